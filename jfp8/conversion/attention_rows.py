@@ -1,4 +1,4 @@
-"""The products of attention in FP8, for a report: two forward, four backward.
+"""Report the products of attention in FP8: two forward, four backward.
 
 They are in loops over blocks, of which the program does not tell how often they run, so they are
 read from the name of the pass that they are in (see `products.flash.passes`). FLOPs are those of
@@ -19,17 +19,17 @@ from jfp8.products.flash.passes import ATTENTION_NAME, WIDE, read_name
 
 
 def is_attention(eqn: Any) -> bool:
-    """Whether `eqn` is a pass of attention in FP8."""
+    """Tell whether `eqn` is a pass of attention in FP8."""
     return str(eqn.params.get("name", "")).startswith(ATTENTION_NAME)
 
 
 def hides_later_keys(eqn: Any) -> bool:
-    """Whether `eqn` is a pass of attention that is causal."""
+    """Tell whether `eqn` is a pass of attention that is causal."""
     return is_attention(eqn) and read_name(eqn.params["name"]).is_causal
 
 
 def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> Iterator[ProductRow]:
-    """The rows of a pass of attention.
+    """Return the rows of a pass of attention.
 
     Args:
       notes: about its place.

@@ -1,7 +1,7 @@
-"""Whether a program is a causal model, which masks what comes after a position.
+"""Recognise causal models, which mask later positions, by their jaxprs.
 
-It is taken for one if it compares positions with positions, has a triangular constant, or computes
-causal attention in FP8. All are found in its jaxpr: nothing is computed.
+A program is taken for one if it compares positions with positions, has a triangular constant, or
+computes causal attention in FP8. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Varies = frozenset[int] | None
 
 
 def masks_later_positions(closed: ClosedJaxpr, inputs: Any = ()) -> bool:
-    """Whether `closed`, the jaxpr of a model, or an array among its `inputs` has a causal mask."""
+    """Tell whether `closed`, the jaxpr of a model, or one of its `inputs` has a causal mask."""
     if any(map(_is_triangular, [*closed.consts, *jax.tree.leaves(inputs)])):
         return True
     jaxpr = closed.jaxpr
@@ -36,7 +36,7 @@ def masks_later_positions(closed: ClosedJaxpr, inputs: Any = ()) -> bool:
 
 
 def _is_triangular(x: Any) -> bool:
-    """Whether `x` is a mask, or masks, of two values, each row of which allows one column more."""
+    """Tell whether `x` is a mask, or masks, each row of which allows one column more."""
     if not isinstance(x, (jax.Array, np.ndarray)) or isinstance(x, jax.core.Tracer):
         return False
     there = not isinstance(x, jax.Array) or x.is_fully_addressable
@@ -52,7 +52,7 @@ def _is_triangular(x: Any) -> bool:
 
 
 def _compares(jaxpr: Jaxpr, ins: Iterable[_Varies]) -> tuple[bool, list[_Varies]]:
-    """Whether positions along two dimensions are compared in `jaxpr`; and what its results are."""
+    """Tell whether `jaxpr` compares positions along two dimensions, and how its results vary."""
     known: dict[Any, _Varies] = dict(zip(jaxpr.invars, ins, strict=True))
     read = lambda v: frozenset() if isinstance(v, Literal) else known.get(v)
     for eqn in jaxpr.eqns:
@@ -86,7 +86,7 @@ def _compares_here(eqn: Any, given: list[_Varies]) -> tuple[bool, list[_Varies]]
 
 
 def _varies(eqn: Any, given: list[_Varies]) -> _Varies:
-    """Along which dimensions the result of an equation varies; None: that depends on data."""
+    """Tell along which dimensions a result varies; None: that depends on data."""
     name = eqn.primitive.name
     if name == "iota":
         return frozenset((eqn.params["dimension"],))

@@ -1,4 +1,4 @@
-"""Finds the layers at the edges of a model, in a jaxpr where layers are marked by name.
+"""Find the layers at the edges of a model, in a jaxpr where layers are marked by name.
 
 A function that calls a layer passes its input and its output through `mark_input` and
 `mark_output`; `edge_layers` then reads the jaxpr of the function.
@@ -28,12 +28,12 @@ _PARAMETER, _OTHER = 0, 1
 
 
 def mark_input(x: Any, path: str) -> Any:
-    """`x`, as what goes into the layer at `path`."""
+    """Mark `x` as the input of the layer at `path`."""
     return jax.tree.map(lambda leaf: _marked(leaf, _INPUT + path), x)
 
 
 def mark_output(y: Any, path: str) -> Any:
-    """`y`, as what comes out of the layer at `path`."""
+    """Mark `y` as the output of the layer at `path`."""
     return jax.tree.map(lambda leaf: _marked(leaf, _OUTPUT + path), y)
 
 
@@ -49,7 +49,7 @@ def _marked(leaf: Any, name: str) -> Any:
 
 
 def arrays_in(result: Any) -> list[Any]:
-    """The arrays that a model returned, also those in objects that are no pytrees."""
+    """List the arrays that a model returned, also those in objects that are no pytrees."""
     found = []
     for leaf in jax.tree.leaves(result):
         if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -60,7 +60,7 @@ def arrays_in(result: Any) -> list[Any]:
 
 
 def arrays_apart(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """The arrays in `tree`, or their shapes; and what makes such a tree of others."""
+    """Return the arrays in `tree`, or their shapes, and a function that puts others in."""
     leaves, structure = jax.tree.flatten(tree)
     kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
@@ -73,10 +73,10 @@ def arrays_apart(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 
 
 def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str], frozenset[str]]:
-    """The paths of the layers that read only inputs, and of those that give a result of the model.
+    """Return the paths of the layers that read only inputs, and of those that give a result.
 
-    A layer gives a result if no residual or other product comes after it, and no other layer reads
-    what it gives. Parameters that scale or shift the result make no difference.
+    A layer gives a result of the model if no residual or other product comes after it, and no other
+    layer reads its output. Parameters that scale or shift the result make no difference.
 
     Args:
       closed: the model's jaxpr.
@@ -92,7 +92,7 @@ def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str],
 
 
 class _Sources:
-    """For each value, what it is made of: results of layers, parameters, or anything else.
+    """Find for each value its sources: results of layers, parameters, or anything else.
 
     The result of a product outside layers counts as anything else; constants are made of nothing.
     """
@@ -135,7 +135,7 @@ class _Sources:
 
 
 def jaxprs_of(eqn: Any) -> Iterable[Jaxpr]:
-    """All jaxprs among the parameters of an equation: bodies, branches."""
+    """List the jaxprs among the parameters of an equation: bodies, branches."""
     for value in eqn.params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(x, ClosedJaxpr):

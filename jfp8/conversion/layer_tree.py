@@ -1,4 +1,4 @@
-"""Layers by path as the lines of a tree; siblings that are alike share one line."""
+"""Draw layers by path as the lines of a tree; siblings that are alike share one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TreeLine:
-    """A line of the tree.
+    """Hold a line of the tree.
 
     Attributes:
       name: of the module, such as ``"Dense_0"``; of siblings that are alike ``"block_{0..5}"``.
@@ -25,7 +25,7 @@ class TreeLine:
 
 
 def tree_lines(layers: Mapping[str, Hashable]) -> list[TreeLine]:
-    """The lines of `layers`, modules before what they hold, else in the order given.
+    """Return the lines of `layers`, modules before their children, else in the order given.
 
     Siblings are alike if their names differ only in the last number, and everything inside them has
     equal names and values.
@@ -47,7 +47,7 @@ def tree_lines(layers: Mapping[str, Hashable]) -> list[TreeLine]:
 def _lines(
     layers: Mapping[str, Hashable], above: str, above_each: Sequence[str], depth: int
 ) -> Iterator[TreeLine]:
-    """The lines below `above`, which stands for the modules `above_each`."""
+    """Return the lines below `above`, which stands for the modules `above_each`."""
     inside: dict[str, dict[str, Hashable]] = {}
     for path, value in layers.items():
         name, _, rest = path.partition("/")
@@ -66,13 +66,13 @@ def _lines(
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """What is before, in and after the last number of `name`."""
+    """Split `name` before and after its last number."""
     found = re.fullmatch(r"(.*?)(\d+)(\D*)", name, re.DOTALL)
     return (found[1], found[2], found[3]) if found else (name, "", "")
 
 
 def _together(names: Sequence[str]) -> str:
-    """``"block_{0..2,5}"`` for ``["block_0", "block_1", "block_2", "block_5"]``."""
+    """Return ``"block_{0..2,5}"`` for ``["block_0", "block_1", "block_2", "block_5"]``."""
     if len(names) == 1:
         return names[0]
     start, _, end = _split(names[0])

@@ -1,4 +1,4 @@
-"""FP8 in Linen models without editing them: subclasses that intercept the calls of layers."""
+"""Convert Linen models without editing them, by subclasses that intercept the calls of layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ import jax
 import numpy as np
 from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
+from flax.traverse_util import flatten_dict
 
-from jfp8.conversion import caches, edges
+from jfp8.conversion import edges
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.linen_layers import is_layer, path_of, replace_caches, replace_products
-from jfp8.conversion.linen_parameters import by_choice, find_products
+from jfp8.conversion.linen_products import (
+    by_choice,
+    check_cache_dtypes,
+    check_caching_layers,
+    find_products,
+    is_layer,
+    path_of,
+    replace_caches,
+    replace_products,
+)
 from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
@@ -39,7 +48,7 @@ _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initial
 def convert_module(
     model: nn.Module, selection: Selection, on_init: Callable[..., None] | None = None
 ) -> nn.Module:
-    """`model`, as an instance of a subclass of its class, whose calls are intercepted.
+    """Return `model` as an instance of a subclass of its class, whose calls are intercepted.
 
     ``on_init(model, variables, *args, **kwargs)`` is called at the end of ``model.init``.
     """
@@ -54,7 +63,7 @@ def convert_module(
 def _converted_class(
     cls: type[nn.Module], selection: Selection, on_init: Callable[..., None] | None
 ) -> type[nn.Module]:
-    """The subclass of `cls` that `convert_module` makes instances of."""
+    """Make the subclass of `cls` that `convert_module` makes instances of."""
     namespace: dict[str, Any] = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
@@ -71,14 +80,14 @@ def _converted_class(
 
 
 class _Converted:
-    """What `_converted_class` adds to a class: the ways into a model from outside."""
+    """Enter the conversion where a model is called from outside; a base of converted classes."""
 
     jfp8_selection: ClassVar[Selection]
     jfp8_original: ClassVar[type[nn.Module]]
     jfp8_on_init: ClassVar[Callable[..., None]]
 
     def _original(self, name: str) -> Callable[..., Any]:
-        """A method of ``nn.Module``, or what the converted class made of it."""
+        """Return a method of ``nn.Module``, or of the class that was converted."""
         return getattr(super(), name)
 
     def apply(
@@ -89,7 +98,7 @@ class _Converted:
         mutable: CollectionFilter = False,
         **kwargs: Any,
     ) -> Any:
-        """``nn.Module.apply`` with FP8 products."""
+        """Run ``nn.Module.apply`` with FP8 products."""
         selection = type(self).jfp8_selection
         params = variables.get("params", {})
         shapes = _shapes(params)
@@ -123,7 +132,7 @@ class _Converted:
         mutable: CollectionFilter = _ALL_BUT_INTERMEDIATES,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """``nn.Module.init_with_output`` with FP8 products and their state."""
+        """Run ``nn.Module.init_with_output`` with FP8 products and their state."""
         cls = type(self)
 
         def run(variables, rngs, args, kwargs):
@@ -152,7 +161,7 @@ def _of_jax(leaf: Any) -> Any:
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:
-    """The methods by which a model may be called from outside."""
+    """List the methods by which a model may be called from outside."""
     return [
         name
         for name, value in inspect.getmembers(cls, inspect.isfunction)
@@ -164,7 +173,7 @@ def _methods(cls: type[nn.Module]) -> list[str]:
 
 
 def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
-    """The method `name` of `cls`, which enters the conversion if it has not been entered."""
+    """Make the method `name` of `cls` enter the conversion, unless it has been entered."""
     original = getattr(cls, name)
 
     @nn.nowrap
@@ -236,9 +245,9 @@ class _Met:
         """Raise ``ValueError`` if keys and values are not stored as `selection` says."""
         if selection.cache_dtype is not None:
             if self.knows_all(params):
-                caches.check_kinds(selection.cache_dtype, self.kinds.values())
+                check_caching_layers(selection.cache_dtype, self.kinds.values())
             for given in variables:
-                caches.check_dtypes(selection.cache_dtype, given.get("cache", {}))
+                check_cache_dtypes(selection.cache_dtype, given.get("cache", {}))
 
     def warn(self, model: Any, params: Any) -> None:
         """Warn, once, if nothing of `model`, which was called as a whole, became FP8.
@@ -263,7 +272,7 @@ class _Met:
 
 @contextlib.contextmanager
 def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterator[_Met]:
-    """Inside, the layers of `model` compute FP8 products. Gives what is met there, as it is met."""
+    """Intercept the layers of `model` in this context, and log what was converted."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
     depth = 0 if model.scope is None else len(model.scope.path)
@@ -326,14 +335,14 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
 
 @dataclasses.dataclass(frozen=True)
 class _Edges:
-    """The paths of layers at the edges of a model; and whether it masks later positions."""
+    """Hold the paths of layers at the edges of a model; and whether it masks later positions."""
 
     first: frozenset[str] = frozenset()
     returned: frozenset[str] = frozenset()
     causal: bool = False
 
     def edge_of(self, path: str, layer: nn.Module, x: Any) -> Edge | None:
-        """At which edge the layer at `path` is, that is called with `x`."""
+        """Tell at which edge the layer at `path` is, which is called with `x`."""
         if path in self.returned:
             return Edge.LOGITS
         image = isinstance(layer, nn.Conv) and np.shape(x)[-1] <= MAX_IMAGE_CHANNELS
@@ -349,7 +358,7 @@ class _Edges:
 def _edges_of(
     selection: Selection, run: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
 ) -> _Edges:
-    """Found by tracing the model as it is once more, if they make a difference."""
+    """Find the edges by tracing the model without FP8 once more, if they make a difference."""
     by_edge = any(isinstance(choice, Edge) for choice in selection.choices)
     if not by_edge and all(recipe.is_causal(history=True) for recipe in selection.recipes):
         return _Edges()
@@ -376,22 +385,15 @@ def _edges_of(
     return _Edges(*edges.edge_layers(closed, len(parameters)), causal)
 
 
-def _shapes(params: Any, path: str = "") -> dict[str, dict[str, tuple[int, ...]]]:
-    """The shapes of the parameters of each module that has some of its own."""
-    own, found = {}, {}
-    for name, node in meta.unbox(params).items():
-        if isinstance(node, Mapping):
-            found |= _shapes(node, f"{path}/{name}".lstrip("/"))
-        else:
-            own[name] = np.shape(node)
-    return ({path: own} if own else {}) | found
+def _shapes(params: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of the parameters of each module that has some of its own."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    flat: dict[tuple[str, ...], Any] = flatten_dict(meta.unbox(params))
+    for (*module, name), value in flat.items():
+        found.setdefault("/".join(module), {})[name] = np.shape(value)
+    return found
 
 
-def _paths(params: Any, path: str = "") -> list[str]:
-    """The paths of all modules that have parameters."""
-    paths = []
-    for name, node in params.items():
-        if isinstance(node, Mapping):
-            inner = f"{path}/{name}".lstrip("/")
-            paths += [inner, *_paths(node, inner)]
-    return paths
+def _paths(params: Any) -> set[str]:
+    """Return the paths of all modules that have parameters, or hold modules that do."""
+    return {"/".join(keys[:n]) for keys in flatten_dict(params) for n in range(1, len(keys))}

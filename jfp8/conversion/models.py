@@ -1,4 +1,4 @@
-"""FP8 for models without editing them: `convert` for a model, `autocast` for part of a program."""
+"""Convert models without editing them: `convert` a model, `autocast` part of a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.conversion import linen, linen_region, nnx_models
+from jfp8.conversion import linen, linen_products, nnx_models
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -30,25 +30,17 @@ def convert(
     state_collection: StateCollection = "fp8",
     cache_dtype: FormatLike | None = None,
 ) -> Model:
-    """The same model with FP8 products in its layers, forward and backward.
+    """Return the same model with FP8 products in its layers, forward and backward.
 
     `model` itself does not change. The converted model has the same parameters, in names, shapes
-    and initial values, so that checkpoints fit both. Of Flax's layers, these are converted:
-    ``Dense`` (NNX: ``Linear``), ``DenseGeneral``, ``Conv``, ``ConvTranspose``, ``Einsum``, and the
-    projections of attention, wherever they are: under ``setup`` or ``compact``, inside
-    ``nn.scan``, ``nn.vmap``, ``nn.remat`` and ``nn.jit``. A layer that was given its own product
-    (``dot_general=``) keeps it. So are products of one parameter with something else that a module
-    computes itself (``jnp.einsum``, ``x @ w``); their path is that of the module and the
-    name of the parameter, ``"attn/w"``. Other products that no layer computes stay in high
-    precision: `jfp8.report` lists them. If no product becomes FP8 although `exempt` and `only`
-    do not ask for that, a ``UserWarning`` says what stayed and why: when the model is first traced,
-    or at once for an NNX model that cannot have any.
+    and initial values, so that checkpoints fit both. Layers of Flax, and products that a module
+    computes itself with one of its parameters, are converted; "Converting a model" in the docs
+    lists which, and the limits of ``nn.scan``, ``nn.vmap`` and ``nn.jit``. `jfp8.report` lists all
+    products. If none becomes FP8 although `exempt` and `only` do not ask for that, a
+    ``UserWarning`` says why: when the model is first traced, or at once for an NNX model that
+    cannot have any.
 
     State is as for `jfp8.Dense`: ``init`` returns ``fp8`` and ``fp8_sink`` besides ``params``.
-    Where ``nn.scan`` or ``nn.vmap`` share weights, Flax refuses ``apply(..., mutable=["fp8"])``:
-    train with `jfp8.TrainState`, which does not need it. A converted model inside an unconverted
-    one uses current scaling where the outer model lifts only ``params``. A class made by ``nn.jit``
-    is traced once for all its instances: decisions by path for the first instance hold for all.
 
     Args:
       model: a Linen or NNX module.
@@ -57,18 +49,13 @@ def convert(
         The first that matches wins; None, as no match, leaves layers in high precision.
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
-        Default: `jfp8.EDGES`, the first convolution of an image model and the final logits, which
-        the literature keeps in high precision; of the layers of an NNX model they are the first
-        convolution and the last linear layer that the model itself holds, unless it is a stack of
-        layers. ``()``
+        Default: `jfp8.EDGES`, the first convolution of an image model and the final logits. ``()``
         exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
       only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
       attention: also convert attention itself, between the projections of
         ``MultiHeadDotProductAttention`` (NNX: ``MultiHeadAttention``), by
         `scaled_dot_product_attention`. Its path is ``"<path of the layer>/attention"`` (NNX: that
-        of the layer). Not for dropout of its weights, nor ``sow_weights``: such a call raises. A
-        query that sees no key gets 0, where Flax gives the mean of all values. Attention that
-        other modules compute stays in high precision: call `jfp8.linen.DotProductAttention` there.
+        of the layer). A call with dropout of its weights or ``sow_weights`` raises.
       state_collection: of a Linen model, where the amax histories are: ``"fp8"``, or
         ``"_overwrite_with_gradient"`` for loops that replace its variables by their gradients, such
         as Flax's own ``TrainState``.
@@ -94,6 +81,8 @@ def convert(
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
     """
+    if isinstance(recipe, nn.Module | nnx.Module):
+        raise TypeError("recipe is a model, which comes first: jfp8.convert(model, recipe).")
     selection = select(recipe, exempt, only, attention, state_collection, cache_dtype)
     return convert_selected(model, selection)
 
@@ -101,7 +90,7 @@ def convert(
 def convert_selected(
     model: Model, selection: Selection, on_init: Callable[..., None] | None = None
 ) -> Model:
-    """`convert`, of a `Selection`; Linen models call ``on_init`` at the end of ``init``."""
+    """Convert by a `Selection`; Linen models call ``on_init`` at the end of ``init``."""
     if isinstance(model, nn.Module):
         if model.scope is not None:
             raise TypeError(
@@ -126,12 +115,11 @@ def convert_selected(
 
 @contextlib.contextmanager
 def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
-    """A region in which the Linen layers that are called compute FP8 products.
+    """Make the Linen layers that are called in this region compute FP8 products.
 
     In it, Flax's own layers and products of parameters (see `convert`), and layers of jfp8 without
-    a recipe, use `recipe`. A
-    layer or a converted model with its own recipe keeps that. The innermost region holds; with
-    ``enabled=False`` everything in it is in high precision.
+    a recipe, use `recipe`. A layer or a converted model with its own recipe keeps that. The
+    innermost region holds; with ``enabled=False`` everything in it is in high precision.
 
     The region is part of the key under which JAX caches a compiled function, so a function that was
     jitted and called outside is traced again inside. Each thread has its own regions.
@@ -158,5 +146,5 @@ def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -
     ...     bool((apply(variables, x) == y).all())
     False
     """
-    with linen_region.in_region(check_recipe(recipe), bool(enabled)):
+    with linen_products.in_region(check_recipe(recipe), bool(enabled)):
         yield

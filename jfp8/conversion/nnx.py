@@ -1,7 +1,9 @@
-"""FP8 for NNX models without editing them."""
+"""Convert the layers of NNX models without editing these."""
 
 from __future__ import annotations
 
+import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -11,7 +13,6 @@ from flax import nnx
 from jfp8.layers.nnx.attention import has_stock_attention, install_attention
 from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
 from jfp8.layers.nnx.products import Product
-from jfp8.matmul.spec import Implementation
 from jfp8.recipes.recipe import Recipe
 
 # Of a layer that was left as it is: the reason, for reports.
@@ -22,7 +23,7 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """The layers of `module` that `convert_module` can convert: paths and layers.
+    """List the layers of `module` that `convert_module` can convert, with their paths.
 
     They are in the order in which attributes were set, which ``nnx.merge`` and transformed
     constructors make alphabetical. A layer that is shared appears once. Layers whose product is no
@@ -48,10 +49,9 @@ def convert_module(
     module: Module,
     decide: Callable[[str, nnx.Module], Recipe | None],
     *,
-    implementation: Implementation = None,
     attention: bool = False,
 ) -> Module:
-    """A copy of `module` that computes in FP8 the layers that `decide` chooses.
+    """Copy `module`; the copy computes in FP8 the layers that `decide` chooses.
 
     The copy has its own Variables, which hold the same arrays; `module` does not change. The
     ``nnx.Param`` state is the same, so checkpoints fit both. Stacked layers, made with
@@ -61,7 +61,6 @@ def convert_module(
       module: any NNX model.
       decide: called with path (``"layers/0/linear1"``) and layer for each of `layers_of`; returns
         the recipe of the layer, or None to leave it alone.
-      implementation: see `jfp8.scaled_matmul`.
       attention: also ask `decide`, for each ``nnx.MultiHeadAttention``, whether attention itself,
         between its projections, becomes FP8.
 
@@ -79,42 +78,34 @@ def convert_module(
     ('DotGeneral', 'function')
     """
     converted = nnx.clone(module, graph=True)
-    how: dict[str, Any] = {"implementation": implementation}
     for path, node in nodes_of(module):
         name = "/".join(map(str, path))
         if has_hook_free(node):
             recipe = decide(name, node)
             if recipe is not None:
-                install(_at(converted, path), recipe=recipe, path=name, **how)
+                install(at(converted, path), recipe=recipe, path=name)
         elif attention and isinstance(node, nnx.MultiHeadAttention):
             recipe = decide(name, node) if has_stock_attention(node) else None
             if recipe is not None:
-                install_attention(_at(converted, path), recipe=recipe, path=name, **how)
+                install_attention(at(converted, path), recipe=recipe, path=name)
     return converted
 
 
 def has_hook_free(node: Any) -> bool:
-    """Whether `node` is a layer whose hook a conversion may take.
-
-    Args:
-      node: any module.
-    """
+    """Tell whether `node` is a layer whose hook a conversion may take."""
     return has_stock_product(node) and not has_adapter(node)
 
 
 def has_adapter(node: Any) -> bool:
-    """Whether `node` itself holds adapters, which would be lost with a product in its hook.
+    """Tell whether `node` itself holds adapters, which would be lost with a product in its hook.
 
     Qwix adds them to what a layer calls by itself, ``jax.lax.dot_general``.
-
-    Args:
-      node: any module.
     """
     return any(isinstance(child, nnx.LoRAParam) for child in children_of(node).values())
 
 
 def nodes_of(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
-    """The modules in `module`, and their paths, in the order of definition."""
+    """List the modules in `module`, and their paths, in the order of definition."""
     # What only a static attribute holds is no part of the graph: a copy would share it.
     in_graph = {id(node) for _, node in nnx.iter_modules(module, graph=True)}
     for path, node in _walk(module, (), set()):
@@ -123,11 +114,7 @@ def nodes_of(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
 
 
 def reason_of(node: Any) -> str | None:
-    """Why the product of a layer is not FP8; None if it may be, or if there is none.
-
-    Args:
-      node: a module.
-    """
+    """Say why the product of a layer is not FP8; None if it may be, or if there is none."""
     hook = hook_of(node)
     if hook is None or has_adapter(node):
         return None
@@ -143,7 +130,7 @@ def reason_of(node: Any) -> str | None:
 
 
 def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
-    """All objects of NNX in `node` with their paths, parents first, in the order of definition."""
+    """Walk all objects of NNX in `node`, parents first, in the order of definition."""
     if isinstance(node, nnx.Pytree):
         if id(node) in seen:
             return
@@ -154,11 +141,7 @@ def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
 
 
 def children_of(node: Any) -> dict[Any, Any]:
-    """What `node` holds, by name.
-
-    Args:
-      node: anything.
-    """
+    """Return the attributes or items of `node`, by name."""
     if isinstance(node, nnx.Pytree):
         return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
     if isinstance(node, nnx.Variable):
@@ -170,10 +153,21 @@ def children_of(node: Any) -> dict[Any, Any]:
     return {_name(keys[0]): child for keys, child in flat if keys}
 
 
-def _at(node: Any, path: Path) -> Any:
+def at(node: Any, path: Path) -> Any:
+    """Return what is at `path` in `node`."""
     for name in path:
         node = children_of(node)[name]
     return node
+
+
+def subclass_of(kind: type[nnx.Module], namespace: dict[str, Any]) -> type[nnx.Module]:
+    """Make a subclass of `kind` that looks like it, with the attributes in `namespace`."""
+    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    with warnings.catch_warnings():  # what Flax says about annotations, it said about `kind`
+        warnings.simplefilter("ignore")
+        flags = {"pytree": kind._pytree__is_pytree}
+        fill = lambda body: body.update(same | namespace)
+        return types.new_class(kind.__name__, (kind,), flags, fill)
 
 
 def _name(key: Any) -> Any:

@@ -1,10 +1,8 @@
-"""NNX models as wholes: which of their layers become FP8, and what a report says of the others."""
+"""Convert whole NNX models, and tell a report about the layers that stay as they are."""
 
 from __future__ import annotations
 
 import functools
-import types
-import warnings
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from jfp8.conversion.nnx import (
     layers_of,
     nodes_of,
     reason_of,
+    subclass_of,
 )
 from jfp8.conversion.nnx_parameters import convert_own, own_of
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
@@ -34,7 +33,7 @@ _PLACE = "jfp8_place"
 
 
 def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
-    """`model` with FP8 products as `selection` says; see `jfp8.convert`."""
+    """Convert `model` as `selection` says; see `jfp8.convert`."""
     layers = layers_of(model)
     own = own_of(model)
     selection.check_patterns([*(path for path, _ in layers), *(own.path for _, own in own)])
@@ -85,9 +84,9 @@ def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
 
 
 def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
-    """What becomes of each layer of an NNX model, by its path.
+    """Decide on each layer of an NNX model, and on each product with a parameter, by its path.
 
-    And of products with parameters of its own, unless calls find them at the edges of the model.
+    Calls may find such products at the edges of the model.
     """
     layers = layers_of(model)
     edges = _edges(model, layers)
@@ -96,7 +95,7 @@ def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
 
 
 def _edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str, Edge]:
-    """The layers at the edges of a model, by where they are in it: nothing is traced.
+    """Find the layers at the edges of a model by where they are in it: nothing is traced.
 
     The image enters by the first convolution, if it has at most 4 input channels. Logits leave by
     the last linear layer that the model itself holds, or else by the last of all that is no part of
@@ -141,7 +140,7 @@ def _seen(converted: nnx.Module, decided: dict[str, Decision]) -> Seen:
 
 
 def _owner_depth(nodes: dict[tuple[str, ...], Any], path: tuple[str, ...]) -> int:
-    """How many parts of the path of a Variable are that of the module that uses it."""
+    """Count the parts of the path of a Variable that are the path of the module that uses it."""
     for depth in range(len(path) - 1, 0, -1):
         node = nodes.get(path[:depth])
         if node is not None and not isinstance(node, (nnx.List, nnx.Dict)):
@@ -168,7 +167,7 @@ def note_place(node: Any, path: str) -> None:
 
 @functools.cache
 def _noting(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """A subclass of `kind` whose calls carry the notes that an instance has."""
+    """Make a subclass of `kind` whose calls carry the notes that an instance has."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         path, layer, reason = getattr(self, _PLACE)
@@ -176,9 +175,4 @@ def _noting(kind: type[nnx.Module]) -> type[nnx.Module]:
             original: Any = kind.__call__  # or what nnx.jit made of it
             return original.__get__(self, kind)(*args, **kwargs)
 
-    namespace = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    with warnings.catch_warnings():  # what Flax says about annotations, it said about `kind`
-        warnings.simplefilter("ignore")
-        flags = {"pytree": kind._pytree__is_pytree}
-        noting = types.new_class(kind.__name__, (kind,), flags, lambda body: body.update(namespace))
-    return noting
+    return subclass_of(kind, {"__call__": call})

@@ -1,4 +1,4 @@
-"""Products that NNX modules compute by themselves, with parameters of theirs.
+"""Convert products that NNX modules compute by themselves with their parameters.
 
 NNX has no interception of methods, so a copy of a model gets subclasses of its modules' classes,
 whose methods let the operations of JAX pass by a `Follower`.
@@ -10,8 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfp8.conversion import edges
-from jfp8.conversion.nnx import children_of, has_adapter, nodes_of, reason_of
+from jfp8.conversion.nnx import at, children_of, has_adapter, nodes_of, reason_of, subclass_of
 from jfp8.conversion.parameter_products import (
     Parameter,
     ParameterProduct,
@@ -42,7 +40,7 @@ ADAPTER = "an adapter (nnx.LoRAParam)"
 
 @dataclasses.dataclass(frozen=True)
 class OwnParameter:
-    """A parameter by which a module may multiply.
+    """Describe a parameter by which a module may multiply.
 
     Attributes:
       place: the path of the module.
@@ -58,22 +56,22 @@ class OwnParameter:
 
     @property
     def name(self) -> str:
-        """``"w"``; of one in a list ``"w/0"``."""
+        """Return ``"w"``; of one in a list ``"w/0"``."""
         return "/".join(map(str, self.keys))
 
     @property
     def path(self) -> str:
-        """``"layers/0/attn/w"``."""
+        """Return ``"layers/0/attn/w"``."""
         return f"{self.place}/{self.name}".lstrip("/")
 
     @property
     def product(self) -> str:
-        """The attribute of the module with the product, which has the state."""
+        """Return the attribute of the module that holds the product and its state."""
         return "DotGeneral_" + "_".join(map(str, self.keys))
 
 
 def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
-    """Parameters by which modules of a model may multiply themselves, and these modules."""
+    """List the parameters by which modules of a model may multiply themselves, and the modules."""
     found = []
     for path, node in nodes_of(module):
         known = is_known(type(node)) or hook_of(node) is not None
@@ -90,7 +88,7 @@ def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
 
 
 def _variables(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The parameters that a module holds itself, or in containers."""
+    """List the parameters that a module holds itself, or in containers."""
     for name, child in children_of(node).items():
         if isinstance(child, nnx.Param):
             yield (*path, name), child
@@ -131,22 +129,13 @@ def convert_own(model: nnx.Module, selection: Selection) -> None:
 
 @functools.cache
 def _following(kind: type[nnx.Module], selection: Selection) -> type[nnx.Module]:
-    """The subclass of `kind` whose methods are followed."""
-    namespace: dict[str, Any] = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "jfp8_original": kind,
-        "jfp8_selection": selection,
-    }
+    """Make the subclass of `kind` whose methods are followed."""
+    namespace: dict[str, Any] = {"jfp8_original": kind, "jfp8_selection": selection}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         own = getattr(nnx.Module, name, None) is not function and not _is_private(name)
         if own and not isinstance(inspect.getattr_static(kind, name), staticmethod):
             namespace[name] = _entering(function, name)
-    with warnings.catch_warnings():  # what Flax says about annotations, it said about `kind`
-        warnings.simplefilter("ignore")
-        flags = {"pytree": kind._pytree__is_pytree}
-        return types.new_class(kind.__name__, (kind,), flags, lambda body: body.update(namespace))
+    return subclass_of(kind, namespace)
 
 
 def _is_private(name: str) -> bool:
@@ -155,7 +144,7 @@ def _is_private(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Edges:
-    """The paths of products whose results a model returns; and what is met in a call of it."""
+    """Hold the paths of products whose results a model returns, and the log of one call."""
 
     returned: frozenset[str] = frozenset()
     met: _Met | None = dataclasses.field(default=None, compare=False)
@@ -171,7 +160,7 @@ class _Met:
 
 
 def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The method `function`, followed."""
+    """Follow the parameters of a module through its method `function`."""
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +185,7 @@ def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _explaining_stacks() -> Iterator[None]:
-    """Says what to type where JAX only says that axes differ in size."""
+    """Say what to type where JAX only says that axes differ in size."""
     try:
         yield
     except ValueError as error:
@@ -212,7 +201,7 @@ def _explaining_stacks() -> Iterator[None]:
 
 
 def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run: Any) -> Any:
-    """What `run` gives, where products of parameters in `module` are what `found` says."""
+    """Call `run`, in which products of parameters in `module` are what `found` says."""
     met = getattr(getattr(region.current(), "edges", None), "met", None)
     if met is not None:
         met.modules.update(own.place for own in getattr(module, _OWN, ()))
@@ -224,7 +213,7 @@ def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run:
         products += [node] if isinstance(node, Product) and node.fp8 is not None else []
         for own in getattr(node, _OWN, ()):
             parameter = Parameter(node, own.place, own.name)
-            for leaf in jax.tree.leaves(_at(node, own.keys).get_raw_value()):
+            for leaf in jax.tree.leaves(at(node, own.keys).get_raw_value()):
                 parameters[id(leaf)] = leaf, parameter
     lookup = lambda value: parameters.get(id(value), (None, None))[1]
 
@@ -236,14 +225,8 @@ def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run:
         return run()
 
 
-def _at(node: Any, keys: tuple[Any, ...]) -> Any:
-    for key in keys:
-        node = children_of(node)[key]
-    return node
-
-
 def _computed(selection: Selection, found: _Edges, product: ParameterProduct) -> jax.Array:
-    """`product` in FP8, or plain and with the reason for that."""
+    """Compute `product` in FP8, or plain and with the reason for that."""
     module, path = product.parameter.module, product.parameter.path
     own = next(own for own in getattr(module, _OWN) if own.path == path)
     decision = Decision(None, own.reason, own.chosen)
@@ -266,7 +249,7 @@ def _computed(selection: Selection, found: _Edges, product: ParameterProduct) ->
 def _returned(
     model: nnx.Module, selection: Selection, name: str, args: Any, kwargs: Any
 ) -> frozenset[str]:
-    """Found by tracing the model as it is once more, if that makes a difference."""
+    """Find returned products by tracing the model without FP8, if that makes a difference."""
     if not getattr(model, _ROOT, False) or Edge.LOGITS not in selection.choices:
         return frozenset()
     graph, state = nnx.split((model, args, kwargs))
@@ -295,7 +278,7 @@ def _warn(model: Any, met: Any) -> None:
     for node, own in owned:
         if own.path not in met.stayed and not own.chosen:
             kinds[own.place] = type(node)
-            shape = jnp.shape(_at(node, own.keys).get_raw_value())
+            shape = jnp.shape(at(node, own.keys).get_raw_value())
             shapes.setdefault(own.place, {})[own.name] = shape
     stayed = met.stayed | _unsupported(model)
     warn_of_nothing(model, Seen(False, stayed, own_parameters(kinds, shapes)), "nnx")

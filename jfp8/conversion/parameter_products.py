@@ -1,12 +1,11 @@
-"""Products of modules that multiply by their parameters themselves: einsum, dot, matmul, @.
+"""Find products of modules that multiply by their parameters themselves: einsum, dot, matmul, @.
 
-All of these are ``dot_general`` in the end. While a method of such a module runs, the operations of
-JAX pass by here, one by one, and a value that is a parameter of the module, or one of them cast,
-transposed, reshaped or sliced, is recognised by its identity. Nothing is patched, and the values
-are those that JAX has anyway.
+All of these are ``dot_general`` in the end. While a method of such a module runs, a `Follower` gets
+each operation of JAX, and recognises a parameter of the module, also cast, transposed, reshaped or
+sliced, by its identity. Nothing is patched, and the values are those that JAX has anyway.
 
-A product inside of ``jax.checkpoint``, ``jax.lax.scan`` or the like is not seen, if the module
-calls that itself; one inside of ``remat``, ``scan``, ``vmap`` of Flax or ``jax.jit`` is.
+A product inside ``jax.checkpoint``, ``jax.lax.scan`` or the like is not found, if the module calls
+that itself; one inside ``remat``, ``scan``, ``vmap`` of Flax or ``jax.jit`` is.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _GATHERED = {"all_gather", "all_gather_invariant"}  # from the devices that hold
 
 @dataclass(frozen=True)
 class Parameter:
-    """Where a parameter is.
+    """Say where a parameter is.
 
     Attributes:
       module: that has it.
@@ -64,13 +63,13 @@ class Parameter:
 
     @property
     def path(self) -> str:
-        """``"Block_0/attn/w"``."""
+        """Return ``"Block_0/attn/w"``."""
         return f"{self.place}/{self.name}".lstrip("/")
 
 
 @dataclass(frozen=True)
 class ParameterProduct:
-    """``dot_general`` of `x` and `weight`, which is a parameter or was made of one.
+    """Hold a ``dot_general`` of `x` and `weight`, which is a parameter or was made of one.
 
     Attributes:
       parameter: the parameter.
@@ -89,12 +88,12 @@ class ParameterProduct:
     params: Mapping[str, Any]
 
     def plain(self) -> jax.Array:
-        """What the module computes by itself."""
+        """Compute the product as the module does by itself."""
         operands = (self.weight, self.x) if self.swapped else (self.x, self.weight)
         return self.bind(*operands, **self.params)
 
     def staying(self, reason: str) -> jax.Array:
-        """`plain`, with the reason for that in reports."""
+        """Compute `plain`, with the reason for that in reports."""
         with (
             note("path", self.parameter.place),
             note("layer", type(self.parameter.module).__name__),
@@ -103,7 +102,7 @@ class ParameterProduct:
             return self.plain()
 
     def by(self, dot_general: Callable[..., jax.Array]) -> jax.Array:
-        """Computed by `dot_general`, whose second operand is the weight."""
+        """Compute the product by `dot_general`, whose second operand is the weight."""
         (first, second), (first_batch, second_batch) = self.params["dimension_numbers"]
         numbers = (first, second), (first_batch, second_batch)
         if self.swapped:
@@ -120,7 +119,7 @@ class ParameterProduct:
 
 @dataclass(frozen=True)
 class Follower:
-    """Sees every operation under `interposed`, and follows the parameters of modules through them.
+    """Follow the parameters of modules through every operation under `interposed`.
 
     Attributes:
       modules: those whose parameters it follows.
@@ -158,7 +157,7 @@ class Follower:
         return result
 
     def product(self, primitive: Any, values: Any, params: Any, sources: Any) -> jax.Array:
-        """A ``dot_general`` of the `values`, which are made of the parameters `sources`."""
+        """Compute ``dot_general`` of the `values`, which are made of the parameters `sources`."""
         first, second = sources
         ordinary = all(_is_wide_float(value) for value in values)
         if (first is None) == (second is None) or not ordinary or params.get("out_sharding"):
@@ -176,14 +175,14 @@ class Follower:
         )
 
     def derived(self, values: Any, results: Any) -> None:
-        """Of a function with a derivative of its own: what makes numbers of bytes (dequantize)."""
+        """Follow through a custom derivative that makes numbers of bytes (dequantize)."""
         found = self.source(values[0]) if values else None
         narrow = found is not None and jax.numpy.result_type(values[0]).itemsize == 1
         if narrow and [np.shape(x) for x in results] == [np.shape(values[0])]:
             self.known[id(results[0])] = (results[0], found)
 
     def source(self, value: Any) -> Parameter | None:
-        """The parameter that `value` is made of."""
+        """Return the parameter that `value` is made of."""
         if np.ndim(value) < 2:
             return None
         if id(value) in self.known:
@@ -192,7 +191,7 @@ class Follower:
 
 
 def followed_modules() -> tuple[Any, ...]:
-    """Those whose parameters are followed here."""
+    """Return the modules whose parameters are followed here."""
     outer = interposing()
     return tuple(outer.modules) if isinstance(outer, Follower) else ()
 
@@ -203,7 +202,7 @@ def following(
     found: Callable[[ParameterProduct], jax.Array],
     enters: Callable[[Any], bool] = lambda values: True,
 ) -> AbstractContextManager[None]:
-    """Inside, parameters are followed; for the arguments see `Follower`."""
+    """Follow parameters in this context; for the arguments see `Follower`."""
     outer = interposing()
     if not isinstance(outer, Follower):
         return interposed(Follower(modules, parameter_of, found, enters))

@@ -1,38 +1,39 @@
-"""`Report`: what is FP8 in a model, by layer and by product."""
+"""Hold the products of a model, and print them by layer and by product: `Report`."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
 import json
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jfp8.conversion.layer_table import (
-    LayerLine,
-    Reason,
-    in_bf16,
-    in_high_precision,
-    lines_of,
-    reason_lines,
-    table_of,
-    text_lines,
-    wrapped,
-)
+from jfp8.conversion.layer_tree import TreeLine, tree_lines
 from jfp8.conversion.product_rows import (
+    NO_LAYER,
+    OWN_ATTENTION,
     ProductRow,
     looks_ahead_message,
     product_table,
     si,
     times_message,
 )
-from jfp8.conversion.tables import table_html, table_lines
+from jfp8.conversion.tables import Table, table_html, table_lines
+
+_WIDTH = 100  # columns of text
+_NAMED = 8  # layers listed under one reason
+_SHAPES = re.compile(r" \(lhs scale (?:[^()]|\([^()]*\))*\)")  # that a reason is given for
+Rows = Sequence[ProductRow]
+Lines = Sequence[tuple[TreeLine, Rows]]  # a layer, or several that are alike, and their products
+Reasons = Mapping[str, Sequence[str]]  # and the layers that each concerns
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What `report` found. It prints as a table of the layers, in Jupyter as an HTML table.
+    """Hold the result of `report`. It prints as a table of the layers, in Jupyter as HTML.
 
     Numbered siblings whose products are the same share a line, ``block_{0..5}``. ``fprop``,
     ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed. FLOPs
@@ -48,26 +49,26 @@ class Report:
 
     @property
     def flops(self) -> int:
-        """FLOPs of all products."""
+        """Return the FLOPs of all products."""
         return sum(row.flops for row in self.rows)
 
     @property
     def fp8_fraction(self) -> float:
-        """The fraction of the FLOPs of all products that is FP8: 0 to 1."""
+        """Return the fraction of the FLOPs of all products that is FP8: 0 to 1."""
         return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
 
     @property
     def unconverted(self) -> tuple[ProductRow, ...]:
-        """The products in high precision."""
+        """Return the products in high precision."""
         return tuple(row for row in self.rows if not row.fp8)
 
     @property
     def looking_ahead(self) -> tuple[ProductRow, ...]:
-        """If the model is causal, the forward products whose scales see later positions."""
+        """Return the forward products of a causal model whose scales see later positions."""
         return tuple(row for row in self.rows if self.causal and row.looks_ahead)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Return the report as plain data."""
         return {
             "fp8_fraction": self.fp8_fraction,
             "flops": self.flops,
@@ -75,11 +76,11 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """The report as JSON."""
+        """Return the report as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
     def summary(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         n = sum(row.times for row in self.rows)
         fp8 = sum(row.times for row in self.rows if row.fp8)
         return (
@@ -88,42 +89,40 @@ class Report:
         )
 
     def verbose(self) -> str:
-        """The report with a line for each product: its operands, and what computes it.
+        """Return a line for each product: its operands, and what computes it.
 
         Traced for a GPU whose rates `kernels.cost_model` has, also the expected times, of all times
         that a product is computed together, and for comparison those of layers in bf16.
         """
         head, *lines = table_lines(product_table(self.rows))
-        times = wrapped(times_message(self.rows))
+        times = _wrapped(times_message(self.rows))
         return "\n".join([head, "-" * len(head), *lines, *times, *self._said()])
 
     def __str__(self) -> str:
-        layers = lines_of(self.rows)
+        layers = _lines_of(self.rows)
         text = []
         if layers:
-            head, *lines = text_lines(table_of(layers))
+            head, *lines = _text_lines(_table_of(layers))
             text = [head, "-" * max(map(len, (head, *lines))), *lines, ""]
-        for title, reasons in _why_not(layers):
-            text += [title, *reason_lines(reasons), ""]
+        for title, reasons in _why_not(layers).items():
+            text += [title, *_reason_lines(reasons), ""]
         return "\n".join([*text, *self._said()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        layers = lines_of(self.rows)
+        layers = _lines_of(self.rows)
         plain = [
-            i
-            for i, line in enumerate(layers, 1)
-            if line.rows and not any(row.fp8 for row in line.rows)
+            i for i, (_, rows) in enumerate(layers, 1) if rows and not any(row.fp8 for row in rows)
         ]
-        parts = [f"<p><b>{html.escape(self.summary())}</b></p>"]
-        parts += [f"<p><b>{html.escape(warning)}</b></p>" for warning in self.warnings()]
-        table = [(name.replace("  ", "\u2003"), *cells) for name, *cells in table_of(layers)]
+        lines = (self.summary(), *self.warnings())
+        parts = [f"<p><b>{html.escape(line)}</b></p>" for line in lines]
+        table = [(name.replace("  ", "\u2003"), *cells) for name, *cells in _table_of(layers)]
         parts.append(table_html(table, faded=plain))
-        for title, reasons in _why_not(layers):
+        for title, reasons in _why_not(layers).items():
             items = (
-                f"<li>{html.escape(reason.text)}<br>{html.escape(', '.join(reason.layers))}</li>"
-                for reason in reasons
+                f"<li>{html.escape(text)}<br>{html.escape(', '.join(layers))}</li>"
+                for text, layers in reasons.items()
             )
             parts.append(f"<p>{html.escape(title)}</p><ul>{''.join(items)}</ul>")
         unconverted = [number for number, row in enumerate(self.rows, 1) if not row.fp8]
@@ -132,22 +131,160 @@ class Report:
         return "".join(parts)
 
     def _said(self) -> list[str]:
-        """The summary and the warnings, as lines."""
-        warnings = (line for warning in self.warnings() for line in wrapped(warning))
+        """Return the summary and the warnings, as lines."""
+        warnings = (line for warning in self.warnings() for line in _wrapped(warning))
         return [self.summary(), *warnings]
 
     def warnings(self) -> list[str]:
-        """Warnings before training: whether scales of a causal model look ahead."""
+        """Warn before training if scales of a causal model look ahead."""
         rows = self.looking_ahead
         if not rows:
             return []
         return [looks_ahead_message({row.path or row.layer: row.recipe for row in rows})]
 
 
-def _why_not(layers: Sequence[LayerLine]) -> list[tuple[str, list[Reason]]]:
-    who = "a TPU" if any(row.tpu for line in layers for row in line.rows) else "an NVIDIA GPU"
-    found = [
-        ("In high precision:", in_high_precision(layers)),
-        (f"FP8 that {who} computes in bf16:", in_bf16(layers)),
+def _why_not(layers: Lines) -> dict[str, Reasons]:
+    who = "a TPU" if any(row.tpu for _, rows in layers for row in rows) else "an NVIDIA GPU"
+    found = {
+        "In high precision:": _in_high_precision(layers),
+        f"FP8 that {who} computes in bf16:": _in_bf16(layers),
+    }
+    return {title: reasons for title, reasons in found.items() if reasons}
+
+
+def _lines_of(rows: Rows) -> Lines:
+    """Return the layers of a model as a tree, alike ones in one line."""
+    layers: dict[str, list[ProductRow]] = {}
+    for row in rows:
+        nowhere = "(the model itself)" if row.layer else "(no layer)"
+        layers.setdefault(row.path or nowhere, []).append(row)
+    alike = {
+        path: frozenset(dataclasses.replace(row, path="") for row in of_layer)
+        for path, of_layer in layers.items()
+    }
+    return [
+        (line, [row for path in line.layers for row in layers[path]]) for line in tree_lines(alike)
     ]
-    return [(title, reasons) for title, reasons in found if reasons]
+
+
+def _table_of(lines: Lines) -> Table:
+    """Return head and lines, each with a mark for each of the three products."""
+    rows = [row for _, of_line in lines for row in of_line]
+    here = any(row.tpu for row in rows)
+    elsewhere = any(row.cuda not in ("", row.implementation) for row in rows if row.fp8)
+    by = "on CUDA" if elsewhere and not here else "computed by"
+    table: list[Sequence[str]] = [("layer", "fprop", "dgrad", "wgrad", "FLOPs", "recipe", by)]
+    flops = max(sum(row.flops for row in rows), 1)
+    for line, of_line in lines:
+        name = "  " * line.depth + line.name
+        fp8 = [row for row in of_line if row.fp8]
+        share = f"{100 * sum(row.flops for row in of_line) / flops:5.1f} %" if of_line else ""
+        recipes = _listed(row.recipe for row in fp8)
+        backends = _listed(_backend(row)[0] for row in fp8)
+        table.append((name, *map(_mark, _three_products(of_line)), share, recipes, backends))
+    return table
+
+
+def _text_lines(table: Table) -> list[str]:
+    """Lay `table` out in at most `_WIDTH` columns: the names of layers give way."""
+    others = max(map(len, table_lines([("", *cells) for _, *cells in table])))
+    room = max(_WIDTH - others, 16)
+    return table_lines([(_shortened(name, room), *cells) for name, *cells in table])
+
+
+def _in_high_precision(lines: Lines) -> Reasons:
+    """Return why products are not FP8."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    for line, rows in lines:
+        for reason in (row.reason for row in rows if not row.fp8):
+            texts = [text for text in (NO_LAYER, OWN_ATTENTION) if reason.startswith(f"{text}: ")]
+            text = texts[0] if texts else reason
+            places = found.setdefault(text, {}).setdefault(line.path, {})
+            places.update(dict.fromkeys(reason.removeprefix(f"{text}: ") for text in texts))
+    return {
+        text: [f"{path} ({', '.join(at)})" if at else path for path, at in layers.items()]
+        for text, layers in found.items()
+    }
+
+
+def _in_bf16(lines: Lines) -> Reasons:
+    """Return why a GPU or TPU computes products of FP8 operands in bf16."""
+    found: dict[str, dict[str, None]] = {}
+    for line, rows in lines:
+        for backend, why in (_backend(row) for row in rows if row.fp8):
+            if backend == "bf16":
+                found.setdefault(_SHAPES.sub("", why), {})[line.path] = None
+    return {why: list(layers) for why, layers in found.items()}
+
+
+def _reason_lines(reasons: Reasons) -> Iterator[str]:
+    """List each of `reasons`, and below it the layers."""
+    for text, layers in reasons.items():
+        more = len(layers) - _NAMED
+        named = ", ".join(layers[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+        yield from _wrapped(text, "  ")
+        yield from _wrapped(named, "    ")
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """Break a paragraph into lines."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _three_products(rows: Rows) -> tuple[Rows, Rows, Rows]:
+    """Return the rows of fprop, dgrad and wgrad.
+
+    Of a product in high precision, the shape of its result tells which gradient it is: the operand
+    with these dimensions is the one that it belongs to.
+    """
+    of = lambda *kinds: [row for row in rows if row.kind in kinds]
+    forward, backward = of("forward"), of("backward")
+    by_lhs, by_rhs = (
+        [row for row in backward if _dimensions(row.out) in {_dimensions(x) for x in operands}]
+        for operands in ([row.lhs for row in forward], [row.rhs for row in forward])
+    )
+    few = sum(row.times for row in backward) < 2 * sum(row.times for row in forward)
+    if by_lhs == by_rhs and few:
+        by_lhs = []  # of equal dimensions: data needs no gradient, weights do
+    elif not by_lhs and not by_rhs:
+        by_lhs = by_rhs = backward
+    return of("fprop", "forward"), [*of("dgrad"), *by_lhs], [*of("wgrad"), *by_rhs]
+
+
+def _dimensions(spelled: str) -> tuple[str, ...]:
+    """Return the dimensions of ``"f32[8,1,64]"`` in any order, without ones."""
+    return tuple(sorted(d for d in spelled.rstrip("]").partition("[")[2].split(",") if d != "1"))
+
+
+def _mark(rows: Rows) -> str:
+    return _listed("FP8" if row.fp8 else _high_precision(row) for row in rows)
+
+
+def _high_precision(row: ProductRow) -> str:
+    """Return the dtype of the operand that is not narrow: ``"f32"``."""
+    lhs, rhs = (x.partition("[")[0] for x in (row.lhs, row.rhs))
+    return rhs if lhs.startswith("e") else lhs
+
+
+def _backend(row: ProductRow) -> tuple[str, str]:
+    """Return the backend on the TPU, or else on CUDA, and why there is no better one."""
+    name, _, why = (row.tpu or row.cuda or row.implementation).partition(": ")
+    return name, why
+
+
+def _listed(words: Iterator[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
+
+
+def _shortened(text: str, room: int) -> str:
+    if len(text) <= room:
+        return text
+    end = (room - 2) // 2
+    return f"{text[: room - 2 - end]}..{text[-end:]}"

@@ -1,4 +1,4 @@
-"""A product of a model as plain data, and a line for each in a table."""
+"""Hold each product of a model as plain data, and print it as a line of a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMES = ("expected µs", "in bf16 µs")
 
 @dataclass(frozen=True)
 class ProductRow:
-    """One product of the program.
+    """Hold one product of the program.
 
     Attributes:
       path: of the layer that computes it; empty if none does.
@@ -71,7 +71,7 @@ class ProductRow:
 
 
 def looks_ahead_message(recipes: Mapping[str, str]) -> str:
-    """The warning about layers, by path, of a causal model whose recipes let scales look ahead."""
+    """Warn about layers, by path, of a causal model whose recipes let scales look ahead."""
     names = ", ".join(sorted({f'"{name}"' for name in recipes.values()}))
     layers = list(dict.fromkeys(recipes))
     listed = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
@@ -84,7 +84,7 @@ def looks_ahead_message(recipes: Mapping[str, str]) -> str:
 
 
 def product_table(rows: Iterable[ProductRow]) -> Table:
-    """Head, and a line for each product; with times if any is expected."""
+    """Return a head, and a line for each product; with times if any is expected."""
     rows = list(rows)
     if all(row.expected_us is None for row in rows):
         return [_HEAD, *map(_cells, rows)]
@@ -93,7 +93,7 @@ def product_table(rows: Iterable[ProductRow]) -> Table:
 
 
 def times_message(rows: Iterable[ProductRow]) -> str:
-    """What is expected of all products in FP8 together, and in bf16; "" if nothing is."""
+    """Say the expected time of all products in FP8, and in bf16; "" if none is expected."""
     rows = list(rows)
     fp8 = sum(row.times * (row.expected_us or 0.0) for row in rows)
     bf16 = sum(row.times * (row.bf16_us or 0.0) for row in rows)
@@ -110,7 +110,7 @@ def _spelled(us: float) -> str:
 
 
 def si(n: int) -> str:
-    """A number with a prefix of units: ``"1.02 k"``."""
+    """Write a number with a prefix of units: ``"1.02 k"``."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
             return f"{n / size:.3g} {prefix}"

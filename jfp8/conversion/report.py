@@ -1,4 +1,4 @@
-"""`report`: every product of a model, forward and backward, and which of them are FP8."""
+"""List every product of a model, forward and backward, and which of them are FP8: `report`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
-from jfp8.conversion.linen_layers import own_attention
+from jfp8.conversion.linen_products import own_attention
 from jfp8.conversion.nnx import nodes_of
 from jfp8.conversion.nnx_models import note_place
 from jfp8.conversion.product_report import Report
@@ -47,7 +47,7 @@ _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
 
 
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
-    """Every product in the forward and the backward pass of `model`.
+    """List every product in the forward and the backward pass of `model`.
 
     Nothing is computed: only the model and its gradient with respect to the parameters are traced.
     A product counts as FP8 if both of its operands are in a narrow format when multiplied.
@@ -108,7 +108,7 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
 
 @contextlib.contextmanager
 def _asking_for_inputs(call: str, given: Any) -> Iterator[None]:
-    """Says what to type if a model that was `given` nothing misses an argument."""
+    """Say what to type if a model that was `given` nothing misses an argument."""
     try:
         yield
     except TypeError as error:
@@ -121,7 +121,7 @@ def _asking_for_inputs(call: str, given: Any) -> Iterator[None]:
 
 
 def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
-    """The products of a program that was traced in the context `notes.explaining`."""
+    """List the products of a program that was traced in the context `notes.explaining`."""
     causal = masks_later_positions(closed, inputs)
     return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))), causal)
 
@@ -157,7 +157,7 @@ def _linen_jaxpr(
 
 
 def _inside_of_attention(module: nn.Module) -> str:
-    """Why attention between the projections of `module` is not FP8; "" if it has none."""
+    """Say why attention between the projections of `module` is not FP8; "" if it has none."""
     if isinstance(module, (MultiHeadDotProductAttention, LayerNormAttention)):
         return INSIDE_OF_OURS
     if not isinstance(module, nn.MultiHeadDotProductAttention):
@@ -178,7 +178,7 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
 
 
 def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
-    """The jaxpr of the gradient with respect to the first argument, or of `forward` without one."""
+    """Trace the gradient with respect to the first argument, or `forward` if it has none."""
     params, whole_params = arrays_apart(arguments[0])
     others, whole_others = arrays_apart(arguments[1:])
 
@@ -219,7 +219,7 @@ def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
 
 
 def _is_whole(eqn: Any) -> bool:
-    """False for what JAX leaves of a product where it need not repeat all of it (remat, loops)."""
+    """Tell a product from its remains where JAX need not repeat all of it (remat, loops)."""
     if any(inner.primitive.name in PRODUCTS for inner in _equations(eqn)):
         return True
     data = [v for v in eqn.invars if v.aval.dtype in _F8 and v.aval.ndim]
@@ -261,7 +261,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
 
 
 def _noted(eqn: Any, kind: Kind) -> str:
-    """What a device computes the products in `eqn` with; "emulate" if nothing else is said."""
+    """Return what a device computes `eqn` with; "emulate" if nothing else is noted."""
     stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
     return next((n[kind] for n in map(notes_of, stacks) if kind in n), "emulate")
 
@@ -315,7 +315,7 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
 
 
 def _why_not(eqn: Any) -> str:
-    """Why a product is not FP8, if no layer gave a reason."""
+    """Say why a product is not FP8, if no layer gave a reason."""
     # The innermost call outside of JAX, Flax and this library.
     why, where, own = NO_LAYER, "", str(Path(__file__).parents[1])
     for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
@@ -329,7 +329,7 @@ def _why_not(eqn: Any) -> str:
 
 
 def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
-    """`rows`, with equal rows of one layer merged."""
+    """Merge equal rows of one layer."""
     found: dict[ProductRow, int] = {}
     for row in rows:
         once = dataclasses.replace(row, times=0, flops=row.flops // row.times)
@@ -339,7 +339,7 @@ def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
 
 
 def _flops(eqn: Any) -> int:
-    """Multiplications and additions of one plain product; 0 of anything else."""
+    """Count the multiplications and additions of a plain product; 0 for anything else."""
     if eqn.primitive.name not in PRODUCTS:
         return 0
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
@@ -352,12 +352,13 @@ def _flops(eqn: Any) -> int:
 
 
 def _conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumbers) -> int:
-    """2 * batch * features * channels * (pairs of the two smallest of image, kernel and result).
+    """Count 2 * batch * features * channels * (pairs of the two smallest of the three sizes).
 
-    Along each dimension of space. What is multiplied there are triples of a pixel, a tap and a
-    result, and any two of these determine the third. Of a convolution that makes images no larger
-    this is the usual 2 * results * taps * channels; its gradients, and transposed convolutions,
-    permute the three sizes, and the zeros between elements that JAX writes them with add nothing.
+    The sizes are those of image, kernel and result, along each dimension of space. Products there
+    are triples of a pixel, a tap and a result, of which any two determine the third. For a
+    convolution that makes images no larger this is the usual 2 * results * taps * channels; its
+    gradients, and transposed convolutions, permute the three sizes, and the zeros between elements
+    that JAX writes them with add nothing.
     """
     (batch, features, *out_space) = numbers.out_spec
     lhs_space, (_, channels, *taps) = numbers.lhs_spec[2:], numbers.rhs_spec
@@ -368,7 +369,7 @@ def _conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumb
 
 
 def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:
-    """All equations inside of `eqn`; without `branches` those of the first platform alone."""
+    """List the equations inside `eqn`; without `branches` those of the first platform alone."""
     subs = list(jaxprs_of(eqn))
     if eqn.primitive.name == "cond" and not branches:
         subs = subs[:1]

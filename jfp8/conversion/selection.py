@@ -1,4 +1,4 @@
-"""Which layers of a converted model become FP8, and why the others do not."""
+"""Select the layers of a model that become FP8, and say why the others do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
 
 
 class Edge(enum.Enum):
-    """Layers at the edges of a model, which the literature keeps in high precision.
+    """Name layers at the edges of a model, which the literature keeps in high precision.
 
     References:
       arXiv 2209.05433 section 4, arXiv 1905.12334 section 3.
@@ -40,7 +40,7 @@ EDGES: tuple[Choice, ...] = (Edge.IMAGE_INPUT, Edge.LOGITS)
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of a layer: its recipe, or None and the reason.
+    """Hold the recipe of a layer, or None and the reason.
 
     Attributes:
       chosen: whether it has no recipe because the user said so: by `exempt`, `only`, or a recipe
@@ -54,16 +54,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Selection:
-    """What `jfp8.convert` was told.
-
-    Attributes:
-      recipe: for all layers that are converted, or by their paths.
-      exempt: layers that stay in high precision.
-      only: layers to convert; None: all that are not exempt.
-      attention: also convert attention itself, between its projections.
-      state_collection: of Linen models; see `jfp8.Dense`.
-      cache_dtype: of the keys and values that layers keep for decoding; None: that of Flax.
-    """
+    """Hold the arguments of `jfp8.convert`, checked."""
 
     recipe: Recipe | PerLayer
     exempt: tuple[Choice, ...] = EDGES
@@ -73,7 +64,7 @@ class Selection:
     cache_dtype: np.dtype | Format | None = None
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
-        """Whether the layer at `path` is converted. `edge` says at which edge it is, if at any."""
+        """Decide on the layer at `path`, which is at this `edge` of the model, if at any."""
         for choice in self.exempt:
             if _matches(choice, path, layer, edge):
                 return Decision(None, f"exempt: {_spelled(choice)}", not isinstance(choice, Edge))
@@ -87,17 +78,17 @@ class Selection:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """All that `exempt`, `only` and the recipes hold."""
+        """Return the entries of `exempt` and `only`, and the patterns of the recipes."""
         return (*self.exempt, *(self.only or ()), *self.patterns)
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
-        """All that a layer may have."""
+        """Return the recipes that a layer may have."""
         return self.recipe.given if isinstance(self.recipe, PerLayer) else (self.recipe,)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Those of the recipes, if these differ."""
+        """Return the path patterns of a per-layer recipe, else ()."""
         return self.recipe.patterns if isinstance(self.recipe, PerLayer) else ()
 
     def check_patterns(self, paths: Iterable[str], possible: Iterable[str] = ()) -> None:
@@ -148,7 +139,7 @@ def select(
     state_collection: StateCollection = "fp8",
     cache_dtype: FormatLike | None = None,
 ) -> Selection:
-    """A `Selection` from what a user gave, or an error that says what to give."""
+    """Check the arguments of a user, and raise an error that says what to give."""
     check_state_collection(state_collection)
     chosen = None if only is None else _choices("only", only)
     if exempt is None:

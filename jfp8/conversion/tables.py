@@ -1,4 +1,4 @@
-"""Tables as text and as HTML: lines of cells; the first line is the head."""
+"""Lay out tables as text and as HTML: lines of cells; the first line is the head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Table = Sequence[Sequence[str]]
 
 
 def table_lines(table: Table, *, numbers: bool = False) -> list[str]:
-    """The lines of `table`, each column as wide as its widest cell.
+    """Return the lines of `table`, each column as wide as its widest cell.
 
     Args:
       table: lines of equally many cells.
@@ -24,13 +24,7 @@ def table_lines(table: Table, *, numbers: bool = False) -> list[str]:
 
 
 def table_html(table: Table, *, numbers: bool = False, faded: Collection[int] = ()) -> str:
-    """`table` as an HTML element.
-
-    Args:
-      table: as for `table_lines`.
-      numbers: as for `table_lines`.
-      faded: lines to draw fainter than the others, counted from the head.
-    """
+    """Write the table of `table_lines` as an HTML element, the `faded` lines of it fainter."""
 
     def cell(tag: str, column: int, text: str) -> str:
         side = "right" if numbers and column else "left"

@@ -1,4 +1,4 @@
-"""The warning of a conversion that changed nothing: what it saw, and why each part stayed."""
+"""Warn of a conversion that changed nothing, and say why each layer stayed as it was."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ from jfp8.conversion.selection import Decision
 from jfp8.tracing.caller import user_level
 
 _LISTED = 4  # of a kind
-_OF_OWN = {
-    "linen": (
-        ", but multiply by none of them where that can be seen",
-        "Inside of jax.checkpoint, jax.lax.scan and functions with derivatives of their own it "
-        "cannot: use nn.remat and nn.scan, or jfp8.linen.DotGeneral or EinsumProduct in them.",
-    ),
-    "nnx": (
-        ", but multiply by none of them where that can be seen",
-        "Inside of jax.checkpoint, jax.lax.scan and functions with derivatives of their own it "
-        "cannot: use nnx.remat and nnx.scan, or jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp in them.",
-    ),
+_INSTEAD = {
+    "linen": "nn.remat and nn.scan, or jfp8.linen.DotGeneral or EinsumProduct in them.",
+    "nnx": "nnx.remat and nnx.scan, or jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp in them.",
 }
 
 
@@ -42,11 +34,7 @@ class Seen:
 
 
 def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> bool:
-    """A ``UserWarning`` if no product of `model` is FP8, and nobody asked for that.
-
-    Returns:
-      Whether it was given.
-    """
+    """Warn if no product of `model` is FP8, and nobody asked for that; return whether it warned."""
     if seen.converted or any(decision.chosen for _, decision in seen.stayed.values()):
         return False
     said = []
@@ -62,11 +50,14 @@ def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> boo
         said.append("The model has no layer of Flax with a product, such as nn.Dense.")
     if seen.own:
         spelled = lambda own: ", ".join(f"{name!r} {shape}" for name, shape in own.items())
-        what, cure = _OF_OWN[api]
         modules = [
             f"{_named(path, kind)}, {spelled(own)}" for path, (kind, own) in seen.own.items()
         ]
-        said.append(f"Modules that hold parameters{what}: {_listed(modules)}. {cure}")
+        said.append(
+            "Modules that hold parameters, but multiply by none of them where that can be seen: "
+            f"{_listed(modules)}. Inside of jax.checkpoint, jax.lax.scan and functions with "
+            f"derivatives of their own it cannot: use {_INSTEAD[api]}"
+        )
     warnings.warn(
         f"No product of {type(model).__name__} is FP8: jfp8.convert changed nothing. "
         f"{' '.join(said)} jfp8.report lists every product.",
@@ -79,7 +70,7 @@ def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> boo
 def own_parameters(
     kinds: Mapping[str, type], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
 ) -> dict[str, tuple[type, dict[str, tuple[int, ...]]]]:
-    """Of modules by path, those that are neither Flax's nor jfp8's, and their larger parameters."""
+    """Find the modules that are neither Flax's nor jfp8's, with their larger parameters."""
     found = {}
     for path, parameters in shapes.items():
         kind = kinds.get(path)
@@ -90,7 +81,7 @@ def own_parameters(
 
 
 def is_known(kind: type) -> bool:
-    """Whether Flax or jfp8 made this class of modules."""
+    """Tell whether this class of modules is one of Flax or jfp8."""
     return kind.__module__.split(".")[0] in ("flax", "jfp8")
 
 

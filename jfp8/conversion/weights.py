@@ -1,4 +1,4 @@
-"""`quantize_params`: weights that are kept in FP8 only, for inference and fine-tuning."""
+"""Keep weights in FP8 only, for inference and fine-tuning: `quantize_params`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def quantize_params(
     stacked: str | Sequence[str] = (),
     kernels: str | Sequence[str] = "kernel",
 ) -> Any:
-    """`params` with the kernels of layers in FP8: one byte for each weight, and scales. ::
+    """Quantize the kernels of layers in `params`: one byte for each weight, and scales. ::
 
         kernel ~= data * scale
 
@@ -109,14 +109,14 @@ def _stacked(kernels: jax.Array, quantizer: Quantizer) -> ScaledArray:
 
 
 def _with_dims(scale: Any, ndim: int) -> Any:
-    """Scales of a stack, with a dimension for each dimension of the data."""
+    """Give the scales of a stack a dimension for each dimension of the data."""
     if isinstance(scale, ScaledArray):
         return replace(scale, scale=_with_dims(scale.scale, ndim))
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
 
 
 def is_kernel(name: Any, node: Any, names: Sequence[str] = ("kernel",)) -> bool:
-    """Whether a parameter of this name is what a product multiplies by."""
+    """Tell whether a parameter of this name is one that a product multiplies by."""
     if isinstance(node, nnx.Variable):
         node = node.get_value()
     return name in names and jnp.ndim(node.data if isinstance(node, ScaledArray) else node) >= 2

@@ -117,6 +117,8 @@ def test_what_is_no_choice(name, bad):
 
 
 def test_a_recipe_is_needed():
+    with pytest.raises(TypeError, match="a model, which comes first"):
+        jfp8.convert("delayed", DENSE)
     with pytest.raises(TypeError, match="recipe"):
         select(DelayedScaling, None, None)
     assert select("delayed", None, None).recipe == DelayedScaling()

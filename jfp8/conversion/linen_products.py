@@ -1,0 +1,280 @@
+"""Replace the products of Linen modules as these are called, by Flax's interception of methods.
+
+When a layer of Flax is about to run, its hook for a product is set; the layer and its parameters
+stay as they are. While a module of the user's own runs, its parameters are followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import meta
+from flax.linen.dtypes import promote_dtype as flax_promote_dtype
+
+from jfp8.conversion.parameter_products import (
+    Parameter,
+    ParameterProduct,
+    followed_modules,
+    following,
+)
+from jfp8.conversion.unconverted_warning import is_known
+from jfp8.layers.linen.attention import (
+    EINSUM_HOOKS,
+    MultiHeadDotProductAttention,
+    cached,
+    replaced,
+)
+from jfp8.layers.linen.dot_product_attention import (
+    DotProductAttention,
+    attention_fn_by,
+    is_stock,
+)
+from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
+from jfp8.layers.linen.products import (
+    ConvGeneralDilated,
+    DotGeneral,
+    ProductModule,
+    ProductOf,
+    promote_dtype,
+    promote_values,
+)
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.in_effect import Region
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.formats import Format
+from jfp8.scaling.trees import is_scaled_array
+from jfp8.tracing.compat import not_interposed
+from jfp8.tracing.notes import note
+
+
+def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:
+    """Return the function that Flax runs for ``layer.__call__``, unwrapped."""
+    return inspect.unwrap(layer.__call__)
+
+
+# How Flax runs each layer, and the hook that makes its product; or what runs the layer instead.
+_HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., Any]]] = {
+    _own_call(nn.Dense): (DotGeneral, "dot_general"),
+    _own_call(nn.DenseGeneral): (DotGeneral, "dot_general"),
+    _own_call(nn.Conv): (ConvGeneralDilated, "conv_general_dilated"),
+    _own_call(nn.Einsum): (DotGeneral, apply_einsum),
+    _own_call(nn.ConvTranspose): (ConvGeneralDilated, apply_conv_transpose),
+}
+_STOCK_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
+_ATTENTION = (_STOCK_ATTENTION, _own_call(MultiHeadDotProductAttention))
+
+
+def own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
+    """Say what a `layer` of Flax was given to compute attention with; "" for nothing."""
+    given = [hook for hook in EINSUM_HOOKS if _has_own(layer, hook)]
+    given += [] if is_stock(layer.attention_fn) else ["attention_fn"]
+    return f"the layer was given its own {' and '.join(given)}" if given else ""
+
+
+def _has_own(layer: nn.Module, hook: str) -> bool:
+    return getattr(layer, hook, None) is not None or getattr(layer, f"{hook}_cls", None) is not None
+
+
+def _function_of(context: nn.module.InterceptorContext) -> Any:
+    """Return the function that Flax is about to run."""
+    bound: Any = context.orig_method
+    return bound.func
+
+
+def is_layer(context: nn.module.InterceptorContext) -> bool:
+    """Tell whether this is the call of a layer with a product that could be FP8."""
+    # Of a lifted layer (nn.vmap, nn.remat) this is the call inside the transformation.
+    return _function_of(context) in _HOOKS and not isinstance(context.module, nn.ConvLocal)
+
+
+def path_of(module: nn.Module) -> str:
+    """Return ``"Block_0/Dense_1"``."""
+    return "/".join(module.path)
+
+
+def replace_products(
+    choose: Callable[[str, nn.Module, Any, str], ProductOf | str],
+    attention: Callable[[str, nn.Module, str], Callable[..., DotProductAttention] | str | None],
+) -> Callable[..., Any]:
+    """Make an interceptor under which layers compute their products with what `choose` gives.
+
+    Args:
+      choose: ``(path, layer, input, own) -> `` what makes the product, or why it stays as it is.
+        `own` says that the layer was given a product, which it then keeps; or is empty.
+      attention: ``(path, layer, own) -> `` what makes attention itself, whose path this is; or why
+        it stays as it is; or None to leave it alone.
+    """
+
+    def intercept(next_fun, args, kwargs, context):
+        layer, function = context.module, _function_of(context)
+        if function in _ATTENTION:
+            made = attention(f"{path_of(layer)}/attention".lstrip("/"), layer, own_attention(layer))
+            with _attention_by(made, layer):
+                return next_fun(*args, **kwargs)
+        if not is_layer(context):
+            return next_fun(*args, **kwargs)
+        product, hook = _HOOKS[function]
+        given, own = None, False
+        if isinstance(hook, str):
+            given = getattr(layer, f"{hook}_cls")
+            ours = isinstance(given, ProductOf) and given.recipe is None  # a layer of jfp8
+            own = getattr(layer, hook) is not None or not (given is None or ours)
+        x = args[0] if args else next(iter(kwargs.values()))
+        path = path_of(layer)
+        made = choose(path, layer, x, f"the layer was given its own {hook}" if own else "")
+        attributes: dict[str, Any] = {}
+        if layer.promote_dtype is flax_promote_dtype:
+            attributes["promote_dtype"] = promote_values if isinstance(made, str) else promote_dtype
+        if isinstance(made, str):
+            with (
+                note("path", path),
+                note("layer", type(layer).__name__),
+                note("reason", made),
+                replaced(layer, **attributes),
+            ):
+                return next_fun(*args, **kwargs)
+        run, made = next_fun, dataclasses.replace(made, module=product)
+        if isinstance(given, ProductOf):
+            made = dataclasses.replace(made, implementation=given.implementation)
+        if isinstance(hook, str):
+            attributes[f"{hook}_cls"] = made
+        else:
+            run = functools.partial(hook, layer, made)
+        with replaced(layer, **attributes):
+            return run(*args, **kwargs)
+
+    return intercept
+
+
+def _attention_by(made: Any, layer: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Enter what `layer` computes attention with; see `attention` of `replace_products`."""
+    if made is None:
+        return contextlib.nullcontext()
+    if isinstance(made, str):
+        return note("reason", made)
+    return replaced(layer, attention_fn=attention_fn_by(made, layer.attention_fn))
+
+
+def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..., Any]:
+    """Make an interceptor under which layers with ``decode=True`` store their cache in `dtype`.
+
+    Args:
+      dtype: asked at each call; None: the layer's cache stays that of Flax.
+    """
+
+    def intercept(next_fun, args, kwargs, context):
+        layer = context.module
+        if _function_of(context) is not _STOCK_ATTENTION or not layer.decode:
+            return next_fun(*args, **kwargs)
+        chosen = dtype()
+        own = {} if chosen is None else cached(layer, chosen, layer.attention_fn)
+        with replaced(layer, **own):
+            return next_fun(*args, **kwargs)
+
+    return intercept
+
+
+def check_caching_layers(kept: np.dtype | Format, kinds: Iterable[type]) -> None:
+    """Raise ``ValueError`` if no module of these `kinds` has a cache that `convert` reaches."""
+    if not any(issubclass(kind, nn.MultiHeadDotProductAttention) for kind in kinds):
+        raise ValueError(
+            f"cache_dtype={kept} is for models with nn.MultiHeadDotProductAttention(decode=True), "
+            "and this model has no such layer. Caches that other modules make, or that are "
+            "arguments, stay as they are. Leave out cache_dtype."
+        )
+
+
+def check_cache_dtypes(kept: np.dtype | Format, cache: Any) -> None:
+    """Raise ``ValueError`` if something in the collection `cache` is not in the dtype `kept`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(meta.unbox(cache), is_leaf=is_scaled_array)
+    for path, leaf in flat:
+        stored = leaf.format if is_scaled_array(leaf) else leaf.dtype
+        is_number = is_scaled_array(leaf) or jnp.issubdtype(stored, jnp.floating)
+        if is_number and stored != kept:
+            *module, name = (key.key for key in path)
+            raise ValueError(
+                f"cache_dtype={kept}, but {name} of {'/'.join(module) or 'the model'} is stored in "
+                f"{stored}. Make the cache by init of the converted model. If the module is not "
+                "nn.MultiHeadDotProductAttention, convert does not reach its cache: leave out "
+                "cache_dtype. (Layers of jfp8 take cache_dtype themselves.)"
+            )
+
+
+def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
+    """Compute `product` by what `chosen` makes, or plain for that reason.
+
+    The state is beside the parameter, as ``DotGeneral_<name>``. If the module differentiates, its
+    own dgrad is another product, ``DotGeneral_<name>_2``: the amaxes of gradients have nothing to
+    do with those of activations.
+    """
+    if isinstance(chosen, str):
+        return product.staying(chosen)
+    scope = product.parameter.module.scope
+    assert scope is not None
+    name = f"DotGeneral_{product.parameter.name}" + (f"_{product.nth}" if product.nth > 1 else "")
+    return product.by(chosen(parent=scope.push(name, reuse=True)))
+
+
+def find_products(found: Callable[[ParameterProduct], jax.Array]) -> Callable[..., Any]:
+    """Make an interceptor under which products of parameters are what `found` gives for them."""
+
+    def intercept(next_fun, args, kwargs, context):
+        module = context.module
+        if module.scope is None:
+            return next_fun(*args, **kwargs)
+        if is_known(type(module)) or is_known(_function_of(context)):
+            with not_interposed():  # layers have products of their own
+                return next_fun(*args, **kwargs)
+        modules = (module, *followed_modules())
+        with following(modules, functools.partial(_parameter_of, modules), found):
+            return next_fun(*args, **kwargs)
+
+    return intercept
+
+
+def _parameter_of(modules: tuple[nn.Module, ...], value: Any) -> Parameter | None:
+    """Find the parameter that `value` is, of one of the `modules`, the innermost first."""
+    for module in modules:
+        scope = module.scope
+        assert scope is not None
+        for name, collections in list(scope.reservations.items()):
+            if "params" not in collections or not scope.has_variable("params", name):
+                continue
+            stored = scope.get_variable("params", name)
+            leaves = [stored] if stored is value else jax.tree.leaves(stored)  # of a box
+            if any(leaf is value for leaf in leaves):
+                return Parameter(module, "/".join(module.path), name)
+    return None
+
+
+@contextlib.contextmanager
+def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
+    """Let Flax's layers, and products of parameters, use `recipe` inside; see `autocast`."""
+    here = Region(recipe, enabled)
+
+    def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
+        del path, layer, x
+        if own or region.current() != here:
+            return own
+        return ProductOf(DotGeneral, None, None)
+
+    def found(product: ParameterProduct) -> jax.Array:
+        if region.current() != here:
+            return product.plain()
+        return by_choice(product, ProductOf(DotGeneral, None, None))
+
+    with (
+        region.entered(here),
+        nn.intercept_methods(find_products(found)),
+        nn.intercept_methods(replace_products(choose, lambda *_: None)),
+    ):
+        yield
