@@ -198,6 +198,10 @@ LINES_OF_ROOMS = {
     "layers": 5200,
     "optim": 2375,
     "training": 2095,
+    "checkpoint": 3050,
+    "conversion": 3400,
+    "debug": 3950,
+    "plot": 1200,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.
