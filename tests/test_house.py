@@ -195,7 +195,7 @@ LINES_OF_ROOMS = {
     "recipes": 1500,
     "products": 5400,
     "kernels": 9600,
-    "layers": 5200,
+    "layers": 5250,
     "optim": 2400,
     "training": 2120,
     "checkpoint": 3050,

@@ -157,7 +157,7 @@ class Blocks(Storage):
             )
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the largest magnitude of each block; for ``"expand"`` the smallest, too."""
+        """Return the largest magnitude of each block of `x`; for ``"expand"`` the smallest, too."""
         if not self.fmt.signed:
             x = jnp.where(x < 0, jnp.nan, x)  # which makes its block NaN
         largest = _largest(x, self.block)

@@ -94,7 +94,8 @@ def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
     amax of all. Where JAX keeps track of what varies over the axes of the mesh, a state that itself
     varies over one (each device has a layer of its own) is left alone.
     """
-    seen = largest_of_devices(jnp.where(jnp.isfinite(amax), amax, 0.0), state["amax_history"])
+    seen = lax.stop_gradient(jnp.where(jnp.isfinite(amax), amax, 0.0))
+    seen = largest_of_devices(seen, state["amax_history"])
     return {
         "amax_history": ended_steps(state),
         "amax": jnp.maximum(running_amax(state), seen),

@@ -75,7 +75,12 @@ class DotProductAttention(nn.Module):
         is_causal: bool,
         projections: Projections,
     ) -> jax.Array:
-        """Compute attention of slices of `projections`; see `attention_of_projections`."""
+        """Compute attention of slices of projections.
+
+        Args:
+          query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
+          projections: see `jfp8.products.flash.dot_product.attention_of_projections`.
+        """
         return self._attend((query, key, value, bias, mask), projections, is_causal=is_causal)
 
     @nn.nowrap
