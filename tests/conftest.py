@@ -127,7 +127,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 MAPS, STATM = Path("/proc/self/maps"), Path("/proc/self/statm")
 # Linux gives a process 65,530 by default, and XLA dies without a word when it gets no more.
 MANY_MAPS = 25_000
-MUCH_MEMORY = 1_200_000_000  # bytes
+MUCH_MEMORY = 1_600_000_000  # bytes
 
 
 def has_grown() -> bool:
