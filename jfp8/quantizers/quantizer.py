@@ -186,9 +186,6 @@ def _without_nan(quantizer: Quantizer) -> ValueError:
     )
 
 
-# One scale for a tensor.
-
-
 class _OneScale(Quantizer):
     """The tensor is quantized alike, whichever dimensions a product sums over."""
 

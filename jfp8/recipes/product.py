@@ -22,10 +22,9 @@ class Product:
       fast_accumulation: whether hardware may accumulate in fewer bits (see `scaled_matmul`).
 
     Raises:
-      TypeError: anything but a `Quantizer` or None, or a `rotation` other than a ``Hadamard`` or a
-        ``RandomHadamard``.
-      ValueError: a combination that cannot be computed, or would gain nothing; the message says
-        why.
+      TypeError: anything but a hashable `Quantizer` or None, or a `rotation` other than a
+        ``Hadamard`` or a ``RandomHadamard``.
+      ValueError: a combination that cannot be computed, or would gain nothing.
     """
 
     lhs: Quantizer | None
@@ -128,9 +127,9 @@ class Products:
     @property
     def stochastic(self) -> bool:
         """Whether any of them rounds stochastically, or any product is rotated at random."""
-        rotations = (p.rotation for p in (self.fprop, self.dgrad, self.wgrad))
-        turns = any(r is not None and r.random for r in rotations)
-        return turns or any(q.stochastic for q in self.quantizers())
+        products = (self.fprop, self.dgrad, self.wgrad)
+        rotated = any(p.rotation is not None and p.rotation.random for p in products)
+        return rotated or any(q.stochastic for q in self.quantizers())
 
     @property
     def matrices(self) -> bool:
@@ -166,15 +165,19 @@ def _check_rotation(rotation: Any, operands: list[Quantizer]) -> None:
 
 
 def _check_quantizer(name: str, quantizer: Any) -> None:
-    if quantizer is None:
-        return
-    if not isinstance(quantizer, Quantizer):
+    if not isinstance(quantizer, Quantizer | None):
         raise TypeError(
             f"{name} must be a quantizer such as jfp8.quantizers.Current(jfp8.E4M3FN), or None for "
             f"high precision; got {quantizer!r}."
         )
-    if not quantizer.fmt.signed:
+    try:
+        hash(quantizer)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: this {type(quantizer).__name__} is not hashable, but equal quantizers are "
+            "traced once. Hold numbers and tuples in it, not arrays or lists: tuple(x.tolist())."
+        ) from error
+    if quantizer is not None and not quantizer.fmt.signed:
         raise ValueError(
-            f"{name}={quantizer!r}: {quantizer.fmt.name} has no sign and no zero: it holds scales, "
-            "not data."
+            f"{name}={quantizer!r}: {quantizer.fmt.name} has no sign and no zero: it holds scales."
         )

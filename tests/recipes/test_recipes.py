@@ -862,6 +862,13 @@ class Shifted(Quantizer):
         return self.data_for(x, jnp.full((), 2.0**self.shift), context)
 
 
+def test_error_a_quantizer_with_an_array():
+    """Equal quantizers share a trace, so JAX must be able to hash them."""
+    words = r"^rhs: this Shifted is not hashable.*tuple\(x\.tolist\(\)\)"
+    with pytest.raises(TypeError, match=words):
+        Product(Q, Shifted(E4M3FN, others=np.ones(2)))
+
+
 @dataclasses.dataclass(frozen=True)
 class MyRecipe(Recipe):
     """A user's own, without a name."""
