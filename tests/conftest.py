@@ -131,7 +131,7 @@ MUCH_MEMORY = 1_600_000_000  # bytes
 
 
 def has_grown() -> bool:
-    """Whether this process holds much memory, many maps of it, or many new Python objects."""
+    """Return True if this process holds much memory, many maps of it, or many new objects."""
     if STATM.exists() and int(STATM.read_text().split()[1]) * mmap.PAGESIZE > MUCH_MEMORY:
         return True
     many_maps = MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS

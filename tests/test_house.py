@@ -455,7 +455,7 @@ def dataclasses_of(tree: ast.AST) -> dict[str, bool]:
 
 
 def changes_in(node: ast.AST, function: str = "") -> Iterator[str]:
-    """What is assigned to attributes, ``__class__`` included, outside of constructors."""
+    """List assignments to attributes, ``__class__`` included, outside constructors."""
     function = getattr(node, "name", function)
     if function not in CONSTRUCTORS:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):

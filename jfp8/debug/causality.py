@@ -31,7 +31,7 @@ class LooksAhead:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether no result depended on another sequence; False without other sequences."""
+        """Return True if no result depended on another sequence; False without other sequences."""
         return self.others == 0
 
     def __str__(self) -> str:

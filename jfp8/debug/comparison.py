@@ -103,7 +103,7 @@ class Comparison:
         return recipes + "".join(map(table_html, self._tables())) + paragraph(self._losses())
 
     def _tables(self) -> tuple[Table, Table]:
-        """Return the table of products and that of gradients."""
+        """Return the tables of products and of gradients."""
         percent = lambda error: f"{100 * error:.3g} %"
         parts = ("total", "cast", "product")
         products = [("layer", "product", *(f"{part} {name}" for name in "ab" for part in parts))]

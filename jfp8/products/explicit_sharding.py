@@ -48,7 +48,7 @@ class Specs(NamedTuple):
 
 
 def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) -> Specs:
-    """Return those of ``reference(lhs, rhs)``: JAX's own operation, which is not computed.
+    """Return the layouts of ``reference(lhs, rhs)``: JAX's own operation, which is not computed.
 
     Raises:
       jax.errors.ShardingTypeError: JAX cannot tell from the operands how the result is laid out.

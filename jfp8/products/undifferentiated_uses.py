@@ -59,7 +59,7 @@ class Uses:
     found: list[ProductUse] = field(default_factory=list)
 
     def amaxes(self) -> list[jax.Array]:
-        """Return those that can be returned beside the loss, f32[2] each."""
+        """Return the amaxes that can be returned next to the loss, f32[2] each."""
         return [use.amaxes for use in self.found if use.amaxes is not None]
 
     def into(self, cotangents: Any, amaxes: Sequence[jax.Array]) -> Any:

@@ -95,7 +95,7 @@ class ScaledArray(ByValues):
         return self.transpose()
 
     def transpose(self, *axes: Any) -> ScaledArray:
-        """Permute the dimensions, and those of the scales, by `axes`; default: reverse."""
+        """Permute the dimensions of values and scales by `axes`; default: reverse."""
         order = axes[0] if axes and not isinstance(axes[0], int) else axes
         order = tuple(order) or tuple(reversed(range(self.ndim)))
         move = lambda x: x.transpose(order) if jnp.ndim(_innermost(x)) else x

@@ -146,7 +146,7 @@ def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
 
 
 def _is_in_history(state: AmaxState) -> jax.Array:
-    """Return True if the newest entry is that of the step under way, bool[..., 1]."""
+    """Return True if the newest entry belongs to the step under way, bool[..., 1]."""
     return state["amax"][..., None] < 0
 
 

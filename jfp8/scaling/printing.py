@@ -66,7 +66,7 @@ def array(x: Any) -> str:
 
 
 def dtype(given: Any) -> str:
-    """Return ``f32``, ``i32``, ``E4M3FN``: JAX's short names, and those of formats."""
+    """Return ``f32``, ``i32``, ``E4M3FN``: short names of JAX and of formats."""
     if given in _FORMAT_NAMES:
         return _FORMAT_NAMES[np.dtype(given)]
     found = re.fullmatch(r"(u?int|b?float)(\d+)", str(given))

@@ -640,7 +640,7 @@ LARGE = {
 
 
 def folder_refusal(path: Path) -> str | None:
-    """What `load` says of a folder; None if it takes it, and then it is `LARGE`."""
+    """Return the error of `load` for a folder; None if it loads, and then it is `LARGE`."""
     try:
         loaded = checkpoint.load(path)
     except ValueError as error:

@@ -234,7 +234,7 @@ def mutants(sources: Mapping[str, str], count: int, seed: str) -> list[Mutant]:
 
 
 def is_another_program(mutant: Mutant, text: str) -> bool:
-    """Whether it compiles, and not to the same."""
+    """Return True if it compiles, and to other code."""
     planted = mutant.planted(text)
     try:
         compile(planted, mutant.file, "exec", dont_inherit=True)
@@ -276,7 +276,7 @@ def places(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_program(node: ast.AST) -> bool:
-    """Whether `node` is no docstring, assertion, `__all__`, type, or keyword in `NO_BUGS`."""
+    """Return False for docstrings, assertions, `__all__`, types and keywords in `NO_BUGS`."""
     docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     exported = "__all__" in map(ast.unparse, getattr(node, "targets", []))
     keyword = isinstance(node, ast.keyword) and node.arg in NO_BUGS

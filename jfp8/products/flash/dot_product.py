@@ -120,8 +120,8 @@ class AttentionOptions(NamedTuple):
 
 
 # Of query, key and value: the projection ``[batch, tokens, groups, heads of a group, depth]`` that
-# contains the operand, or None. A group holds its heads of the query first, that of the key second
-# to last and that of the value last.
+# contains the operand, or None. A group holds the heads of the query, then the key head, then the
+# value head.
 Projections: TypeAlias = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 SEPARATE: Projections = (None, None, None)
 _FIRST_IN_GROUP = (0, -2, -1)

@@ -99,7 +99,7 @@ class ExpertMesh:
         return 0 if self.mesh is None else lax.axis_index(self.expert_axis)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """Return those of all devices that share the experts: ``[n, ...]``."""
+        """Gather the arrays of all devices that share the experts: ``[n, ...]``."""
         return x[None] if self.mesh is None else lax.all_gather(x, self.expert_axis)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
