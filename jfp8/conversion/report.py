@@ -42,8 +42,9 @@ from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.device import current_gpu, current_tpu
 from jfp8.tracing.notes import Kind, explaining, note, notes_of
 
-_F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
+_F8 = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
+_NARROW = frozenset(_F8.values())
 
 
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
@@ -231,7 +232,9 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     notes = notes_of(stack)
     first, second, scales = _operands(eqn)
     out = next(v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
-    narrow = all(x.dtype in _F8 for x in (first, second))
+    # A loop may decode a weight before it begins: its dtype here is no longer that of the operand.
+    names = _noted(eqn, "formats", "").split() or [_dtype_name(x) for x in (first, second)]
+    narrow = _NARROW.issuperset(names)
     inside = list(_equations(eqn))
     flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
     cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
@@ -243,8 +246,8 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         path=notes.get("path", ""),
         layer=notes.get("layer", ""),
         kind=kind,
-        lhs=_spelled(first),
-        rhs=_spelled(second),
+        lhs=_spelled(first, names[0]),
+        rhs=_spelled(second, names[1]),
         out=_spelled(out),
         fp8=narrow,
         recipe=notes.get("recipe", ""),
@@ -260,10 +263,10 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     )
 
 
-def _noted(eqn: Any, kind: Kind) -> str:
-    """Return what a device computes `eqn` with; "emulate" if nothing else is noted."""
+def _noted(eqn: Any, kind: Kind, default: str = "emulate") -> str:
+    """Return a note of the equations inside `eqn`: what a device computes them with, for example."""
     stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
-    return next((n[kind] for n in map(notes_of, stacks) if kind in n), "emulate")
+    return next((n[kind] for n in map(notes_of, stacks) if kind in n), default)
 
 
 def _expected_times(flops: int, arrays: Sequence[Any], scales: str, narrow: bool) -> Any:
@@ -379,7 +382,10 @@ def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:
             yield from _equations(inner, branches=branches)
 
 
-def _spelled(aval: Any) -> str:
+def _spelled(aval: Any, name: str = "") -> str:
+    return f"{name or _dtype_name(aval)}[{','.join(map(str, aval.shape))}]"
+
+
+def _dtype_name(aval: Any) -> str:
     dtype = np.dtype(aval.dtype)
-    name = _F8.get(dtype, "").lower() or dtype.name.replace("float", "f")
-    return f"{name}[{','.join(map(str, aval.shape))}]"
+    return _F8.get(dtype) or dtype.name.replace("float", "f")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,23 +17,23 @@ from jfp8.tracing.notes import note
 def matmul(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> AbstractContextManager[object]:
     """Return a context that notes the backend of a matmul."""
     if spec.implementation is not None:
-        return note("cuda", spec.implementation)
-    return note("cuda", str(choose(facts_of(lhs, rhs, spec), None)))
+        return _noted(spec.implementation, lhs, rhs)
+    return _noted(str(choose(facts_of(lhs, rhs, spec), None)), lhs, rhs)
 
 
-def convolution() -> AbstractContextManager[object]:
+def convolution(lhs: Any, rhs: Any) -> AbstractContextManager[object]:
     """Return a context that notes how convolutions are computed."""
-    return note("cuda", "bf16: there is no FP8 convolution")
+    return _noted("bf16: there is no FP8 convolution", lhs, rhs)
 
 
 def grouped(
     operation: Any, kind: str, first: Any, second: Any, spec: MatmulSpec
 ) -> AbstractContextManager[object]:
     """Return a context that notes how grouped products are computed."""
-    del operation, kind, first, second
+    del operation, kind
     if spec.implementation is not None or spec.accumulation != "f32":
-        return note("cuda", "emulate")
-    return note("cuda", "bf16: no FP8 kernel for these groups on this GPU")
+        return _noted("emulate", first, second)
+    return _noted("bf16: no FP8 kernel for these groups on this GPU", first, second)
 
 
 def attention(named: bool) -> AbstractContextManager[object]:
@@ -41,3 +43,11 @@ def attention(named: bool) -> AbstractContextManager[object]:
       named: whether the reference was asked for.
     """
     return note("cuda", "emulate" if named else "bf16: no GPU is known")
+
+
+@contextlib.contextmanager
+def _noted(backend: str, *operands: Any) -> Iterator[None]:
+    """Note the backend and, if both are quantized, the formats of the operands."""
+    formats = [x.format.name.lower() for x in operands if isinstance(x, ScaledArray)]
+    with note("cuda", backend), note("formats", " ".join(formats) if len(formats) == 2 else ""):
+        yield

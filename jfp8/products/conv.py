@@ -205,7 +205,7 @@ class Convolution(Operation):
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         del spec  # sums are in f32
         scales = scale_products(*(_scales(operand) for operand in (first, second)))
-        with explained("convolution"):
+        with explained("convolution", first, second):
             y = self.of_values(kind, *_values(_data(first), _data(second), self.narrow))
         for scale in scales:
             y = y * scale

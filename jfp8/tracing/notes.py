@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import jax
 
-Kind = Literal["path", "product", "layer", "recipe", "ahead", "reason", "cuda", "tpu"]
+Kind = Literal["path", "product", "layer", "recipe", "ahead", "reason", "formats", "cuda", "tpu"]
 
 EXPLAINING = jax.make_user_context(None)
 """Its ``value`` is not None while a program is traced for a report."""
