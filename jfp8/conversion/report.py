@@ -264,7 +264,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
 
 
 def _noted(eqn: Any, kind: Kind, default: str = "emulate") -> str:
-    """Return a note of the equations inside `eqn`: what a device computes them with, for example."""
+    """Return a note of the equations inside `eqn`, such as the device's backend."""
     stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
     return next((n[kind] for n in map(notes_of, stacks) if kind in n), default)
 
