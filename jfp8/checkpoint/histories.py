@@ -5,7 +5,7 @@ A matmul keeps the histories of its three tensors, newest first, with zeros for 
     Linen  {"lhs", "rhs", "grad"}: {"amax_history": f32[..., H], "amax": f32[...]}
     NNX    {"lhs", "rhs", "grad"}: f32[..., H]
 
-They are recognised by this structure, whatever the layers are called.
+Next to them is their `fingerprint`, ``"check": f32[...]``, which older checkpoints lack. They are recognised by this structure, whatever the layers are called.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.tree import Nested, Path, at, nested, put, rebuilt, walk
 from jfp8.checkpoint.values import placed
+from jfp8.scaling.history import CHECK, fingerprint
 from jfp8.scaling.sink import ROLES, WIDTH
 
 Tensors: TypeAlias = dict[str, np.ndarray]
@@ -40,9 +41,10 @@ CLEANED = "Entries of amax histories that are no amax (NaN, Inf, negative) are l
 
 def is_product(node: Any) -> bool:
     """Tell whether `node` holds the histories of one matmul."""
-    if not isinstance(node, dict) or set(node) != set(ROLES):
+    if not isinstance(node, dict) or set(node) - {CHECK} != set(ROLES):
         return False
-    return all(map(_is_state, node.values())) or all(map(_is_history, node.values()))
+    tensors = [node[role] for role in ROLES]
+    return all(map(_is_state, tensors)) or all(map(_is_history, tensors))
 
 
 def is_sink(node: Any) -> bool:
@@ -65,13 +67,17 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
     ):
         log.change(MISSING if saved is None else RESTARTED, path)
         saved = {}
-    for role, tensor in saved.items():
+    is_linen = isinstance(target[ROLES[0]], dict)
+    histories: Tensors = {}
+    for role in ROLES:
         place = (*path, role)
-        history = _with_length(shapes[role][-1], _history(tensor), place, log)
-        is_linen = isinstance(target[role], dict)
-        new[(*place, HISTORY) if is_linen else place] = history
+        tensor = saved.get(role, np.zeros(shapes[role]))
+        histories[role] = _with_length(shapes[role][-1], _history(tensor), place, log)
+        new[(*place, HISTORY) if is_linen else place] = histories[role]
         if is_linen and isinstance(tensor, dict):
             new[(*place, RUNNING)] = _possible(tensor[RUNNING])
+    if CHECK in target:
+        new[(*path, CHECK)] = np.asarray(fingerprint(histories))
     return {place: placed(array, leaves[place]) for place, array in new.items()}
 
 

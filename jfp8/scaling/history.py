@@ -5,15 +5,21 @@ tensor is used in between, the step gets one entry, the largest amax. The scale 
 too: a step that is never ended costs precision, but values up to that amax do not saturate.
 
 All functions take stacked states, too (leading axes from ``nn.scan`` or ``vmap``).
+
+Histories lie in trees that people average, scale and cast, and the mean of two amaxes is no amax.
+So the histories of a matmul come with a check, a `fingerprint` of their bits, which any arithmetic
+contradicts: `intact` then returns empty histories, and scales follow from the data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jfp8.tracing.compat import axes_apart
@@ -42,6 +48,69 @@ def init_amax_state(history_len: int) -> AmaxState:
         "amax_history": jnp.zeros((history_len,), jnp.float32),
         "amax": jnp.zeros((), jnp.float32),
     }
+
+
+CHECK = "check"
+"""The name of the `fingerprint` next to the histories of a matmul."""
+
+
+@jax.jit
+def fingerprint(histories: Any) -> jax.Array:
+    """Return a hash of the bits of all histories and running maxima of a matmul.
+
+    ``sum_i mix(bits_i c_i) mod 2^32``, with odd constants ``c_i``; 0 for empty histories.
+
+    Args:
+      histories: a tree of arrays f32[..., H] and f32[...].
+
+    Returns:
+      f32[...], an integer below 2^24.
+    """
+    arrays = jax.tree.leaves(histories)
+    axis = max(x.ndim for x in arrays) - 1
+    wide = [x if x.ndim > axis else lax.expand_dims(x, [axis]) for x in arrays]
+    bits = lax.bitcast_convert_type(lax.concatenate(wide, axis), jnp.uint32)
+    odd = np.arange(1, 2 * bits.shape[-1], 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    mixed = bits * odd
+    hashed = jnp.sum(mixed ^ (mixed >> 15), axis=-1, dtype=jnp.uint32)
+    return (hashed >> 8).astype(jnp.float32)
+
+
+@jax.jit
+def intact(histories: Any, check: jax.Array) -> Any:
+    """Return `histories` if `check` is their fingerprint, else empty ones: f32 zeros.
+
+    Args:
+      histories: a tree of arrays f32[..., H] and f32[...].
+      check: f32[...].
+    """
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), histories)
+    if any(x.dtype != jnp.float32 for x in jax.tree.leaves(histories)):
+        return empty
+    same = fingerprint(histories) == check
+    along = lambda x: lax.expand_dims(same, range(same.ndim, x.ndim))
+    return jax.tree.map(lambda x, zeros: jnp.where(along(x), x, zeros), histories, empty)
+
+
+def intact_states(product: Mapping[str, Any]) -> dict[str, AmaxState]:
+    """Return the states of a matmul's tensors, if they are `intact`.
+
+    Args:
+      product: ``{"lhs", "rhs", "grad"}: AmaxState``, and the check. Without one, as in state of
+        before there were checks, they are taken as they are.
+    """
+    states = {role: state for role, state in product.items() if role != CHECK}
+    return intact(states, product[CHECK]) if CHECK in product else states
+
+
+def sealed(states: Mapping[str, AmaxState]) -> dict[str, Any]:
+    """Return the states of a matmul's tensors, in f32, and the check that they are intact."""
+    new = {r: jax.tree.map(_as_f32, state) for r, state in states.items() if r != CHECK}
+    return {**new, CHECK: fingerprint(new)}
+
+
+def _as_f32(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.float32 else x.astype(jnp.float32)
 
 
 def history_amax(history: jax.Array, algo: str) -> jax.Array:

@@ -159,9 +159,12 @@ def scale_from_amax(
         scale = amax / divisor
         scale = scale * np.float32(2.0**margin) if margin else scale
         scale = lax.clamp(SMALLEST_SCALE, scale, LARGEST_SCALE)
-    nonfinite = bits >= np.uint32(0x7F800000)
-    other = np.float32(np.nan if poison or not fmt.has_nan else 1.0)
-    return replaced_where(bits == 0, replaced_where(nonfinite, scale, other), np.float32(1.0))
+    # Of a pattern that is 0 or not finite, the difference is in the range of those not finite.
+    degenerate = bits - np.uint32(1) >= np.uint32(0x7F800000 - 1)
+    scale = replaced_where(degenerate, scale, np.float32(1.0))
+    if not poison and fmt.has_nan:
+        return scale
+    return replaced_where(bits >= np.uint32(0x7F800000), scale, np.float32(np.nan))
 
 
 def e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:

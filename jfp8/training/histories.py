@@ -13,7 +13,16 @@ from jax import lax
 
 from jfp8.optim.finite import all_of, keep_unless
 from jfp8.optim.loss_scale_state import find_loss_scale
-from jfp8.scaling.history import as_dicts, end_step, observe, running_amax
+from jfp8.scaling.history import (
+    CHECK,
+    AmaxState,
+    as_dicts,
+    end_step,
+    intact_states,
+    observe,
+    running_amax,
+    sealed,
+)
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
 
 Collections = dict[str, Any]
@@ -64,7 +73,7 @@ def advance(
     Array([1., 0., 0.], dtype=float32)
     """
     amaxes, overflow = decode_all(as_dicts(sink_cotangent or {}))
-    old = as_dicts(fp8)
+    old = _map_products(lambda product: {**product, **intact_states(product)}, as_dicts(fp8))
     new = close_step(old, amaxes)
     if opt_states is None:
         return new
@@ -97,14 +106,8 @@ def close_step(
 ) -> Any:
     """Advance `fp8` by decoded amaxes; bool[] `ends` says whether the step ends."""
     if _is_product(fp8):
-        seen: dict[str, jax.Array | None] = dict.fromkeys(ROLES)
-        if "amax" in amaxes:
-            seen = {role: amaxes["amax"][..., row] for row, role in enumerate(ROLES)}
-        ended = {role: end_step(fp8[role], seen[role]) for role in ROLES}
-        if ends is None:
-            return ended
-        going_on = {r: fp8[r] if x is None else observe(fp8[r], x) for r, x in seen.items()}
-        return keep_unless(ends, ended, going_on)
+        ended = _ended({role: fp8[role] for role in ROLES}, amaxes.get("amax"), ends)
+        return sealed(ended) if CHECK in fp8 else ended
     unknown = sorted(set(amaxes) - set(fp8))
     if unknown:
         where = "/".join(path) or "the top"
@@ -115,6 +118,37 @@ def close_step(
     return {k: close_step(node, amaxes.get(k, {}), (*path, k), ends) for k, node in fp8.items()}
 
 
+@jax.jit
+def _ended(
+    states: dict[str, AmaxState], amaxes: jax.Array | None, ends: jax.Array | None
+) -> dict[str, AmaxState]:
+    """Return the states of a product after a step; `amaxes` are f32[..., 3], in order of `ROLES`.
+
+    All three in one, if they are of one shape: a third of the operations, and of the kernels.
+    """
+    if len({state["amax_history"].shape for state in states.values()}) > 1:
+        found = {}
+        for row, role in enumerate(ROLES):
+            of_role = None if amaxes is None else amaxes[..., row]
+            found[role] = _ended_state(states[role], of_role, ends)
+        return found
+    rows = [states[role] for role in ROLES]
+    axis = rows[0]["amax"].ndim
+    stacked = jax.tree.map(lambda *x: jnp.stack(x, axis), *rows)
+    new = _ended_state(stacked, amaxes, ends)
+    row = lambda i: jax.tree.map(lambda x: jax.lax.index_in_dim(x, i, axis, keepdims=False), new)
+    return {role: row(i) for i, role in enumerate(ROLES)}
+
+
+def _ended_state(
+    state: AmaxState, amax: jax.Array | None, ends: jax.Array | None
+) -> AmaxState:
+    ended = end_step(state, amax)
+    if ends is None:
+        return ended
+    return keep_unless(ends, ended, state if amax is None else observe(state, amax))
+
+
 def carried_over(empty: Any, old: Any) -> Any:
     """Fill `empty`, an ``fp8`` collection, with the histories of products that `old` has, too.
 
@@ -122,8 +156,9 @@ def carried_over(empty: Any, old: Any) -> Any:
     """
     if not _is_product(empty):
         return {name: carried_over(node, old.get(name, {})) for name, node in empty.items()}
-    both = {role: (empty[role], old.get(role)) for role in ROLES}
-    return {role: new if x is None else _resized(new, x) for role, (new, x) in both.items()}
+    kept = {role: _resized(empty[role], state) for role, state in intact_states(old).items()}
+    carried = {role: kept.get(role, empty[role]) for role in ROLES}
+    return sealed(carried) if CHECK in empty else carried
 
 
 def _resized(empty: Any, old: Any) -> Any:
@@ -136,7 +171,7 @@ def _resized(empty: Any, old: Any) -> Any:
 
 def _is_product(node: Any) -> bool:
     """Return True for the state of one product, rather than a module that holds some."""
-    return set(node) == set(ROLES) and all("amax_history" in node[role] for role in ROLES)
+    return set(node) - {CHECK} == set(ROLES) and all("amax_history" in node[r] for r in ROLES)
 
 
 def _map_products(function: Callable[[Any], Any], fp8: Any) -> Any:
@@ -176,7 +211,8 @@ def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
 
     def rescale(product: Any) -> Any:
         grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), product["grad"])
-        return {**product, "grad": grad}
+        new = {**product, "grad": grad}
+        return sealed(new) if CHECK in product else new
 
     return _map_products(rescale, fp8)
 

@@ -30,6 +30,7 @@ from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
 from jfp8.scaling.trees import is_scaled_array
+from jfp8.training.carried import Carried
 from jfp8.training.histories import (
     Collections,
     carried_over,
@@ -49,18 +50,26 @@ from jfp8.training.histories import (
 class Gradients:
     """What `value_and_grad` returns and `TrainState.apply_gradients` takes.
 
-    It may be averaged over devices (``jax.lax.pmean``): the amaxes stay right.
+    Arithmetic on the tree is arithmetic on `params`: it may be scaled, clipped by its norm, added
+    up, or averaged over devices (``jax.lax.pmean``). The amaxes stay right, and the collections are
+    those of the step, or their mean.
 
     Attributes:
       params: gradient of the unscaled loss with respect to the parameters (f32 if there is a loss
         scale). For FP8 parameters it is f32, or ``optax.MaskedNode()`` if they are frozen.
       fp8_sink: gradient with respect to the ``fp8_sink`` collection: amaxes, under the scaled loss.
-      collections: new values of the other collections, such as ``batch_stats``.
+      collections: new values of the other collections, such as ``batch_stats``: a mapping, which
+        `Carried` holds.
     """
 
     params: Any
     fp8_sink: Collections
-    collections: Collections
+    collections: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        given = self.collections
+        if isinstance(given, Mapping) and given and not isinstance(given, Carried):
+            object.__setattr__(self, "collections", Carried.of(given))
 
     def __repr__(self) -> str:
         """Print the contents, by size."""
@@ -285,19 +294,23 @@ class TrainState(flax.struct.PyTreeNode):
         params = keep_unless(finite, apply(self.params, updates), self.params)
 
         ends = _steps_end(self.opt_state, opt_state)
-        fp8 = keep_unless(finite, close_step(self.fp8, amaxes, ends=ends), self.fp8)
+        new_fp8 = close_step(self.fp8, amaxes, ends=ends)
+        fp8 = keep_unless(finite, new_fp8, self.fp8)
         after = loss_scale_in(opt_state)
         if before is not None and after is not None and fp8:
             fp8 = rescale_grad_histories(fp8, after / before)
 
-        kept = {name: self.collections[name] for name in grads.collections}
-        collections = keep_unless(finite, grads.collections, kept)
+        collections, carried = self.collections, grads.collections
+        if isinstance(carried, Carried):
+            kept = {name: collections[name] for name in carried}
+            new = keep_unless(finite & ~carried.is_lost(), dict(carried), kept)
+            collections = {**collections, **new}
         return self.replace(
             step=self.step + 1,
             params=params,
             fp8=fp8,
             opt_state=opt_state,
-            collections={**self.collections, **collections},
+            collections=collections,
         )
 
 

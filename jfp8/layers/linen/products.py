@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.core import meta, unfreeze
 from flax.linen import dtypes
 from jax import lax
@@ -35,7 +36,16 @@ from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.history import AmaxState, end_recorded, observe, record, resume_recorded
+from jfp8.scaling.history import (
+    CHECK,
+    AmaxState,
+    end_recorded,
+    intact_states,
+    observe,
+    record,
+    resume_recorded,
+    sealed,
+)
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.compat import outermost_scope
 from jfp8.tracing.notes import EXPLAINING, note
@@ -147,8 +157,9 @@ class ProductModule(nn.Module):
         """
         assert state.histories is not None
         how = record if state.sink is None else observe
-        for role, amax in zip(Observed._fields, observed, strict=True):
-            self._put("fp8", role, how(state.histories[role], amax))
+        by_role = zip(Observed._fields, observed, strict=True)
+        seen = {role: how(state.histories[role], amax) for role, amax in by_role}
+        self._put_state({**state.histories, **seen})
 
     @nn.nowrap
     def _is_used_again(self) -> bool:
@@ -187,15 +198,26 @@ class ProductModule(nn.Module):
         if empty is None and self.recipe is None:
             return None
         if self.has_variable(*self._place("fp8", ROLES[0])):
-            return {role: self._get("fp8", role) for role in ROLES}
+            names = [*ROLES, CHECK] if self._has_check() else ROLES
+            return intact_states({name: self._get("fp8", name) for name in names})
         if empty is None:
             return None
         # Parameters that are mutable for other reasons are no invitation.
         if not self._is_mutable("fp8") or (self.state_in_params and not self.is_initializing()):
             return None
-        for role in ROLES:
-            self._put("fp8", role, empty[role])
+        self._put("fp8", CHECK, jnp.zeros((), jnp.float32))
+        self._put_state(empty)
         return empty
+
+    @nn.nowrap
+    def _put_state(self, state: dict[str, AmaxState]) -> None:
+        """Write histories and their check; state of before there were checks gets none."""
+        for name, value in (sealed(state) if self._has_check() else state).items():
+            self._put("fp8", name, value)
+
+    @nn.nowrap
+    def _has_check(self) -> bool:
+        return self.has_variable(*self._place("fp8", CHECK))
 
     @nn.nowrap
     def _read_sink(self, recipe: Recipe) -> jax.Array | None:

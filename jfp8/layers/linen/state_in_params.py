@@ -42,7 +42,8 @@ def from_params(state: Any, collection: str, leading: int = 0) -> Any:
         return state
     if collection == "fp8_sink":
         return state.reshape(*state.shape[:leading], len(ROLES), WIDTH)
-    if state["amax"].shape[-1] != 1:
+    scalar = _scalar(state)
+    if scalar.shape[-1] != 1:
         raise ValueError(
             "A converted model stacks its layers along another axis than the first one, by "
             "nn.scan or nn.vmap with variable_axes={'params': 1}, say. Amax histories can only be "
@@ -51,7 +52,8 @@ def from_params(state: Any, collection: str, leading: int = 0) -> Any:
             "TrainState, or with a recipe that keeps no state, such as "
             "jfp8.recipes.Float8CurrentScaling()."
         )
-    return {**state, "amax": state["amax"].reshape(state["amax"].shape[:-1])}
+    scalar = scalar.reshape(scalar.shape[:-1])
+    return {**state, "amax": scalar} if isinstance(state, Mapping) else scalar
 
 
 def collections_into_params(
@@ -66,7 +68,7 @@ def collections_into_params(
         if collection == "fp8_sink" and in_filter(mutable, collection):
             continue
         for (*path, name), node in _flat(variables.get(collection, {})).items():
-            leading = node["amax"].ndim if collection == "fp8" else node.ndim - 2
+            leading = _scalar(node).ndim if collection == "fp8" else node.ndim - 2
             _, stored = place_in_params(collection, name)
             params[(*path, stored)] = into_params(node, leading)
     for (*path, name), node in _flat(variables.get(OVERWRITTEN, {})).items():
@@ -84,7 +86,7 @@ def collections_out_of_params(
     for path, node in _flat(variables.get("params", {}), keep_empty_nodes=True).items():
         collection, _, variable = path[-1].removeprefix("@").partition(".")
         if path[-1].startswith("@") and collection in state:
-            leading = np.ndim(node["amax"] if collection == "fp8" else node) - 1
+            leading = np.ndim(_scalar(node)) - 1
             value = from_params(node, collection, leading)
             state[collection][(*path[:-1], variable)] = value
         else:
@@ -94,6 +96,11 @@ def collections_out_of_params(
         if flat:
             found[collection] = unflatten_dict({**_flat(found.get(collection, {})), **flat})
     return {name: tree for name, tree in found.items() if tree and in_filter(mutable, name)}
+
+
+def _scalar(state: Any) -> Any:
+    """Return the running maximum of a tensor's state, or the check of a product's."""
+    return state["amax"] if isinstance(state, Mapping) else state
 
 
 def _flat(tree: Any, **options: Any) -> dict[tuple[str, ...], Any]:

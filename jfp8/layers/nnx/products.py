@@ -27,7 +27,7 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.history import AmaxState, observe, push_amax
+from jfp8.scaling.history import CHECK, AmaxState, fingerprint, intact, observe, push_amax
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import ROLES
 from jfp8.tracing.compat import is_eager, is_in_a_body, trace_state
@@ -37,21 +37,21 @@ from jfp8.tracing.notes import note
 class Fp8State(nnx.Variable):
     """The amax history of one tensor of a product: ``f32[..., H]``, newest first, 0 = empty slot.
 
-    Stacked layers have their leading axes in front.
+    Also the check of the three of them, ``f32[...]``; see `jfp8.scaling.history`. Stacked layers have their leading axes in front.
     """
 
     __slots__ = ("_step",)  # no attribute of the graph: the next trace has variables of its own
 
-    def step_under_way(self) -> AmaxState:
+    def step_under_way(self, history: jax.Array) -> AmaxState:
         """Return the steps before this one, and the largest amax that it has recorded so far.
 
-        All calls in one trace of the function that ``nnx.grad`` or ``nnx.jit`` was given are one
+        Without a step under way these are `history` and 0. All calls in one trace of the function that ``nnx.grad`` or ``nnx.jit`` was given are one
         step. Outside of any, each call is.
         """
         trace, state = getattr(self, "_step", (None, None))
         if state is not None and trace == trace_state():
             return state
-        return {"amax_history": self.get_value(), "amax": jnp.zeros(())}
+        return {"amax_history": history, "amax": jnp.zeros((), jnp.float32)}
 
     def set_step(self, state: AmaxState) -> None:
         """Remember what `step_under_way` is to give, for as long as this trace lasts.
@@ -119,8 +119,10 @@ class Product(nnx.Module):
         self.fp8: Any = nnx.data(None)
         if state is not None:
             # An array in each Variable, not a dict in one: nnx.replace_by_pure_dict needs that.
-            empty = lambda role: jnp.zeros((*leading, *state[role]["amax_history"].shape))
-            self.fp8 = nnx.Dict({role: Fp8State(empty(role)) for role in ROLES})
+            shape = lambda role: (*leading, *state[role]["amax_history"].shape)
+            empty = lambda role: jnp.zeros(shape(role), jnp.float32)
+            check = Fp8State(jnp.zeros(tuple(leading), jnp.float32))
+            self.fp8 = nnx.Dict({CHECK: check, **{r: Fp8State(empty(r)) for r in ROLES}})
         self.fp8_sink: Fp8Sink | None = nnx.data(None)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
@@ -133,13 +135,16 @@ class Product(nnx.Module):
             self.use_running_average = use_running_average
 
     def histories(self) -> dict[str, jax.Array]:
-        """Return the three amax histories; only of a product that has some."""
-        return {role: self.fp8[role].get_value() for role in ROLES}
+        """Return the three amax histories, if `intact`; only of a product that has some."""
+        found = {role: self.fp8[role].get_value() for role in ROLES}
+        return intact(found, self.fp8[CHECK].get_value())
 
     def set_histories(self, histories: dict[str, jax.Array]) -> None:
         """Replace the amax histories of the tensors that `histories` names."""
-        for role, history in histories.items():
+        new = {**self.histories(), **histories}
+        for role, history in new.items():
             self.fp8[role].set_value(history)
+        self.fp8[CHECK].set_value(fingerprint(new))
 
     def _multiply(
         self,
@@ -219,7 +224,7 @@ class Product(nnx.Module):
                 "nnx.scan(..., in_axes=(nnx.Carry, 0)), or name it, nnx.StateAxes({(nnx.Param, "
                 "jfp8.nnx.Fp8State, jfp8.nnx.Fp8Sink): 0, ...: None})."
             )
-        return {role: self.fp8[role].step_under_way() for role in ROLES}
+        return {r: self.fp8[r].step_under_way(history) for r, history in histories.items()}
 
     def end(self, begun: State, observed: Observed) -> None:
         """Make the largest amaxes of the step under way the newest entries of lhs and rhs.
