@@ -5,7 +5,8 @@ A matmul keeps the histories of its three tensors, newest first, with zeros for 
     Linen  {"lhs", "rhs", "grad"}: {"amax_history": f32[..., H], "amax": f32[...]}
     NNX    {"lhs", "rhs", "grad"}: f32[..., H]
 
-Next to them is their `fingerprint`, ``"check": f32[...]``, which older checkpoints lack. They are recognised by this structure, whatever the layers are called.
+Next to them is their `fingerprint`, ``"check"``, f32[...] or, in NNX, f32[..., 1]; in older
+checkpoints it is not. They are recognised by this structure, whatever the layers are called.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def is_product(node: Any) -> bool:
     if not isinstance(node, dict) or set(node) - {CHECK} != set(ROLES):
         return False
     tensors = [node[role] for role in ROLES]
+    if CHECK in node and not _is_float(node[CHECK]):
+        return False
     return all(map(_is_state, tensors)) or all(map(_is_history, tensors))
 
 
@@ -68,17 +71,29 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
         log.change(MISSING if saved is None else RESTARTED, path)
         saved = {}
     is_linen = isinstance(target[ROLES[0]], dict)
-    histories: Tensors = {}
-    for role in ROLES:
-        place = (*path, role)
-        tensor = saved.get(role, np.zeros(shapes[role]))
-        histories[role] = _with_length(shapes[role][-1], _history(tensor), place, log)
-        new[(*place, HISTORY) if is_linen else place] = histories[role]
-        if is_linen and isinstance(tensor, dict):
-            new[(*place, RUNNING)] = _possible(tensor[RUNNING])
-    if CHECK in target:
-        new[(*path, CHECK)] = np.asarray(fingerprint(histories))
+    states: dict[str, Any] = {}
+    for role in ROLES if saved else ():
+        place, tensor = (*path, role), saved[role]
+        states[role] = _with_length(shapes[role][-1], _history(tensor), place, log)
+        if is_linen:
+            running = tensor[RUNNING] if isinstance(tensor, dict) else np.zeros(shapes[role][:-1])
+            states[role] = {HISTORY: states[role], RUNNING: _possible(running)}
+    if states and CHECK in target:
+        states[CHECK] = _check(states, saved, target[CHECK].shape)
+    new |= dict(walk(states, path))
     return {place: placed(array, leaves[place]) for place, array in new.items()}
+
+
+def _check(states: dict[str, Any], saved: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the check of `states`: the saved one, right or not, if they are what was saved."""
+    check = saved.get(CHECK)
+    kept = {role: saved[role] for role in ROLES}
+    same = jax.tree.structure(kept) == jax.tree.structure(states) and all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(states))
+    )
+    if same and check is not None and check.shape == shape:
+        return np.asarray(check)
+    return np.reshape(fingerprint(states), shape)
 
 
 def _with_length(length: int, history: Any, place: Path, log: Log) -> np.ndarray:

@@ -26,9 +26,7 @@ def small(sinks: Any) -> Any:
     return jax.tree.map(lambda x: x * SMALL, sinks)
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["numbers", "units"], meta_fields=["dtypes"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["numbers", "units"], meta_fields=["dtypes"])
 @dataclass(frozen=True)
 class Carried(Mapping[str, Any]):
     """Hold collections: a mapping from their names, which unpacks them.
@@ -105,7 +103,7 @@ def _unpacked(factor: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
     if _is_wide(dtype):
         return value.astype(dtype)
     codes = jnp.round(value).astype(jnp.uint8)
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return codes[..., 0] > 0
     codes = codes if dtype.itemsize > 1 else codes[..., 0]
     return lax.bitcast_convert_type(codes, dtype)

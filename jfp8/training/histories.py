@@ -140,9 +140,7 @@ def _ended(
     return {role: row(i) for i, role in enumerate(ROLES)}
 
 
-def _ended_state(
-    state: AmaxState, amax: jax.Array | None, ends: jax.Array | None
-) -> AmaxState:
+def _ended_state(state: AmaxState, amax: jax.Array | None, ends: jax.Array | None) -> AmaxState:
     ended = end_step(state, amax)
     if ends is None:
         return ended
@@ -210,8 +208,9 @@ def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
     """
 
     def rescale(product: Any) -> Any:
-        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), product["grad"])
-        new = {**product, "grad": grad}
+        states = intact_states(product)
+        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), states["grad"])
+        new = {**states, "grad": grad}
         return sealed(new) if CHECK in product else new
 
     return _map_products(rescale, fp8)

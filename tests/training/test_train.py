@@ -233,6 +233,10 @@ def with_grad_histories_divided(fp8, divisor):
     return jax.tree.map(divided, fp8, is_leaf=is_product)
 
 
+def without_checks(fp8):
+    return [{role: product[role] for role in ROLES} for product in products(fp8)]
+
+
 def sinks_for(fp8):
     is_product = lambda node: "lhs" in node
     return jax.tree.map(lambda _: {"amax": jnp.zeros((3, 2050))}, fp8, is_leaf=is_product)
@@ -606,7 +610,7 @@ class TestPromise5NonFiniteNumbers:
                 assert_same(products(after.fp8)[0][role], products(given.fp8)[0][role])
             # The histories of gradients follow the loss scale and are otherwise the same.
             followed = with_grad_histories_divided(given.fp8, 2.0 if scaled else 1.0)
-            assert_same(after.fp8, followed)
+            assert_same(without_checks(after.fp8), without_checks(followed))
             assert after.step == given.step + 1
             if scaled:
                 assert scale_of(after) == scale_of(given) / 2, what

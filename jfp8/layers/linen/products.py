@@ -205,8 +205,8 @@ class ProductModule(nn.Module):
         # Parameters that are mutable for other reasons are no invitation.
         if not self._is_mutable("fp8") or (self.state_in_params and not self.is_initializing()):
             return None
-        self._put("fp8", CHECK, jnp.zeros((), jnp.float32))
-        self._put_state(empty)
+        for name, value in {**empty, CHECK: jnp.zeros((), jnp.float32)}.items():
+            self._put("fp8", name, value)
         return empty
 
     @nn.nowrap

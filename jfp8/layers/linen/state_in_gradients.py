@@ -28,7 +28,7 @@ from flax.core import meta
 from jax import lax
 
 from jfp8.products.vjp import SINK_UNIT
-from jfp8.scaling.history import AmaxState, push_amax
+from jfp8.scaling.history import AmaxState, push_amax, sealed
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, init_sink
 
 StateCollection = Literal["fp8", "_overwrite_with_gradient"]
@@ -90,8 +90,8 @@ def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
       collection: with the state of products, in boxes of metadata or not, stacked or not.
 
     Returns:
-      ``{path: {"lhs", "rhs", "grad"}}`` of `jfp8.scaling.AmaxState`, with one leading axis for
-      each along which layers are stacked.
+      ``{path: {"lhs", "rhs", "grad"}}`` of `jfp8.scaling.AmaxState`, and their check, with one
+      leading axis for each along which layers are stacked.
 
     Raises:
       ValueError: something else is in the collection.
@@ -107,7 +107,7 @@ def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
     for name, node in meta.unbox(dict(collection)).items():
         if isinstance(node, Mapping):
             inner = histories_in(node)
-            found |= inner if set(inner) == set(ROLES) and name == NAME else {name: inner}
+            found |= inner if set(ROLES) <= set(inner) and name == NAME else {name: inner}
             continue
         axes = [i for i, n in enumerate(jnp.shape(node)) if _steps((n,)) is not None]
         if name != NAME or len(axes) != 1:
@@ -116,7 +116,7 @@ def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
                 "a layer of jfp8. Histories of Flax's own FP8 layers are imported by "
                 "jfp8.checkpoint.from_flax_fp8_ops(variables, target)."
             )
-        read = lambda variable: read_overwritten(variable)[0]
+        read = lambda variable: sealed(read_overwritten(variable)[0])
         for _ in range(jnp.ndim(node) - 1):
             read = jax.vmap(read)
         found |= read(jnp.moveaxis(node, axes[0], -1))

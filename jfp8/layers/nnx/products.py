@@ -37,7 +37,8 @@ from jfp8.tracing.notes import note
 class Fp8State(nnx.Variable):
     """The amax history of one tensor of a product: ``f32[..., H]``, newest first, 0 = empty slot.
 
-    Also the check of the three of them, ``f32[...]``; see `jfp8.scaling.history`. Stacked layers have their leading axes in front.
+    Also the check of all three, ``f32[..., 1]``; see `jfp8.scaling.history`. Stacked layers have
+    their leading axes in front.
     """
 
     __slots__ = ("_step",)  # no attribute of the graph: the next trace has variables of its own
@@ -45,7 +46,8 @@ class Fp8State(nnx.Variable):
     def step_under_way(self, history: jax.Array) -> AmaxState:
         """Return the steps before this one, and the largest amax that it has recorded so far.
 
-        Without a step under way these are `history` and 0. All calls in one trace of the function that ``nnx.grad`` or ``nnx.jit`` was given are one
+        Without a step under way, these are `history` and 0. All calls in one trace of the function
+        that ``nnx.grad`` or ``nnx.jit`` was given are one
         step. Outside of any, each call is.
         """
         trace, state = getattr(self, "_step", (None, None))
@@ -121,7 +123,7 @@ class Product(nnx.Module):
             # An array in each Variable, not a dict in one: nnx.replace_by_pure_dict needs that.
             shape = lambda role: (*leading, *state[role]["amax_history"].shape)
             empty = lambda role: jnp.zeros(shape(role), jnp.float32)
-            check = Fp8State(jnp.zeros(tuple(leading), jnp.float32))
+            check = Fp8State(jnp.zeros((*leading, 1), jnp.float32))
             self.fp8 = nnx.Dict({CHECK: check, **{r: Fp8State(empty(r)) for r in ROLES}})
         self.fp8_sink: Fp8Sink | None = nnx.data(None)
 
@@ -137,14 +139,14 @@ class Product(nnx.Module):
     def histories(self) -> dict[str, jax.Array]:
         """Return the three amax histories, if `intact`; only of a product that has some."""
         found = {role: self.fp8[role].get_value() for role in ROLES}
-        return intact(found, self.fp8[CHECK].get_value())
+        return intact(found, self.fp8[CHECK].get_value()[..., 0])
 
     def set_histories(self, histories: dict[str, jax.Array]) -> None:
         """Replace the amax histories of the tensors that `histories` names."""
         new = {**self.histories(), **histories}
         for role, history in new.items():
             self.fp8[role].set_value(history)
-        self.fp8[CHECK].set_value(fingerprint(new))
+        self.fp8[CHECK].set_value(fingerprint(new)[..., None])
 
     def _multiply(
         self,
