@@ -138,7 +138,8 @@ class ProductModule(nn.Module):
         if self.state_collection == OVERWRITTEN:
             histories, sink = self._read_overwritten(recipe)
         else:
-            histories, sink = self._read_state(recipe), self._read_sink(recipe)
+            sink = self._read_sink(recipe)
+            histories = self._read_state(recipe, is_training=sink is not None)
         records = histories is not None and self._is_mutable("fp8") and not self.is_initializing()
         records = records and self.state_collection == "fp8"
         if histories is not None and records:
@@ -191,14 +192,18 @@ class ProductModule(nn.Module):
         return self.is_mutable_collection(self._place(collection, "")[0])
 
     @nn.nowrap
-    def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
-        """Return the histories, made if they are missing and may be; None without them."""
+    def _read_state(self, recipe: Recipe, is_training: bool) -> dict[str, AmaxState] | None:
+        """Return the histories, made if they are missing and may be; None without them.
+
+        Trees that people have averaged are used without a sink, and checked. Training does without:
+        its next entry is right, and on a GPU the check takes five small kernels.
+        """
         empty = recipe.init_state()
         # State of a layer whose recipe keeps none is a mistake, unless it is only there for now.
         if empty is None and self.recipe is None:
             return None
         if self.has_variable(*self._place("fp8", ROLES[0])):
-            names = [*ROLES, CHECK] if self._has_check() else ROLES
+            names = [*ROLES, CHECK] if self._has_check() and not is_training else ROLES
             return intact_states({name: self._get("fp8", name) for name in names})
         if empty is None:
             return None

@@ -1,0 +1,267 @@
+"""What people do to whole trees: states and gradients are averaged, scaled, cast and added up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+from support.arrays import assert_same
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (32, 16))
+Y = jax.random.normal(jax.random.key(1), (32, 8))
+MODEL = nn.Sequential([jfp8.Dense(64), nn.relu, jfp8.Dense(8)])
+
+
+def squared_error(variables, x, y):
+    return jnp.mean((MODEL.apply(variables, x) - y) ** 2)
+
+
+@jax.jit
+def train(state):
+    _, grads = jfp8.value_and_grad(squared_error)(state, X, Y)
+    return state.apply_gradients(grads)
+
+
+def after(*steps: int) -> list[dict]:
+    """The variables after these numbers of steps, which change a lot between them."""
+    variables = MODEL.init(KEY, X)
+    state = jfp8.TrainState.create(apply_fn=MODEL.apply, variables=variables, tx=optax.adam(0.05))
+    found = []
+    for step in range(1, max(steps) + 1):
+        state = train(state)
+        if step in steps:
+            found.append(state.variables)
+    return found
+
+
+def averaged(decay: float, trees: list) -> dict:
+    average = jax.tree.map(jnp.zeros_like, trees[0])
+    for tree in trees:
+        average = jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, average, tree)
+    return average
+
+
+TREES = {
+    "EMA from zeros": lambda trees: averaged(0.99, trees),
+    "soft update": lambda trees: optax.incremental_update(trees[2], trees[0], 0.05),
+    "mean": lambda trees: jax.tree.map(lambda a, b: (a + b) / 2, trees[0], trees[2]),
+    "sum": lambda trees: jax.tree.map(jnp.add, trees[2], trees[2]),
+    "scaled": lambda trees: jax.tree.map(lambda a: a / 8, trees[2]),
+    "negative": lambda trees: jax.tree.map(jnp.negative, trees[2]),
+    "bf16": lambda trees: jax.tree.map(lambda a: a.astype(jnp.bfloat16), trees[2]),
+    "through f16": lambda trees: jax.tree.map(
+        lambda a: a.astype(jnp.float16).astype(jnp.float32), trees[2]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return after(1, 5, 20)
+
+
+def test_histories_that_arithmetic_has_changed_are_not_used(trees):
+    """The result is that of the parameters alone, whose scales follow from the data."""
+    apply = jax.jit(MODEL.apply)
+    for name, change in TREES.items():
+        tree = change(trees)
+        expected = apply({"params": tree["params"]}, X)
+        assert_same(apply(tree, X), expected)
+        # Without the check they would be used, and wrong.
+        unchecked = jax.tree.map(lambda x: x, tree)
+        for layer in unchecked["fp8"].values():
+            del layer["DotGeneral_0"]["check"]
+        if name != "negative":
+            assert np.any(apply(unchecked, X) != expected), name
+
+
+def test_histories_that_nothing_has_changed_are_used(trees):
+    delayed, current = MODEL.apply(trees[2], X), MODEL.apply({"params": trees[2]["params"]}, X)
+    assert np.any(delayed != current)
+    for same in (
+        jax.tree.map(lambda a: (a + a) / 2, trees[2]),
+        jax.tree.map(lambda a: jnp.stack([a, a])[1], trees[2]),
+        jax.tree.map(np.asarray, trees[2]),
+    ):
+        assert_same(MODEL.apply(same, X), delayed)
+
+
+def test_training_goes_on_from_a_mean_of_states(trees):
+    """Its histories begin with the amaxes of the first step, and are good again."""
+    state = jfp8.TrainState.create(
+        apply_fn=MODEL.apply, variables=TREES["mean"](trees), tx=optax.sgd(0.0)
+    )
+    state = train(state)
+    product = state.fp8["layers_0"]["DotGeneral_0"]
+    assert product["lhs"]["amax_history"][0] == jnp.max(jnp.abs(X))
+    kernel = state.params["layers_0"]["kernel"]
+    assert product["rhs"]["amax_history"][0] == jnp.max(jnp.abs(kernel))
+    delayed = MODEL.apply(state.variables, X)
+    del product["check"]
+    assert_same(MODEL.apply(state.variables, X), delayed)
+
+
+def test_histories_that_vmap_has_recorded_may_be_averaged():
+    variables = MODEL.init(KEY, X)
+    parts = X.reshape(4, 8, 16) * jnp.array([1.0, 1.0, 1.0, 20.0])[:, None, None]
+    collections = {name: variables[name] for name in ("params", "fp8")}
+    _, mutated = jax.vmap(lambda x: MODEL.apply(collections, x, mutable=["fp8"]))(parts)
+    fp8 = jfp8.advance(jax.tree.map(lambda a: a.mean(0), mutated["fp8"]))
+    found = MODEL.apply({**collections, "fp8": fp8}, 20 * X)
+    assert_same(found, MODEL.apply({"params": variables["params"]}, 20 * X))
+
+
+def test_states_of_before_there_were_checks_are_used(trees):
+    old = jax.tree.map(lambda x: x, trees[2])
+    for layer in old["fp8"].values():
+        del layer["DotGeneral_0"]["check"]
+    assert_same(MODEL.apply(old, X), MODEL.apply(trees[2], X))
+    state = jfp8.TrainState.create(apply_fn=MODEL.apply, variables=old, tx=optax.adam(0.05))
+    assert jax.tree.structure(train(state).fp8) == jax.tree.structure(old["fp8"])
+
+
+class Model(nnx.Module):
+    def __init__(self, seed: int):
+        rngs = nnx.Rngs(seed)
+        self.first = jfp8.nnx.Linear(16, 64, rngs=rngs)
+        self.last = jfp8.nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))
+
+
+def test_a_target_network_of_nnx_follows():
+    model, target = Model(0), Model(0)
+    optimizer = nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        _, grads = jfp8.nnx.value_and_grad(lambda m: jnp.mean((m(X) - Y) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(5):
+        step(model, optimizer)
+        nnx.update(target, optax.incremental_update(nnx.state(model), nnx.state(target), 0.05))
+    fresh = Model(1)
+    nnx.update(fresh, nnx.state(target, nnx.Param))
+    for network in (model, target, fresh):
+        network.eval()
+    apply = nnx.jit(lambda model: model(X))
+    assert_same(apply(target), apply(fresh))
+    # Those of the model itself are used.
+    nnx.update(fresh, nnx.state(model, nnx.Param))
+    assert np.any(apply(model) != apply(fresh))
+
+
+# Gradients
+
+
+class Normalised(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
+        count.value += 1
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9)(jfp8.Dense(16)(x))
+        return jfp8.Dense(8)(nn.relu(x))
+
+
+NORMALISED = Normalised()
+
+
+def loss_fn(variables, x, y):
+    out, mutated = NORMALISED.apply(variables, x, mutable=["batch_stats", "counters"])
+    return jnp.mean((out - y) ** 2), mutated
+
+
+def normalised_state(tx=optax.sgd(0.1)):
+    return jfp8.TrainState.create(
+        apply_fn=NORMALISED.apply, variables=NORMALISED.init(KEY, X), tx=tx
+    )
+
+
+@jax.jit
+def gradients(state, scale=1.0):
+    return jfp8.value_and_grad(loss_fn)(state, scale * X, Y)[1]
+
+
+CHANGES = {
+    "scaled": lambda g: jax.tree.map(lambda x: 0.3 * x, g),
+    "negative": lambda g: jax.tree.map(jnp.negative, g),
+    "added": lambda g: jax.tree.map(jnp.add, g, g),
+    "clipped": lambda g: jax.tree.map(lambda x: jnp.clip(x, -1e-3, 1e-3), g),
+    "mean of a vmap": lambda g: jax.tree.map(
+        lambda x: x.mean(0), jax.vmap(lambda f: jax.tree.map(lambda x: f * x, g))(jnp.ones(3))
+    ),
+    "summed by a scan": lambda g: jax.lax.scan(
+        lambda total, _: (jax.tree.map(jnp.add, total, g), None),
+        jax.tree.map(jnp.zeros_like, g),
+        length=5,
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_arithmetic_on_gradients_changes_gradients_alone(name):
+    state = normalised_state()
+    grads = gradients(state)
+    changed = jax.jit(CHANGES[name])(grads)
+    assert_same(changed.params, jax.jit(CHANGES[name])(grads.params))
+    plain, new = state.apply_gradients(grads), state.apply_gradients(changed)
+    for role in ("lhs", "rhs", "grad"):
+        for layer in ("Dense_0", "Dense_1"):
+            history = lambda s: s.fp8[layer]["DotGeneral_0"][role]["amax_history"]
+            assert_same(history(new), history(plain))
+    assert new.collections["counters"]["calls"] == 2  # once by init
+    statistics = new.collections["batch_stats"]["BatchNorm_0"]
+    for name, expected in plain.collections["batch_stats"]["BatchNorm_0"].items():
+        assert np.any(expected != state.collections["batch_stats"]["BatchNorm_0"][name])
+        np.testing.assert_allclose(statistics[name], expected, rtol=2**-22)
+
+
+def test_untouched_gradients_give_collections_to_the_bit():
+    state = normalised_state()
+    expected = loss_fn(state.variables, X, Y)[1]
+    assert_same(dict(gradients(state).collections), dict(expected))
+
+
+def test_a_norm_of_gradients_is_that_of_the_parameters():
+    grads = gradients(normalised_state())
+    norm = optax.tree.norm(grads.params)
+    assert_same(optax.tree.norm(grads), norm)
+    assert norm > 0.1
+
+
+def test_a_mean_of_gradients_has_the_mean_of_the_statistics():
+    state = normalised_state()
+    both = [gradients(state), gradients(state, 3.0)]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *both)
+    for name in ("mean", "var"):
+        of = lambda g: g.collections["batch_stats"]["BatchNorm_0"][name]
+        np.testing.assert_allclose(of(mean), (of(both[0]) + of(both[1])) / 2, rtol=2**-21)
+        assert np.any(of(both[0]) != of(both[1]))
+    new = state.apply_gradients(mean)
+    largest = new.fp8["Dense_0"]["DotGeneral_0"]["lhs"]["amax_history"][0]
+    assert 1 <= largest / jnp.max(jnp.abs(3 * X)) <= 9 / 8
+
+
+def test_what_is_no_common_factor_is_loud():
+    """Noise on statistics makes them NaN; f16, which would lose them, raises."""
+    state, noise = normalised_state(), jax.random.normal
+    grads = gradients(state)
+    noisy = jax.tree.map(lambda g: g + 1e-3 * noise(KEY, g.shape, g.dtype), grads)
+    assert np.isnan(noisy.collections["batch_stats"]["BatchNorm_0"]["var"]).all()
+    only = dataclasses.replace(grads, params=noisy.params)
+    assert_same(dict(only.collections), dict(grads.collections))
+    with pytest.raises(TypeError, match=r"float16 cannot hold.*dataclasses\.replace\(grads"):
+        state.apply_gradients(jax.tree.map(lambda g: g.astype(jnp.float16), grads))
+    nothing = state.apply_gradients(jax.tree.map(lambda g: 0 * g, grads))
+    assert_same(nothing.collections, state.collections)
