@@ -14,16 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-SMALL = np.float32(2.0**-64)  # its square is 0 in f32
+from jfp8.scaling.sink import SMALL
+
 _LEAST, _MOST = 2.0**-40, 2.0**40  # of factors
-
-
-def small(sinks: Any) -> Any:
-    """Return sinks that no norm sees: of their entries, only the signs matter."""
-    return jax.tree.map(lambda x: x * SMALL, sinks)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["numbers", "units"], meta_fields=["dtypes"])

@@ -23,8 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
-from jfp8.scaling.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax
-from jfp8.training.carried import small
+from jfp8.scaling.sink import BINS, ROLES, SMALL, WIDTH, decode_amax, encode_amax
 from jfp8.training.histories import Collections, rescale_grad_histories
 from jfp8.training.state import Gradients, TrainState
 
@@ -236,7 +235,7 @@ def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collection
     unit = jnp.array([1.0 / n if role == "grad" else 1.0 for role in ROLES], jnp.float32)
     rows = jnp.where(seen[..., None] > 0, encode_amax(amax * unit[None]), 0.0)
     rows = rows.at[..., BINS - 1].max(overflow)  # the bin of NaN
-    return unflatten(small(rows.ravel()))
+    return unflatten(rows.ravel() * SMALL)
 
 
 def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:

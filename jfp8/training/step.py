@@ -17,8 +17,7 @@ from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scale_state import loss_scale_in
 from jfp8.optim.wrapping import has_master_weights
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
-from jfp8.scaling.sink import max_of_sinks
-from jfp8.training.carried import small
+from jfp8.scaling.sink import SMALL, max_of_sinks
 from jfp8.training.histories import Collections, add_recorded, as_dicts, init_sinks
 from jfp8.training.hoist import split
 from jfp8.training.state import Gradients, TrainState
@@ -83,7 +82,8 @@ def value_and_grad(
         (grads, sink), (loss, collections, aux) = gradient(
             *known, state.collections, (batch, named)
         )
-        gradients = Gradients(unscaled(grads, loss_scale), small(sink), collections)
+        sink = jax.tree.map(lambda rows: rows * SMALL, sink)
+        gradients = Gradients(unscaled(grads, loss_scale), sink, collections)
         return ((loss, aux) if has_aux else loss), gradients
 
     return compute
