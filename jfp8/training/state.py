@@ -234,7 +234,7 @@ class TrainState(flax.struct.PyTreeNode):
         """Return the parameters, if some are `ScaledArray`s, else None."""
         return self.params if self.has_stored_params else None
 
-    def apply_gradients(self, grads: Gradients) -> TrainState:
+    def apply_gradients(self, grads: Gradients, **extra_args: Any) -> TrainState:
         """Return the state after one optimizer step.
 
         The step is skipped if a gradient or any operand of an FP8 product contains an Inf or NaN,
@@ -248,6 +248,7 @@ class TrainState(flax.struct.PyTreeNode):
           grads: what `value_and_grad` returned, averaged over devices or not. Without histories
             (``fp8`` is ``{}``) also plain gradients with respect to ``params``, of the loss times
             its loss scale if there is one.
+          extra_args: passed on to `tx`, such as ``value=loss`` for ``optax.polyak_sgd``.
 
         Raises:
           TypeError: `grads` is not a `Gradients` although there are histories to update.
@@ -280,7 +281,7 @@ class TrainState(flax.struct.PyTreeNode):
         if self.has_stored_params:
             apply = apply_updates
             trained = trained if has_master_weights(self.opt_state) else without_stored(trained)
-        updates, opt_state = tx.update(taken, self.opt_state, trained)
+        updates, opt_state = tx.update(taken, self.opt_state, trained, **extra_args)
         opt_state = keep_unless(finite, opt_state, self.opt_state)
         params = keep_unless(finite, apply(self.params, updates), self.params)
 

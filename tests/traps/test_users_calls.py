@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import jfp8
 from support.arrays import assert_same, normal
+
+X, Y = normal((8, 16), 1), normal((8, 4), 2)
+
+
+def state_of(model, tx) -> jfp8.TrainState:
+    variables = model.init(jax.random.key(0), X)
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+def loss_of(model):
+    return lambda variables, x, y: jnp.mean((model.apply(variables, x) - y) ** 2)
+
 
 OPTIMIZERS = {
     "adamw": jfp8.optim.adamw(1e-2),
@@ -43,3 +57,54 @@ def test_stored_states_in_nnx_optimizer(name):
         step(model, optimizer, nnx.State(jax.tree.map(nnx.Param, grads)))
     assert_same(nnx.as_pure(nnx.state(model, nnx.Param)), params)
     assert_same(jax.tree.leaves(nnx.as_pure(optimizer.opt_state)), jax.tree.leaves(opt_state))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.polyak_sgd(),
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=1)),
+        jfp8.skip_on_overflow(optax.polyak_sgd()),
+    ],
+    ids=["polyak", "plateau", "inside skip_on_overflow"],
+)
+def test_optimizers_that_want_the_loss(tx):
+    """The oracle is JAX's and Optax's own loop of the same model in f32."""
+    model = nn.Dense(4)
+    state, loss_fn = state_of(model, tx), loss_of(model)
+
+    def step(state, _):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, X, Y)
+        return state.apply_gradients(grads, value=loss), loss
+
+    def plain_step(carry, _):
+        params, opt_state = carry
+        differentiate = jax.value_and_grad(lambda params: loss_fn({"params": params}, X, Y))
+        loss, grads = differentiate(params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    after, losses = jax.lax.scan(step, state, length=6)
+    wanted, wanted_losses = jax.lax.scan(plain_step, (state.params, state.opt_state), length=6)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    for found, expected in zip(jax.tree.leaves(after.params), jax.tree.leaves(wanted[0])):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_extra_arguments_with_a_loss_scale_and_histories():
+    """The loss is passed on as it is, unscaled, and a step that is skipped stays skipped."""
+    model = jfp8.Dense(4, recipe="delayed")
+    taken = optax.GradientTransformationExtraArgs(
+        lambda params: jnp.zeros(()), lambda updates, state, params, *, value: (updates, value)
+    )
+    state = state_of(model, optax.chain(jfp8.loss_scale(init_scale=8.0), taken, optax.sgd(0.1)))
+    loss_fn = loss_of(model)
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, x, Y)
+        return state.apply_gradients(grads, value=loss), loss
+
+    state, loss = step(state, X)
+    assert state.opt_state[1] == loss > 0
+    assert step(state, X * np.inf)[0].opt_state[1] == loss
