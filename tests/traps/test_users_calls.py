@@ -108,3 +108,38 @@ def test_extra_arguments_with_a_loss_scale_and_histories():
     state, loss = step(state, X)
     assert state.opt_state[1] == loss > 0
     assert step(state, X * np.inf)[0].opt_state[1] == loss
+
+
+def test_a_functional_loop_of_one_product():
+    """The loop that docstrings suggest has the histories of `TrainState`, bit for bit."""
+    model = jfp8.Dense(4, use_bias=False, recipe="delayed")
+    state, loss_fn = state_of(model, optax.sgd(0.1)), loss_of(model)
+
+    def step(state, _):
+        _, grads = jfp8.value_and_grad(loss_fn)(state, X, Y)
+        return state.apply_gradients(grads), None
+
+    recipe, contracting = jfp8.recipes.get("delayed"), (((1,), (0,)), ((), ()))
+
+    def loss_of_product(kernel, sink, history):
+        y = jfp8.scaled_dot_general(X, kernel, contracting, recipe=recipe, state=history, sink=sink)
+        return jnp.mean((y - Y) ** 2)
+
+    def functional_step(carry, _):
+        kernel, history = carry
+        differentiate = jax.grad(loss_of_product, argnums=(0, 1))
+        gradient, cotangent = differentiate(kernel, jfp8.scaling.init_sink(), history)
+        return (kernel - 0.1 * gradient, jfp8.advance(history, cotangent)), None
+
+    start = (state.params["kernel"], recipe.init_state())
+    (kernel, history), _ = jax.lax.scan(functional_step, start, length=6)
+    after, _ = jax.lax.scan(step, state, length=6)
+    assert_same(history, after.fp8["DotGeneral_0"])
+    assert np.count_nonzero(history["grad"]["amax_history"]) == 6
+    np.testing.assert_allclose(kernel, after.params["kernel"], rtol=1e-5, atol=1e-7)
+
+
+def test_one_sink_for_a_whole_collection_is_refused():
+    state = state_of(jfp8.Dense(4, recipe="delayed"), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="'amax'] at the top, which the fp8 collection lacks"):
+        jfp8.advance(state.fp8, jfp8.scaling.init_sink())
