@@ -22,6 +22,9 @@ from jfp8.training.histories import Collections, add_recorded, as_dicts, init_si
 from jfp8.training.hoist import split
 from jfp8.training.state import Gradients, TrainState
 
+# Collections of Flax that need not be in the state: what a model returns of them is left out.
+FLAX_COLLECTIONS = ("batch_stats", "cache", "fp8", "intermediates", "losses", "perturbations")
+
 
 def value_and_grad(
     loss_fn: Callable[..., Any], *, has_aux: bool = False, micro_batches: int = 1
@@ -138,6 +141,8 @@ def _scaled_loss(
         )
         raise
     loss, mutated, aux = _unpacked(returned, has_aux)
+    if not has_aux:
+        _check_names(mutated, {*variables, *collections, *FLAX_COLLECTIONS})
     if "fp8_sink" in mutated:
         raise ValueError(
             "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the gradient, "
@@ -208,6 +213,17 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
             * (not has_aux)
         )
     return loss, mutated, aux
+
+
+def _check_names(mutated: Mapping[str, Any], known: set[str]) -> None:
+    """Raise if `mutated` holds something that is no collection, such as metrics."""
+    if unknown := sorted(map(str, set(mutated) - known)):
+        raise ValueError(
+            f"loss_fn returned (loss, mutated) with {unknown} in mutated, which the state has no "
+            "collections for, so they would be lost. To return metrics or other values, use "
+            "jfp8.value_and_grad(loss_fn, has_aux=True), and return (loss, mutated, aux) from "
+            "loss_fn, with {} as mutated if the model updates no collection."
+        )
 
 
 def _instead_of_state(given: Any) -> str:

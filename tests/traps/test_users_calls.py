@@ -143,3 +143,30 @@ def test_one_sink_for_a_whole_collection_is_refused():
     state = state_of(jfp8.Dense(4, recipe="delayed"), optax.sgd(0.1))
     with pytest.raises(ValueError, match="'amax'] at the top, which the fp8 collection lacks"):
         jfp8.advance(state.fp8, jfp8.scaling.init_sink())
+
+
+def test_metrics_without_has_aux_are_told():
+    """They were taken for collections, and dropped."""
+    model = jfp8.Dense(4, recipe="delayed")
+    state, loss_fn = state_of(model, optax.sgd(0.1)), loss_of(model)
+    with_metrics = lambda *args: (loss_fn(*args), {"accuracy": jnp.ones(())})
+    with pytest.raises(ValueError, match=r"\['accuracy'\] in mutated.*has_aux=True"):
+        jax.jit(jfp8.value_and_grad(with_metrics))(state, X, Y)
+
+    corrected = lambda *args: (loss_fn(*args), {}, {"accuracy": jnp.ones(())})
+    (_, aux), _ = jfp8.value_and_grad(corrected, has_aux=True)(state, X, Y)
+    assert aux["accuracy"] == 1
+
+
+def test_collections_that_models_sow_are_no_metrics():
+    model = jfp8.Dense(4, recipe="delayed")
+    state = state_of(model, optax.sgd(0.1))
+
+    def loss_fn(variables, x):
+        y, mutated = model.apply(
+            variables, x, mutable=["fp8", "intermediates"], capture_intermediates=True
+        )
+        return jnp.mean(y**2), mutated
+
+    _, grads = jfp8.value_and_grad(loss_fn)(state, X)
+    assert grads.collections == {}
