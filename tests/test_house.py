@@ -197,7 +197,7 @@ LINES_OF_ROOMS = {
     "kernels": 9600,
     "layers": 5250,
     "optim": 2400,
-    "training": 2120,
+    "training": 2260,
     "checkpoint": 3050,
     "conversion": 3400,
     "debug": 3950,

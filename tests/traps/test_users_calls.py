@@ -9,15 +9,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jfp8
-from support.arrays import assert_same, normal
+from support.arrays import assert_same, normal, relative_error
 
 X, Y = normal((8, 16), 1), normal((8, 4), 2)
 
 
-def state_of(model, tx) -> jfp8.TrainState:
-    variables = model.init(jax.random.key(0), X)
+def state_of(model, tx, x=X) -> jfp8.TrainState:
+    variables = model.init(jax.random.key(0), x)
     return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
 
@@ -170,3 +172,129 @@ def test_collections_that_models_sow_are_no_metrics():
 
     _, grads = jfp8.value_and_grad(loss_fn)(state, X)
     assert grads.collections == {}
+
+
+AXES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+def sharded(kind, *arrays):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    return mesh, jax.device_put(arrays, NamedSharding(mesh, P("data")))
+
+
+@AXES
+def test_micro_batches_are_spread_over_all_devices(kind, compiled_here):
+    """Each part lay on 2 of 8 devices, so that every device did 4 times the work."""
+    model = jfp8.Dense(64, recipe="delayed")
+    state = state_of(model, optax.sgd(0.1), normal((8, 64)))
+    loss_fn = loss_of(model)
+    mesh, (x, y) = sharded(kind, normal((8192, 64)), normal((8192, 64), 1))
+    flops, results = [], []
+    with jax.set_mesh(mesh):
+        state = jax.device_put(state, NamedSharding(mesh, P()))
+        for parts in (1, 4):
+            compute = jax.jit(jfp8.value_and_grad(loss_fn, micro_batches=parts))
+            program = compute.lower(state, x, y).compile()
+            flops.append(parts * program.cost_analysis()["flops"])  # a loop's body counts once
+            results.append(program(state, x, y))
+    assert flops[1] < 1.3 * flops[0]
+    (loss, grads), (loss_of_parts, grads_of_parts) = results
+    np.testing.assert_allclose(loss_of_parts, loss, rtol=1e-3)
+    assert relative_error(grads_of_parts.params, grads.params) < 0.05
+
+
+@AXES
+def test_micro_batches_of_sharded_parameters(kind):
+    """The oracle is a plain layer, on one device, without micro-batches."""
+    model = nn.Dense(4)
+    state, loss_fn = state_of(model, optax.sgd(0.1)), loss_of(model)
+    x, y = normal((32, 16)), normal((32, 4), 1)
+    wanted = jax.grad(loss_fn)({"params": state.params}, x, y)["params"]
+    mesh, (x, y) = sharded(kind, x, y)
+    rows = lambda leaf: P("data") if leaf.shape == (16, 4) else P()
+    place = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, rows(leaf)))
+    with jax.set_mesh(mesh):
+        state = jax.tree.map(place, state)
+        _, grads = jax.jit(jfp8.value_and_grad(loss_fn, micro_batches=4))(state, x, y)
+    assert relative_error(grads.params, wanted) < 1e-5
+
+
+def test_micro_batches_below_the_devices_over_explicit_axes_are_told():
+    model = nn.Dense(4)
+    state = state_of(model, optax.sgd(0.1))
+    mesh, (x, y) = sharded(AxisType.Explicit, normal((16, 16)), normal((16, 4)))
+    compute = jax.jit(jfp8.value_and_grad(loss_of(model), micro_batches=4))
+    with jax.set_mesh(mesh), pytest.raises(Exception, match="This reshape") as caught:
+        compute(state, x, y)
+    assert "parts of 4 examples" in caught.value.__notes__[0]
+
+
+def weighted_loss(variables, batch, class_weights=None):
+    weights = batch["weights"] if class_weights is None else class_weights
+    y = nn.Dense(4).apply(variables, batch["x"])
+    loss = optax.softmax_cross_entropy_with_integer_labels(y, batch["labels"])
+    return jnp.mean(loss * weights[batch["labels"]])
+
+
+WEIGHTS = jnp.arange(1.0, 9.0)
+LABELED = {"x": X, "labels": jnp.arange(8) % 4, "weights": WEIGHTS}
+WHOLE = {"weights": None}
+
+
+@pytest.mark.parametrize("where", ["key", "argument", "keyword"])
+def test_arrays_without_a_batch_axis_are_named(where):
+    """Class weights whose length fits were cut like a batch, and look-ups in the parts clamped."""
+    state = state_of(nn.Dense(4), optax.sgd(0.1))
+    batch = {"x": X, "labels": LABELED["labels"]}
+    args, named, axes = {
+        "key": ((LABELED,), {}, WHOLE),
+        "argument": ((batch, WEIGHTS), {}, {"class_weights": None}),
+        "keyword": ((batch,), {"class_weights": WEIGHTS}, {"class_weights": None}),
+    }[where]
+    loss, grads = jfp8.value_and_grad(weighted_loss)(state, *args, **named)
+    options = {"micro_batches": 4, "batch_axes": axes}
+    found, of_parts = jax.jit(jfp8.value_and_grad(weighted_loss, **options))(state, *args, **named)
+    np.testing.assert_allclose(found, loss, rtol=1e-6)
+    assert relative_error(of_parts.params, grads.params) < 1e-6
+
+
+def test_scalars_are_the_same_in_all_micro_batches():
+    """They were refused here, and taken by `data_parallel`."""
+    state = state_of(nn.Dense(4), optax.sgd(0.1))
+    loss_fn = lambda variables, x, factor: factor * jnp.mean(nn.Dense(4).apply(variables, x) ** 2)
+    loss, _ = jfp8.value_and_grad(loss_fn)(state, X, 3.0)
+    of_parts, _ = jfp8.value_and_grad(loss_fn, micro_batches=4)(state, X, 3.0)
+    np.testing.assert_allclose(of_parts, loss, rtol=1e-6)
+
+
+def test_data_parallel_leaves_named_arrays_whole():
+    state = state_of(nn.Dense(4), optax.sgd(0.1))
+    loss, _ = jfp8.value_and_grad(weighted_loss)(state, LABELED)
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    inner = jfp8.value_and_grad(weighted_loss, micro_batches=2, batch_axes=WHOLE)
+    compute = jfp8.data_parallel(inner, mesh=mesh, batch_axes=WHOLE)
+    np.testing.assert_allclose(jax.jit(compute)(state, LABELED)[0], loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, **options: jfp8.value_and_grad(f, micro_batches=2, **options),
+        lambda f, **options: jfp8.data_parallel(
+            jfp8.value_and_grad(f), mesh=Mesh(jax.devices()[:2], ("data",)), **options
+        ),
+    ],
+    ids=["value_and_grad", "data_parallel"],
+)
+def test_leading_axes_that_differ_are_told(call):
+    """Four class weights beside a batch of eight can be no batch."""
+    state = state_of(nn.Dense(4), optax.sgd(0.1))
+    batch = LABELED | {"weights": WEIGHTS[:4]}
+    with pytest.raises(ValueError, match=r"labels' has 8, '.*weights' has 4") as caught:
+        call(weighted_loss)(state, batch)
+    assert "batch_axes={'weights': None})" in str(caught.value)
+    call(weighted_loss, batch_axes=WHOLE)(state, batch)
+    with pytest.raises(ValueError, match=r"names \['weigths'\], which the batch does not have"):
+        call(weighted_loss, batch_axes={"weigths": None})(state, batch)
+    with pytest.raises(ValueError, match="'x': 1}: it names arrays without a batch axis"):
+        call(weighted_loss, batch_axes={"x": 1})(state, batch)
