@@ -298,3 +298,28 @@ def test_leading_axes_that_differ_are_told(call):
         call(weighted_loss, batch_axes={"weigths": None})(state, batch)
     with pytest.raises(ValueError, match="'x': 1}: it names arrays without a batch axis"):
         call(weighted_loss, batch_axes={"x": 1})(state, batch)
+
+
+def nnx_step(model, optimizer, x, y):
+    loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
+    loss, grads = jfp8.nnx.value_and_grad(loss_fn)(model, x, y)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_nnx_layers_with_x64_enabled(recipe):
+    """Histories were f64, and the first step failed. Now it is the step without x64."""
+
+    def run():
+        model = jfp8.nnx.Linear(16, 4, recipe=recipe, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        model.kernel[...] = jnp.asarray(normal((16, 4)))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        for _ in range(3):
+            nnx.jit(nnx_step)(model, optimizer, jnp.asarray(X), jnp.asarray(Y))
+        return jax.tree.leaves(nnx.state(model))
+
+    wanted = run()
+    with jax.enable_x64(True):
+        found = run()
+    assert_same(found, wanted)

@@ -51,7 +51,7 @@ class Fp8State(nnx.Variable):
         trace, state = getattr(self, "_step", (None, None))
         if state is not None and trace == trace_state():
             return state
-        return {"amax_history": self.get_value(), "amax": jnp.zeros(())}
+        return {"amax_history": self.get_value(), "amax": jnp.zeros((), jnp.float32)}
 
     def set_step(self, state: AmaxState) -> None:
         """Remember what `step_under_way` is to give, for as long as this trace lasts.
@@ -119,7 +119,9 @@ class Product(nnx.Module):
         self.fp8: Any = nnx.data(None)
         if state is not None:
             # An array in each Variable, not a dict in one: nnx.replace_by_pure_dict needs that.
-            empty = lambda role: jnp.zeros((*leading, *state[role]["amax_history"].shape))
+            empty = lambda role: jnp.zeros(
+                (*leading, *state[role]["amax_history"].shape), jnp.float32
+            )
             self.fp8 = nnx.Dict({role: Fp8State(empty(role)) for role in ROLES})
         self.fp8_sink: Fp8Sink | None = nnx.data(None)
 
