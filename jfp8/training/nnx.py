@@ -117,9 +117,34 @@ def value_and_grad(
 
 def _end_step(product: Product, before: Any, amaxes: Any, failed: jax.Array, scale: Any) -> None:
     """Give `product` its histories after a step, or leave it with those `before` a failed one."""
+    amaxes, failed = _of_all_examples(amaxes, failed, before)
     after = product.histories() if amaxes is None else _pushed(before, amaxes, scale)
     anywhere = largest_of_devices(failed.astype(jnp.float32), before["lhs"]) > 0
     product.set_histories(keep_unless(~anywhere, after, before))
+
+
+@jax.custom_batching.custom_vmap
+def _of_all_examples(amaxes: Any, failed: jax.Array, before: Any) -> tuple[Any, jax.Array]:
+    """Return `amaxes` and `failed`; under ``vmap`` of a shared model, the largest of all examples.
+
+    Args:
+      amaxes: f32[..., 3], or None.
+      failed: bool[].
+      before: the histories, batched if the model is.
+    """
+    return amaxes, failed
+
+
+@_of_all_examples.def_vmap
+def _of_all_examples_vmap(
+    axis_size: int, in_batched: Any, amaxes: Any, failed: jax.Array, before: Any
+) -> tuple[Any, Any]:
+    batched = tuple(in_batched[:2])
+    if not any(jax.tree.leaves(in_batched[2])):
+        largest = lambda x, is_batched: jnp.max(x, axis=0) if is_batched else x
+        amaxes, failed = jax.tree.map(largest, (amaxes, failed), batched)
+        batched = jax.tree.map(lambda _: False, batched)
+    return _of_all_examples(amaxes, failed, before), batched
 
 
 def _pushed(
