@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +19,8 @@ from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
+from jfp8.training.state import TrainState
+from jfp8.training.step import check_examples
 
 Path = tuple[Any, ...]
 
@@ -78,6 +81,7 @@ def value_and_grad(
     @functools.wraps(f)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         args = _positional(f, args, kwargs)
+        _check_arguments(args, wanted)
         products = _training_products(args)
         before = {path: product.histories() for path, product in products.items()}
         trained = _trained_modules(args, wanted)
@@ -173,6 +177,21 @@ def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
             "position, which the function does not allow. Leave out the * in its signature."
         )
     return bound.args
+
+
+def _check_arguments(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> None:
+    """Raise for a Linen state or model, and for a batch without examples."""
+    for entry in wanted:
+        given = args[entry.argnum]
+        if isinstance(given, TrainState | nn.Module):
+            raise TypeError(
+                f"jfp8.nnx.value_and_grad differentiates NNX models, but got a Linen "
+                f"{type(given).__name__}. Use jfp8.value_and_grad(loss_fn)(state, batch), where "
+                "state is a jfp8.TrainState."
+            )
+    is_model = lambda node: isinstance(node, nnx.Module)
+    leaves = jax.tree.leaves(args, is_leaf=is_model)
+    check_examples([leaf for leaf in leaves if not is_model(leaf)])
 
 
 def _training_products(args: tuple[Any, ...]) -> dict[Path, Product]:

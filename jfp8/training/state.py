@@ -14,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
 from jfp8.optim.finite import all_squares_finite, keep_unless, scaled, unscaled
@@ -125,7 +126,8 @@ class TrainState(flax.struct.PyTreeNode):
           unknown: refused, with the call to write.
 
         Raises:
-          TypeError: another argument, such as the ``params`` of Flax's ``TrainState.create``.
+          TypeError: another argument, such as the ``params`` of Flax's ``TrainState.create``; an
+            NNX model.
           ValueError: `variables` has no ``params``; it has ``_overwrite_with_gradient``; its
             ``fp8_sink`` does not match its ``fp8``.
         """
@@ -139,6 +141,13 @@ class TrainState(flax.struct.PyTreeNode):
                 "that model.init returned, because amax histories stand beside the parameters: "
                 "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
                 f"{hint}"
+            )
+        if isinstance(variables, nnx.Module | nnx.State):
+            raise TypeError(
+                f"TrainState.create takes the variables of a Linen model, but got an NNX "
+                f"{type(variables).__name__}. An NNX model holds its own state: optimizer = "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param), with gradients from "
+                "jfp8.nnx.value_and_grad(lambda model, x: ...)(model, x)."
             )
         collections = as_dicts(variables)
         if "params" not in collections:

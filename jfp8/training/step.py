@@ -77,6 +77,7 @@ def value_and_grad(
     def compute(state: TrainState, *batch: Any, **named: Any) -> tuple[Any, Gradients]:
         if not isinstance(state, TrainState):
             raise TypeError(_instead_of_state(state))
+        check_examples((batch, named))
         loss_scale = loss_scale_in(state.opt_state)
         differentiated = state.params
         if state.has_stored_params:
@@ -195,6 +196,16 @@ def _check_names(mutated: Mapping[str, Any], known: set[str]) -> None:
             "collections for, so they would be lost. To return metrics or other values, use "
             "jfp8.value_and_grad(loss_fn, has_aux=True), and return (loss, mutated, aux) from "
             "loss_fn, with {} as mutated if the model updates no collection."
+        )
+
+
+def check_examples(batch: Any) -> None:
+    """Raise ``ValueError`` if all arrays of `batch` have no examples: their mean is NaN."""
+    sizes = {shape[0] for leaf in jax.tree.leaves(batch) if (shape := jnp.shape(leaf))}
+    if sizes == {0}:
+        raise ValueError(
+            "The batch has no examples: the leading axis of each of its arrays is 0, so that a "
+            "mean over it is NaN. Leave such a batch out, or pad it and mask what was added."
         )
 
 

@@ -372,3 +372,71 @@ def test_models_of_their_own_under_nnx_vmap_keep_histories_of_their_own():
     each(models, X[:, None])
     found = histories_of(models)["lhs"][:, 0]
     np.testing.assert_allclose(found, np.max(np.abs(X), axis=1), rtol=1e-6)
+
+
+LINEN = jfp8.Dense(4, recipe="delayed")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: jfp8.TrainState.create(
+                apply_fn=None, variables=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx=optax.sgd(0.1)
+            ),
+            TypeError,
+            r"an NNX Linear.*nnx.Optimizer\(model, tx, wrt=nnx.Param\)",
+        ),
+        (
+            lambda: jfp8.nnx.value_and_grad(lambda state, x: 1.0)(state_of(LINEN, optax.sgd(1)), X),
+            TypeError,
+            r"a Linen TrainState. Use jfp8.value_and_grad\(loss_fn\)\(state, batch\)",
+        ),
+        (
+            lambda: jfp8.nnx.value_and_grad(lambda model, x: 1.0)(LINEN, X),
+            TypeError,
+            "a Linen Dense",
+        ),
+        (
+            lambda: jfp8.value_and_grad(loss_of(LINEN))(
+                state_of(LINEN, optax.sgd(1)), X[:0], y=Y[:0]
+            ),
+            ValueError,
+            "The batch has no examples",
+        ),
+        (
+            lambda: jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x)))(
+                jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0)), X[:0]
+            ),
+            ValueError,
+            "The batch has no examples",
+        ),
+        (
+            lambda: jfp8.debug.advice([]).of("outlier"),
+            ValueError,
+            "no fault 'outlier'. Faults: .*outliers",
+        ),
+    ],
+    ids=["NNX to create", "state to nnx", "Linen to nnx", "empty", "empty NNX", "fault"],
+)
+def test_wrong_calls_are_told_the_right_one(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_an_empty_array_beside_a_batch_is_none():
+    """A graph without edges, say."""
+    model = nn.Dense(4)
+    state = state_of(model, optax.sgd(0.1))
+    loss_fn = lambda variables, x, edges: jnp.mean(model.apply(variables, x)) + jnp.sum(edges)
+    loss, _ = jfp8.value_and_grad(loss_fn)(state, X, np.zeros((0, 2), np.float32))
+    assert np.isfinite(loss)
+
+
+def test_an_nnx_layer_inside_of_a_linen_model_is_told():
+    """`init` returned no parameters, and nothing was trained."""
+    layer = jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=r"Linen module Sequential.*nnx\.bridge\.to_linen"):
+        nn.Sequential([layer, nn.relu]).init(jax.random.key(0), X)
+    bridged = nn.Sequential([nnx.bridge.to_linen(jfp8.nnx.Linear, 16, 4), nn.relu])
+    assert "params" in bridged.init(jax.random.key(0), X)
