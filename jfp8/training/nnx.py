@@ -20,7 +20,7 @@ from jfp8.scaling.history import end_step, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
 from jfp8.training.state import TrainState
-from jfp8.training.step import check_examples
+from jfp8.training.step import check_examples, warn_of_float16
 
 Path = tuple[Any, ...]
 
@@ -101,6 +101,9 @@ def value_and_grad(
                     here[path].fp8_sink = None
             noted.append(uses)
             loss, aux = returned if has_aux else (returned, None)
+            if loss_scale is None:
+                params = [nnx.state(args[entry.argnum], entry.filter) for entry in wanted]
+                warn_of_float16((loss, params), "jfp8.nnx.value_and_grad(f, loss_scale=scale)")
             return scaled(loss, loss_scale), (loss, aux, uses.amaxes())
 
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -159,6 +160,8 @@ def _scaled_loss(
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
     loss = jnp.asarray(loss)
+    if loss_scale is None:
+        warn_of_float16((loss, params), "optax.chain(jfp8.loss_scale(), tx)")
     return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
 
 
@@ -196,6 +199,17 @@ def _check_names(mutated: Mapping[str, Any], known: set[str]) -> None:
             "collections for, so they would be lost. To return metrics or other values, use "
             "jfp8.value_and_grad(loss_fn, has_aux=True), and return (loss, mutated, aux) from "
             "loss_fn, with {} as mutated if the model updates no collection."
+        )
+
+
+def warn_of_float16(loss_and_params: Any, remedy: str) -> None:
+    """Warn if the loss or a parameter is in float16: small gradients are zero without a scale."""
+    dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(loss_and_params)]
+    if jnp.float16 in dtypes:
+        warnings.warn(
+            "Gradients below 6e-8 are zero in float16, and there is no loss scale. Add one: "
+            f"{remedy}; or compute in bfloat16.",
+            stacklevel=2,
         )
 
 
