@@ -119,8 +119,7 @@ def data_parallel(
         here = jax.sharding.get_abstract_mesh() if mesh is None else mesh
         n = _device_count(here, names)
         call = f"data_parallel(grad_fn, {axis_name!r}"
-        whole = without_batch_axis(batch, batch_axes or {}, call)
-        _check_batch(batch, whole, n, names)
+        whole = without_batch_axis(batch, batch_axes or {}, n, call)
         of_batch = jax.tree.map(lambda w: PartitionSpec() if w else PartitionSpec(axis_name), whole)
         # Without check_vma, since loops in `grad_fn` need not know of the axis; and so nothing is
         # summed over devices but what is summed below.
@@ -253,15 +252,3 @@ def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:
             "one with jax.set_mesh(mesh), and name its axis as axis_name."
         )
     return int(np.prod([mesh.shape[name] for name in names]))
-
-
-def _check_batch(batch: Any, whole: Any, n: int, names: tuple[Any, ...]) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    for (path, leaf), is_whole in zip(leaves, jax.tree.leaves(whole), strict=True):
-        shape = jnp.shape(leaf)
-        if not is_whole and shape[0] % n:
-            raise ValueError(
-                f"data_parallel divides the leading axis of every array of the batch among {n} "
-                f"devices ({names}), but batch{jax.tree_util.keystr(path)} has shape {shape}, and "
-                f"{n} does not divide {shape[0]}. Choose a batch size that is a multiple of {n}."
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,24 +16,28 @@ from jfp8.training.hoist import split
 
 def over_micro_batches(
     gradient: Callable[..., Any],
+    loss_fn: Callable[..., Any],
     micro_batches: int,
-    whole: list[bool],
+    batch_axes: Mapping[str, None],
     differentiated: Any,
     sinks: Collections,
     fp8: Collections,
     collections: Collections,
-    batch: Any,
+    batch: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Any:
     """Average the results of `gradient` over parts of the batch, taken one by one."""
-    leaves, structure = jax.tree.flatten(batch)
-    parts = {
-        i: _split(leaves[i], micro_batches) for i, is_whole in enumerate(whole) if not is_whole
-    }
+    bound = inspect.signature(loss_fn).bind(None, *batch[0], **batch[1])
+    by_name = dict(list(bound.arguments.items())[1:])
+    call = f"jfp8.value_and_grad(loss_fn, micro_batches={micro_batches}"
+    whole = jax.tree.leaves(without_batch_axis(by_name, batch_axes, micro_batches, call))
+    leaves, structure = jax.tree.flatten(by_name)
+    parts = {i: _split(x, micro_batches) for i, x in enumerate(leaves) if not whole[i]}
 
     def gradient_of_part(known: Any, varying: Any) -> Any:
         collections, part = varying
-        batch = structure.unflatten([part.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return gradient(*known, collections, batch)
+        by_name = structure.unflatten([part.get(i, leaf) for i, leaf in enumerate(leaves)])
+        bound.arguments.update(by_name)
+        return gradient(*known, collections, (bound.args[1:], bound.kwargs))
 
     # Weights are quantized here, once; the loop uses what is kept.
     kept, compute_rest = split(
@@ -62,22 +65,19 @@ def over_micro_batches(
     return (grads, sink), (loss, collections, aux)
 
 
-def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], call: str) -> Any:
-    """Return `batch` with True for every array that stays whole, False for one that is cut.
+def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], parts: int, call: str) -> Any:
+    """Return `batch` with True for every array that stays whole, False for one that is split.
 
     Args:
       batch: pytree of arrays. Scalars stay whole.
       batch_axes: names, of keys or attributes in `batch`, whose arrays stay whole.
+      parts: how many parts there are.
       call: the beginning of the call to write, for errors.
 
     Raises:
-      ValueError: a name that is not in `batch`; the other arrays differ in their leading axes.
+      ValueError: a name that is not in `batch`; the other arrays differ in their leading axes, or
+        `parts` does not divide them.
     """
-    if wrong := [f"{name!r}: {axis!r}" for name, axis in batch_axes.items() if axis is not None]:
-        raise ValueError(
-            f"batch_axes={{{', '.join(wrong)}}}: it names arrays without a batch axis, "
-            "batch_axes={'class_weights': None}. All others have it in front."
-        )
     named: set[str] = set()
     sizes: dict[int, str] = {}
 
@@ -90,8 +90,11 @@ def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], call: str) ->
         return bool(found) or not jnp.ndim(leaf)
 
     whole = jax.tree_util.tree_map_with_path(is_whole, batch)
-    if unknown := sorted(batch_axes.keys() - named):
-        raise ValueError(f"batch_axes names {unknown}, which the batch does not have.")
+    if wrong := {k: v for k, v in batch_axes.items() if v is not None or k not in named}:
+        raise ValueError(
+            f"batch_axes has {wrong}, but takes None for names of arrays in the batch that have no "
+            "batch axis, such as {'class_weights': None}. All others have it in front."
+        )
     if len(sizes) > 1:
         listed = ", ".join(f"{spelled!r} has {size}" for size, spelled in sizes.items())
         name = sizes[min(sizes)].rpartition("/")[2]
@@ -100,26 +103,11 @@ def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], call: str) ->
             f"but these differ: {listed}. Name the arrays that have no batch axis, so that they "
             f"stay whole: {call}, batch_axes={{{name!r}: None}})."
         )
+    if any(size % parts for size in sizes):
+        raise ValueError(
+            f"{call}) splits a batch of {min(sizes)}, which is no multiple of {parts}."
+        )
     return whole
-
-
-def whole_arrays(
-    loss_fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    named: dict[str, Any],
-    micro_batches: int,
-    batch_axes: Mapping[str, None],
-) -> list[bool]:
-    """Return True for every array of a batch that all micro-batches get, False for one to split."""
-    names = [str(i) for i in range(len(args))]
-    with contextlib.suppress(TypeError, ValueError):  # not every callable has a signature
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = list(inspect.signature(loss_fn).parameters.values())[1:]
-        given = [p.name for p in parameters if p.kind in positional]
-        names[: len(given)] = given[: len(args)]
-    call = f"jfp8.value_and_grad(loss_fn, micro_batches={micro_batches}"
-    whole = without_batch_axis({**dict(zip(names, args, strict=True)), **named}, batch_axes, call)
-    return jax.tree.leaves(([whole[name] for name in names], {name: whole[name] for name in named}))
 
 
 def _split(leaf: Any, parts: int) -> jax.Array:
@@ -128,11 +116,6 @@ def _split(leaf: Any, parts: int) -> jax.Array:
     So each part is spread over all devices that the batch is sharded over.
     """
     leaf = jnp.asarray(leaf)
-    if leaf.shape[0] % parts:
-        raise ValueError(
-            f"micro_batches={parts} must divide the leading axis of every array of the batch, "
-            f"but one has shape {leaf.shape}."
-        )
     rows = leaf.shape[0] // parts
     try:
         return leaf.reshape(rows, parts, *leaf.shape[1:]).swapaxes(0, 1)

@@ -80,8 +80,7 @@ def value_and_grad(
 
     @functools.wraps(f)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        args = _positional(f, args, kwargs)
-        _check_arguments(args, wanted)
+        args = _checked(_positional(f, args, kwargs), wanted)
         products = _training_products(args)
         before = {path: product.histories() for path, product in products.items()}
         trained = _trained_modules(args, wanted)
@@ -101,9 +100,7 @@ def value_and_grad(
                     here[path].fp8_sink = None
             noted.append(uses)
             loss, aux = returned if has_aux else (returned, None)
-            if loss_scale is None:
-                params = [nnx.state(args[entry.argnum], entry.filter) for entry in wanted]
-                warn_of_float16((loss, params), "jfp8.nnx.value_and_grad(f, loss_scale=scale)")
+            _warn_of_float16(loss_scale, loss, args, wanted)
             return scaled(loss, loss_scale), (loss, aux, uses.amaxes())
 
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
@@ -182,8 +179,15 @@ def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
     return bound.args
 
 
-def _check_arguments(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> None:
-    """Raise for a Linen state or model, and for a batch without examples."""
+def _warn_of_float16(
+    loss_scale: Any, loss: Any, args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]
+) -> None:
+    params = [nnx.state(args[entry.argnum], entry.filter) for entry in wanted]
+    warn_of_float16(loss_scale, (loss, params), "jfp8.nnx.value_and_grad(f, loss_scale=scale)")
+
+
+def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[Any, ...]:
+    """Return `args`, or raise for a Linen state or model, or a batch without examples."""
     for entry in wanted:
         given = args[entry.argnum]
         if isinstance(given, TrainState | nn.Module):
@@ -195,6 +199,7 @@ def _check_arguments(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> 
     is_model = lambda node: isinstance(node, nnx.Module)
     leaves = jax.tree.leaves(args, is_leaf=is_model)
     check_examples([leaf for leaf in leaves if not is_model(leaf)])
+    return args
 
 
 def _training_products(args: tuple[Any, ...]) -> dict[Path, Product]:

@@ -19,7 +19,7 @@ from jfp8.optim.loss_scale_state import loss_scale_in
 from jfp8.optim.wrapping import has_master_weights
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.training.histories import Collections, add_recorded, as_dicts, init_sinks
-from jfp8.training.micro_batches import over_micro_batches, whole_arrays
+from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.state import Gradients, TrainState
 
 # Collections of Flax that need not be in the state: what a model returns of them is left out.
@@ -89,8 +89,8 @@ def value_and_grad(
             partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.stored_params)
         )
         if micro_batches > 1:
-            whole = whole_arrays(loss_fn, batch, named, micro_batches, batch_axes or {})
-            gradient = partial(over_micro_batches, gradient, micro_batches, whole)
+            options = (loss_fn, micro_batches, batch_axes or {})
+            gradient = partial(over_micro_batches, gradient, *options)
         (grads, sink), (loss, collections, aux) = gradient(
             *known, state.collections, (batch, named)
         )
@@ -160,8 +160,7 @@ def _scaled_loss(
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
     loss = jnp.asarray(loss)
-    if loss_scale is None:
-        warn_of_float16((loss, params), "optax.chain(jfp8.loss_scale(), tx)")
+    warn_of_float16(loss_scale, (loss, params), "optax.chain(jfp8.loss_scale(), tx)")
     return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
 
 
@@ -202,10 +201,10 @@ def _check_names(mutated: Mapping[str, Any], known: set[str]) -> None:
         )
 
 
-def warn_of_float16(loss_and_params: Any, remedy: str) -> None:
+def warn_of_float16(loss_scale: Any, loss_and_params: Any, remedy: str) -> None:
     """Warn if the loss or a parameter is in float16: small gradients are zero without a scale."""
     dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(loss_and_params)]
-    if jnp.float16 in dtypes:
+    if loss_scale is None and jnp.float16 in dtypes:
         warnings.warn(
             "Gradients below 6e-8 are zero in float16, and there is no loss scale. Add one: "
             f"{remedy}; or compute in bfloat16.",
