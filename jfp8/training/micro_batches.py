@@ -85,9 +85,10 @@ def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], parts: int, c
         spelled = jax.tree_util.keystr(path, simple=True, separator="/")
         found = batch_axes.keys() & spelled.split("/")
         named.update(found)
-        if not found and jnp.ndim(leaf):
-            sizes.setdefault(jnp.shape(leaf)[0], spelled)
-        return bool(found) or not jnp.ndim(leaf)
+        shape = getattr(leaf, "shape", ())
+        if not found and shape:
+            sizes.setdefault(shape[0], spelled)
+        return bool(found) or not shape
 
     whole = jax.tree_util.tree_map_with_path(is_whole, batch)
     if wrong := {k: v for k, v in batch_axes.items() if v is not None or k not in named}:

@@ -196,7 +196,7 @@ def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[An
                 f"{type(given).__name__}. Use jfp8.value_and_grad(loss_fn)(state, batch), where "
                 "state is a jfp8.TrainState."
             )
-    is_model = lambda node: isinstance(node, nnx.Module)
+    is_model = lambda node: isinstance(node, nnx.Pytree)
     leaves = jax.tree.leaves(args, is_leaf=is_model)
     check_examples([leaf for leaf in leaves if not is_model(leaf)])
     return args

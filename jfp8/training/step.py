@@ -214,7 +214,8 @@ def warn_of_float16(loss_scale: Any, loss_and_params: Any, remedy: str) -> None:
 
 def check_examples(batch: Any) -> None:
     """Raise ``ValueError`` if all arrays of `batch` have no examples: their mean is NaN."""
-    sizes = {shape[0] for leaf in jax.tree.leaves(batch) if (shape := jnp.shape(leaf))}
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[0] for shape in shapes if shape}
     if sizes == {0}:
         raise ValueError(
             "The batch has no examples: the leading axis of each of its arrays is 0, so that a "

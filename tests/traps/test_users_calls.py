@@ -424,6 +424,19 @@ def test_wrong_calls_are_told_the_right_one(call, error, words):
         call()
 
 
+def test_arguments_that_are_no_arrays_are_passed_on():
+    """Such as names and functions, in a loop without jit, and NNX's random keys."""
+    model = nn.Dense(4)
+    state = state_of(model, optax.sgd(0.1))
+    loss_fn = lambda variables, x, name, activation: jnp.mean(activation(model.apply(variables, x)))
+    for parts in (1, 4):
+        compute = jfp8.value_and_grad(loss_fn, micro_batches=parts)
+        assert compute(state, X, "train", activation=nn.relu)[0] > 0
+    layer, rngs = nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nnx.Rngs(1)
+    keyed = lambda layer, x, rngs, name: jnp.mean(layer(x)) + jax.random.uniform(rngs.params())
+    assert np.isfinite(jfp8.nnx.value_and_grad(keyed)(layer, X, rngs, "train")[0])
+
+
 def test_an_empty_array_beside_a_batch_is_none():
     """A graph without edges, say."""
     model = nn.Dense(4)
