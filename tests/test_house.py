@@ -197,10 +197,10 @@ LINES_OF_ROOMS = {
     "kernels": 9600,
     "layers": 5250,
     "optim": 2400,
-    "training": 2120,
+    "training": 2290,
     "checkpoint": 3050,
     "conversion": 3400,
-    "debug": 3950,
+    "debug": 3930,
     "plot": 1200,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15

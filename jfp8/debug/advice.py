@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import table_html
 from jfp8.debug.arguments import check_report, check_rows
-from jfp8.debug.faults import FAULTS
+from jfp8.debug.faults import FAULTS, NAMES
 from jfp8.debug.faults.run import Finding, Run
 from jfp8.debug.faults.values import non_finite
 from jfp8.debug.records import TensorStats
@@ -35,7 +35,13 @@ class Advice:
     steps: tuple[int, int] | None
 
     def of(self, fault: str) -> tuple[Finding, ...]:
-        """Return the findings of one `fault`, such as ``"outliers"``."""
+        """Return the findings of one `fault`, such as ``"outliers"``.
+
+        Raises:
+          ValueError: no fault has this name.
+        """
+        if fault not in NAMES:
+            raise ValueError(f"advice knows no fault {fault!r}. Faults: {', '.join(NAMES)}.")
         return tuple(f for f in self.findings if f.fault == fault)
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ from jax import lax
 
 from jfp8.optim.fp8_params import update_by_lot, update_to
 from jfp8.optim.storage import Float, ScaledFloat16, Storage, round_to_16_bits
+from jfp8.optim.stored_state import outside_variables
 from jfp8.optim.wrapping import MasterWeightsState, seed_words, states_of, transformation, widened
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.parts import apply_scale
@@ -124,9 +125,8 @@ class Rounded:
         wide = [_values(p) for p in leaves]
         masters = [_first(_beside(p, self.storage), x) for p, x in zip(leaves, wide, strict=True)]
         inner_state = self.inner.init(structure.unflatten(wide))
-        return MasterWeightsState(
-            jnp.zeros((), jnp.uint32), structure.unflatten(masters), inner_state
-        )
+        masters = outside_variables(structure.unflatten(masters))
+        return MasterWeightsState(jnp.zeros((), jnp.uint32), masters, inner_state)
 
     def update(
         self,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax import lax
 
 from jfp8.optim.blocks import ExpandedArray
@@ -109,7 +110,7 @@ class _Wrapper:
                 f"field. It has {sorted(fields)}; those with one leaf per parameter can be stored."
             )
         count = jnp.zeros((), jnp.uint32)
-        return StoredState(count, self._round(wide, self._measure(wide), count))
+        return StoredState(count, outside_variables(self._round(wide, self._measure(wide), count)))
 
     def update(
         self,
@@ -172,6 +173,19 @@ class _Wrapper:
 def is_stored(node: Any) -> bool:
     """Return True if `node` of a state is the stored form of one array."""
     return isinstance(node, ScaledArray | HalfArray | ExpandedArray)
+
+
+def outside_variables(state: Any) -> Any:
+    """Take stored forms out of NNX Variables, so that ``nnx.Optimizer`` makes one of each array.
+
+    It updates Variables by the paths of arrays, and would replace a stored form by one of its own.
+    """
+
+    def unwrap(node: Any) -> Any:
+        is_variable = isinstance(node, nnx.Variable) and is_stored(node.get_value())
+        return node.get_value() if is_variable else node
+
+    return jax.tree.map(unwrap, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def _field_names(tree: Any) -> set[str]:

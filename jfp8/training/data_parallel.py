@@ -8,7 +8,7 @@ stay with XLA.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
 from jfp8.scaling.sink import BINS, ROLES, SMALL, WIDTH, decode_amax, encode_amax
 from jfp8.training.histories import Collections, rescale_grad_histories
+from jfp8.training.micro_batches import without_batch_axis
 from jfp8.training.state import Gradients, TrainState
 
 
@@ -34,6 +35,7 @@ def data_parallel(
     *,
     mesh: Mesh | AbstractMesh | None = None,
     specs: Any = None,
+    batch_axes: Mapping[str, None] | None = None,
     mean: Callable[[Any, AxisName], Any] = collectives.pmean,
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Run `grad_fn` on every device's part of the batch, and average gradients in FP8. ::
@@ -68,6 +70,8 @@ def data_parallel(
         parallelism): a tree of ``PartitionSpec`` like theirs, or one for all. Every device then
         sends its shards. Without it XLA gathers gradients along those axes before they are sent:
         the same values, but more bytes.
+      batch_axes: arrays of the batch that every device gets whole, by the name of a key:
+        ``{"class_weights": None}``. Scalars need no name.
       mean: how gradients are averaged: ``functools.partial(collectives.pmean, block=64)``, or
         ``jax.lax.pmean`` for f32.
 
@@ -80,7 +84,8 @@ def data_parallel(
     Raises:
       TypeError: the state is or contains an NNX model.
       ValueError: there is no mesh, or none with `axis_name`; the number of devices does not divide
-        the leading axis of an array of the batch; an ``aux`` that cannot be averaged.
+        the leading axis of an array of the batch, or those axes differ; an ``aux`` that cannot be
+        averaged.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
@@ -113,14 +118,13 @@ def data_parallel(
             )
         here = jax.sharding.get_abstract_mesh() if mesh is None else mesh
         n = _device_count(here, names)
-        _check_batch(batch, n, names)
-        of_batch = jax.tree.map(
-            lambda leaf: PartitionSpec(axis_name) if jnp.ndim(leaf) else PartitionSpec(), batch
-        )
+        call = f"data_parallel(grad_fn, {axis_name!r}"
+        whole = without_batch_axis(batch, batch_axes or {}, n, call)
+        of_batch = jax.tree.map(lambda w: PartitionSpec() if w else PartitionSpec(axis_name), whole)
         # Without check_vma, since loops in `grad_fn` need not know of the axis; and so nothing is
         # summed over devices but what is summed below.
         return jax.shard_map(
-            partial(_on_one_device, grad_fn, mean_of_gradients, axis_name, n),
+            partial(_on_one_device, grad_fn, mean_of_gradients, axis_name, n, whole),
             mesh=mesh,
             in_specs=(PartitionSpec(), of_batch),
             out_specs=PartitionSpec(),
@@ -136,6 +140,7 @@ def _on_one_device(
     mean: Callable[[Any], Any],
     axis_name: AxisName,
     n: int,
+    whole: Any,
     state: Any,
     batch: Any,
 ) -> tuple[Any, Any]:
@@ -158,7 +163,8 @@ def _on_one_device(
     is_state = lambda node: isinstance(node, TrainState)
     state = jax.tree.map(in_units_of_this_device, state, is_leaf=is_state)
     value, grads = grad_fn(state, batch)
-    _check_value(value, batch, axis_name)
+    parts = zip(jax.tree.leaves(batch), jax.tree.leaves(whole), strict=True)
+    _check_value(value, {leaf.shape[0] for leaf, w in parts if not w}, axis_name)
     value = jax.tree.map(lambda x: _mean_of_value(x, axis_name), value)
     is_gradients = lambda node: isinstance(node, Gradients)
     params_of = lambda node: node.params if is_gradients(node) else node
@@ -166,9 +172,8 @@ def _on_one_device(
     return value, jax.tree.map(combined, grads, params, is_leaf=is_gradients)
 
 
-def _check_value(value: Any, batch: Any, axis_name: AxisName) -> None:
+def _check_value(value: Any, examples: set[int], axis_name: AxisName) -> None:
     """Raise ``ValueError`` for a value that has no meaningful mean over devices."""
-    examples = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     for path, x in jax.tree_util.tree_leaves_with_path(value):
         name, shape = f"(loss, aux){jax.tree_util.keystr(path)}", jnp.shape(x)
         if isinstance(x, bool | int | float):
@@ -247,14 +252,3 @@ def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:
             "one with jax.set_mesh(mesh), and name its axis as axis_name."
         )
     return int(np.prod([mesh.shape[name] for name in names]))
-
-
-def _check_batch(batch: Any, n: int, names: tuple[Any, ...]) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        shape = jnp.shape(leaf)
-        if shape and shape[0] % n:
-            raise ValueError(
-                f"data_parallel divides the leading axis of every array of the batch among {n} "
-                f"devices ({names}), but batch{jax.tree_util.keystr(path)} has shape {shape}, and "
-                f"{n} does not divide {shape[0]}. Choose a batch size that is a multiple of {n}."
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ Collections = dict[str, Any]
 
 def advance(
     fp8: Collections,
-    sink_cotangent: Collections | None = None,
+    sink_cotangent: Collections | jax.Array | None = None,
     *,
     opt_states: tuple[optax.OptState, optax.OptState] | None = None,
 ) -> Collections:
@@ -43,9 +43,11 @@ def advance(
     when you skip the step.
 
     Args:
-      fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated.
-      sink_cotangent: the gradient with respect to the ``fp8_sink`` collection. A product that is
-        missing from it (a frozen layer) keeps what `fp8` itself recorded. None: all do.
+      fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated; or
+        the state of one product, as `scaled_dot_general` takes it.
+      sink_cotangent: the gradient with respect to the ``fp8_sink`` collection, or to the sink of
+        one product. A product that is missing from it (a frozen layer) keeps what `fp8` itself
+        recorded. None: all do.
       opt_states: the optimizer's state before and after this step. Pass them if it contains a
         `jfp8.loss_scale`: gradients are then S times as large, and their histories are rescaled
         when S changes, since each growth of S would saturate gradients in the next step. A step
@@ -72,7 +74,9 @@ def advance(
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
     Array([1., 0., 0.], dtype=float32)
     """
-    amaxes, overflow = decode_all(as_dicts(sink_cotangent or {}))
+    if not isinstance(sink_cotangent, Mapping):
+        sink_cotangent = {} if sink_cotangent is None else {"amax": sink_cotangent}
+    amaxes, overflow = decode_all(as_dicts(sink_cotangent))
     old = _map_products(lambda product: {**product, **intact_states(product)}, as_dicts(fp8))
     new = close_step(old, amaxes)
     if opt_states is None:

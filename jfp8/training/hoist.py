@@ -105,7 +105,7 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
         largest = root[v] or 0
         small = _dtype(v) in _NARROW or 2 * _bytes(v) < largest
         is_mask = str(_dtype(v)) == "bool"
-        return v in made_by and largest > 0 and small and not is_mask
+        return v in made_by and largest > 0 and small and not is_mask and _may_leave(v.aval)
 
     def is_kept(v: Var) -> bool:
         source: Any = v
@@ -242,6 +242,12 @@ def _to_bytes(x: jax.Array) -> jax.Array:
 
 def _from_bytes(x: jax.Array, v: Var) -> jax.Array:
     return codes_to_format(x, format_of(_dtype(v))) if _dtype(v) in _NARROW else x
+
+
+def _may_leave(aval: Any) -> bool:
+    """Return False inside ``jax.sharding.auto_axes``, whose arrays explicit axes do not take."""
+    here = jax.sharding.get_abstract_mesh()
+    return not here.explicit_axes or aval.sharding.mesh == here
 
 
 def _dtype(v: Var) -> Any:

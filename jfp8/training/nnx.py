@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +19,8 @@ from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
+from jfp8.training.state import TrainState
+from jfp8.training.step import check_examples, warn_of_float16
 
 Path = tuple[Any, ...]
 
@@ -77,7 +80,7 @@ def value_and_grad(
 
     @functools.wraps(f)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        args = _positional(f, args, kwargs)
+        args = _checked(_positional(f, args, kwargs), wanted)
         products = _training_products(args)
         before = {path: product.histories() for path, product in products.items()}
         trained = _trained_modules(args, wanted)
@@ -97,6 +100,7 @@ def value_and_grad(
                     here[path].fp8_sink = None
             noted.append(uses)
             loss, aux = returned if has_aux else (returned, None)
+            _warn_of_float16(loss_scale, loss, args, wanted)
             return scaled(loss, loss_scale), (loss, aux, uses.amaxes())
 
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
@@ -117,9 +121,34 @@ def value_and_grad(
 
 def _end_step(product: Product, before: Any, amaxes: Any, failed: jax.Array, scale: Any) -> None:
     """Give `product` its histories after a step, or leave it with those `before` a failed one."""
+    amaxes, failed = _of_all_examples(amaxes, failed, before)
     after = product.histories() if amaxes is None else _pushed(before, amaxes, scale)
     anywhere = largest_of_devices(failed.astype(jnp.float32), before["lhs"]) > 0
     product.set_histories(keep_unless(~anywhere, after, before))
+
+
+@jax.custom_batching.custom_vmap
+def _of_all_examples(amaxes: Any, failed: jax.Array, before: Any) -> tuple[Any, jax.Array]:
+    """Return `amaxes` and `failed`; under ``vmap`` of a shared model, the largest of all examples.
+
+    Args:
+      amaxes: f32[..., 3], or None.
+      failed: bool[].
+      before: the histories, batched if the model is.
+    """
+    return amaxes, failed
+
+
+@_of_all_examples.def_vmap
+def _of_all_examples_vmap(
+    axis_size: int, in_batched: Any, amaxes: Any, failed: jax.Array, before: Any
+) -> tuple[Any, Any]:
+    batched = tuple(in_batched[:2])
+    if not any(jax.tree.leaves(in_batched[2])):
+        largest = lambda x, is_batched: jnp.max(x, axis=0) if is_batched else x
+        amaxes, failed = jax.tree.map(largest, (amaxes, failed), batched)
+        batched = jax.tree.map(lambda _: False, batched)
+    return _of_all_examples(amaxes, failed, before), batched
 
 
 def _pushed(
@@ -148,6 +177,29 @@ def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
             "position, which the function does not allow. Leave out the * in its signature."
         )
     return bound.args
+
+
+def _warn_of_float16(
+    loss_scale: Any, loss: Any, args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]
+) -> None:
+    params = [nnx.state(args[entry.argnum], entry.filter) for entry in wanted]
+    warn_of_float16(loss_scale, (loss, params), "jfp8.nnx.value_and_grad(f, loss_scale=scale)")
+
+
+def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[Any, ...]:
+    """Return `args`, or raise for a Linen state or model, or a batch without examples."""
+    for entry in wanted:
+        given = args[entry.argnum]
+        if isinstance(given, TrainState | nn.Module):
+            raise TypeError(
+                f"jfp8.nnx.value_and_grad differentiates NNX models, but got a Linen "
+                f"{type(given).__name__}. Use jfp8.value_and_grad(loss_fn)(state, batch), where "
+                "state is a jfp8.TrainState."
+            )
+    is_model = lambda node: isinstance(node, nnx.Pytree)
+    leaves = jax.tree.leaves(args, is_leaf=is_model)
+    check_examples([leaf for leaf in leaves if not is_model(leaf)])
+    return args
 
 
 def _training_products(args: tuple[Any, ...]) -> dict[Path, Product]:

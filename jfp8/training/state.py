@@ -14,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
 from jfp8.optim.finite import all_squares_finite, keep_unless, scaled, unscaled
@@ -134,7 +135,8 @@ class TrainState(flax.struct.PyTreeNode):
           unknown: refused, with the call to write.
 
         Raises:
-          TypeError: another argument, such as the ``params`` of Flax's ``TrainState.create``.
+          TypeError: another argument, such as the ``params`` of Flax's ``TrainState.create``; an
+            NNX model.
           ValueError: `variables` has no ``params``; it has ``_overwrite_with_gradient``; its
             ``fp8_sink`` does not match its ``fp8``.
         """
@@ -148,6 +150,13 @@ class TrainState(flax.struct.PyTreeNode):
                 "that model.init returned, because amax histories stand beside the parameters: "
                 "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
                 f"{hint}"
+            )
+        if isinstance(variables, nnx.Module | nnx.State):
+            raise TypeError(
+                f"TrainState.create takes the variables of a Linen model, but got an NNX "
+                f"{type(variables).__name__}. An NNX model holds its own state: optimizer = "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param), with gradients from "
+                "jfp8.nnx.value_and_grad(lambda model, x: ...)(model, x)."
             )
         collections = as_dicts(variables)
         if "params" not in collections:
@@ -243,7 +252,7 @@ class TrainState(flax.struct.PyTreeNode):
         """Return the parameters, if some are `ScaledArray`s, else None."""
         return self.params if self.has_stored_params else None
 
-    def apply_gradients(self, grads: Gradients) -> TrainState:
+    def apply_gradients(self, grads: Gradients, **extra_args: Any) -> TrainState:
         """Return the state after one optimizer step.
 
         The step is skipped if a gradient or any operand of an FP8 product contains an Inf or NaN,
@@ -257,6 +266,7 @@ class TrainState(flax.struct.PyTreeNode):
           grads: what `value_and_grad` returned, averaged over devices or not. Without histories
             (``fp8`` is ``{}``) also plain gradients with respect to ``params``, of the loss times
             its loss scale if there is one.
+          extra_args: passed on to `tx`, such as ``value=loss`` for ``optax.polyak_sgd``.
 
         Raises:
           TypeError: `grads` is not a `Gradients` although there are histories to update.
@@ -289,7 +299,7 @@ class TrainState(flax.struct.PyTreeNode):
         if self.has_stored_params:
             apply = apply_updates
             trained = trained if has_master_weights(self.opt_state) else without_stored(trained)
-        updates, opt_state = tx.update(taken, self.opt_state, trained)
+        updates, opt_state = tx.update(taken, self.opt_state, trained, **extra_args)
         opt_state = keep_unless(finite, opt_state, self.opt_state)
         params = keep_unless(finite, apply(self.params, updates), self.params)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,14 +18,21 @@ from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scale_state import loss_scale_in
 from jfp8.optim.wrapping import has_master_weights
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
-from jfp8.scaling.sink import SMALL, max_of_sinks
+from jfp8.scaling.sink import SMALL
 from jfp8.training.histories import Collections, add_recorded, as_dicts, init_sinks
-from jfp8.training.hoist import split
+from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.state import Gradients, TrainState
+
+# Collections of Flax that need not be in the state: what a model returns of them is left out.
+FLAX_COLLECTIONS = ("batch_stats", "cache", "fp8", "intermediates", "losses", "perturbations")
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, micro_batches: int = 1
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    micro_batches: int = 1,
+    batch_axes: Mapping[str, None] | None = None,
 ) -> Callable[..., tuple[Any, Gradients]]:
     """Differentiate as ``jax.value_and_grad``, for a `TrainState` and one batch.
 
@@ -40,8 +48,11 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns a third value.
       micro_batches: split the batch's leading axis into this many parts, run them one by one, and
         average losses and gradients: the same step in less memory. All parts see the same scales,
-        and the histories get one entry, the largest amax. Weights are quantized once for all parts,
-        and gradients are summed in f32, in place.
+        and the histories get one entry, the largest amax. Weights are quantized once for all parts
+        (not over explicit axes), and gradients are summed in f32. Part ``i`` has the rows ``i``,
+        ``i + micro_batches``, ..., so that all devices of a sharded batch take part in each.
+      batch_axes: arrays that every micro-batch gets whole, by the name of an argument of `loss_fn`
+        or of a key in the batch: ``{"class_weights": None}``. Scalars need no name.
 
     Returns:
       ``(state, batch) -> (loss, grads)``, or ``((loss, aux), grads)`` with `has_aux`; with several
@@ -50,8 +61,8 @@ def value_and_grad(
 
     Raises:
       TypeError: the first argument is not a `TrainState`.
-      ValueError: `micro_batches` below 1 or not dividing the batch; `loss_fn` returns something
-        other than described.
+      ValueError: `micro_batches` below 1 or not dividing the batch; leading axes that differ, if
+        there are several micro-batches; `loss_fn` returns something other than described.
 
     >>> import jax, jax.numpy as jnp, jfp8, optax
     >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
@@ -68,6 +79,7 @@ def value_and_grad(
     def compute(state: TrainState, *batch: Any, **named: Any) -> tuple[Any, Gradients]:
         if not isinstance(state, TrainState):
             raise TypeError(_instead_of_state(state))
+        check_examples((batch, named))
         loss_scale = loss_scale_in(state.opt_state)
         differentiated = state.params
         if state.has_stored_params:
@@ -78,7 +90,8 @@ def value_and_grad(
             partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.stored_params)
         )
         if micro_batches > 1:
-            gradient = partial(_over_micro_batches, gradient, micro_batches)
+            options = (loss_fn, micro_batches, batch_axes or {})
+            gradient = partial(over_micro_batches, gradient, *options)
         (grads, sink), (loss, collections, aux) = gradient(
             *known, state.collections, (batch, named)
         )
@@ -139,6 +152,8 @@ def _scaled_loss(
         )
         raise
     loss, mutated, aux = _unpacked(returned, has_aux)
+    if not has_aux:
+        _check_names(mutated, {*variables, *collections, *FLAX_COLLECTIONS})
     if "fp8_sink" in mutated:
         raise ValueError(
             "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the gradient, "
@@ -147,42 +162,8 @@ def _scaled_loss(
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
     loss = jnp.asarray(loss)
+    warn_of_float16(loss_scale, (loss, params), "optax.chain(jfp8.loss_scale(), tx)")
     return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
-
-
-def _over_micro_batches(
-    gradient: Callable[..., Any],
-    micro_batches: int,
-    differentiated: Any,
-    sinks: Collections,
-    fp8: Collections,
-    collections: Collections,
-    batch: Any,
-) -> Any:
-    """Average the results of `gradient` over parts of the batch, taken one by one."""
-    parts = _split(batch, micro_batches)
-    # Weights are quantized here, once; the loop uses what is kept.
-    kept, compute_rest = split(
-        lambda known, varying: gradient(*known, *varying),
-        (differentiated, sinks, fp8),
-        (collections, jax.tree.map(lambda x: x[0], parts)),
-    )
-
-    def accumulate(carry: Any, part: Any) -> tuple[Any, Any]:
-        total, sink_so_far, collections = carry
-        (grads, sink), (loss, collections, aux) = compute_rest(kept, (collections, part))
-        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-        sink_so_far = jax.tree.map(max_of_sinks, sink_so_far, sink)
-        return (total, sink_so_far, collections), (loss, aux)
-
-    zeros = jax.tree.map(
-        lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), differentiated
-    )
-    carry = (zeros, sinks, collections)
-    (grads, sink, collections), (losses, aux) = jax.lax.scan(accumulate, carry, parts)
-    grads = jax.tree.map(lambda g: g / micro_batches, grads)
-    loss = jnp.mean(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
-    return (grads, sink), (loss, collections, aux)
 
 
 def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any]:
@@ -211,6 +192,39 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
     return loss, mutated, aux
 
 
+def _check_names(mutated: Mapping[str, Any], known: set[str]) -> None:
+    """Raise if `mutated` holds something that is no collection, such as metrics."""
+    if unknown := sorted(map(str, set(mutated) - known)):
+        raise ValueError(
+            f"loss_fn returned (loss, mutated) with {unknown} in mutated, which the state has no "
+            "collections for, so they would be lost. To return metrics or other values, use "
+            "jfp8.value_and_grad(loss_fn, has_aux=True), and return (loss, mutated, aux) from "
+            "loss_fn, with {} as mutated if the model updates no collection."
+        )
+
+
+def warn_of_float16(loss_scale: Any, loss_and_params: Any, remedy: str) -> None:
+    """Warn if the loss or a parameter is in float16: small gradients are zero without a scale."""
+    dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(loss_and_params)]
+    if loss_scale is None and jnp.float16 in dtypes:
+        warnings.warn(
+            "Gradients below 6e-8 are zero in float16, and there is no loss scale. Add one: "
+            f"{remedy}; or compute in bfloat16.",
+            stacklevel=2,
+        )
+
+
+def check_examples(batch: Any) -> None:
+    """Raise ``ValueError`` if all arrays of `batch` have no examples: their mean is NaN."""
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[0] for shape in shapes if shape}
+    if sizes == {0}:
+        raise ValueError(
+            "The batch has no examples: the leading axis of each of its arrays is 0, so that a "
+            "mean over it is NaN. Leave such a batch out, or pad it and mask what was added."
+        )
+
+
 def _instead_of_state(given: Any) -> str:
     """Return the call to write, where `given` is not a `TrainState`."""
     if isinstance(given, nnx.Module):
@@ -226,16 +240,3 @@ def _instead_of_state(given: Any) -> str:
         "In a loop without it use jax.value_and_grad with respect to params and to the 'fp8_sink' "
         "collection, whose gradient jfp8.advance takes."
     )
-
-
-def _split(batch: Any, parts: int) -> Any:
-    def reshaped(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        if leaf.ndim == 0 or leaf.shape[0] % parts:
-            raise ValueError(
-                f"micro_batches={parts} must divide the leading axis of every array of the batch, "
-                f"but one has shape {leaf.shape}."
-            )
-        return leaf.reshape(parts, leaf.shape[0] // parts, *leaf.shape[1:])
-
-    return jax.tree.map(reshaped, batch)

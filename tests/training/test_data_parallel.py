@@ -439,7 +439,7 @@ def test_trap_plain_jit_sends_gradients_in_f32():
         (
             lambda f: data_parallel(f, "data", mesh=MESH)(1.0, make_batch(12)),
             ValueError,
-            r"batch\['x'\] has shape \(12, 128\), and 8 does not divide 12",
+            "splits a batch of 12, which is no multiple of 8",
         ),
         (
             lambda f: data_parallel(f, "data", mesh=MESH)(

@@ -287,7 +287,9 @@ class TestValueAndGrad:
         batch = linear_batch((2.0, 3.0, 4.0, 5.0), (0.5,) * 4, rows=2)
         options = {"has_aux": True, "micro_batches": 4}
         (_, aux), _ = jax.jit(jfp8.value_and_grad(loss_fn, **options))(create(), batch)
-        np.testing.assert_array_equal(aux, np.max(np.reshape(batch["x"], (4, -1)), axis=1))
+        # Part i has the rows i and i + 4 of eight.
+        rows = np.reshape(batch["x"], (2, 4, -1))
+        np.testing.assert_array_equal(aux, np.max(rows, axis=(0, 2)))
 
     @pytest.mark.slow
     def test_micro_batches_see_their_part_of_every_array(self):
@@ -301,8 +303,8 @@ class TestValueAndGrad:
         batch = {**linear_batch(rows=8), "label": jnp.arange(8), "key": keys}
         options = {"has_aux": True, "micro_batches": 4}
         (_, (labels, draws)), _ = jfp8.value_and_grad(loss_fn, **options)(create(), batch)
-        np.testing.assert_array_equal(labels, np.arange(8).reshape(4, 2))
-        np.testing.assert_array_equal(draws, [jax.random.uniform(key) for key in keys[::2]])
+        np.testing.assert_array_equal(labels, np.arange(8).reshape(2, 4).T)
+        np.testing.assert_array_equal(draws, [jax.random.uniform(key) for key in keys[:4]])
 
     @pytest.mark.parametrize(
         ("returned", "has_aux", "words"),
@@ -362,10 +364,8 @@ class TestValueAndGrad:
 
     def test_micro_batches_must_divide_the_batch(self):
         compute = jfp8.value_and_grad(linear_loss, micro_batches=3)
-        with pytest.raises(ValueError, match=r"micro_batches=3 must divide.*shape \(8, 16\)"):
+        with pytest.raises(ValueError, match="micro_batches=3. splits a batch of 8, which is no m"):
             compute(create(), {"x": normal((8, 16))})
-        with pytest.raises(ValueError, match=r"but one has shape \(\)"):
-            compute(create(), {"x": jnp.float32(1.0)})
 
 
 class TestApplyGradients:
@@ -444,7 +444,7 @@ class TestApplyGradients:
         loss_fn, state, batch = squared_error(NORMED), create(NORMED), batch_of()
         apply = jax.jit(functools.partial(NORMED.apply, mutable=["batch_stats"]))
         expected = state.variables
-        for part in (slice(0, 4), slice(4, 8)):
+        for part in (slice(0, 8, 2), slice(1, 8, 2)):
             _, updates = apply(expected, batch["x"][part])
             expected = {**expected, **updates}
         after, _ = step_with(loss_fn, jit=True, micro_batches=2)(state, batch)

@@ -30,3 +30,20 @@ FAULTS: tuple[Fault, ...] = (
     little_in_fp8,
 )
 """Looked for in finite steps, after `non_finite`."""
+
+NAMES = (
+    "non_finite",
+    "dead",
+    "no_scale",
+    "vanishing_gradient",
+    "saturated_gradient",
+    "stale_history",
+    "empty_history",
+    "short_history",
+    "long_history",
+    "outliers",
+    "noise",
+    "edge_in_fp8",
+    "little_in_fp8",
+)
+"""Of their findings."""

@@ -151,7 +151,7 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, num_experts), param_dtype))
         self.bias: RouterBias | None = nnx.data(None)
         if bias_update_rate is not None:
-            self.bias = RouterBias(jnp.zeros(num_experts))
+            self.bias = RouterBias(jnp.zeros(num_experts, jnp.float32))
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """What ``nnx.view`` calls.

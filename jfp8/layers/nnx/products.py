@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import errors, nnx
+from flax.nnx.bridge.wrappers import current_linen_module
 from jax import lax
 
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values
@@ -167,6 +169,7 @@ class Product(nnx.Module):
         Args:
           layer: what the product is one of, for reports.
         """
+        _warn_inside_linen(self.path)
         recipe = recipe_in_effect(self.recipe, self.path)
         rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
@@ -267,6 +270,19 @@ class Product(nnx.Module):
 
     def _name(self) -> str:
         return f"{type(self).__name__} at {self.path!r}" if self.path else type(self).__name__
+
+
+def _warn_inside_linen(path: str) -> None:
+    """Warn where a Linen module that is being initialized calls an NNX layer as if it held it."""
+    module = current_linen_module()
+    if module is not None and module.is_initializing() and not hasattr(module, "nnx_class"):
+        warnings.warn(
+            f"An NNX layer{path and f' at {path!r}'} is called by the Linen module "
+            f"{type(module).__name__}, which does not hold its parameters: init returns none of "
+            "them, and they are not trained. Use the layer of the same name in jfp8, such as "
+            "jfp8.Dense, or nnx.bridge.to_linen(jfp8.nnx.Linear, 16, 8).",
+            stacklevel=2,
+        )
 
 
 @jax.custom_batching.custom_vmap

@@ -1,0 +1,128 @@
+"""Micro-batches: which arrays of a batch are split, and a loop over their parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.scaling.sink import max_of_sinks
+from jfp8.training.histories import Collections
+from jfp8.training.hoist import split
+
+
+def over_micro_batches(
+    gradient: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    micro_batches: int,
+    batch_axes: Mapping[str, None],
+    differentiated: Any,
+    sinks: Collections,
+    fp8: Collections,
+    collections: Collections,
+    batch: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Any:
+    """Average the results of `gradient` over parts of the batch, taken one by one."""
+    bound = inspect.signature(loss_fn).bind(None, *batch[0], **batch[1])
+    by_name = dict(list(bound.arguments.items())[1:])
+    call = f"jfp8.value_and_grad(loss_fn, micro_batches={micro_batches}"
+    whole = jax.tree.leaves(without_batch_axis(by_name, batch_axes, micro_batches, call))
+    leaves, structure = jax.tree.flatten(by_name)
+    parts = {i: _split(x, micro_batches) for i, x in enumerate(leaves) if not whole[i]}
+
+    def gradient_of_part(known: Any, varying: Any) -> Any:
+        collections, part = varying
+        by_name = structure.unflatten([part.get(i, leaf) for i, leaf in enumerate(leaves)])
+        bound.arguments.update(by_name)
+        return gradient(*known, collections, (bound.args[1:], bound.kwargs))
+
+    # Weights are quantized here, once; the loop uses what is kept.
+    kept, compute_rest = split(
+        gradient_of_part,
+        (differentiated, sinks, fp8),
+        (collections, jax.tree.map(lambda x: x[0], parts)),
+    )
+
+    def accumulate(carry: Any, part: Any) -> tuple[Any, Any]:
+        total, sink_so_far, collections = carry
+        (grads, sink), (loss, collections, aux) = compute_rest(kept, (collections, part))
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+        sink_so_far = jax.tree.map(max_of_sinks, sink_so_far, sink)
+        return (total, sink_so_far, collections), (loss, aux)
+
+    zeros = jax.tree.map(
+        lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), differentiated
+    )
+    carry = (zeros, sinks, collections)
+    (grads, sink, collections), (losses, aux) = jax.lax.scan(
+        accumulate, carry, parts, length=micro_batches
+    )
+    grads = jax.tree.map(lambda g: g / micro_batches, grads)
+    loss = jnp.mean(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
+    return (grads, sink), (loss, collections, aux)
+
+
+def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], parts: int, call: str) -> Any:
+    """Return `batch` with True for every array that stays whole, False for one that is split.
+
+    Args:
+      batch: pytree of arrays. Scalars stay whole.
+      batch_axes: names, of keys or attributes in `batch`, whose arrays stay whole.
+      parts: how many parts there are.
+      call: the beginning of the call to write, for errors.
+
+    Raises:
+      ValueError: a name that is not in `batch`; the other arrays differ in their leading axes, or
+        `parts` does not divide them.
+    """
+    named: set[str] = set()
+    sizes: dict[int, str] = {}
+
+    def is_whole(path: jax.tree_util.KeyPath, leaf: Any) -> bool:
+        spelled = jax.tree_util.keystr(path, simple=True, separator="/")
+        found = batch_axes.keys() & spelled.split("/")
+        named.update(found)
+        shape = getattr(leaf, "shape", ())
+        if not found and shape:
+            sizes.setdefault(shape[0], spelled)
+        return bool(found) or not shape
+
+    whole = jax.tree_util.tree_map_with_path(is_whole, batch)
+    if wrong := {k: v for k, v in batch_axes.items() if v is not None or k not in named}:
+        raise ValueError(
+            f"batch_axes has {wrong}, but takes None for names of arrays in the batch that have no "
+            "batch axis, such as {'class_weights': None}. All others have it in front."
+        )
+    if len(sizes) > 1:
+        listed = ", ".join(f"{spelled!r} has {size}" for size, spelled in sizes.items())
+        name = sizes[min(sizes)].rpartition("/")[2]
+        raise ValueError(
+            f"{call[: call.index('(')]} splits every array of the batch along its leading axis, "
+            f"but these differ: {listed}. Name the arrays that have no batch axis, so that they "
+            f"stay whole: {call}, batch_axes={{{name!r}: None}})."
+        )
+    if any(size % parts for size in sizes):
+        raise ValueError(
+            f"{call}) splits a batch of {min(sizes)}, which is no multiple of {parts}."
+        )
+    return whole
+
+
+def _split(leaf: Any, parts: int) -> jax.Array:
+    """Split the leading axis: part `i` has every `parts`-th row from `i` on.
+
+    So each part is spread over all devices that the batch is sharded over.
+    """
+    leaf = jnp.asarray(leaf)
+    rows = leaf.shape[0] // parts
+    try:
+        return leaf.reshape(rows, parts, *leaf.shape[1:]).swapaxes(0, 1)
+    except Exception as error:
+        error.add_note(
+            f"micro_batches={parts} makes parts of {rows} examples. Over explicit axes the number "
+            "of devices that the batch is sharded over must divide that number."
+        )
+        raise

@@ -1,0 +1,472 @@
+"""Calls that people write, and that ended in an error of another library or were silently wrong."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from support.arrays import assert_same, normal, relative_error
+
+X, Y = normal((8, 16), 1), normal((8, 4), 2)
+
+
+def state_of(model, tx, x=X) -> jfp8.TrainState:
+    variables = model.init(jax.random.key(0), x)
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+def loss_of(model):
+    return lambda variables, x, y: jnp.mean((model.apply(variables, x) - y) ** 2)
+
+
+OPTIMIZERS = {
+    "adamw": jfp8.optim.adamw(1e-2),
+    "msamp_o2": jfp8.optim.adam(1e-2, preset="msamp_o2"),
+    "multi_steps": optax.MultiSteps(jfp8.optim.adamw(1e-2), 2),
+    "skip_on_overflow": jfp8.skip_on_overflow(jfp8.optim.adamw(1e-2)),
+    "masters": jfp8.optim.master_weights(jfp8.optim.adamw(1e-2), "float16_scaled"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stored_states_in_nnx_optimizer(name):
+    """The second update of a kernel above `min_size` failed. The oracle is a loop over arrays."""
+    tx = OPTIMIZERS[name]
+    dtype = jnp.bfloat16 if "masters" in name else jnp.float32
+    model = nnx.Linear(64, 64, param_dtype=dtype, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = nnx.as_pure(nnx.state(model, nnx.Param))
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def wanted_step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
+    shapes = {name: param.shape for name, param in params.items()}
+    for seed in range(4):
+        grads = {name: jnp.asarray(normal(shape, seed), dtype) for name, shape in shapes.items()}
+        params, opt_state = wanted_step(params, opt_state, nnx.State(grads))
+        step(model, optimizer, nnx.State(jax.tree.map(nnx.Param, grads)))
+    assert_same(nnx.as_pure(nnx.state(model, nnx.Param)), params)
+    assert_same(jax.tree.leaves(nnx.as_pure(optimizer.opt_state)), jax.tree.leaves(opt_state))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.polyak_sgd(),
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=1)),
+        jfp8.skip_on_overflow(optax.polyak_sgd()),
+    ],
+    ids=["polyak", "plateau", "inside skip_on_overflow"],
+)
+def test_optimizers_that_want_the_loss(tx):
+    """The oracle is JAX's and Optax's own loop of the same model in f32."""
+    model = nn.Dense(4)
+    state, loss_fn = state_of(model, tx), loss_of(model)
+
+    def step(state, _):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, X, Y)
+        return state.apply_gradients(grads, value=loss), loss
+
+    def plain_step(carry, _):
+        params, opt_state = carry
+        differentiate = jax.value_and_grad(lambda params: loss_fn({"params": params}, X, Y))
+        loss, grads = differentiate(params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    after, losses = jax.lax.scan(step, state, length=6)
+    wanted, wanted_losses = jax.lax.scan(plain_step, (state.params, state.opt_state), length=6)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    for found, expected in zip(jax.tree.leaves(after.params), jax.tree.leaves(wanted[0])):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_extra_arguments_with_a_loss_scale_and_histories():
+    """The loss is passed on as it is, unscaled, and a step that is skipped stays skipped."""
+    model = jfp8.Dense(4, recipe="delayed")
+    taken = optax.GradientTransformationExtraArgs(
+        lambda params: jnp.zeros(()), lambda updates, state, params, *, value: (updates, value)
+    )
+    state = state_of(model, optax.chain(jfp8.loss_scale(init_scale=8.0), taken, optax.sgd(0.1)))
+    loss_fn = loss_of(model)
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, x, Y)
+        return state.apply_gradients(grads, value=loss), loss
+
+    state, loss = step(state, X)
+    assert state.opt_state[1] == loss > 0
+    assert step(state, X * np.inf)[0].opt_state[1] == loss
+
+
+def test_a_functional_loop_of_one_product():
+    """The loop that docstrings suggest has the histories of `TrainState`, bit for bit."""
+    model = jfp8.Dense(4, use_bias=False, recipe="delayed")
+    state, loss_fn = state_of(model, optax.sgd(0.1)), loss_of(model)
+
+    def step(state, _):
+        _, grads = jfp8.value_and_grad(loss_fn)(state, X, Y)
+        return state.apply_gradients(grads), None
+
+    recipe, contracting = jfp8.recipes.get("delayed"), (((1,), (0,)), ((), ()))
+
+    def loss_of_product(kernel, sink, history):
+        y = jfp8.scaled_dot_general(X, kernel, contracting, recipe=recipe, state=history, sink=sink)
+        return jnp.mean((y - Y) ** 2)
+
+    def functional_step(carry, _):
+        kernel, history = carry
+        differentiate = jax.grad(loss_of_product, argnums=(0, 1))
+        gradient, cotangent = differentiate(kernel, jfp8.scaling.init_sink(), history)
+        return (kernel - 0.1 * gradient, jfp8.advance(history, cotangent)), None
+
+    start = (state.params["kernel"], recipe.init_state())
+    (kernel, history), _ = jax.lax.scan(functional_step, start, length=6)
+    after, _ = jax.lax.scan(step, state, length=6)
+    assert_same(history, after.fp8["DotGeneral_0"])
+    assert np.count_nonzero(history["grad"]["amax_history"]) == 6
+    np.testing.assert_allclose(kernel, after.params["kernel"], rtol=1e-5, atol=1e-7)
+
+
+def test_one_sink_for_a_whole_collection_is_refused():
+    state = state_of(jfp8.Dense(4, recipe="delayed"), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="'amax'] at the top, which the fp8 collection lacks"):
+        jfp8.advance(state.fp8, jfp8.scaling.init_sink())
+
+
+def test_metrics_without_has_aux_are_told():
+    """They were taken for collections, and dropped."""
+    model = jfp8.Dense(4, recipe="delayed")
+    state, loss_fn = state_of(model, optax.sgd(0.1)), loss_of(model)
+    with_metrics = lambda *args: (loss_fn(*args), {"accuracy": jnp.ones(())})
+    with pytest.raises(ValueError, match=r"\['accuracy'\] in mutated.*has_aux=True"):
+        jax.jit(jfp8.value_and_grad(with_metrics))(state, X, Y)
+
+    corrected = lambda *args: (loss_fn(*args), {}, {"accuracy": jnp.ones(())})
+    (_, aux), _ = jfp8.value_and_grad(corrected, has_aux=True)(state, X, Y)
+    assert aux["accuracy"] == 1
+
+
+def test_collections_that_models_sow_are_no_metrics():
+    model = jfp8.Dense(4, recipe="delayed")
+    state = state_of(model, optax.sgd(0.1))
+
+    def loss_fn(variables, x):
+        y, mutated = model.apply(
+            variables, x, mutable=["fp8", "intermediates"], capture_intermediates=True
+        )
+        return jnp.mean(y**2), mutated
+
+    _, grads = jfp8.value_and_grad(loss_fn)(state, X)
+    assert grads.collections == {}
+
+
+AXES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+def sharded(kind, *arrays):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    return mesh, jax.device_put(arrays, NamedSharding(mesh, P("data")))
+
+
+@AXES
+def test_micro_batches_are_spread_over_all_devices(kind, compiled_here):
+    """Each part lay on 2 of 8 devices, so that every device did 4 times the work."""
+    model = jfp8.Dense(64, recipe="delayed")
+    state = state_of(model, optax.sgd(0.1), normal((8, 64)))
+    loss_fn = loss_of(model)
+    mesh, (x, y) = sharded(kind, normal((8192, 64)), normal((8192, 64), 1))
+    flops, results = [], []
+    with jax.set_mesh(mesh):
+        state = jax.device_put(state, NamedSharding(mesh, P()))
+        for parts in (1, 4):
+            compute = jax.jit(jfp8.value_and_grad(loss_fn, micro_batches=parts))
+            program = compute.lower(state, x, y).compile()
+            flops.append(parts * program.cost_analysis()["flops"])  # a loop's body counts once
+            results.append(program(state, x, y))
+    assert flops[1] < 1.3 * flops[0]
+    (loss, grads), (loss_of_parts, grads_of_parts) = results
+    np.testing.assert_allclose(loss_of_parts, loss, rtol=1e-3)
+    assert relative_error(grads_of_parts.params, grads.params) < 0.05
+
+
+@AXES
+def test_micro_batches_of_sharded_parameters(kind):
+    """The oracle is a plain layer, on one device, without micro-batches."""
+    model = nn.Dense(4)
+    state, loss_fn = state_of(model, optax.sgd(0.1)), loss_of(model)
+    x, y = normal((32, 16)), normal((32, 4), 1)
+    wanted = jax.grad(loss_fn)({"params": state.params}, x, y)["params"]
+    mesh, (x, y) = sharded(kind, x, y)
+    rows = lambda leaf: P("data") if leaf.shape == (16, 4) else P()
+    place = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, rows(leaf)))
+    with jax.set_mesh(mesh):
+        state = jax.tree.map(place, state)
+        _, grads = jax.jit(jfp8.value_and_grad(loss_fn, micro_batches=4))(state, x, y)
+    assert relative_error(grads.params, wanted) < 1e-5
+
+
+def test_micro_batches_below_the_devices_over_explicit_axes_are_told():
+    model = nn.Dense(4)
+    state = state_of(model, optax.sgd(0.1))
+    mesh, (x, y) = sharded(AxisType.Explicit, normal((16, 16)), normal((16, 4)))
+    compute = jax.jit(jfp8.value_and_grad(loss_of(model), micro_batches=4))
+    with jax.set_mesh(mesh), pytest.raises(Exception, match="This reshape") as caught:
+        compute(state, x, y)
+    assert "parts of 4 examples" in caught.value.__notes__[0]
+
+
+def weighted_loss(variables, batch, class_weights=None):
+    weights = batch["weights"] if class_weights is None else class_weights
+    y = nn.Dense(4).apply(variables, batch["x"])
+    loss = optax.softmax_cross_entropy_with_integer_labels(y, batch["labels"])
+    return jnp.mean(loss * weights[batch["labels"]])
+
+
+WEIGHTS = jnp.arange(1.0, 9.0)
+LABELED = {"x": X, "labels": jnp.arange(8) % 4, "weights": WEIGHTS}
+WHOLE = {"weights": None}
+
+
+@pytest.mark.parametrize("where", ["key", "argument", "keyword"])
+def test_arrays_without_a_batch_axis_are_named(where):
+    """Class weights whose length fits were cut like a batch, and look-ups in the parts clamped."""
+    state = state_of(nn.Dense(4), optax.sgd(0.1))
+    batch = {"x": X, "labels": LABELED["labels"]}
+    args, named, axes = {
+        "key": ((LABELED,), {}, WHOLE),
+        "argument": ((batch, WEIGHTS), {}, {"class_weights": None}),
+        "keyword": ((batch,), {"class_weights": WEIGHTS}, {"class_weights": None}),
+    }[where]
+    loss, grads = jfp8.value_and_grad(weighted_loss)(state, *args, **named)
+    options = {"micro_batches": 4, "batch_axes": axes}
+    found, of_parts = jax.jit(jfp8.value_and_grad(weighted_loss, **options))(state, *args, **named)
+    np.testing.assert_allclose(found, loss, rtol=1e-6)
+    assert relative_error(of_parts.params, grads.params) < 1e-6
+
+
+def test_scalars_are_the_same_in_all_micro_batches():
+    """They were refused here, and taken by `data_parallel`."""
+    state = state_of(nn.Dense(4), optax.sgd(0.1))
+    loss_fn = lambda variables, x, factor: factor * jnp.mean(nn.Dense(4).apply(variables, x) ** 2)
+    loss, _ = jfp8.value_and_grad(loss_fn)(state, X, 3.0)
+    of_parts, _ = jfp8.value_and_grad(loss_fn, micro_batches=4)(state, X, 3.0)
+    np.testing.assert_allclose(of_parts, loss, rtol=1e-6)
+
+
+def test_data_parallel_leaves_named_arrays_whole():
+    state = state_of(nn.Dense(4), optax.sgd(0.1))
+    loss, _ = jfp8.value_and_grad(weighted_loss)(state, LABELED)
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    inner = jfp8.value_and_grad(weighted_loss, micro_batches=2, batch_axes=WHOLE)
+    compute = jfp8.data_parallel(inner, mesh=mesh, batch_axes=WHOLE)
+    np.testing.assert_allclose(jax.jit(compute)(state, LABELED)[0], loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, **options: jfp8.value_and_grad(f, micro_batches=2, **options),
+        lambda f, **options: jfp8.data_parallel(
+            jfp8.value_and_grad(f), mesh=Mesh(jax.devices()[:2], ("data",)), **options
+        ),
+    ],
+    ids=["value_and_grad", "data_parallel"],
+)
+def test_leading_axes_that_differ_are_told(call):
+    """Four class weights beside a batch of eight can be no batch."""
+    state = state_of(nn.Dense(4), optax.sgd(0.1))
+    batch = LABELED | {"weights": WEIGHTS[:4]}
+    with pytest.raises(ValueError, match=r"labels' has 8, '.*weights' has 4") as caught:
+        call(weighted_loss)(state, batch)
+    assert "batch_axes={'weights': None})" in str(caught.value)
+    call(weighted_loss, batch_axes=WHOLE)(state, batch)
+    with pytest.raises(ValueError, match="has {'weigths': None}, but takes None for names of"):
+        call(weighted_loss, batch_axes={"weigths": None})(state, batch)
+    with pytest.raises(ValueError, match="has {'x': 1}, but takes None"):
+        call(weighted_loss, batch_axes={"x": 1})(state, batch)
+
+
+def nnx_step(model, optimizer, x, y):
+    loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
+    loss, grads = jfp8.nnx.value_and_grad(loss_fn)(model, x, y)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_nnx_layers_with_x64_enabled(recipe):
+    """Histories were f64, and the first step failed. Now it is the step without x64."""
+
+    def run():
+        model = jfp8.nnx.Linear(16, 4, recipe=recipe, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        model.kernel[...] = jnp.asarray(normal((16, 4)))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        for _ in range(3):
+            nnx.jit(nnx_step)(model, optimizer, jnp.asarray(X), jnp.asarray(Y))
+        return jax.tree.leaves(nnx.state(model))
+
+    wanted = run()
+    with jax.enable_x64(True):
+        found = run()
+    assert_same(found, wanted)
+
+
+def histories_of(layer) -> dict:
+    return layer.dot_general.histories()
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_gradients_of_each_example_by_nnx_vmap(jit):
+    """The histories of the shared model get the largest amax of all examples."""
+    models = [jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0)) for _ in range(9)]
+    loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
+    differentiate = jfp8.nnx.value_and_grad(loss_fn)
+    each = nnx.vmap(differentiate, in_axes=(None, 0, 0))
+    shared, *singles = models
+    for _ in range(2):  # the second time with histories
+        losses, grads = (nnx.jit(each) if jit else each)(shared, X[:, None], Y[:, None])
+        wanted = [
+            differentiate(single, X[i : i + 1], Y[i : i + 1]) for i, single in enumerate(singles)
+        ]
+        np.testing.assert_allclose(losses, [loss for loss, _ in wanted], rtol=1e-5)
+        kernels = np.stack([np.asarray(grad["kernel"][...]) for _, grad in wanted])
+        np.testing.assert_allclose(grads["kernel"][...], kernels, rtol=1e-4, atol=1e-6)
+        largest = jax.tree.map(lambda *h: np.max(h, axis=0), *map(histories_of, singles))
+        for found, expected in zip(
+            jax.tree.leaves(histories_of(shared)), jax.tree.leaves(largest), strict=True
+        ):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        for single in singles:
+            single.dot_general.set_histories(histories_of(shared))
+
+
+def test_an_example_that_is_not_finite_leaves_histories_alone():
+    model = jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0))
+    each = nnx.vmap(
+        jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)), in_axes=(None, 0)
+    )
+    each(model, X[:, None])
+    before = histories_of(model)
+    each(model, np.where(np.arange(8) == 3, np.nan, X.T).T[:, None])
+    assert_same(histories_of(model), before)
+
+
+def test_models_of_their_own_under_nnx_vmap_keep_histories_of_their_own():
+    make = nnx.vmap(lambda rngs: jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=rngs))
+    models = make(nnx.Rngs(0).split(8))
+    each = nnx.vmap(jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)))
+    each(models, X[:, None])
+    found = histories_of(models)["lhs"][:, 0]
+    np.testing.assert_allclose(found, np.max(np.abs(X), axis=1), rtol=1e-6)
+
+
+LINEN = jfp8.Dense(4, recipe="delayed")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: jfp8.TrainState.create(
+                apply_fn=None, variables=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx=optax.sgd(0.1)
+            ),
+            TypeError,
+            r"an NNX Linear.*nnx.Optimizer\(model, tx, wrt=nnx.Param\)",
+        ),
+        (
+            lambda: jfp8.nnx.value_and_grad(lambda state, x: 1.0)(state_of(LINEN, optax.sgd(1)), X),
+            TypeError,
+            r"a Linen TrainState. Use jfp8.value_and_grad\(loss_fn\)\(state, batch\)",
+        ),
+        (
+            lambda: jfp8.nnx.value_and_grad(lambda model, x: 1.0)(LINEN, X),
+            TypeError,
+            "a Linen Dense",
+        ),
+        (
+            lambda: jfp8.value_and_grad(loss_of(LINEN))(
+                state_of(LINEN, optax.sgd(1)), X[:0], y=Y[:0]
+            ),
+            ValueError,
+            "The batch has no examples",
+        ),
+        (
+            lambda: jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x)))(
+                jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0)), X[:0]
+            ),
+            ValueError,
+            "The batch has no examples",
+        ),
+        (
+            lambda: jfp8.debug.advice([]).of("outlier"),
+            ValueError,
+            "no fault 'outlier'. Faults: .*outliers",
+        ),
+    ],
+    ids=["NNX to create", "state to nnx", "Linen to nnx", "empty", "empty NNX", "fault"],
+)
+def test_wrong_calls_are_told_the_right_one(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_arguments_that_are_no_arrays_are_passed_on():
+    """Such as names and functions, in a loop without jit, and NNX's random keys."""
+    model = nn.Dense(4)
+    state = state_of(model, optax.sgd(0.1))
+    loss_fn = lambda variables, x, name, activation: jnp.mean(activation(model.apply(variables, x)))
+    for parts in (1, 4):
+        compute = jfp8.value_and_grad(loss_fn, micro_batches=parts)
+        assert compute(state, X, "train", activation=nn.relu)[0] > 0
+    layer, rngs = nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nnx.Rngs(1)
+    keyed = lambda layer, x, rngs, name: jnp.mean(layer(x)) + jax.random.uniform(rngs.params())
+    assert np.isfinite(jfp8.nnx.value_and_grad(keyed)(layer, X, rngs, "train")[0])
+
+
+def test_an_empty_array_beside_a_batch_is_none():
+    """A graph without edges, say."""
+    model = nn.Dense(4)
+    state = state_of(model, optax.sgd(0.1))
+    loss_fn = lambda variables, x, edges: jnp.mean(model.apply(variables, x)) + jnp.sum(edges)
+    loss, _ = jfp8.value_and_grad(loss_fn)(state, X, np.zeros((0, 2), np.float32))
+    assert np.isfinite(loss)
+
+
+def test_an_nnx_layer_inside_of_a_linen_model_is_told():
+    """`init` returned no parameters, and nothing was trained."""
+    layer = jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=r"Linen module Sequential.*nnx\.bridge\.to_linen"):
+        nn.Sequential([layer, nn.relu]).init(jax.random.key(0), X)
+    bridged = nn.Sequential([nnx.bridge.to_linen(jfp8.nnx.Linear, 16, 4), nn.relu])
+    assert "params" in bridged.init(jax.random.key(0), X)
+
+
+def test_float16_without_a_loss_scale_is_told():
+    x = jnp.asarray(X, jnp.float16)
+    layer = jfp8.nnx.Linear(16, 4, param_dtype=jnp.float16, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    loss_of_layer = lambda layer, x: jnp.mean(layer(x).astype(jnp.float32))
+    with pytest.warns(UserWarning, match=r"zero in float16.*value_and_grad\(f, loss_scale=scale"):
+        jfp8.nnx.value_and_grad(loss_of_layer)(layer, x)
+    jfp8.nnx.value_and_grad(loss_of_layer, loss_scale=8.0)(layer, x)
+
+    model = jfp8.Dense(4, dtype=jnp.float16)
+    loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x))
+    with pytest.warns(UserWarning, match=r"zero in float16.*optax.chain\(jfp8.loss_scale\(\), tx"):
+        jfp8.value_and_grad(loss_fn)(state_of(model, optax.sgd(0.1)), x)
+    scaled = state_of(model, optax.chain(jfp8.loss_scale(init_scale=8.0), optax.sgd(0.1)))
+    jfp8.value_and_grad(loss_fn)(scaled, x)
+    jfp8.nnx.value_and_grad(loss_of_layer)(jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0)), x)
