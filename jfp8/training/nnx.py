@@ -182,7 +182,8 @@ def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
 def _warn_of_float16(
     loss_scale: Any, loss: Any, args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]
 ) -> None:
-    params = [nnx.state(args[entry.argnum], entry.filter) for entry in wanted]
+    nodes = [node for w in wanted for _, node in nnx.iter_graph(args[w.argnum], graph=True)]
+    params = [node.get_value() for node in nodes if isinstance(node, nnx.Param)]
     warn_of_float16(loss_scale, (loss, params), "jfp8.nnx.value_and_grad(f, loss_scale=scale)")
 
 

@@ -469,4 +469,5 @@ def test_float16_without_a_loss_scale_is_told():
         jfp8.value_and_grad(loss_fn)(state_of(model, optax.sgd(0.1)), x)
     scaled = state_of(model, optax.chain(jfp8.loss_scale(init_scale=8.0), optax.sgd(0.1)))
     jfp8.value_and_grad(loss_fn)(scaled, x)
-    jfp8.nnx.value_and_grad(loss_of_layer)(jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0)), x)
+    by_both = jfp8.nnx.value_and_grad(loss_of_layer, argnums=(0, 1))
+    by_both(jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0)), x)
