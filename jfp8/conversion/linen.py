@@ -32,10 +32,10 @@ from jfp8.conversion.linen_products import (
 from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.unconverted_warning import Seen, own_parameters, warn_of_nothing
+from jfp8.conversion.unconverted_warning import own_parameters, warn_of_nothing
+from jfp8.layers.linen import state_in_params as placement
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
-from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
@@ -116,14 +116,16 @@ class _Converted:
         inner = union_filters(mutable, ["params"]) if records else mutable
         with _intercepted(self, found, state_in_params=True) as met:
             # Parameters are recognised by identity, which arrays of NumPy lose in JAX's functions.
-            variables = jax.tree.map(_of_jax, collections_into_params(variables, mutable))
+            variables = jax.tree.map(_of_jax, placement.collections_into_params(variables, mutable))
             out = run(variables, rngs, args, kwargs, inner)
         selection.check_patterns(_paths(params), [*names, *met.attentions])
         if kwargs.get("method") is None:
             met.warn(self, params)
         y, mutated = (out, {}) if mutable is False else out
         met.check_caches(selection, params, variables, mutated)
-        return out if mutable is False else (y, collections_out_of_params(mutated, mutable))
+        return (
+            out if mutable is False else (y, placement.collections_out_of_params(mutated, mutable))
+        )
 
     def init_with_output(
         self,
@@ -145,7 +147,7 @@ class _Converted:
         found = _edges_of(cls.jfp8_selection, run, {}, rngs, args, kwargs)
         with _intercepted(self, found, state_in_params=True) as met:
             y, variables = run({}, rngs, args, kwargs)
-        variables = collections_out_of_params(variables, mutable)
+        variables = placement.collections_out_of_params(variables, mutable)
         params = variables.get("params", {})
         cls.jfp8_selection.check_patterns([*_paths(params), *met.products, *met.attentions])
         if met.knows_all(params):
@@ -181,6 +183,7 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, self, *args, **kwargs)
         if self.scope is None or _inside(self):
+            placement.keep_apart(self.scope)
             return run()
         found = _Edges()
         if not self.scope.path:  # what `bind` gives
@@ -214,7 +217,7 @@ class _Met:
       products: the paths of parameters that modules multiply by themselves.
       kinds: the types of all modules, by path.
       converted: the paths of FP8 products and attention.
-      stayed: see `Seen`.
+      stayed: see `warn_of_nothing`.
       ahead: the recipes of layers whose scales see later positions, where the model masks these.
     """
 
@@ -266,7 +269,7 @@ class _Met:
         known = {*self.stayed, *(path.rpartition("/")[0] for path in self.products)}
         kinds = {path: kind for path, kind in self.kinds.items() if path not in known}
         own = own_parameters(kinds, _shapes(params))
-        if warn_of_nothing(model, Seen(bool(self.converted), self.stayed, own), "linen"):
+        if not self.converted and warn_of_nothing(model, "linen", self.stayed, own):
             object.__setattr__(model, warned, True)
 
 
@@ -322,6 +325,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if module.scope is not None:
+            placement.keep_apart(module.scope)
             met.watch("/".join(module.path[depth:]), module)
         return next_fun(*args, **kwargs)
 

@@ -27,17 +27,8 @@ from jfp8.conversion.parameter_products import (
     following,
 )
 from jfp8.conversion.unconverted_warning import is_known
-from jfp8.layers.linen.attention import (
-    EINSUM_HOOKS,
-    MultiHeadDotProductAttention,
-    cached,
-    replaced,
-)
-from jfp8.layers.linen.dot_product_attention import (
-    DotProductAttention,
-    attention_fn_by,
-    is_stock,
-)
+from jfp8.layers.linen.attention import EINSUM_HOOKS, MultiHeadDotProductAttention, cached, replaced
+from jfp8.layers.linen.dot_product_attention import DotProductAttention, attention_fn_by, is_stock
 from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
@@ -250,8 +241,7 @@ def _parameter_of(modules: tuple[nn.Module, ...], value: Any) -> Parameter | Non
             if "params" not in collections or not scope.has_variable("params", name):
                 continue
             stored = scope.get_variable("params", name)
-            leaves = [stored] if stored is value else jax.tree.leaves(stored)  # of a box
-            if any(leaf is value for leaf in leaves):
+            if any(leaf is value for leaf in jax.tree.leaves(stored)):  # of a box, perhaps
                 return Parameter(module, "/".join(module.path), name)
     return None
 
