@@ -8,7 +8,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import flax.linen as nn
 import jax
@@ -52,11 +52,14 @@ def convert_module(
 
     ``on_init(model, variables, *args, **kwargs)`` is called at the end of ``model.init``.
     """
-    fields = [f for f in dataclasses.fields(model) if f.init and f.name not in ("parent", "name")]
-    arguments = {f.name: getattr(model, f.name) for f in fields}
     original = getattr(type(model), "jfp8_original", type(model))
-    cls = _converted_class(original, selection, on_init)
-    return cls(**arguments, parent=None, name=model.name)
+    return _as(model, _converted_class(original, selection, on_init))
+
+
+def _as(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Return `model`, unbound, as an instance of `cls`."""
+    fields = [f for f in dataclasses.fields(model) if f.init and f.name not in ("parent", "name")]
+    return cls(**{f.name: getattr(model, f.name) for f in fields}, parent=None, name=model.name)
 
 
 @functools.cache
@@ -72,7 +75,7 @@ def _converted_class(
         "__init__": cls.__init__,  # Flax would write a new one, without what decorators added
         "jfp8_selection": selection,
         "jfp8_original": cls,
-        "jfp8_on_init": staticmethod(on_init or (lambda *args, **kwargs: None)),
+        "jfp8_on_init": staticmethod(on_init) if on_init else None,
     }
     for name in _methods(cls):
         namespace[name] = _entering(cls, name)
@@ -84,7 +87,14 @@ class _Converted:
 
     jfp8_selection: ClassVar[Selection]
     jfp8_original: ClassVar[type[nn.Module]]
-    jfp8_on_init: ClassVar[Callable[..., None]]
+    jfp8_on_init: ClassVar[Callable[..., None] | None]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the model that was converted, with what it was converted by."""
+        cls, model = type(self), cast(nn.Module, self)
+        if model.scope is not None:
+            return super().__reduce_ex__(protocol)
+        return convert_module, (_as(model, cls.jfp8_original), cls.jfp8_selection, cls.jfp8_on_init)
 
     def _original(self, name: str) -> Callable[..., Any]:
         """Return a method of ``nn.Module``, or of the class that was converted."""
@@ -154,7 +164,8 @@ class _Converted:
             cls.jfp8_selection.check_types(met.layers)
         met.check_caches(cls.jfp8_selection, params, variables)
         met.warn(self, params)
-        cls.jfp8_on_init(self, variables, *args, **kwargs)
+        if cls.jfp8_on_init is not None:
+            cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
 
 

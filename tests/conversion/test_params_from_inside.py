@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 
 import flax.linen as nn
@@ -339,3 +340,21 @@ def test_gradients_that_a_model_takes_are_those_of_parameters():
     _, expected = seen_by(Model().apply, {"params": variables["params"]}, X)
     _, seen = seen_by(converted.apply, variables, X)
     assert seen == expected
+
+
+class Plain(nn.Module):
+    features: int = 8
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.Dense(self.features)(x))
+
+
+def test_pickled_models_are_converted_models():
+    converted = jfp8.convert(Plain(12), {"Dense_0": "mxfp8", "*": "delayed"}, exempt=())
+    loaded = pickle.loads(pickle.dumps(converted))
+    assert loaded == converted
+    assert type(loaded) is type(converted)
+    variables = loaded.init(KEY, X)
+    assert "fp8" in variables
+    assert_same(loaded.apply(variables, X), converted.apply(variables, X))
