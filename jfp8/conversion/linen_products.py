@@ -60,6 +60,7 @@ _HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., 
     _own_call(nn.Einsum): (DotGeneral, apply_einsum),
     _own_call(nn.ConvTranspose): (ConvGeneralDilated, apply_conv_transpose),
 }
+_OPTIMIZED_CELL, _LSTM_CELL = _own_call(nn.OptimizedLSTMCell), _own_call(nn.LSTMCell)
 _STOCK_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
 _ATTENTION = (_STOCK_ATTENTION, _own_call(MultiHeadDotProductAttention))
 
@@ -111,6 +112,8 @@ def replace_products(
             made = attention(f"{path_of(layer)}/attention".lstrip("/"), layer, own_attention(layer))
             with _attention_by(made, layer):
                 return next_fun(*args, **kwargs)
+        if function is _OPTIMIZED_CELL:  # which concatenates its kernels
+            return _LSTM_CELL(layer, *args, **kwargs)
         if not is_layer(context):
             return next_fun(*args, **kwargs)
         product, hook = _HOOKS[function]

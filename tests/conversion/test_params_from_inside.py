@@ -201,6 +201,7 @@ MODELS = {
     "conv": Layers(lambda: nn.Sequential([sequence, nn.Conv(16, (3,))])),
     "attention": Layers(lambda: nn.Sequential([sequence, nn.MultiHeadDotProductAttention(2)])),
     "lstm": Layers(lambda: nn.Sequential([sequence, nn.RNN(nn.LSTMCell(16))])),
+    "optimized lstm": Layers(lambda: nn.Sequential([sequence, nn.RNN(nn.OptimizedLSTMCell(16))])),
     "scan": Scanned(),
     "scan of remat": Scanned(nn.remat(Block)),
     "scan of a function": ScannedFunction(),
@@ -340,6 +341,20 @@ def test_gradients_that_a_model_takes_are_those_of_parameters():
     _, expected = seen_by(Model().apply, {"params": variables["params"]}, X)
     _, seen = seen_by(converted.apply, variables, X)
     assert seen == expected
+
+
+def test_an_optimized_cell_is_converted_like_the_cell_that_it_optimizes():
+    make = {
+        kind: jfp8.convert(nn.RNN(kind(16, name="cell")), "current", exempt=())
+        for kind in (nn.LSTMCell, nn.OptimizedLSTMCell)
+    }
+    variables = make[nn.LSTMCell].init(KEY, X[None])
+    assert_same(make[nn.OptimizedLSTMCell].init(KEY, X[None]), variables)
+    y, expected = (
+        make[kind].apply(variables, X[None]) for kind in (nn.OptimizedLSTMCell, nn.LSTMCell)
+    )
+    assert_same(y, expected)
+    assert jfp8.report(make[nn.OptimizedLSTMCell], variables, X[None]).fp8_fraction == 1
 
 
 class Plain(nn.Module):
