@@ -32,7 +32,7 @@ from jfp8.conversion.linen_products import (
 from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.unconverted_warning import own_parameters, warn_of_nothing
+from jfp8.conversion.unconverted_warning import bridged_message, own_parameters, warn_of_nothing
 from jfp8.layers.linen import state_in_params as placement
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
@@ -229,6 +229,7 @@ class _Met:
       kinds: the types of all modules, by path.
       converted: the paths of FP8 products and attention.
       stayed: see `warn_of_nothing`.
+      bridged: NNX classes of modules of ``nnx.bridge.to_linen``, which nothing reaches, by path.
       ahead: the recipes of layers whose scales see later positions, where the model masks these.
     """
 
@@ -238,15 +239,25 @@ class _Met:
     kinds: dict[str, type] = dataclasses.field(default_factory=dict)
     converted: set[str] = dataclasses.field(default_factory=set)
     stayed: dict[str, tuple[type, Decision]] = dataclasses.field(default_factory=dict)
+    bridged: dict[str, type] = dataclasses.field(default_factory=dict)
     ahead: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def watch(self, path: str, module: Any) -> None:
+    def watch(self, path: str, module: Any, selection: Selection) -> None:
         """Note a module that is called at `path`, from the converted model on."""
+        before = self.kinds.get(path, type(module))
+        if issubclass(before, ProductModule) != isinstance(module, ProductModule):
+            raise ValueError(
+                f"The module at {path!r} is called like the state of a product with the parameter "
+                "beside it. Rename one of them, or exempt the parameter from the conversion."
+            )
         self.kinds[path] = type(module)
         if isinstance(module, (ProductModule, DotProductAttention)):
             self.converted.add(path)
         if isinstance(module, DotProductAttention):
             self.attentions.append(path)
+        nnx_class = getattr(module, "nnx_class", None)  # of nnx.bridge.to_linen
+        if isinstance(nnx_class, type) and not selection.decide(path, module, None).chosen:
+            self.bridged[path] = nnx_class
 
     def knows_all(self, params: Any) -> bool:
         """Whether all modules with parameters were called where that could be seen.
@@ -266,16 +277,18 @@ class _Met:
     def warn(self, model: Any, params: Any) -> None:
         """Warn, once, if nothing of `model`, which was called as a whole, became FP8.
 
-        Or if it is causal, and its scales are not.
+        Or if it holds modules that no conversion reaches, or is causal, and its scales are not.
         """
         here, warned = region.current(), "_jfp8_warned"
         disabled = here is not None and not here.enabled
         if disabled or warned in vars(model):
             return
-        if self.ahead:
-            object.__setattr__(model, warned, True)
-            warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
-        if not self.knows_all(params):
+        messages: Any = (looks_ahead_message, self.ahead), (bridged_message, self.bridged)
+        for message, found in messages:
+            if found:
+                object.__setattr__(model, warned, True)
+                warnings.warn(message(found), UserWarning, stacklevel=user_level())
+        if self.bridged or not self.knows_all(params):
             return
         known = {*self.stayed, *(path.rpartition("/")[0] for path in self.products)}
         kinds = {path: kind for path, kind in self.kinds.items() if path not in known}
@@ -337,7 +350,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         module = context.module
         if module.scope is not None:
             placement.keep_apart(module.scope)
-            met.watch("/".join(module.path[depth:]), module)
+            met.watch("/".join(module.path[depth:]), module, selection)
         return next_fun(*args, **kwargs)
 
     kept = lambda: selection.cache_dtype if region.current() == here else None

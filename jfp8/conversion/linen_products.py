@@ -215,7 +215,11 @@ def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
     scope = product.parameter.module.scope
     assert scope is not None
     name = f"DotGeneral_{product.parameter.name}" + (f"_{product.nth}" if product.nth > 1 else "")
-    return product.by(chosen(parent=scope.push(name, reuse=True)))
+    is_free = not scope.name_reserved(name)
+    inner = scope.push(name, reuse=True)
+    if is_free:  # for a module that the user calls so
+        del scope.reservations[name]
+    return product.by(chosen(parent=inner))
 
 
 def find_products(found: Callable[[ParameterProduct], jax.Array]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jfp8
 from support.arrays import assert_same, normal, relative_error
@@ -357,6 +359,27 @@ def test_an_optimized_cell_is_converted_like_the_cell_that_it_optimizes():
     assert jfp8.report(make[nn.OptimizedLSTMCell], variables, X[None]).fp8_fraction == 1
 
 
+class Named(nn.Module):
+    """Has a parameter ``q``, and a module whose name is that of the state of its product."""
+
+    parameter_first: bool
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(16, name="DotGeneral_q")
+        x = x if self.parameter_first else layer(x)
+        x = x @ self.param("q", nn.initializers.normal(), (16, 16))
+        return layer(x) if self.parameter_first else x
+
+
+@pytest.mark.parametrize("parameter_first", [True, False])
+def test_a_module_with_the_name_of_a_state_is_refused(parameter_first):
+    model = Named(parameter_first)
+    with pytest.raises(ValueError, match="'DotGeneral_q' is called like the state of a product"):
+        jfp8.convert(model, exempt=()).init(KEY, X)
+    assert "fp8" in jfp8.convert(model, exempt="q").init(KEY, X)
+
+
 class Plain(nn.Module):
     features: int = 8
 
@@ -373,3 +396,28 @@ def test_pickled_models_are_converted_models():
     variables = loaded.init(KEY, X)
     assert "fp8" in variables
     assert_same(loaded.apply(variables, X), converted.apply(variables, X))
+
+
+class Bridged(nn.Module):
+    make: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nnx.bridge.to_linen(self.make, 16, 8, name="inside")(nn.Dense(16)(x))
+
+
+def test_nnx_modules_in_linen_models_are_told():
+    converted = jfp8.convert(Bridged(nnx.Linear), "current", exempt=())
+    with pytest.warns(UserWarning, match=r"Linear at 'inside'.*where they are made") as told:
+        variables = converted.init(KEY, X)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted.apply(variables, X)  # was told once
+        jfp8.convert(Bridged(nnx.Linear), "current", exempt="inside").init(KEY, X)
+        # What the warning advises.
+        make = lambda *args, **kwargs: jfp8.convert(
+            nnx.Linear(*args, **kwargs), "current", exempt=()
+        )
+        advised = jfp8.convert(Bridged(make), "current", exempt=())
+        assert jfp8.report(advised, advised.init(KEY, X), X).fp8_fraction == 1
