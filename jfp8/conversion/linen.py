@@ -8,7 +8,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import flax.linen as nn
 import jax
@@ -32,10 +32,10 @@ from jfp8.conversion.linen_products import (
 from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.unconverted_warning import Seen, own_parameters, warn_of_nothing
+from jfp8.conversion.unconverted_warning import bridged_message, own_parameters, warn_of_nothing
+from jfp8.layers.linen import state_in_params as placement
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
-from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
@@ -52,11 +52,14 @@ def convert_module(
 
     ``on_init(model, variables, *args, **kwargs)`` is called at the end of ``model.init``.
     """
-    fields = [f for f in dataclasses.fields(model) if f.init and f.name not in ("parent", "name")]
-    arguments = {f.name: getattr(model, f.name) for f in fields}
     original = getattr(type(model), "jfp8_original", type(model))
-    cls = _converted_class(original, selection, on_init)
-    return cls(**arguments, parent=None, name=model.name)
+    return _as(model, _converted_class(original, selection, on_init))
+
+
+def _as(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Return `model`, unbound, as an instance of `cls`."""
+    fields = [f for f in dataclasses.fields(model) if f.init and f.name not in ("parent", "name")]
+    return cls(**{f.name: getattr(model, f.name) for f in fields}, parent=None, name=model.name)
 
 
 @functools.cache
@@ -72,7 +75,7 @@ def _converted_class(
         "__init__": cls.__init__,  # Flax would write a new one, without what decorators added
         "jfp8_selection": selection,
         "jfp8_original": cls,
-        "jfp8_on_init": staticmethod(on_init or (lambda *args, **kwargs: None)),
+        "jfp8_on_init": staticmethod(on_init) if on_init else None,
     }
     for name in _methods(cls):
         namespace[name] = _entering(cls, name)
@@ -84,7 +87,14 @@ class _Converted:
 
     jfp8_selection: ClassVar[Selection]
     jfp8_original: ClassVar[type[nn.Module]]
-    jfp8_on_init: ClassVar[Callable[..., None]]
+    jfp8_on_init: ClassVar[Callable[..., None] | None]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the model that was converted, with what it was converted by."""
+        cls, model = type(self), cast(nn.Module, self)
+        if model.scope is not None:
+            return super().__reduce_ex__(protocol)
+        return convert_module, (_as(model, cls.jfp8_original), cls.jfp8_selection, cls.jfp8_on_init)
 
     def _original(self, name: str) -> Callable[..., Any]:
         """Return a method of ``nn.Module``, or of the class that was converted."""
@@ -116,14 +126,16 @@ class _Converted:
         inner = union_filters(mutable, ["params"]) if records else mutable
         with _intercepted(self, found, state_in_params=True) as met:
             # Parameters are recognised by identity, which arrays of NumPy lose in JAX's functions.
-            variables = jax.tree.map(_of_jax, collections_into_params(variables, mutable))
+            variables = jax.tree.map(_of_jax, placement.collections_into_params(variables, mutable))
             out = run(variables, rngs, args, kwargs, inner)
         selection.check_patterns(_paths(params), [*names, *met.attentions])
         if kwargs.get("method") is None:
             met.warn(self, params)
         y, mutated = (out, {}) if mutable is False else out
         met.check_caches(selection, params, variables, mutated)
-        return out if mutable is False else (y, collections_out_of_params(mutated, mutable))
+        return (
+            out if mutable is False else (y, placement.collections_out_of_params(mutated, mutable))
+        )
 
     def init_with_output(
         self,
@@ -145,14 +157,15 @@ class _Converted:
         found = _edges_of(cls.jfp8_selection, run, {}, rngs, args, kwargs)
         with _intercepted(self, found, state_in_params=True) as met:
             y, variables = run({}, rngs, args, kwargs)
-        variables = collections_out_of_params(variables, mutable)
+        variables = placement.collections_out_of_params(variables, mutable)
         params = variables.get("params", {})
         cls.jfp8_selection.check_patterns([*_paths(params), *met.products, *met.attentions])
         if met.knows_all(params):
             cls.jfp8_selection.check_types(met.layers)
         met.check_caches(cls.jfp8_selection, params, variables)
         met.warn(self, params)
-        cls.jfp8_on_init(self, variables, *args, **kwargs)
+        if cls.jfp8_on_init is not None:
+            cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
 
 
@@ -181,6 +194,7 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, self, *args, **kwargs)
         if self.scope is None or _inside(self):
+            placement.keep_apart(self.scope)
             return run()
         found = _Edges()
         if not self.scope.path:  # what `bind` gives
@@ -214,7 +228,8 @@ class _Met:
       products: the paths of parameters that modules multiply by themselves.
       kinds: the types of all modules, by path.
       converted: the paths of FP8 products and attention.
-      stayed: see `Seen`.
+      stayed: see `warn_of_nothing`.
+      bridged: NNX classes of modules of ``nnx.bridge.to_linen``, which nothing reaches, by path.
       ahead: the recipes of layers whose scales see later positions, where the model masks these.
     """
 
@@ -224,15 +239,25 @@ class _Met:
     kinds: dict[str, type] = dataclasses.field(default_factory=dict)
     converted: set[str] = dataclasses.field(default_factory=set)
     stayed: dict[str, tuple[type, Decision]] = dataclasses.field(default_factory=dict)
+    bridged: dict[str, type] = dataclasses.field(default_factory=dict)
     ahead: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def watch(self, path: str, module: Any) -> None:
+    def watch(self, path: str, module: Any, selection: Selection) -> None:
         """Note a module that is called at `path`, from the converted model on."""
+        before = self.kinds.get(path, type(module))
+        if issubclass(before, ProductModule) != isinstance(module, ProductModule):
+            raise ValueError(
+                f"The module at {path!r} is called like the state of a product with the parameter "
+                "beside it. Rename one of them, or exempt the parameter from the conversion."
+            )
         self.kinds[path] = type(module)
         if isinstance(module, (ProductModule, DotProductAttention)):
             self.converted.add(path)
         if isinstance(module, DotProductAttention):
             self.attentions.append(path)
+        nnx_class = getattr(module, "nnx_class", None)  # of nnx.bridge.to_linen
+        if isinstance(nnx_class, type) and not selection.decide(path, module, None).chosen:
+            self.bridged[path] = nnx_class
 
     def knows_all(self, params: Any) -> bool:
         """Whether all modules with parameters were called where that could be seen.
@@ -252,21 +277,23 @@ class _Met:
     def warn(self, model: Any, params: Any) -> None:
         """Warn, once, if nothing of `model`, which was called as a whole, became FP8.
 
-        Or if it is causal, and its scales are not.
+        Or if it holds modules that no conversion reaches, or is causal, and its scales are not.
         """
         here, warned = region.current(), "_jfp8_warned"
         disabled = here is not None and not here.enabled
         if disabled or warned in vars(model):
             return
-        if self.ahead:
-            object.__setattr__(model, warned, True)
-            warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
-        if not self.knows_all(params):
+        messages: Any = (looks_ahead_message, self.ahead), (bridged_message, self.bridged)
+        for message, found in messages:
+            if found:
+                object.__setattr__(model, warned, True)
+                warnings.warn(message(found), UserWarning, stacklevel=user_level())
+        if self.bridged or not self.knows_all(params):
             return
         known = {*self.stayed, *(path.rpartition("/")[0] for path in self.products)}
         kinds = {path: kind for path, kind in self.kinds.items() if path not in known}
         own = own_parameters(kinds, _shapes(params))
-        if warn_of_nothing(model, Seen(bool(self.converted), self.stayed, own), "linen"):
+        if not self.converted and warn_of_nothing(model, "linen", self.stayed, own):
             object.__setattr__(model, warned, True)
 
 
@@ -322,7 +349,8 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if module.scope is not None:
-            met.watch("/".join(module.path[depth:]), module)
+            placement.keep_apart(module.scope)
+            met.watch("/".join(module.path[depth:]), module, selection)
         return next_fun(*args, **kwargs)
 
     kept = lambda: selection.cache_dtype if region.current() == here else None

@@ -27,17 +27,8 @@ from jfp8.conversion.parameter_products import (
     following,
 )
 from jfp8.conversion.unconverted_warning import is_known
-from jfp8.layers.linen.attention import (
-    EINSUM_HOOKS,
-    MultiHeadDotProductAttention,
-    cached,
-    replaced,
-)
-from jfp8.layers.linen.dot_product_attention import (
-    DotProductAttention,
-    attention_fn_by,
-    is_stock,
-)
+from jfp8.layers.linen.attention import EINSUM_HOOKS, MultiHeadDotProductAttention, cached, replaced
+from jfp8.layers.linen.dot_product_attention import DotProductAttention, attention_fn_by, is_stock
 from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
@@ -69,6 +60,7 @@ _HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., 
     _own_call(nn.Einsum): (DotGeneral, apply_einsum),
     _own_call(nn.ConvTranspose): (ConvGeneralDilated, apply_conv_transpose),
 }
+_OPTIMIZED_CELL, _LSTM_CELL = _own_call(nn.OptimizedLSTMCell), _own_call(nn.LSTMCell)
 _STOCK_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
 _ATTENTION = (_STOCK_ATTENTION, _own_call(MultiHeadDotProductAttention))
 
@@ -120,6 +112,8 @@ def replace_products(
             made = attention(f"{path_of(layer)}/attention".lstrip("/"), layer, own_attention(layer))
             with _attention_by(made, layer):
                 return next_fun(*args, **kwargs)
+        if function is _OPTIMIZED_CELL:  # which concatenates its kernels
+            return _LSTM_CELL(layer, *args, **kwargs)
         if not is_layer(context):
             return next_fun(*args, **kwargs)
         product, hook = _HOOKS[function]
@@ -221,7 +215,11 @@ def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
     scope = product.parameter.module.scope
     assert scope is not None
     name = f"DotGeneral_{product.parameter.name}" + (f"_{product.nth}" if product.nth > 1 else "")
-    return product.by(chosen(parent=scope.push(name, reuse=True)))
+    is_free = not scope.name_reserved(name)
+    inner = scope.push(name, reuse=True)
+    if is_free:  # for a module that the user calls so
+        del scope.reservations[name]
+    return product.by(chosen(parent=inner))
 
 
 def find_products(found: Callable[[ParameterProduct], jax.Array]) -> Callable[..., Any]:
@@ -250,8 +248,7 @@ def _parameter_of(modules: tuple[nn.Module, ...], value: Any) -> Parameter | Non
             if "params" not in collections or not scope.has_variable("params", name):
                 continue
             stored = scope.get_variable("params", name)
-            leaves = [stored] if stored is value else jax.tree.leaves(stored)  # of a box
-            if any(leaf is value for leaf in leaves):
+            if any(leaf is value for leaf in jax.tree.leaves(stored)):  # of a box, perhaps
                 return Parameter(module, "/".join(module.path), name)
     return None
 

@@ -17,10 +17,10 @@ from jfp8.conversion.nnx import (
     reason_of,
     subclass_of,
 )
-from jfp8.conversion.nnx_parameters import convert_own, own_of
+from jfp8.conversion.nnx_parameters import convert_own, own_of, unsupported
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.unconverted_warning import Seen, own_parameters, warn_of_nothing
+from jfp8.conversion.unconverted_warning import own_parameters, warn_of_nothing
 from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention, install_cache
 from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product
@@ -51,7 +51,8 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     convert_own(converted, selection)
     if selection.cache_dtype is not None:
         _convert_caches(converted, selection.cache_dtype)
-    warn_of_nothing(model, _seen(converted, decided), "nnx")
+    if not any(isinstance(node, Product) for _, node in nodes_of(converted)):
+        warn_of_nothing(model, "nnx", *_unconverted(converted, selection))
     return converted
 
 
@@ -117,14 +118,9 @@ def _edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str,
     return edges
 
 
-def _seen(converted: nnx.Module, decided: dict[str, Decision]) -> Seen:
-    """What is in a model that was converted."""
+def _unconverted(converted: nnx.Module, selection: Selection) -> tuple[Any, Any]:
+    """Find the layers and the modules of which `warn_of_nothing` tells."""
     nodes = {tuple(map(str, path)): node for path, node in nodes_of(converted)}
-    stayed: dict[str, tuple[type, Decision]] = {}
-    for path, node in nodes.items():
-        name = "/".join(path)
-        if (reason := reason_of(node)) is not None:
-            stayed[name] = (type(node), decided.get(name) or Decision(None, reason))
     kinds: dict[str, type] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for path, variable in nnx.to_flat_state(nnx.state(converted, nnx.Param)):
@@ -135,8 +131,7 @@ def _seen(converted: nnx.Module, decided: dict[str, Decision]) -> Seen:
             place = "/".join(path[:depth])
             kinds[place] = type(node)
             shapes.setdefault(place, {})["/".join(path[depth:])] = tuple(value.shape)
-    converts = any(isinstance(node, Product) for node in nodes.values())
-    return Seen(converts, stayed, own_parameters(kinds, shapes))
+    return unsupported(converted, selection), own_parameters(kinds, shapes)
 
 
 def _owner_depth(nodes: dict[tuple[str, ...], Any], path: tuple[str, ...]) -> int:

@@ -26,7 +26,7 @@ from jfp8.conversion.parameter_products import (
     following,
 )
 from jfp8.conversion.selection import Decision, Edge, Selection
-from jfp8.conversion.unconverted_warning import Seen, is_known, own_parameters, warn_of_nothing
+from jfp8.conversion.unconverted_warning import is_known, own_parameters, warn_of_nothing
 from jfp8.layers.nnx.hooks import ValuesOfScaledArrays, hook_of
 from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.recipes import in_effect as region
@@ -280,16 +280,16 @@ def _warn(model: Any, met: Any) -> None:
             kinds[own.place] = type(node)
             shape = jnp.shape(at(node, own.keys).get_raw_value())
             shapes.setdefault(own.place, {})[own.name] = shape
-    stayed = met.stayed | _unsupported(model)
-    warn_of_nothing(model, Seen(False, stayed, own_parameters(kinds, shapes)), "nnx")
+    stayed = met.stayed | unsupported(model, type(model).jfp8_selection)
+    warn_of_nothing(model, "nnx", stayed, own_parameters(kinds, shapes))
 
 
-def _unsupported(model: Any) -> dict[str, tuple[type, Decision]]:
-    """Find the layers of `model` that cannot be FP8, and say why."""
+def unsupported(model: nnx.Module, selection: Selection) -> dict[str, tuple[type, Decision]]:
+    """Find the layers of `model` that stay as they are, and say why."""
     found = {}
     for path, node in nodes_of(model):
         if (reason := reason_of(node)) is not None:
             place = "/".join(map(str, path))
-            chosen = type(model).jfp8_selection.decide(place, node, None).chosen
+            chosen = selection.decide(place, node, None).chosen
             found[place] = type(node), Decision(None, reason, chosen)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from jfp8.conversion.selection import Decision
@@ -17,42 +16,34 @@ _INSTEAD = {
 }
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a conversion met in a model.
+def warn_of_nothing(
+    model: Any,
+    api: Literal["linen", "nnx"],
+    stayed: Mapping[str, tuple[type, Decision]],
+    own: Mapping[str, tuple[type, dict[str, tuple[int, ...]]]],
+) -> bool:
+    """Warn that no product of `model` is FP8, unless the user asked for that; tell if it warned.
 
-    Attributes:
-      converted: whether any product is FP8.
+    Args:
       stayed: layers that kept their own product: the path, the type, and why.
-      own: modules that are no layers of Flax or jfp8, with parameters of at least two dimensions:
-        the path, the type, and the parameters with their shapes.
+      own: modules that are no layers of Flax or jfp8, with their larger parameters; see
+        `own_parameters`.
     """
-
-    converted: bool
-    stayed: Mapping[str, tuple[type, Decision]]
-    own: Mapping[str, tuple[type, dict[str, tuple[int, ...]]]]
-
-
-def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> bool:
-    """Warn if no product of `model` is FP8, and nobody asked for that; return whether it warned."""
-    if seen.converted or any(decision.chosen for _, decision in seen.stayed.values()):
+    if any(decision.chosen for _, decision in stayed.values()):
         return False
     said = []
-    if seen.stayed:
+    if stayed:
         layers = [
-            f"{_named(path, kind)}: {decision.reason}"
-            for path, (kind, decision) in seen.stayed.items()
+            f"{_named(path, kind)}: {decision.reason}" for path, (kind, decision) in stayed.items()
         ]
-        edges = any(decision.reason.startswith("exempt: ") for _, decision in seen.stayed.values())
+        edges = any(decision.reason.startswith("exempt: ") for _, decision in stayed.values())
         cure = " exempt=() exempts none." if edges else ""
         said.append(f"Layers that it left as they are, and why: {_listed(layers)}.{cure}")
     else:
         said.append("The model has no layer of Flax with a product, such as nn.Dense.")
-    if seen.own:
+    if own:
         spelled = lambda own: ", ".join(f"{name!r} {shape}" for name, shape in own.items())
-        modules = [
-            f"{_named(path, kind)}, {spelled(own)}" for path, (kind, own) in seen.own.items()
-        ]
+        modules = [f"{_named(path, kind)}, {spelled(own)}" for path, (kind, own) in own.items()]
         said.append(
             "Modules that hold parameters, but multiply by none of them where that can be seen: "
             f"{_listed(modules)}. Inside of jax.checkpoint, jax.lax.scan and functions with "
@@ -65,6 +56,17 @@ def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> boo
         stacklevel=user_level(),
     )
     return True
+
+
+def bridged_message(bridged: Mapping[str, type]) -> str:
+    """Say that NNX modules in a Linen model are not reached, and how to convert them."""
+    kind = next(iter(bridged.values())).__name__
+    return (
+        "jfp8.convert does not reach NNX modules inside nnx.bridge.to_linen, whose products stay "
+        f"in high precision: {_listed([_named(*item) for item in bridged.items()])}. Convert them "
+        "where they are made: nnx.bridge.to_linen(lambda *args, **kwargs: "
+        f"jfp8.convert({kind}(*args, **kwargs)), ...)."
+    )
 
 
 def own_parameters(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -235,6 +236,20 @@ def outermost_scope() -> Scope | None:
     modules = flax.linen.module._context.module_stack
     outermost = modules[1] if len(modules) > 1 else None
     return None if outermost is None or outermost.scope is None else outermost.scope.root
+
+
+def filters_of_lift() -> Sequence[Any]:
+    """Return the filters by which a lifted transformation is about to group collections, in or out.
+
+    That is in a property of scopes which Flax's `pack` reads; () where something else reads it, and
+    for ``nn.custom_vjp``.
+    """
+    frame = sys._getframe(2)
+    ways = {"_partial_pack": "in", "_partial_pack.<locals>.repack_fn": "out"}
+    way = ways.get(frame.f_code.co_qualname)
+    if way is None or frame.f_locals.get("name") == "custom_vjp":
+        return ()
+    return frame.f_locals[f"{way}_variable_filters"]
 
 
 # Compiled functions of the region inside are not those of the region outside.

@@ -19,11 +19,7 @@ from jfp8.layers.kv_cache import (
     nan_if_full,
     visible,
 )
-from jfp8.layers.linen.dot_product_attention import (
-    DotProductAttention,
-    attention_fn_by,
-    is_stock,
-)
+from jfp8.layers.linen.dot_product_attention import DotProductAttention, attention_fn_by, is_stock
 from jfp8.layers.linen.kv_cache import read_cache, write_cache
 from jfp8.layers.linen.layers import own_product
 from jfp8.layers.linen.products import DotGeneral, ProductModule, promote_dtype

@@ -21,7 +21,7 @@ from jfp8.layers.linen.state_in_gradients import (
     StateCollection,
     check_state_collection,
 )
-from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
+from jfp8.layers.linen.state_in_params import from_params, into_params, place_of
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, promoted
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
@@ -76,7 +76,9 @@ class ProductModule(nn.Module):
     @nn.nowrap
     def _place(self, collection: str, name: str) -> tuple[str, str]:
         """Return the collection and the name of a variable of `collection`."""
-        return place_in_params(collection, name) if self.state_in_params else (collection, name)
+        return (
+            place_of(self.scope, collection, name) if self.state_in_params else (collection, name)
+        )
 
     @nn.nowrap
     def _multiply(
@@ -335,31 +337,22 @@ class ConvGeneralDilated(ProductModule):
           lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
           precision: of the convolution where FP8 is disabled (see `jfp8.autocast`).
         """
-        how = {
-            "window_strides": window_strides,
+        window = {
             "padding": padding,
             "lhs_dilation": lhs_dilation,
             "rhs_dilation": rhs_dilation,
             "dimension_numbers": dimension_numbers,
-            "feature_group_count": feature_group_count,
-            "preferred_element_type": preferred_element_type,
         }
+        how = {"preferred_element_type": preferred_element_type}
 
         def quantized(lhs: Any, rhs: Any, **given: Any) -> tuple[jax.Array, Observed]:
-            window = window_of(
-                lhs,
-                rhs,
-                window_strides,
-                padding,
-                lhs_dilation,
-                rhs_dilation,
-                dimension_numbers,
-                feature_group_count,
-            )
-            preferred = {"preferred_element_type": preferred_element_type}
-            return observed_convolution(lhs, rhs, window, **preferred, **given)
+            read = window_of(lhs, rhs, window_strides, groups=feature_group_count, **window)
+            return observed_convolution(lhs, rhs, read, **how, **given)
 
-        plain = partial(lax.conv_general_dilated, **how, precision=precision)
+        def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            kept = {"feature_group_count": feature_group_count, "precision": precision}
+            return lax.conv_general_dilated(lhs, rhs, window_strides, **window, **how, **kept)
+
         return self._multiply(quantized, plain, lhs, rhs, "conv")
 
 

@@ -1,7 +1,7 @@
-"""The state of products in the ``params`` collection, and how it gets there and back.
+"""The state of products in the ``params`` collection, how it gets there and back, and who sees it.
 
 Transformations lift the collections that they name, and in a model not written for FP8 they name
-only ``params``. So inside a converted model the state of products is kept there.
+only ``params``. So inside a converted model the state of products is kept there, unseen by it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,68 @@ from typing import Any
 import flax.core
 import jax
 import numpy as np
-from flax.core.scope import CollectionFilter, in_filter
+from flax.core.scope import CollectionFilter, in_filter, union_filters
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jfp8.layers.linen.state_in_gradients import NAME, OVERWRITTEN
 from jfp8.scaling.sink import ROLES, WIDTH
+from jfp8.tracing.compat import filters_of_lift
 
-# State in the ``params`` collection has names of its own, and one dimension: a function that is
-# mapped over parameters (nn.SpectralNorm) takes it for a bias, and leaves it alone.
+APART = "fp8_state"  # the collection in which a converted model sees what is in ``params``
+_STORED = tuple(f"@{collection}." for collection in ("fp8", "fp8_sink", OVERWRITTEN))
 
 
-def place_in_params(collection: str, name: str) -> tuple[str, str]:
-    """Where a variable of a product is while its state is in the ``params`` collection."""
-    return "params", f"@{collection}.{name}"
+class StateApart(flax.core.Scope):
+    """A scope of a converted model, which sees its state in `APART` instead of in ``params``.
+
+    So do transformations that lift all other collections beside ``params``, and may hand these to
+    functions of the user's: ``nn.map_variables``, ``nn.vjp``.
+    """
+
+    def variables(self) -> Any:
+        """Return the collections of this scope, as `state_apart`."""
+        return state_apart(super().variables())
+
+    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
+        """Return a variable, or all of a child's, without state if these are its ``params``."""
+        value = super().get_variable(col, name, default)
+        return state_apart({col: value}).get(col, {}) if isinstance(value, Mapping) else value
+
+    def push(self, *args: Any, **options: Any) -> flax.core.Scope:
+        """Return a child, a scope of this kind."""
+        return keep_apart(super().push(*args, **options))
+
+    def rewound(self, *args: Any, **options: Any) -> flax.core.Scope:
+        """Return this scope at its beginning, a scope of this kind."""
+        return keep_apart(super().rewound(*args, **options))
+
+    @property
+    def _variables(self) -> Any:  # pyrefly: ignore
+        """The collections, for a lifted transformation with the state where that can take it."""
+        variables, filters = vars(self)["_variables"], filters_of_lift()
+        params, state = ([in_filter(one, col) for one in filters] for col in ("params", APART))
+        # A custom derivative may not depend on values that are no arguments of it.
+        if not any(params) or any(part.startswith("custom_vjp(") for part in self.debug_path):
+            return variables
+        if not any(state):
+            return _state_within(variables)
+        return variables if state == params else state_apart(variables)
+
+
+def keep_apart(scope: Any) -> Any:
+    """Turn `scope` and those around it, which Flax makes, into scopes `StateApart`."""
+    if type(scope) is flax.core.Scope:
+        scope.__class__ = StateApart
+        if in_filter(scope.mutable, "params"):
+            scope.mutable = union_filters(scope.mutable, APART)
+        keep_apart(scope.parent)
+    return scope
+
+
+def place_of(scope: Any, collection: str, name: str) -> tuple[str, str]:
+    """Return the place of a variable of a product while its state is in ``params``, or `APART`."""
+    stored = f"@{collection}.{name}"
+    return APART if scope.has_variable(APART, stored) else "params", stored
 
 
 def into_params(state: Any, leading: int = 0) -> Any:
@@ -63,39 +112,47 @@ def collections_into_params(
 
     They stay where they are as well, for layers of jfp8 that look there.
     """
-    params = _flat(variables.get("params", {}), keep_empty_nodes=True)
-    for collection in ("fp8", "fp8_sink"):
+    state = {}
+    for collection in ("fp8", "fp8_sink", OVERWRITTEN):
         if collection == "fp8_sink" and in_filter(mutable, collection):
             continue
         for (*path, name), node in _flat(variables.get(collection, {})).items():
-            leading = _scalar(node).ndim if collection == "fp8" else node.ndim - 2
-            _, stored = place_in_params(collection, name)
-            params[(*path, stored)] = into_params(node, leading)
-    for (*path, name), node in _flat(variables.get(OVERWRITTEN, {})).items():
-        if name == NAME:
-            params[(*path, place_in_params(OVERWRITTEN, name)[1])] = node
-    return {**variables, "params": unflatten_dict(params)}
+            if collection != OVERWRITTEN:
+                leading = _scalar(node).ndim if collection == "fp8" else node.ndim - 2
+                node = into_params(node, leading)
+            if collection != OVERWRITTEN or name == NAME:
+                state[(*path, f"@{collection}.{name}")] = node
+    return _state_within({**variables, APART: unflatten_dict(state)})
 
 
 def collections_out_of_params(
     variables: Mapping[str, Any], mutable: CollectionFilter
 ) -> dict[str, Any]:
     """`variables` with the state back in its collections; of these, those that are `mutable`."""
-    params: dict[tuple[str, ...], Any] = {}
-    state: dict[str, dict[tuple[str, ...], Any]] = {"fp8": {}, "fp8_sink": {}, OVERWRITTEN: {}}
-    for path, node in _flat(variables.get("params", {}), keep_empty_nodes=True).items():
-        collection, _, variable = path[-1].removeprefix("@").partition(".")
-        if path[-1].startswith("@") and collection in state:
-            leading = np.ndim(_scalar(node)) - 1
-            value = from_params(node, collection, leading)
-            state[collection][(*path[:-1], variable)] = value
-        else:
-            params[path] = node
-    found = {**variables, "params": unflatten_dict(params)}
-    for collection, flat in state.items():
-        if flat:
-            found[collection] = unflatten_dict({**_flat(found.get(collection, {})), **flat})
+    found = dict(state_apart(variables))
+    for (*path, stored), node in _flat(found.pop(APART, {})).items():
+        collection, _, variable = stored.removeprefix("@").partition(".")
+        leading = np.ndim(_scalar(node)) - 1
+        value = {(*path, variable): from_params(node, collection, leading)}
+        found[collection] = unflatten_dict({**_flat(found.get(collection, {})), **value})
     return {name: tree for name, tree in found.items() if tree and in_filter(mutable, name)}
+
+
+def state_apart(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`variables` with the state that is in ``params`` in `APART` instead, which is newer."""
+    params = _flat(variables.get("params", {}), keep_empty_nodes=True)
+    state = {path: params.pop(path) for path in list(params) if path[-1].startswith(_STORED)}
+    if not state:
+        return variables
+    apart = unflatten_dict({**state, **_flat(variables.get(APART, {}))})
+    return {**variables, "params": unflatten_dict(params), APART: apart}
+
+
+def _state_within(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """`variables` with the state that is in `APART` in ``params`` instead."""
+    params = _flat(variables.get("params", {}), keep_empty_nodes=True)
+    within = unflatten_dict({**params, **_flat(variables.get(APART, {}))})
+    return {**{col: variables[col] for col in variables if col != APART}, "params": within}
 
 
 def _scalar(state: Any) -> Any:
@@ -105,7 +162,8 @@ def _scalar(state: Any) -> Any:
 
 def _flat(tree: Any, **options: Any) -> dict[tuple[str, ...], Any]:
     """Paths and leaves of `tree`, where the state of one tensor is one leaf."""
-    return flatten_dict(flax.core.unfreeze(tree), is_leaf=lambda _, x: _is_state(x), **options)
+    flat = flatten_dict(flax.core.unfreeze(tree), is_leaf=lambda _, x: _is_state(x), **options)
+    return {path: node for path, node in flat.items() if path}
 
 
 def _is_state(node: Any) -> bool:
