@@ -144,6 +144,15 @@ class MappedMethod(nn.Module):
         return nn.Dense(16)(x)
 
 
+class MappedMethodBlock(nn.Module):
+    @functools.partial(
+        nn.map_variables, mapped_collections="params", trans_in_fn=seen_tanh, init=True
+    )
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.Dense(16)(x), None
+
+
 class MappedScan(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -286,6 +295,14 @@ def test_every_history_moves(name):
         found = amaxes(fp8, role)
         assert found
         assert all(np.all(amax > 0) for amax in found)
+
+
+def test_a_decorated_method_under_scan_keeps_its_state():
+    """Its functions see the state there, but it must not get lost."""
+    converted = jfp8.convert(Scanned(MappedMethodBlock), exempt=())
+    variables = converted.init(KEY, X)
+    assert set(variables) == {"params", "fp8", "fp8_sink"}
+    assert all(np.all(amax > 0) for amax in amaxes(stepped(converted, variables, 1).fp8, "lhs"))
 
 
 @pytest.mark.parametrize("cast", [seen_tanh, seen_bf16])

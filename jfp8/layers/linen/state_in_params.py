@@ -57,16 +57,20 @@ class StateApart(flax.core.Scope):
             return variables
         if not any(state):
             return _state_within(variables)
-        return variables if state == params else state_apart(variables)
+        loses = in_filter(self.mutable, "params") and not in_filter(self.mutable, APART)
+        return variables if state == params or loses else state_apart(variables)
 
 
 def keep_apart(scope: Any) -> Any:
     """Turn `scope` and those around it, which Flax makes, into scopes `StateApart`."""
     if type(scope) is flax.core.Scope:
         scope.__class__ = StateApart
-        if in_filter(scope.mutable, "params"):
+        # Out of these `APART` comes if it may be changed where they are called, which Flax tells.
+        mapped = "".join(scope.debug_path[-1:]).startswith(("map_variables(", "vjp(", "jvp("))
+        if scope.parent is not None:
+            scope.mutable = keep_apart(scope.parent).mutable
+        elif in_filter(scope.mutable, "params") and not mapped:
             scope.mutable = union_filters(scope.mutable, APART)
-        keep_apart(scope.parent)
     return scope
 
 
@@ -82,11 +86,7 @@ def into_params(state: Any, leading: int = 0) -> Any:
 
 
 def from_params(state: Any, collection: str, leading: int = 0) -> Any:
-    """Return the opposite of `into_params`.
-
-    Raises:
-      ValueError: the arrays are stacked, but not along their leading dimensions.
-    """
+    """Invert `into_params`, or raise ``ValueError`` if arrays are stacked along a later axis."""
     if collection == OVERWRITTEN:
         return state
     if collection == "fp8_sink":
