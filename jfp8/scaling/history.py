@@ -104,12 +104,8 @@ def intact_states(product: Mapping[str, Any]) -> dict[str, AmaxState]:
 
 def sealed(states: Mapping[str, AmaxState]) -> dict[str, Any]:
     """Return the states of a matmul's tensors, in f32, and the check that they are intact."""
-    new = {r: jax.tree.map(_as_f32, state) for r, state in states.items() if r != CHECK}
+    new = {r: jax.tree.map(jnp.float32, state) for r, state in states.items() if r != CHECK}
     return {**new, CHECK: fingerprint(new)}
-
-
-def _as_f32(x: jax.Array) -> jax.Array:
-    return x if x.dtype == jnp.float32 else x.astype(jnp.float32)
 
 
 def history_amax(history: jax.Array, algo: str) -> jax.Array:

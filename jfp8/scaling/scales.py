@@ -150,21 +150,19 @@ def scale_from_amax(
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
     else:
         # XLA multiplies by the rounded reciprocal of a constant divisor. It cannot see that this
-        # one is constant (amax is never negative), so the quotient is correctly rounded. (It may
-        # see that amax < 0 is false.) Nor may the division come last: of 1 / (a / b), where the
-        # reciprocal of the scale is taken, XLA makes b / a.
+        # one is constant (amax is never negative), so the quotient is correctly rounded. Nor may
+        # the division come last: of 1 / (a / b), the reciprocal of the scale, XLA makes b / a.
         divisor = replaced_where(
             bits >= np.uint32(1 << 31), jnp.full_like(amax, fmt.max), np.float32(1.0)
         )
         scale = amax / divisor
         scale = scale * np.float32(2.0**margin) if margin else scale
         scale = lax.clamp(SMALLEST_SCALE, scale, LARGEST_SCALE)
-    # Of a pattern that is 0 or not finite, the difference is in the range of those not finite.
-    degenerate = bits - np.uint32(1) >= np.uint32(0x7F800000 - 1)
-    scale = replaced_where(degenerate, scale, np.float32(1.0))
-    if not poison and fmt.has_nan:
-        return scale
-    return replaced_where(bits >= np.uint32(0x7F800000), scale, np.float32(np.nan))
+    # True for 0, as 0 - 1 is the largest pattern, and for what is not finite.
+    scale = replaced_where(bits - np.uint32(1) >= np.uint32(0x7F7FFFFF), scale, np.float32(1.0))
+    if poison or not fmt.has_nan:
+        scale = replaced_where(bits >= np.uint32(0x7F800000), scale, np.float32(np.nan))
+    return scale
 
 
 def e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:

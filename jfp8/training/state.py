@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +19,12 @@ from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
 from jfp8.optim.finite import all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.optim.fp8_params import apply_updates, without_stored
 from jfp8.optim.loss_scale_state import (
-    LossScaleState,
     find_loss_scale,
     loss_scale_in,
     warn_if_misplaced,
     warn_if_not_multiplied,
 )
 from jfp8.optim.wrapping import has_master_weights, states_of
-from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
 from jfp8.scaling.trees import is_scaled_array
@@ -40,6 +37,7 @@ from jfp8.training.histories import (
     init_sinks,
     rescale_grad_histories,
 )
+from jfp8.training.printed import printed_gradients, printed_state
 
 
 @partial(
@@ -74,12 +72,7 @@ class Gradients:
 
     def __repr__(self) -> str:
         """Print the contents, by size."""
-        parts = [f"params=({printing.tree(self.params)})"]
-        if self.fp8_sink:
-            parts.append(f"fp8_sink=({printing.tree(self.fp8_sink)})")
-        if self.collections:
-            parts.append(f"collections=({_spelled_collections(self.collections)})")
-        return f"Gradients({', '.join(parts)})"
+        return printed_gradients(self)
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -108,14 +101,7 @@ class TrainState(flax.struct.PyTreeNode):
 
     def __repr__(self) -> str:
         """Print the step, and the contents by size."""
-        parts = [f"step={printing.number(self.step)}", f"params=({_spelled_params(self.params)})"]
-        if self.fp8:
-            parts.append(f"fp8=({_spelled_products(self.fp8)})")
-        parts.append(f"opt_state=({_spelled_optimizer(self.opt_state)})")
-        if self.collections:
-            parts.append(f"collections=({_spelled_collections(self.collections)})")
-        lines = "".join(f"\n  {part}," for part in parts)
-        return f"{type(self).__name__}({lines}\n)"
+        return printed_state(self)
 
     @classmethod
     def create(
@@ -344,40 +330,3 @@ def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | Non
     states = zip(*(states_of(optax.MultiStepsState, s) for s in (before, after)), strict=True)
     counted = [old.gradient_step != new.gradient_step for old, new in states]
     return functools.reduce(jnp.logical_or, counted) if counted else None
-
-
-# What `repr` says. The trees may hold anything: shapes, shardings, placeholders.
-
-
-def _spelled_params(params: Any) -> str:
-    leaves = jax.tree.leaves(params, is_leaf=is_scaled_array)
-    n_fp8 = sum(map(is_scaled_array, leaves))
-    arrays = [x.data if isinstance(x, ScaledArray) else x for x in leaves]
-    n = sum(math.prod(x.shape) for x in arrays if printing.is_arraylike(x))
-    stored = f", {printing.counted(n_fp8, 'array')} in FP8" if n_fp8 else ""
-    return f"{printing.counted(n, 'parameter')} in {printing.tree(params)}{stored}"
-
-
-def _spelled_products(fp8: Any) -> str:
-    """Count the products of an ``fp8`` collection; stacked layers count each."""
-    histories = [
-        x
-        for path, x in jax.tree_util.tree_leaves_with_path(fp8)
-        if [getattr(k, "key", None) for k in path[-2:]] == ["grad", "amax_history"]
-        and printing.is_arraylike(x)
-    ]
-    if not histories:
-        return printing.tree(fp8)
-    lengths = sorted({x.shape[-1] for x in histories})
-    products = printing.counted(sum(math.prod(x.shape[:-1]) for x in histories), "product")
-    return f"{products} with amax histories of {' or '.join(map(str, lengths))} steps"
-
-
-def _spelled_optimizer(opt_state: Any) -> str:
-    scales = states_of(LossScaleState, opt_state)
-    spelled = [f"loss scale {printing.number(scale[0])}" for scale in scales]
-    return "; ".join([printing.optimizer_state(opt_state), *spelled])
-
-
-def _spelled_collections(collections: Any) -> str:
-    return "; ".join(f"{name}: {printing.tree(value)}" for name, value in collections.items())
