@@ -124,8 +124,7 @@ def scale_from_amax(
         ``2^(floor(log2 amax) - emax)``, ``"ceil"`` ``2^(ceil(log2 amax) - emax)``, ``"even"`` the
         floor of `amax` first rounded to the format's mantissa. In these modes an `amax` of 0 gives
         code 0, and Inf and NaN give code 255 (NaN).
-      poison: whether a non-finite `amax` makes the scale NaN: the elements beside it would
-        otherwise be cast with a scale that has nothing to do with them.
+      poison: whether a non-finite `amax` makes the scale NaN, for the elements beside it.
 
     Returns:
       Array of the shape of `amax`: f32, or e8m0 for the E8M0 modes.
@@ -158,7 +157,7 @@ def scale_from_amax(
         scale = amax / divisor
         scale = scale * np.float32(2.0**margin) if margin else scale
         scale = lax.clamp(SMALLEST_SCALE, scale, LARGEST_SCALE)
-    # True for 0, as 0 - 1 is the largest pattern, and for what is not finite.
+    # True for what is not finite, and for 0, of which the difference is the largest pattern.
     scale = replaced_where(bits - np.uint32(1) >= np.uint32(0x7F7FFFFF), scale, np.float32(1.0))
     if poison or not fmt.has_nan:
         scale = replaced_where(bits >= np.uint32(0x7F800000), scale, np.float32(np.nan))

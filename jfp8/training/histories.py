@@ -109,7 +109,7 @@ def close_step(
     fp8: Any, amaxes: Any, path: tuple[str, ...] = (), ends: jax.Array | None = None
 ) -> Any:
     """Advance `fp8` by decoded amaxes; bool[] `ends` says whether the step ends."""
-    if _is_product(fp8):
+    if is_product(fp8):
         ended = _ended({role: fp8[role] for role in ROLES}, amaxes.get("amax"), ends)
         return sealed(ended) if CHECK in fp8 else ended
     unknown = sorted(set(amaxes) - set(fp8))
@@ -128,56 +128,31 @@ def _ended(
 ) -> dict[str, AmaxState]:
     """Return the states of a product after a step; `amaxes` are f32[..., 3], in order of `ROLES`.
 
-    All three in one, if they are of one shape: a third of the operations, and of the kernels.
+    All three at once, with a third of the operations and kernels. Shorter histories are padded.
     """
-    if len({state["amax_history"].shape for state in states.values()}) > 1:
-        found = {}
-        for row, role in enumerate(ROLES):
-            of_role = None if amaxes is None else amaxes[..., row]
-            found[role] = _ended_state(states[role], of_role, ends)
-        return found
-    rows = [states[role] for role in ROLES]
-    axis = rows[0]["amax"].ndim
-    stacked = jax.tree.map(lambda *x: jnp.stack(x, axis), *rows)
-    new = _ended_state(stacked, amaxes, ends)
-    row = lambda i: jax.tree.map(lambda x: jax.lax.index_in_dim(x, i, axis, keepdims=False), new)
-    return {role: row(i) for i, role in enumerate(ROLES)}
+    lengths = {role: states[role]["amax_history"].shape[-1] for role in ROLES}
+    axis, longest = states[ROLES[0]]["amax"].ndim, max(lengths.values())
+    padding = lambda role: [(0, 0)] * axis + [(0, longest - lengths[role])]
+    padded = [jnp.pad(states[role]["amax_history"], padding(role)) for role in ROLES]
+    running = [states[role]["amax"] for role in ROLES]
+    state = {"amax_history": jnp.stack(padded, axis), "amax": jnp.stack(running, axis)}
+    new = end_step(state, amaxes)
+    if ends is not None:
+        new = keep_unless(ends, new, state if amaxes is None else observe(state, amaxes))
+    rows = {name: jnp.unstack(x, axis=axis) for name, x in new.items()}
+    return {
+        role: {"amax_history": rows["amax_history"][i][..., :length], "amax": rows["amax"][i]}
+        for i, (role, length) in enumerate(lengths.items())
+    }
 
 
-def _ended_state(state: AmaxState, amax: jax.Array | None, ends: jax.Array | None) -> AmaxState:
-    ended = end_step(state, amax)
-    if ends is None:
-        return ended
-    return keep_unless(ends, ended, state if amax is None else observe(state, amax))
-
-
-def carried_over(empty: Any, old: Any) -> Any:
-    """Fill `empty`, an ``fp8`` collection, with the histories of products that `old` has, too.
-
-    If a history is shorter, the newest entries stay. Products stacked otherwise start empty.
-    """
-    if not _is_product(empty):
-        return {name: carried_over(node, old.get(name, {})) for name, node in empty.items()}
-    kept = {role: _resized(empty[role], state) for role, state in intact_states(old).items()}
-    carried = {role: kept.get(role, empty[role]) for role in ROLES}
-    return sealed(carried) if CHECK in empty else carried
-
-
-def _resized(empty: Any, old: Any) -> Any:
-    history, slots = old["amax_history"], empty["amax_history"]
-    if history.shape[:-1] != slots.shape[:-1]:
-        return empty
-    kept = history[..., : slots.shape[-1]]
-    return {**old, "amax_history": slots.at[..., : kept.shape[-1]].set(kept)}
-
-
-def _is_product(node: Any) -> bool:
+def is_product(node: Any) -> bool:
     """Return True for the state of one product, rather than a module that holds some."""
     return set(node) - {CHECK} == set(ROLES) and all("amax_history" in node[r] for r in ROLES)
 
 
 def _map_products(function: Callable[[Any], Any], fp8: Any) -> Any:
-    if _is_product(fp8):
+    if is_product(fp8):
         return function(fp8)
     return {name: _map_products(function, node) for name, node in fp8.items()}
 
@@ -198,7 +173,7 @@ def zero_sink(history: jax.Array) -> jax.Array:
 
 def add_recorded(sinks: Any, fp8: Any) -> Any:
     """Add the amaxes that a forward pass recorded in a mutable ``fp8`` to cotangents of sinks."""
-    if not _is_product(fp8):
+    if not is_product(fp8):
         return {k: add_recorded(v, fp8[k]) if k in fp8 else v for k, v in sinks.items()}
     amaxes = jnp.stack([running_amax(fp8[role]) for role in ROLES], axis=-1)
     rows = jnp.where(amaxes[..., None] > 0, encode_amax(amaxes), 0.0)

@@ -27,16 +27,15 @@ from jfp8.optim.loss_scale_state import (
 from jfp8.optim.wrapping import has_master_weights, states_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
-from jfp8.scaling.trees import is_scaled_array
 from jfp8.training.carried import Carried
 from jfp8.training.histories import (
     Collections,
-    carried_over,
     close_step,
     decode_all,
     init_sinks,
     rescale_grad_histories,
 )
+from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state
 
 
@@ -204,23 +203,8 @@ class TrainState(flax.struct.PyTreeNode):
         >>> sorted(state.with_model(model_of(100), x).fp8)
         ['layers_0', 'layers_1']
         """
-        shapes = as_dicts(jax.eval_shape(partial(model.init, jax.random.key(0), **kwargs), *args))
-        fp8 = shapes.pop("fp8", {})
-        shapes.pop("fp8_sink", None)
-        given = {"params": self.params, **self.collections}
-        found, own = (_shapes_in(tree) for tree in (shapes, given))
-        different = sorted(
-            path for path in found.keys() | own.keys() if found.get(path) != own.get(path)
-        )
-        if different:
-            path = different[0]
-            raise ValueError(
-                f"with_model got a model of other variables: {path} is {found.get(path, 'missing')}"
-                f" in it and {own.get(path, 'missing')} in the state. Pass the same model with "
-                "another recipe, jfp8.convert(base, recipe), and inputs as for model.init."
-            )
-        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fp8)
-        return self.replace(apply_fn=model.apply, fp8=carried_over(empty, as_dicts(self.fp8)))
+        fp8 = histories_for(model, args, kwargs, self)
+        return self.replace(apply_fn=model.apply, fp8=fp8)
 
     @property
     def variables(self) -> Collections:
@@ -313,13 +297,6 @@ class TrainState(flax.struct.PyTreeNode):
 def _has_stored(params: Any) -> bool:
     is_stored = lambda p: isinstance(p, ScaledArray)
     return any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
-
-
-def _shapes_in(variables: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_scaled_array)
-    spelled = partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {spelled(path): tuple(jnp.shape(leaf)) for path, leaf in leaves}
 
 
 def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | None:

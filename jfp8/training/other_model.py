@@ -1,0 +1,70 @@
+"""Go on with another model of the same parameters: which histories it takes over."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jfp8.scaling.history import CHECK, as_dicts, intact_states, sealed
+from jfp8.scaling.sink import ROLES
+from jfp8.scaling.trees import is_scaled_array
+from jfp8.training.histories import Collections, is_product
+
+
+def histories_for(model: nn.Module, args: Any, kwargs: Any, state: Any) -> Collections:
+    """Return the ``fp8`` collection with which `model` goes on after `state`.
+
+    Args:
+      model, args, kwargs: as for ``TrainState.with_model``.
+
+    Raises:
+      ValueError: `model` has other parameters or collections than `state`.
+    """
+    shapes = as_dicts(jax.eval_shape(partial(model.init, jax.random.key(0), **kwargs), *args))
+    fp8 = shapes.pop("fp8", {})
+    shapes.pop("fp8_sink", None)
+    given = {"params": state.params, **state.collections}
+    found, own = (_shapes_in(tree) for tree in (shapes, given))
+    different = sorted(
+        path for path in found.keys() | own.keys() if found.get(path) != own.get(path)
+    )
+    if different:
+        path = different[0]
+        raise ValueError(
+            f"with_model got a model of other variables: {path} is {found.get(path, 'missing')}"
+            f" in it and {own.get(path, 'missing')} in the state. Pass the same model with "
+            "another recipe, jfp8.convert(base, recipe), and inputs as for model.init."
+        )
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fp8)
+    return carried_over(empty, as_dicts(state.fp8))
+
+
+def _shapes_in(variables: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_scaled_array)
+    spelled = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {spelled(path): tuple(jnp.shape(leaf)) for path, leaf in leaves}
+
+
+def carried_over(empty: Any, old: Any) -> Any:
+    """Fill `empty`, an ``fp8`` collection, with the histories of products that `old` has, too.
+
+    If a history is shorter, the newest entries stay. Products stacked otherwise start empty.
+    """
+    if not is_product(empty):
+        return {name: carried_over(node, old.get(name, {})) for name, node in empty.items()}
+    kept = {role: _resized(empty[role], state) for role, state in intact_states(old).items()}
+    carried = {role: kept.get(role, empty[role]) for role in ROLES}
+    return sealed(carried) if CHECK in empty else carried
+
+
+def _resized(empty: Any, old: Any) -> Any:
+    history, slots = old["amax_history"], empty["amax_history"]
+    if history.shape[:-1] != slots.shape[:-1]:
+        return empty
+    kept = history[..., : slots.shape[-1]]
+    return {**old, "amax_history": slots.at[..., : kept.shape[-1]].set(kept)}
