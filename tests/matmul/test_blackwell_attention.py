@@ -35,8 +35,8 @@ NAME = "mosaic_gpu_blackwell"
 
 def interpreted(*operands, **options):
     """The results of the kernel, after a check that none of its threads raced another."""
-    with no_races() as params:
-        found = attention.attention_forward(*operands, **options, interpret=params)
+    with no_races():
+        found = attention.attention_forward(*operands, **options)
         return jax.block_until_ready(found)
 
 
@@ -110,9 +110,9 @@ def test_gradients(case):
     stored, vectors = backward_operands_of(sizes, seen, formats[0], scale)
     key_lengths = None if lengths is None else jnp.array(lengths, jnp.int32)
     how = {"groups": groups, "scale": scale, "formats": formats, "out_dtype": out_dtype, **options}
-    with no_races() as params:
+    with no_races():
         found = jax.block_until_ready(
-            attention.attention_backward(stored, vectors, key_lengths, **how, interpret=params)
+            attention.attention_backward(stored, vectors, key_lengths, **how)
         )
     assert_gradients(found, stored, vectors, groups, scale, seen, formats, out_dtype)
 

@@ -68,13 +68,12 @@ def test_gradients(case):
     stored, vectors = backward_operands_of(sizes, seen, formats[0], scale)
     key_lengths = None if lengths is None else jnp.array(lengths, jnp.int32)
     how = {"groups": groups, "scale": scale, "formats": formats, "out_dtype": out_dtype}
-    with no_races() as params:
+    with no_races():
         found = jax.block_until_ready(
             attention_backward(
                 *(stored, vectors, key_lengths, None if mask is None else jnp.array(mask)),
                 **how,
                 **options,
-                interpret=params,
             )
         )
     assert_gradients(found, stored, vectors, groups, scale, seen, formats, out_dtype)

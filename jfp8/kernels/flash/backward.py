@@ -33,7 +33,6 @@ def attention_backward(
     window: tuple[int, int] | None,
     formats: tuple[Format, Format],
     out_dtype: jax.typing.DTypeLike,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute dQ, dK and dV, and the largest ``|dS|`` of each query.
 
@@ -47,7 +46,6 @@ def attention_backward(
       groups, scale, is_causal, window: see above.
       formats: of dS in dQ and in dK: E4M3FN or E5M2.
       out_dtype: of dQ, dK and dV.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[..., G, T, H]``, ``out_dtype[..., G / groups, S, H]`` twice, ``f32[..., G, T]``.
@@ -68,7 +66,7 @@ def attention_backward(
     def run(work: Any, bits: dict[str, jax.Array], *but: str) -> Any:
         given = {name: x for name, x in operands.items() if name not in but} | bits
         heads = getattr(stored, work.like).shape[-3]
-        return launch(work, problem, given, heads, out_dtype, interpret)
+        return launch(work, problem, given, heads, out_dtype)
 
     by_query, by_key = {}, {}
     if mask is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -31,7 +29,6 @@ def attention_forward(
     is_causal: bool,
     window: tuple[int, int] | None,
     out_dtype: jax.typing.DTypeLike,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``o = softmax(scale * q k^T) v`` and the logarithm of the softmax's denominator.
 
@@ -55,7 +52,6 @@ def attention_forward(
       is_causal: whether only if ``j <= i``.
       window: ``(left, right)``: only if ``i - left <= j <= i + right``. None: no such bound.
       out_dtype: f32, bf16 or f16, to which `o` is rounded once.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[..., G, T, H]`` and ``f32[..., G, T]``.
@@ -79,7 +75,7 @@ def attention_forward(
         operands |= packed(mask, (rows, keys), 3, (work.tokens, BLOCK))
     bounds = window_of(is_causal, window)
     problem = Problem(operands["q"].shape[1], keys, size, groups, scale, *bounds)
-    o, lse = launch(work, problem, operands, shape[-3], out_dtype, interpret)
+    o, lse = launch(work, problem, operands, shape[-3], out_dtype)
     return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
 
 

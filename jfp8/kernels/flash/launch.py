@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ def launch(
     operands: dict[str, jax.Array],
     heads: int,
     out_dtype: jax.typing.DTypeLike,
-    interpret: Any,
 ) -> list[jax.Array]:
     """Compute the results of `work`.
 
@@ -33,7 +31,6 @@ def launch(
       operands: by their names, all heads one after another.
       heads: of those of `work.like`, how many belong to a batch.
       out_dtype: of matrices.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[batches, tokens, heads, size]``, and another one or ``f32[all heads, tokens]``.
@@ -52,6 +49,5 @@ def launch(
         thread_name="warpgroup",
         scratch_types=work.scratch(p, operands, out_dtype),
         compiler_params=PARAMS,
-        interpret=interpret,
         kernel_name=f"jfp8_{work.name}",
     )(*operands.values())

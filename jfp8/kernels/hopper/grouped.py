@@ -44,7 +44,6 @@ def grouped_matmul(
     out_dtype: jax.typing.DTypeLike,
     *,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """Each tile of 128 rows times the transposed matrix of its group. ::
 
@@ -59,7 +58,6 @@ def grouped_matmul(
       b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``, or None: all are one.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
       tiles: how the product is cut, with ``tile_m=64`` and ``cluster=1``.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[T * 128, N]``.
@@ -88,7 +86,7 @@ def grouped_matmul(
         return _Part(refs["a"], refs["b"].at[jnp.maximum(g, 0)], out, place, 0, steps, factors)
 
     out = jax.ShapeDtypeStruct((m, b.shape[1]), out_dtype)
-    return _add_up(part, grid, 1, operands, out, interpret)[:, :n]
+    return _add_up(part, grid, 1, operands, out)[:, :n]
 
 
 def grouped_outer(
@@ -101,7 +99,6 @@ def grouped_outer(
     out_dtype: jax.typing.DTypeLike,
     *,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """For each group, the sum over its tiles; zeros for a group without tiles. ::
 
@@ -116,7 +113,6 @@ def grouped_outer(
       a_scale, b_scale: ``f32[T, M]`` and ``f32[T, N]``, or None: all are one.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
       tiles: how the product is cut, with ``tile_m=64`` and ``cluster=1``.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[G, M, N]``.
@@ -146,7 +142,7 @@ def grouped_outer(
         return _Part(refs["a"], refs["b"], out.at[g], place, *steps, factors)
 
     out = jax.ShapeDtypeStruct((groups, a.shape[0], b.shape[0]), out_dtype)
-    return _add_up(part, grid, groups, operands, out, interpret)[:, :m, :n]
+    return _add_up(part, grid, groups, operands, out)[:, :m, :n]
 
 
 # The position of a part of the output.
@@ -243,7 +239,6 @@ def _add_up(
     matrices: int,
     operands: dict[str, Any],
     out: jax.ShapeDtypeStruct,
-    interpret: Any,
 ) -> jax.Array:
     """Compute all parts of `out`, a stack of `matrices` matrices; `part` describes each."""
     tiles, total = grid.tiles, matrices * grid.size
@@ -295,7 +290,6 @@ def _add_up(
             ),
         },
         compiler_params=NO_OTHER_BARRIERS,
-        interpret=interpret,
         kernel_name="jfp8_grouped_matmul" if len(out.shape) == 2 else "jfp8_grouped_outer",
     )(operands)
 

@@ -46,7 +46,6 @@ def matmul(
     *,
     promote: bool,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """``y[i, j] = (sum_k a[i, k] * b[j, k]) * row_scale[i] * column_scale[j]``.
 
@@ -57,7 +56,6 @@ def matmul(
       promote: add the tensor cores' sum to a sum in f32 after every 128 of K ("full accumulation").
         Otherwise one sum runs through the tensor cores, which keep fewer bits of it ("fast").
       tiles: how the product is divided; chosen by its shape if None.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[M, N]``.
@@ -67,7 +65,7 @@ def matmul(
         "columns" if column_scale.ndim else "column": column_scale,
     }
     tiles = tiles or default_tiles("promoted" if promote else "running", *_sizes(a, b))
-    return _product(a, b, scales, out_dtype, promote, tiles, interpret)
+    return _product(a, b, scales, out_dtype, promote, tiles)
 
 
 def block_matmul(
@@ -78,7 +76,6 @@ def block_matmul(
     out_dtype: jax.typing.DTypeLike,
     *,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """``y[i, j] = sum_t (sum_{k in block t} a[i, k] * b[j, k]) * a_scale[t, i] * b_scale[t, j]``.
 
@@ -90,7 +87,6 @@ def block_matmul(
       b_scale: ``f32[ceil(K/128), N]``, or ``f32[ceil(K/128), ceil(N/128)]``: one for 128 columns.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
       tiles: how the product is divided; chosen by its shape if None.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[M, N]``.
@@ -98,7 +94,7 @@ def block_matmul(
     by_tile = b_scale.shape[1] == pl.cdiv(b.shape[0], BLOCK)
     scales = {"a_blocks": a_scale, "b_tiles" if by_tile else "b_blocks": b_scale}
     tiles = tiles or default_tiles("block" if by_tile else "block_columns", *_sizes(a, b))
-    return _product(a, b, scales, out_dtype, True, tiles, interpret)
+    return _product(a, b, scales, out_dtype, True, tiles)
 
 
 def _sizes(a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
@@ -112,7 +108,6 @@ def _product(
     out_dtype: jax.typing.DTypeLike,
     promote: bool,
     tiles: Tiles,
-    interpret: Any,
 ) -> jax.Array:
     """Pads the operands, runs the kernel, and cuts the result."""
     m, n, k = _sizes(a, b)
@@ -136,7 +131,6 @@ def _product(
         thread_name="warpgroup",
         scratch_types=_scratch(problem, a.dtype, b.dtype, out_dtype),
         compiler_params=NO_OTHER_BARRIERS,
-        interpret=interpret,
         kernel_name="jfp8_block_matmul" if "a_blocks" in scales else "jfp8_matmul",
     )
     return kernel(a, b, *operands.values())[:m, :n]

@@ -48,7 +48,6 @@ def tensor_amax(
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     make: Make | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """The amaxes of `parts` of `x`, as bits of f32; 0 for a part that has no elements.
 
@@ -61,7 +60,6 @@ def tensor_amax(
       sweep: how to walk over `x`.
       dtype: to which `x` is cast as it is read; None: it is not. Likewise below.
       make: how `x` makes the matrix, or several; None: it is the matrix itself.
-      interpret: see ``plgpu.kernel``; likewise below.
 
     Returns:
       int32[parts()].
@@ -82,7 +80,7 @@ def tensor_amax(
         write_amax(amaxes, found, dtype, x, sweep)
 
     out = [jax.ShapeDtypeStruct((parts(),), jnp.int32)]
-    (amaxes,) = run("tensor_amax", kernel, x, *known, out=out, sweep=sweep, interpret=interpret)
+    (amaxes,) = run("tensor_amax", kernel, x, *known, out=out, sweep=sweep)
     return amaxes
 
 
@@ -91,7 +89,6 @@ def row_and_column_amax(
     *,
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
     (m, n), dtype = x.shape, dtype or x.dtype
@@ -114,7 +111,7 @@ def row_and_column_amax(
         jax.ShapeDtypeStruct((of_columns // sweep.columns, of_rows), jnp.int32),
         jax.ShapeDtypeStruct((of_rows // sweep.rows, of_columns), jnp.int32),
     ]
-    how = {"out": out, "sweep": sweep, "interpret": interpret}
+    how = {"out": out, "sweep": sweep}
     rows, columns = (
         lax.bitcast_convert_type(jnp.max(part, axis=0), jnp.float32)
         for part in run("row_and_column_amax", kernel, arrays, **how)
@@ -132,7 +129,6 @@ def quantize_tensor(
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     make: Make | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """``q = cast(x / scale)``, ``q.T``, ``scale``, its products with others, the amaxes of `x`.
 
@@ -148,7 +144,7 @@ def quantize_tensor(
       with_amax: whether to compute the amaxes as well.
       meets: how many operands `x` meets.
       sweep: how to walk over `x`.
-      dtype, make, interpret: see `tensor_amax`.
+      dtype, make: see `tensor_amax`.
 
     Returns:
       f8[M, N], f8[N, M], the scale f32[1], for each operand that `x` meets ``scale * its scale`` as
@@ -172,7 +168,7 @@ def quantize_tensor(
     out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
     out += [jax.ShapeDtypeStruct((parts(),), jnp.int32)] if with_amax else []
     sweep = sweep or fastest("quantize_tensor", x, both_ways(x))
-    how = (fmt, out, with_amax, sweep, dtype, make, interpret)
+    how = (fmt, out, with_amax, sweep, dtype, make)
     return _quantize("quantize_tensor", x, known, prepare, *how)
 
 
@@ -184,7 +180,6 @@ def quantize_lines(
     *,
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """``q = cast(x * row_inverse[:, None])`` and ``q_t = cast(x * column_inverse).T``.
 
@@ -196,7 +191,7 @@ def quantize_lines(
       column_inverse: those of `q_t`: f32[N].
       fmt: E4M3FN or E5M2.
       sweep: how to walk over `x`.
-      dtype, interpret: see `tensor_amax`.
+      dtype: see `tensor_amax`.
 
     Returns:
       f8[M, N] and f8[N, M].
@@ -204,7 +199,7 @@ def quantize_lines(
     sweep = sweep or fastest("quantize_lines", x, both_ways(x))
     inverses = padded(row_inverse, sweep.rows), padded(column_inverse, sweep.columns)
     take = lambda known, results: tuple(known)
-    how = (fmt, (), False, sweep, dtype, None, interpret)
+    how = (fmt, (), False, sweep, dtype, None)
     return _quantize("quantize_lines", x, inverses, take, *how)
 
 
@@ -219,7 +214,6 @@ def _quantize(
     sweep: Sweep,
     dtype: jax.typing.DTypeLike | None,
     make: Make | None,
-    interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Both directions, and results of the shapes `more`, of which the last are the amaxes.
 
@@ -249,7 +243,7 @@ def _quantize(
                 values = values + values * 0  # Inf becomes NaN, all else is unchanged
                 if factor.ndim:
                     factor = per_line(read(factor, layout.reduce(1)), values.shape)
-                return saturating(values * factor, fmt, interpret)
+                return saturating(values * factor, fmt)
 
             at_row, at_column = sweep.part(i, j)
             values = read(tile, ROWS, dtype)
@@ -267,5 +261,5 @@ def _quantize(
             write_amax(results[-1], amax, dtype, x, sweep)
         finish()
 
-    how = {"fmt": fmt, "sizes": sizes, "more": more, "sweep": sweep, "interpret": interpret}
+    how = {"fmt": fmt, "sizes": sizes, "more": more, "sweep": sweep}
     return run_both_ways(name, kernel, x, *known, **how)

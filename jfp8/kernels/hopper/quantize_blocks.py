@@ -47,7 +47,6 @@ def quantize_rows_in_blocks(
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     make: Make | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Quantize `x` in blocks of ``1 x block`` along its rows, and `x.T` along its own rows.
 
@@ -62,7 +61,7 @@ def quantize_rows_in_blocks(
       block: 128 or 32.
       scale_rounding: see `scaling.scale_from_amax`.
       sweep: how to walk over `x`; rows and columns are multiples of `block`.
-      dtype, make, interpret: see `quantize.tensor_amax`.
+      dtype, make: see `quantize.tensor_amax`.
 
     Returns:
       ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
@@ -89,7 +88,7 @@ def quantize_rows_in_blocks(
                     scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
                     store(scales.at[first + b, lines], scale)
                     scaled = part.astype(jnp.float32) * per_line(inverse, part.shape)
-                    parts.append(saturating(scaled, fmt, interpret))
+                    parts.append(saturating(scaled, fmt))
                 return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
             at_row, at_column = sweep.part(i, j)
@@ -111,7 +110,6 @@ def quantize_rows_in_blocks(
         sizes=(m, n),
         more=[jax.ShapeDtypeStruct(shape, scale) for shape in scales],
         sweep=sweep,
-        interpret=interpret,
     )
     across, down = -(-n // block), -(-m // block)
     return q, whole(s, sweep, 0, across, m), q_t, whole(s_t, sweep, 1, down, n)
@@ -125,7 +123,6 @@ def quantize_tiles(
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     make: Make | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantize `x` in blocks of 128x128, which serve both directions: ``q_t`` is ``q.T``.
 
@@ -134,7 +131,7 @@ def quantize_tiles(
       fmt: E4M3FN or E5M2.
       scale_rounding: None or ``"power_of_two"``.
       sweep: how to walk over `x`, in tiles of 128x128.
-      dtype, make, interpret: see `quantize.tensor_amax`.
+      dtype, make: see `quantize.tensor_amax`.
 
     Returns:
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)]. If several
@@ -158,7 +155,7 @@ def quantize_tiles(
 
             def cast(values):
                 scaled = values.astype(jnp.float32) * per_line(inverse, values.shape)
-                return saturating(scaled, fmt, interpret)
+                return saturating(scaled, fmt)
 
             at_row, at_column = sweep.part(i, j)
             write(cast(values), staged, q.at[at_row, at_column])
@@ -175,7 +172,6 @@ def quantize_tiles(
         sizes=(m, n),
         more=[jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32)],  # bits of the scales
         sweep=sweep,
-        interpret=interpret,
     )
     s = whole(lax.bitcast_convert_type(s, jnp.float32), sweep, 1, -(-m // 128), -(-n // 128))
     return q, q_t, s

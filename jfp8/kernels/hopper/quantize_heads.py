@@ -6,8 +6,6 @@ other, and each both straight and transposed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,7 +31,7 @@ SIZES = (64, 128, 256)  # of a head
 
 
 def quantize_heads(
-    x: jax.Array, inverse: jax.Array, *, first: int, fmt: Format, interpret: Any = False
+    x: jax.Array, inverse: jax.Array, *, first: int, fmt: Format
 ) -> tuple[jax.Array, jax.Array]:
     """``q = cast(x * inverse)`` and ``q^T`` of heads `first`, `first` + 1, ... of each group.
 
@@ -44,7 +42,6 @@ def quantize_heads(
       inverse: reciprocals of the scales, f32[B, G, N, T], for N of the R heads of each group.
       first: of these N.
       fmt: E4M3FN or E5M2.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       f8[B, G, N, T, H] and f8[B, G, N, H, T].
@@ -77,11 +74,11 @@ def quantize_heads(
             values = read(tile, ROWS, jnp.float32)
             by_token = per_line(read(factors, ROWS.reduce(1)), values.shape)
             target = q.at[head, at_token, at_depth]
-            write(saturating(values * by_token, fmt, interpret), staged, target)
+            write(saturating(values * by_token, fmt), staged, target)
             values = read(tile.T, COLUMNS, jnp.float32)
             by_token = lax.broadcast_in_dim(read(factors, COLUMNS.reduce(0)), values.shape, (1,))
             target = q_t.at[head, at_depth, at_token]
-            write(saturating(values * by_token, fmt, interpret), staged_t, target)
+            write(saturating(values * by_token, fmt), staged_t, target)
 
         shape = (sweep.rows, sweep.columns)
         tiles = plgpu.BlockSpec(shape, of_x, transforms=swizzled(x.dtype, sweep.columns))
@@ -101,7 +98,6 @@ def quantize_heads(
         scratch_types=tuple(staging(sweep, fmt)),
         grid=(blocks,),
         grid_names=("block",),
-        interpret=interpret,
         kernel_name="jfp8_quantize_heads",
     )(x.reshape(batch * tokens, -1), inverse.reshape(-1))
     each = (batch, groups, count)

@@ -146,7 +146,6 @@ def run(
     out: Sequence[jax.ShapeDtypeStruct],
     staged: Sequence[Any] = (),
     sweep: Sweep,
-    interpret: Any,
 ) -> Sequence[jax.Array]:
     """Results of ``kernel(x, *arrays, *out, *staged)``; `staged` is in shared memory."""
     return plgpu.kernel(
@@ -155,7 +154,6 @@ def run(
         scratch_types=tuple(staged),
         grid=(blocks(x, sweep),),
         grid_names=("block",),
-        interpret=interpret,
         kernel_name=f"jfp8_{name}",
     )(*x, *arrays)
 
@@ -169,12 +167,11 @@ def run_both_ways(
     sizes: tuple[int, int],
     more: Sequence[jax.ShapeDtypeStruct] = (),
     sweep: Sweep,
-    interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Return results of ``kernel(x, *arrays, q, q_t, *more, staged, staged_t)``, q of `sizes`."""
     rows, columns = sweep.shape(x)
     both = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in ((rows, columns), (columns, rows))]
-    how = {"staged": staging(sweep, fmt), "sweep": sweep, "interpret": interpret}
+    how = {"staged": staging(sweep, fmt), "sweep": sweep}
     q, q_t, *others = run(name, kernel, x, *arrays, out=[*both, *more], **how)
     m, n = sizes
     return whole(q, sweep, 1, m, n), whole(q_t, sweep, 0, n, m), *others
@@ -322,10 +319,10 @@ def f32_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return lax.bitcast_convert_type(from_magnitude(bits, dtype), jnp.int32)
 
 
-def saturating(values: jax.Array, fmt: Format, interpret: Any) -> jax.Array:
+def saturating(values: jax.Array, fmt: Format) -> jax.Array:
     """f32 `values` cast to `fmt`; finite ones saturate."""
     # The device's conversion (cvt.rn.satfinite) saturates by itself.
-    if interpret or kernels_are_interpreted():
+    if kernels_are_interpreted():
         values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
     return values.astype(fmt.dtype)
 

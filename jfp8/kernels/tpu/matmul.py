@@ -32,7 +32,7 @@ Ref = Any
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("summed", "dtype", "flops", "interpret"))
+@partial(jax.jit, static_argnames=("summed", "dtype", "flops"))
 def matmul(
     a: jax.Array,
     b: jax.Array,
@@ -43,7 +43,6 @@ def matmul(
     blocks: Sequence[jax.Array] | None = None,
     bias: jax.Array | None = None,
     flops: int | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """``y[i, j] = sum_k (a[i, k] s[k, i]) (b[k, j] t[k, j]) * (u[i] v[j])``, in f32, rounded once.
 
@@ -56,7 +55,6 @@ def matmul(
         of E8M0 codes, ``[k / block, free]``; None: 1.
       bias: [1, n], added to ``y`` once that has its dtype; None: none is.
       flops: what the compiler shall believe that it takes; None: ``2 m n k``.
-      interpret: see ``pl.pallas_call``.
 
     Returns:
       ``[m, n]``.
@@ -99,8 +97,7 @@ def matmul(
             bytes_accessed=sum(x.size * np.dtype(x.dtype).itemsize for x in moved),
         ),
         name="jfp8_matmul" if blocks is None else "jfp8_matmul_in_blocks",
-        interpret=interpret,
-    )(*in_hbm(operands, interpret))
+    )(*in_hbm(operands))
 
 
 def _kernel(a, b, blocks, ends, bias, y, total, *, summed, step: int, left: int) -> None:
@@ -131,9 +128,9 @@ def _kernel(a, b, blocks, ends, bias, y, total, *, summed, step: int, left: int)
         y[...] = result if bias is None else result + bias[...]
 
 
-def in_hbm(arrays: Sequence[Any], interpret: Any) -> Sequence[Any]:
+def in_hbm(arrays: Sequence[Any]) -> Sequence[Any]:
     """`arrays` that stay in memory. The compiler would bring them into the kernel's own before."""
-    if interpret or kernels_are_interpreted():
+    if kernels_are_interpreted():
         return arrays
     stay = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM) if x.ndim > 1 else x
     return jax.tree.map(stay, arrays)

@@ -23,14 +23,13 @@ from jfp8.tracing.compat import of_varying
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("fmt", "dtype"))
 def quantize_tensor(
     x: jax.Array,
     inverse: jax.Array,
     fmt: Format,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """``q = cast(x * inverse)``, and the amax of `x`. Finite values saturate; others become NaN.
 
@@ -39,7 +38,6 @@ def quantize_tensor(
       inverse: f32[1, 1], the reciprocal of the scale.
       fmt: E4M3FN or E5M2.
       dtype: to which `x` is cast as it is read; None: it is not.
-      interpret: see ``pl.pallas_call``.
 
     Returns:
       f8 matrix, and int32[8, 128], the bits of amaxes, of which the largest is that of `x`.
@@ -65,18 +63,18 @@ def quantize_tensor(
     whole = pl.BlockSpec(largest.shape, lambda i, j: (0, 0))
     specs = [ONE_NUMBER, tile]
     operands = [inverse, x]
-    return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole], interpret)
+    return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole])
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("dtype", "interpret"))
+@partial(jax.jit, static_argnames="dtype")
 def line_amaxes(
-    x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None, interpret: Any = False
+    x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The amaxes of rows and of columns, in one read.
 
     Args:
-      x, dtype, interpret: see `quantize_tensor`.
+      x, dtype: see `quantize_tensor`.
 
     Returns:
       int32[p, M] and int32[q, N], the bits of amaxes of parts of a line, of which the largest along
@@ -98,11 +96,11 @@ def line_amaxes(
         pl.BlockSpec((8, rows), lambda i, j: (j, i)),
         pl.BlockSpec((8, columns), lambda i, j: (i, j)),
     ]
-    return _run("line_amaxes", kernel, [x], [_tile((rows, columns))], out, specs, interpret)
+    return _run("line_amaxes", kernel, [x], [_tile((rows, columns))], out, specs)
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("fmt", "dtype"))
 def quantize_lines(
     x: jax.Array,
     row_inverse: jax.Array,
@@ -110,12 +108,11 @@ def quantize_lines(
     fmt: Format,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, as by `quantize_tensor`.
 
     Args:
-      x, fmt, dtype, interpret: see `quantize_tensor`.
+      x, fmt, dtype: see `quantize_tensor`.
       row_inverse, column_inverse: reciprocals of scales, f32[M, 1] and f32[1, N].
 
     Returns:
@@ -137,11 +134,11 @@ def quantize_lines(
         tile,
     ]
     out, operands = [jax.ShapeDtypeStruct(x.shape, fmt.dtype)] * 2, [row_inverse, column_inverse, x]
-    return _run("quantize_lines", kernel, operands, specs, out, [tile, tile], interpret)
+    return _run("quantize_lines", kernel, operands, specs, out, [tile, tile])
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype"))
 def quantize_blocks(
     x: jax.Array,
     fmt: Format,
@@ -149,7 +146,6 @@ def quantize_blocks(
     scale_rounding: ScaleRounding,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """`x` in blocks of ``1 x block`` along its rows, and in blocks of ``block x 1``. ::
 
@@ -159,7 +155,7 @@ def quantize_blocks(
     The scales are those of `scaling.scale_from_amax`; a block with a NaN or Inf becomes NaN.
 
     Args:
-      x, fmt, dtype, interpret: see `quantize_tensor`.
+      x, fmt, dtype: see `quantize_tensor`.
       block: 128 or 32.
       scale_rounding: see `scaling.scale_from_amax`.
 
@@ -200,11 +196,11 @@ def quantize_blocks(
         pl.BlockSpec(of_columns, lambda i, j: (i, j)),
     ]
     scratch = [pltpu.VMEM(shape, jnp.int32) for shape in (of_rows, of_columns)]
-    return _run(f"quantize_blocks_{block}", kernel, [x], [tile], out, specs, interpret, scratch)
+    return _run(f"quantize_blocks_{block}", kernel, [x], [tile], out, specs, scratch)
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype"))
 def quantize_tiles(
     x: jax.Array,
     fmt: Format,
@@ -212,12 +208,11 @@ def quantize_tiles(
     scale_rounding: ScaleRounding,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`x` in blocks of ``block x block``, which serve sums over rows and over columns.
 
     Args:
-      x, fmt, block, scale_rounding, dtype, interpret: see `quantize_blocks`.
+      x, fmt, block, scale_rounding, dtype: see `quantize_blocks`.
 
     Returns:
       f8[M, N], and the scales ``[M / block, N]``, each repeated for the columns of its block.
@@ -249,12 +244,11 @@ def quantize_tiles(
         [_tile((rows, columns))],
         out,
         specs,
-        interpret,
         scratch,
     )
 
 
-def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()):
+def _run(name, kernel, operands, in_specs, out, out_specs, scratch=()):
     """``kernel(*operands, *out)`` for each tile of the last operand, of which there is a spec."""
     x, (rows, columns) = operands[-1], in_specs[-1].block_shape
     return pl.pallas_call(
@@ -273,8 +267,7 @@ def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()
             bytes_accessed=sum(a.size * np.dtype(a.dtype).itemsize for a in [*operands, *out]),
         ),
         name=f"jfp8_{name}",
-        interpret=interpret,
-    )(*in_hbm(operands, interpret))
+    )(*in_hbm(operands))
 
 
 def _sizes(x: jax.Array) -> tuple[int, int]:
