@@ -26,22 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.blackwell.tcgen05 import (
-    BY_COLUMN,
-    BY_ELEMENT,
-    BY_ROW,
-    ROWS,
-    added,
-    by_parts,
-    multiply,
-    ordered,
-    read,
-    rearranged,
-    release,
-    where_seen,
-    write,
-    write_all,
-)
+from jfp8.kernels.blackwell import tcgen05
+from jfp8.kernels.blackwell.tcgen05 import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS
 from jfp8.kernels.flash.key_tile import KeyTile
 from jfp8.kernels.flash.problem import COMPUTE, QUERIES, Problem
 from jfp8.kernels.flash.results import head_of, store
@@ -82,8 +68,8 @@ class KeyGradientsByTcgen05(KeyTile):
             "of_dk": f32(p.size),
             "weights": f8(jnp.float8_e4m3fn),
             "scores": f8(p.formats[1].dtype),
-            "ready": ordered(),
-            "done": ordered(),
+            "ready": tcgen05.ordered(),
+            "done": tcgen05.ordered(),
             "made": plgpu.Barrier(num_barriers=TURNS, orders_tensor_core=True),
             "used": plgpu.Barrier(num_barriers=TURNS, orders_tensor_core=True),
         }
@@ -111,22 +97,22 @@ class KeyGradientsByTcgen05(KeyTile):
 
             def weigh(part, carry):
                 vector = self.vectors(slot, part)
-                x = read(probabilities.at[:, part])
+                x = tcgen05.read(probabilities.at[:, part])
                 p = jnp.exp2(x * along(k_scale, x.shape, 0) * vector(0) - vector(1))
                 if self.p.windowed:
-                    p = where_seen(bounds, self.row, t * QUERIES + part.start, p, 0.0)
+                    p = tcgen05.where_seen(bounds, self.row, t * QUERIES + part.start, p, 0.0)
                 plgpu.wait_load_tmem()
                 plgpu.async_store_tmem(probabilities.at[:, part], p)
-                write(m.weights.at[:, part], p * vector(4))
+                tcgen05.write(m.weights.at[:, part], p * vector(4))
                 return carry
 
-            by_parts(QUERIES, weigh, jnp.int32(0))
+            tcgen05.by_parts(QUERIES, weigh, jnp.int32(0))
             plgpu.commit_tmem()
             plgpu.barrier_arrive(m.made.at[turn])
             self.multiply(0, m.of_dv, m.weights, m.grad_t_ring.at[slot])
-            release(m.empty.at[slot])
+            tcgen05.release(m.empty.at[slot])
             unit = filled(1.0, (ROWS,), BY_ROW) * self.given["unit"][head, t]
-            return added(total, m.of_dv, unit)
+            return tcgen05.added(total, m.of_dv, unit)
 
         count = self.count(steps)
         total = self.loop(count, step)
@@ -153,20 +139,24 @@ class KeyGradientsByTcgen05(KeyTile):
 
             def differentiate(part, largest):
                 vector = self.vectors(slot, part)
-                dp = read(m.dp.at[:, part]) * along(v_scale, (ROWS, part.size), 0)
-                x = read(probabilities.at[:, part]) * (dp * vector(2) - vector(3)) * vector(5)
+                dp = tcgen05.read(m.dp.at[:, part]) * along(v_scale, (ROWS, part.size), 0)
+                x = (
+                    tcgen05.read(probabilities.at[:, part])
+                    * (dp * vector(2) - vector(3))
+                    * vector(5)
+                )
                 plgpu.wait_load_tmem()
                 plgpu.async_store_tmem(m.dp.at[:, part], x)
                 return jnp.maximum(largest, jnp.max(jnp.abs(x), axis=1))
 
-            largest = by_parts(QUERIES, differentiate, filled(0.0, (ROWS,), BY_ROW))
+            largest = tcgen05.by_parts(QUERIES, differentiate, filled(0.0, (ROWS,), BY_ROW))
             plgpu.barrier_arrive(m.used.at[turn])
             plgpu.commit_tmem()
             scale, inverse = scale_and_inverse(largest, self.p.formats[1], "power_of_two")
-            write_all(m.scores, m.dp, inverse)
+            tcgen05.write_all(m.scores, m.dp, inverse)
             self.multiply(1, m.of_dk, m.scores, m.q_t_ring.at[slot])
-            release(m.empty.at[slot])
-            return added(total, m.of_dk, scale)
+            tcgen05.release(m.empty.at[slot])
+            return tcgen05.added(total, m.of_dk, scale)
 
         total = self.loop(self.count(self.steps()), step)
         self.store(1, m.of_dk, total * self.p.scale)
@@ -192,7 +182,7 @@ class KeyGradientsByTcgen05(KeyTile):
         return lambda n: along(load(numbers.at[n, part], BY_COLUMN), (ROWS, part.size), 1)
 
     def multiply(self, n: int, total: Any, a: Any, b: Any) -> None:
-        multiply(self.memory.ready.at[n], self.memory.done.at[n], (total, a, b))
+        tcgen05.multiply(self.memory.ready.at[n], self.memory.done.at[n], (total, a, b))
 
     def loop(self, count: jax.Array, step: Any) -> jax.Array:
         """Return the sum after all steps."""
@@ -202,4 +192,4 @@ class KeyGradientsByTcgen05(KeyTile):
     def store(self, n: int, memory: Any, total: jax.Array) -> None:
         dk, dv = self.results
         target = head_of((dv, dk)[n], self.head).at[pl.ds(self.row, ROWS)]
-        store([rearranged(memory, total)], self.memory.staged.at[n], target)
+        store([tcgen05.rearranged(memory, total)], self.memory.staged.at[n], target)
