@@ -24,7 +24,7 @@ from jfp8.kernels.flash.key_ranges import Bounds
 from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
 from jfp8.kernels.flash.query_tile import ForwardTile
 from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.vectors import along, filled, load
+from jfp8.kernels.shared_memory import along, filled, load
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,8 @@ from jfp8.kernels.flash.problem import COMPUTE, QUERIES, Problem
 from jfp8.kernels.flash.results import head_of, store
 from jfp8.kernels.flash.ring import staging, tile
 from jfp8.kernels.flash.tile_work import COMPUTE_REGISTERS
-from jfp8.kernels.flash.vectors import along, filled, load
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.shared_memory import along, filled, load
 
 TURNS = 2  # places for probabilities
 

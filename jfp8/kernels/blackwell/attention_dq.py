@@ -22,8 +22,8 @@ from jfp8.kernels.flash.key_ranges import Bounds
 from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
 from jfp8.kernels.flash.query_tile import BackwardTile
 from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.vectors import along, filled, load
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.shared_memory import along, filled, load
 
 HALF = BLOCK // 2
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash.key_ranges import Bounds
 from jfp8.kernels.flash.problem import COMPUTE
-from jfp8.kernels.flash.vectors import along
+from jfp8.kernels.shared_memory import along
 
 ROWS = 128  # of a warpgroup that multiplies: those of tensor memory
 PART = 32  # columns that are in registers at the same time

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.kernels.flash.backward_operands import backward_operands
 from jfp8.kernels.flash.key_tile import KeyTile
 from jfp8.kernels.flash.launch import launch
 from jfp8.kernels.flash.mask_bits import packed
-from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.flash.operands import Stored, Vectors, backward_operands
 from jfp8.kernels.flash.problem import Problem, window_of
 from jfp8.kernels.flash.query_tile import QueryTile
 from jfp8.kernels.flash.results import heads_first

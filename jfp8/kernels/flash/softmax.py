@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.flash.vectors import along
+from jfp8.kernels.shared_memory import along
 
 LIFT = 8  # probabilities, at most 1, are multiplied by 2^8 to be cast to e4m3fn
 SMALLEST_UNIT = 2.0**-90  # since probabilities are divided by it

@@ -20,10 +20,10 @@ from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
 from jfp8.kernels.flash.query_tile import BackwardTile
 from jfp8.kernels.flash.results import head_of, store
 from jfp8.kernels.flash.ring import tile
-from jfp8.kernels.flash.vectors import along, filled, load
 from jfp8.kernels.hopper.hidden_keys import Mask, masks_of
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS, cut, multiply, slices
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.shared_memory import along, filled, load
 
 PARTS = slices(BLOCK, 64)
 

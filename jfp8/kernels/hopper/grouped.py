@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, multiprocessors
-from jfp8.kernels.shared_memory import padded, swizzled
+from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
+from jfp8.kernels.shared_memory import along, filled, load, padded, swizzled
 
 BLOCK = 128  # rows of a tile, products of one sum in the tensor cores, columns of a scale of b
 COLUMNS = 64  # that share a scale of b, and are stored together
@@ -200,16 +201,13 @@ def _my_rows(start: jax.Array | int = 0) -> Any:
 
 def _of_rows(scale: Any, place: _Place) -> jax.Array:
     """f32[64, 64] for a warpgroup's rows, constant along each."""
-    at = _my_rows(place.row)
-    x = plgpu.load(scale.at[at], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return lax.broadcast_in_dim(x, (ROWS, COLUMNS), (0,))
+    return along(load(scale.at[_my_rows(place.row)], BY_ROW), (ROWS, COLUMNS), 0)
 
 
 def _of_columns(scale: Any, place: _Place, strip: int) -> jax.Array:
     """f32[64, 64] for a strip's columns, constant along each."""
     at = pl.ds(place.column + strip * COLUMNS, COLUMNS)
-    x = plgpu.load(scale.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(x, (ROWS, COLUMNS), (1,))
+    return along(load(scale.at[at], BY_COLUMN), (ROWS, COLUMNS), 1)
 
 
 # The kernel.
@@ -345,8 +343,7 @@ class _Ring:
 
         def part(this: _Part, before: jax.Array) -> None:
             add = lambda i, sums: self._add(this, before, i, sums)
-            zero = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-            sums = [zero] * (self.b.shape[1] // COLUMNS)
+            sums = [filled(0.0, (ROWS, COLUMNS), BY_ELEMENT)] * (self.b.shape[1] // COLUMNS)
             self._store(lax.fori_loop(0, this.steps, add, sums), this)
 
         for_each_part(part)

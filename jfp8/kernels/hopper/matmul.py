@@ -26,15 +26,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, default_tiles, multiprocessors
-from jfp8.kernels.shared_memory import padded, swizzled
+from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
+from jfp8.kernels.shared_memory import along, filled, load, padded, swizzled
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
 COLUMNS = 64  # n is padded to this: every such part of a tile has one scale of 128 x 128
 COMPUTE = 2  # warpgroups that multiply; the one after them copies
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
-
-_BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # of a vector that is broadcast along the rows of a sum
-_BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def matmul(
@@ -373,9 +371,8 @@ class _Block:
             partial = self.scaled(_parts(partial, COLUMNS), by_row, tile_scales or by_part)
             return [x + y for x, y in zip(total, partial, strict=True)], following
 
-        zero = jnp.zeros((self.p.tiles.tile_m, COLUMNS), jnp.float32)
-        parts = self.p.tiles.tile_n // COLUMNS
-        total = [plgpu.layout_cast(zero, plgpu.Layout.WGMMA)] * parts
+        zeros = filled(0.0, (self.p.tiles.tile_m, COLUMNS), BY_ELEMENT)
+        total = [zeros] * (self.p.tiles.tile_n // COLUMNS)
         return lax.fori_loop(0, self.steps, step, (total, self.tile_scales(0, column)))[0]
 
     def accumulator(self) -> Any:
@@ -386,10 +383,10 @@ class _Block:
         slot = lax.rem(step, self.p.tiles.stages)
         by_row, by_part = None, []
         if "a_blocks" in self.scale:
-            by_row = _load(self.a_blocks_ring.at[slot, self.half()], _BY_ROW)
+            by_row = load(self.a_blocks_ring.at[slot, self.half()], BY_ROW)
         if "b_blocks" in self.scale:
             parts = [pl.ds(c, COLUMNS) for c in range(0, self.p.tiles.tile_n, COLUMNS)]
-            by_part = [_load(self.b_blocks_ring.at[slot, part], _BY_COLUMN) for part in parts]
+            by_part = [load(self.b_blocks_ring.at[slot, part], BY_COLUMN) for part in parts]
         return by_row, by_part
 
     def tile_scales(self, t: Any, column: jax.Array) -> list[jax.Array]:
@@ -407,9 +404,9 @@ class _Block:
             return partial
         shape = partial[0].shape
         if "b_tiles" in self.scale:
-            return [y * _along(by_row * s, shape, 0) for y, s in zip(partial, by_part, strict=True)]
-        by_row = _along(by_row, shape, 0)
-        return [y * (by_row * _along(s, shape, 1)) for y, s in zip(partial, by_part, strict=True)]
+            return [y * along(by_row * s, shape, 0) for y, s in zip(partial, by_part, strict=True)]
+        by_row = along(by_row, shape, 0)
+        return [y * (by_row * along(s, shape, 1)) for y, s in zip(partial, by_part, strict=True)]
 
     def request_scales(self, row: jax.Array, column: jax.Array) -> Any:
         """Request the scales of a tile's rows. `store` waits for those of its columns."""
@@ -421,7 +418,7 @@ class _Block:
                 self.copied.at[warpgroup],
             )
         if "rows" in self.scale:
-            return _load(self.scale["rows"].at[pl.ds(row, self.p.tiles.tile_m)], _BY_ROW)
+            return load(self.scale["rows"].at[pl.ds(row, self.p.tiles.tile_m)], BY_ROW)
         return self.scale["row"][0] if "row" in self.scale else None
 
     def store(
@@ -437,7 +434,7 @@ class _Block:
         width = self.staging.shape[-1]
         shape = (tile_m, width)
         if "rows" in self.scale:
-            by_row = _along(by_row, shape, 0)
+            by_row = along(by_row, shape, 0)
         if "columns" in self.scale:
             plgpu.barrier_wait(self.copied.at[warpgroup])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -447,7 +444,7 @@ class _Block:
             if by_row is not None:
                 y = y * by_row
             if "columns" in self.scale:
-                y = y * _along(_load(self.columns.at[warpgroup, columns], _BY_COLUMN), shape, 1)
+                y = y * along(load(self.columns.at[warpgroup, columns], BY_COLUMN), shape, 1)
             elif "column" in self.scale:
                 y = y * self.scale["column"][0]
             if c >= 2:  # two slots, alternating
@@ -462,12 +459,3 @@ class _Block:
 def _parts(x: jax.Array, width: int) -> list[jax.Array]:
     """`x` split into parts of `width` columns, which stay in the same registers."""
     return [x[:, c : c + width] for c in range(0, x.shape[1], width)]
-
-
-def _load(vector: Any, layout: Any) -> jax.Array:
-    return plgpu.load(vector, layout=layout, optimized=False)
-
-
-def _along(vector: jax.Array, shape: tuple[int, ...], dimension: int) -> jax.Array:
-    """A vector along `dimension` of a matrix, constant along the other."""
-    return lax.broadcast_in_dim(vector, shape, (dimension,))
