@@ -117,17 +117,6 @@ def test_gradients(case):
     assert_gradients(found, stored, vectors, groups, scale, seen, formats, out_dtype)
 
 
-def test_masks_are_refused():
-    """The kernels would ignore them."""
-    how = {"groups": 1, "scale": 1.0, "is_causal": False, "window": None, "out_dtype": F32}
-    how["mask"] = jnp.ones((1, 8, 8), bool)
-    with pytest.raises(ValueError, match="a mask: this attention kernel"):
-        attention.attention_forward(*operands_of(1, 1, 8, 8, 64), **how)
-    both = backward_operands_of((1, 1, 16, 8, 64), [np.ones((16, 8), bool)], E4M3FN, 1.0)
-    with pytest.raises(ValueError, match="a mask: these kernels"):
-        attention.attention_backward(*both, formats=(E4M3FN, E4M3FN), **how)
-
-
 # In `scaled_dot_product_attention`
 
 

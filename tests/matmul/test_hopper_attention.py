@@ -114,18 +114,6 @@ def test_later_tokens_change_nothing(window, by_mask):
         assert (np.asarray(x)[:, seen:] != np.asarray(y)[:, seen:]).any()
 
 
-def test_what_is_refused():
-    operands = operands_of(1, 1, 8, 8, 32)
-    attend = partial(attention_forward, groups=1, is_causal=False, out_dtype=F32)
-    with pytest.raises(ValueError, match="64, 128 or 256 numbers, not 32"):
-        attend(*operands, scale=1.0, window=None)
-    operands = operands_of(1, 1, 8, 8, 64)
-    with pytest.raises(ValueError, match="negate the queries"):
-        attend(*operands, scale=-1.0, window=None)
-    with pytest.raises(ValueError, match="no negative numbers"):
-        attend(*operands, scale=1.0, window=(3, -1))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -12,7 +12,6 @@ if jax.__version_info__ < (0, 11, 2):
 
 from jfp8 import E4M3FN, E5M2
 from jfp8.kernels.flash.division import backward_rule
-from jfp8.kernels.flash.operands import Stored, Vectors
 from jfp8.kernels.hopper.attention import attention_backward
 from support.attention_in_f64 import (
     assert_gradients,
@@ -77,15 +76,6 @@ def test_gradients(case):
             )
         )
     assert_gradients(found, stored, vectors, groups, scale, seen, formats, out_dtype)
-
-
-def test_heads_of_256_are_refused():
-    of = jax.ShapeDtypeStruct((1, 8, 256), E4M3FN.dtype)
-    how = {"groups": 1, "scale": 1.0, "is_causal": False, "window": None}
-    with pytest.raises(ValueError, match="64 or 128 numbers, not 256"):
-        attention_backward(
-            Stored(*[of] * 7), Vectors(*[of] * 9), **how, formats=(E5M2, E5M2), out_dtype=F32
-        )
 
 
 def test_rules_of_division():

@@ -187,14 +187,6 @@ def test_nothing_to_multiply():
         np.testing.assert_array_equal(y, np.zeros((groups, m, n), F32))
 
 
-def test_tiles_that_do_not_fit_are_refused():
-    a, b = jnp.ones((TILE, TILE), E4M3), jnp.ones((1, TILE, TILE), E4M3)
-    group = jnp.zeros(1, jnp.int32)
-    for tiles in (Tiles(tile_m=128), Tiles(cluster=2), Tiles(tile_n=96)):
-        with pytest.raises(ValueError, match="may belong to different groups"):
-            grouped.grouped_matmul(a, b, group, None, None, F32, tiles=tiles)
-
-
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_lowers_for_cuda(out_dtype, scaled):

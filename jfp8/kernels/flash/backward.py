@@ -48,16 +48,8 @@ def attention_backward(
 
     Returns:
       ``out_dtype[..., G, T, H]``, ``out_dtype[..., G / groups, S, H]`` twice, ``f32[..., G, T]``.
-
-    Raises:
-      ValueError: H is neither 64 nor 128, or the kernels take no masks.
     """
     (*_, rows, size), keys = stored.q.shape, stored.k.shape[-2]
-    if size not in of_queries.sizes:
-        raise ValueError(
-            f"the kernels of the backward pass take heads of 64 or 128 numbers, not {size}: pad "
-            "queries, keys, values and gradients with zeros."
-        )
     operands = backward_operands(stored, vectors, key_lengths, scale, of_queries.tokens)
     bounds = window_of(is_causal, window)
     problem = Problem(operands["q"].shape[1], keys, size, groups, scale, *bounds, formats)
@@ -69,8 +61,6 @@ def attention_backward(
 
     by_query, by_key = {}, {}
     if mask is not None:
-        if not of_queries.masks:
-            raise ValueError("a mask: these kernels know is_causal, a window and lengths.")
         mask = mask.reshape(-1, *mask.shape[-3:])
         by_query = packed(mask, (rows, keys), 3, (of_queries.tokens, of_queries.width))
         by_key = packed(mask, (rows, keys), 2, (of_keys.tokens, of_keys.width), groups)

@@ -38,7 +38,7 @@ def attention_forward(
 
     Args:
       work: of a block of the kernel.
-      q: ``f8[..., G, T, H]``, H of ``work.sizes``.
+      q: ``f8[..., G, T, H]``; which H and masks a kernel takes, `pallas_attention` says.
       k: ``f8[..., G / groups, S, H]``.
       v_t: ``f8[..., G / groups, H, S]``.
       q_scale: ``f32[..., G, T]``. Positive, as the others.
@@ -55,13 +55,8 @@ def attention_forward(
 
     Returns:
       ``out_dtype[..., G, T, H]`` and ``f32[..., G, T]``.
-
-    Raises:
-      ValueError: H is another, or `scale` is not positive, or `window` is negative, or the kernel
-        takes no masks.
     """
     shape, (*_, rows, size), keys = q.shape, q.shape, k.shape[-2]
-    _check(work, size, scale, window, mask)
     if 0 in (*shape, keys):
         return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
     matrices = {"q": q, "k": k, "v_t": v_t}
@@ -77,28 +72,3 @@ def attention_forward(
     problem = Problem(operands["q"].shape[1], keys, size, groups, scale, *bounds)
     o, lse = launch(work, problem, operands, shape[-3], out_dtype)
     return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
-
-
-def _check(
-    work: type[QueryTile],
-    size: int,
-    scale: float,
-    window: tuple[int, int] | None,
-    mask: jax.Array | None,
-) -> None:
-    """Raise ValueError for what the kernel does not compute."""
-    if size not in work.sizes:
-        *most, last = map(str, work.sizes)
-        raise ValueError(
-            f"the attention kernel takes heads of {', '.join(most)} or {last} numbers, not {size}: "
-            "pad queries, keys and values with zeros."
-        )
-    if not scale > 0:
-        raise ValueError(
-            f"scale={scale}: the attention kernel finds the largest logits before it multiplies by "
-            "scale, which must be positive. For a negative one, negate the queries."
-        )
-    if window is not None and min(window) < 0:
-        raise ValueError(f"window={window}: a query sees its own key; give no negative numbers.")
-    if mask is not None and not work.masks:
-        raise ValueError("a mask: this attention kernel knows is_causal, a window and lengths.")

@@ -27,8 +27,6 @@ class TileWork(abc.ABC):
 
     Attributes:
       name: of the kernel.
-      sizes: of the heads that it takes.
-      masks: whether it takes masks.
       like: the operand whose tokens are divided into tiles.
       tokens: of a tile.
       width: how many tokens a step takes.
@@ -45,8 +43,6 @@ class TileWork(abc.ABC):
     """
 
     name: ClassVar[str]
-    sizes: ClassVar[tuple[int, ...]] = (64, 128)
-    masks: ClassVar[bool] = False
     like: ClassVar[str]
     tokens: ClassVar[int] = BLOCK
     width: ClassVar[int]

@@ -38,8 +38,6 @@ class ForwardByWgmma(ForwardTile):
     """Compute attention of a tile of queries, and the logarithm of the denominator."""
 
     name = "attention"
-    sizes = (64, 128, 256)
-    masks = True
     slots = 2
 
     @staticmethod

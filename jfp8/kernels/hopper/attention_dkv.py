@@ -42,7 +42,6 @@ class KeyGradientsByWgmma(KeyTile):
     """Compute dK and dV of a tile of keys."""
 
     name = "attention_dkv"
-    masks = True
 
     @staticmethod
     def between(p: Problem) -> dict[str, Any]:

@@ -33,7 +33,6 @@ class QueryGradientByWgmma(BackwardTile):
     """Compute dQ of a tile of queries, and the largest ``|dS|`` of each."""
 
     name = "attention_dq"
-    masks = True
 
     @staticmethod
     def between(p: Problem) -> dict[str, Any]:

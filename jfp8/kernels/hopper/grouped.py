@@ -58,7 +58,7 @@ def grouped_matmul(
       a_scale: ``f32[ceil(K/128), T * 128]``, or None: all are one.
       b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``, or None: all are one.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is cut, with ``tile_m=64`` and ``cluster=1``.
+      tiles: how the product is cut: in clusters of one, as tiles of rows may be of other groups.
 
     Returns:
       ``out_dtype[T * 128, N]``.
@@ -113,7 +113,7 @@ def grouped_outer(
         must exist.
       a_scale, b_scale: ``f32[T, M]`` and ``f32[T, N]``, or None: all are one.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is cut, with ``tile_m=64`` and ``cluster=1``.
+      tiles: how the product is cut: in clusters of one, as tiles of rows may be of other groups.
 
     Returns:
       ``out_dtype[G, M, N]``.
@@ -240,11 +240,6 @@ def _add_up(
 ) -> jax.Array:
     """Compute all parts of `out`, a stack of `matrices` matrices; `part` describes each."""
     tiles, total = grid.tiles, matrices * grid.size
-    if tiles.tile_m != ROWS or tiles.tile_n % COLUMNS or tiles.cluster != 1:
-        raise ValueError(
-            f"{tiles}: grouped products take tile_m={ROWS}, tile_n a multiple of {COLUMNS}, and "
-            "cluster=1: adjacent tiles of rows may belong to different groups."
-        )
     blocks = min(multiprocessors(), total)
 
     def kernel(refs: dict[str, Any], out_ref: Any, **shared: Any) -> None:
