@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jfp8.kernels.flash.launch import launch
+from jfp8.kernels.flash.launch import launch, padded_matrix, padded_vector
 from jfp8.kernels.flash.mask_bits import packed
-from jfp8.kernels.flash.operands import padded_matrix, padded_vector
 from jfp8.kernels.flash.problem import BLOCK, Problem, window_of
 from jfp8.kernels.flash.query_tile import QueryTile
 from jfp8.kernels.flash.results import heads_first
