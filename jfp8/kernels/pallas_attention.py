@@ -16,7 +16,8 @@ from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
 from jfp8.products.flash.blocks import Both, Gradients, Softmax
 from jfp8.products.flash.mask import Visible
-from jfp8.products.flash.numerics import Numerics, Quantized, format_of
+from jfp8.products.flash.numerics import Numerics, Quantized, format_of, numerics_of
+from jfp8.products.flash.plan import AttentionSpec
 from jfp8.scaling.formats import E4M3FN
 from jfp8.tracing.device import Gpu
 
@@ -30,6 +31,7 @@ class Pallas:
     Attributes:
       name: of the implementation.
       passes: imports them, forward and backward; JAX before 0.11.2 cannot.
+      gpus: the major compute capability that they are for.
       why_not_on: why they do not run on a GPU, or None.
       sizes, sizes_backward: of a head.
       masks: whether they take some.
@@ -37,26 +39,25 @@ class Pallas:
 
     name: str
     passes: Callable[[], Passes]
+    gpus: int
     why_not_on: Callable[[Gpu | None], str | None]
     sizes: tuple[int, ...]
     sizes_backward: tuple[int, ...]
     masks: bool
 
-    def refusal(
-        self, numerics: Numerics, visible: Visible, depth: int, scale: float, gpu: Gpu | None
-    ) -> str | None:
+    def refusal(self, spec: AttentionSpec, gpu: Gpu | None) -> str | None:
         """Tell why they do not compute the reference's forward pass on `gpu`; None if they do."""
-        reason = self.why_not_on(gpu)
+        numerics, reason = numerics_of(spec.recipe), self.why_not_on(gpu)
         if reason is not None:
             return reason
         known = "masks, is_causal" if self.masks else "is_causal"
         for name in ("bias",) if self.masks else ("mask", "bias"):
-            if getattr(visible, name) is not None:
+            if getattr(spec.visible, name) is not None:
                 return f"a {name}: the kernels know {known}, local_window_size and lengths"
-        if depth not in self.sizes:
-            return f"heads of {depth} numbers: the kernels are for {_listed(self.sizes)}"
-        if not scale > 0:
-            return f"scale={scale}: the kernels are for positive ones; negate the queries"
+        if spec.depth not in self.sizes:
+            return f"heads of {spec.depth} numbers: the kernels are for {_listed(self.sizes)}"
+        if not spec.scale > 0:
+            return f"scale={spec.scale}: the kernels are for positive ones; negate the queries"
         stored = numerics.query.first, numerics.key.first, numerics.value.first
         if not _multiplied(map(format_of, stored)) or numerics.weights[0] != E4M3FN:
             return "a recipe whose forward products are not of E4M3FN and E5M2, with P in E4M3FN"
@@ -160,6 +161,7 @@ def _blackwell() -> Passes:
 HOPPER = Pallas(
     "mosaic_gpu",
     _hopper,
+    9,
     why_no_kernels,
     sizes=(64, 128, 256),
     sizes_backward=(64, 128),
@@ -168,6 +170,7 @@ HOPPER = Pallas(
 BLACKWELL = Pallas(
     "mosaic_gpu_blackwell",
     _blackwell,
+    10,
     lambda gpu: why_none_for(gpu, {10: "Blackwell (compute capability 10.x)"}),
     sizes=(64, 128),
     sizes_backward=(64, 128),
