@@ -399,7 +399,7 @@ def check_grouped_matmul(groups: int, tiles: int, n: int, k: int, scaled: bool) 
     group = np.sort(np.random.default_rng(7).integers(0, groups, tiles)).astype(np.int32)
     a_scale = powers_of_two((blocks, tiles * 128), 3)
     b_scale = powers_of_two((groups, blocks, math.ceil(n / 128)), 4)
-    scales = (a_scale, b_scale) if scaled else (None, None)
+    scales = (a_scale if scaled else None, b_scale)
 
     def ours(a, b, group, scales):
         return kernel("grouped_matmul")(a, b, group, *scales, out)
@@ -410,9 +410,9 @@ def check_grouped_matmul(groups: int, tiles: int, n: int, k: int, scaled: bool) 
         b = make((groups, n, k), E4M3FN.dtype, 2)
         (got,) = run(ours, a, b, group, scales)
         left, right = _f32(a), _f32(b)
+        right = right * spread(b_scale.transpose(0, 2, 1), right.shape)
         if scaled:
             left = left * spread(a_scale.T, left.shape)
-            right = right * spread(b_scale.transpose(0, 2, 1), right.shape)
         for t, g in enumerate(group):
             part = slice(t * 128, (t + 1) * 128)
             if make is integers:
@@ -429,7 +429,7 @@ def check_grouped_outer(groups: int, tiles: int, m: int, n: int, scaled: bool) -
     count = count.astype(np.int32)  # none in the first group
     first = (np.cumsum(count) - count).astype(np.int32)
     a_scale, b_scale = powers_of_two((tiles, m), 3), powers_of_two((tiles, n), 4)
-    scales = (a_scale, b_scale) if scaled else (None, None)
+    scales = (a_scale, b_scale if scaled else None)
 
     def ours(a, b, first, count, scales):
         return kernel("grouped_outer")(a, b, first, count, *scales, out)
@@ -440,8 +440,8 @@ def check_grouped_outer(groups: int, tiles: int, m: int, n: int, scaled: bool) -
         b = make((n, tiles * 128), E5M2.dtype, 2)
         (got,) = run(ours, a, b, first, count, scales)
         left, right = _f32(a), _f32(b)
+        left = left * spread(a_scale.T, left.shape)
         if scaled:
-            left = left * spread(a_scale.T, left.shape)
             right = right * spread(b_scale.T, right.shape)
         for g in range(groups):
             part = slice(first[g] * 128, (first[g] + count[g]) * 128)

@@ -514,8 +514,8 @@ def test_grouped_matmul(with_scales, compiled):
     f = lambda a, b, group, s, t: grouped_matmul(a, b, group, s, t, BF16)
     args = (of((tiles * 128, k), F8), of((groups, n, k), F8), of((tiles,), jnp.int32))
     scales = (of((k // 128, tiles * 128), F32), of((groups, k // 128, n // 128), F32))
-    args = (*args, *(scales if with_scales else (None, None)))
-    how = "1×128 and 128×128" if with_scales else "no scales"
+    args = (*args, *(scales if with_scales else (None, scales[1])))
+    how = "1×128 and 128×128" if with_scales else "scales of matrices"
     assert_tensor_cores(compiled(f"kernel `grouped_matmul`, {how}", "h200", f, *args))
 
 
@@ -528,8 +528,8 @@ def test_grouped_outer(with_scales, compiled):
     args = (of((k, tiles * 128), F8), of((n, tiles * 128), F8_GRAD))
     args = (*args, of((groups,), jnp.int32), of((groups,), jnp.int32))
     scales = (of((tiles, k), F32), of((tiles, n), F32))
-    args = (*args, *(scales if with_scales else (None, None)))
-    how = "1×128" if with_scales else "no scales"
+    args = (*args, *(scales if with_scales else (scales[0], None)))
+    how = "1×128" if with_scales else "scales of rows"
     assert_tensor_cores(compiled(f"kernel `grouped_outer`, {how}", "h200", f, *args))
 
 

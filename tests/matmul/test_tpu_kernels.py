@@ -135,7 +135,8 @@ def test_product_in_every_layout_with_scales_of_lines_and_a_bias(summed):
     y = matmul(
         *map(jnp.asarray, (a, b)),
         *(summed, BF16),
-        ends=tuple(map(jnp.asarray, (u, v))),
+        scales=tuple(map(jnp.asarray, (u, v))),
+        in_blocks=False,
         bias=jnp.asarray(bias),
     )
     first, second = a.astype(np.float64), b.astype(np.float64)
@@ -157,7 +158,7 @@ def test_product_in_blocks(block, k):
     scales = codes if block == 32 else [s.astype(np.float32), t.astype(np.float32)]
     blocks = tuple(map(jnp.asarray, scales))
     arrays = jnp.asarray(a), jnp.asarray(b)
-    y = matmul(*arrays, (1, 0), jnp.float32, blocks=blocks)
+    y = matmul(*arrays, (1, 0), jnp.float32, scales=blocks, in_blocks=True)
     s, t = (np.repeat(x, block, 0) for x in (s, t))
     expected = (a.astype(np.float64) * s.T) @ (b.astype(np.float64) * t)
     assert np.isnan(expected[7]).all()

@@ -41,7 +41,7 @@ def grouped_matmul(
     b: jax.Array,
     group: jax.Array,
     a_scale: jax.Array | None,
-    b_scale: jax.Array | None,
+    b_scale: jax.Array,
     out_dtype: jax.typing.DTypeLike,
     *,
     tiles: Tiles | None = None,
@@ -56,7 +56,7 @@ def grouped_matmul(
       a, b: ``f8[T * 128, K]`` and ``f8[G, N, K]``, e4m3fn or e5m2 in any mix.
       group: ``i32[T]``, less than ``G``. A tile with a negative group gives zeros, at no cost.
       a_scale: ``f32[ceil(K/128), T * 128]``, or None: all are one.
-      b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``, or None: all are one.
+      b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
       tiles: how the product is cut: in clusters of one, as tiles of rows may be of other groups.
 
@@ -75,10 +75,8 @@ def grouped_matmul(
         place = grid.place(number)
         g = refs["group"][lax.div(place.row, BLOCK)]
 
-        def factors(t: jax.Array) -> list[jax.Array | None]:
+        def factors(t: jax.Array) -> list[jax.Array]:
             by_row = None if a_scale is None else _of_rows(refs["a_scale"].at[t], place)
-            if b_scale is None:
-                return [by_row] * grid.strips
             starts = (place.column + i * COLUMNS for i in range(grid.strips))
             of_strips = (refs["b_scale"][g, t, lax.div(start, BLOCK)] for start in starts)
             return [x if by_row is None else by_row * x for x in of_strips]
@@ -95,7 +93,7 @@ def grouped_outer(
     b: jax.Array,
     first: jax.Array,
     count: jax.Array,
-    a_scale: jax.Array | None,
+    a_scale: jax.Array,
     b_scale: jax.Array | None,
     out_dtype: jax.typing.DTypeLike,
     *,
@@ -111,7 +109,7 @@ def grouped_outer(
       a, b: ``f8[M, T * 128]`` and ``f8[N, T * 128]``, e4m3fn or e5m2 in any mix.
       first, count: ``i32[G]``, the first tile of each group and its number of tiles, all of which
         must exist.
-      a_scale, b_scale: ``f32[T, M]`` and ``f32[T, N]``, or None: all are one.
+      a_scale, b_scale: ``f32[T, M]``, and ``f32[T, N]`` or None: all are one.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
       tiles: how the product is cut: in clusters of one, as tiles of rows may be of other groups.
 
@@ -124,20 +122,19 @@ def grouped_outer(
     a, b = padded(a, BLOCK, 1), padded(b, COLUMNS, 1)
     tiles = tiles or (_TILES if b_scale is None else _WITH_SCALES_OF_COLUMNS)
     grid = _Grid.of(a.shape[0], b.shape[0], tiles)
-    a_scale = a_scale if a_scale is None else padded(a_scale, 1, BLOCK)
-    b_scale = b_scale if b_scale is None else padded(b_scale, 1, COLUMNS)
+    b_scale = None if b_scale is None else padded(b_scale, 1, COLUMNS)
     operands = {"a": a, "b": b, "first": first, "count": count}
-    operands |= {"a_scale": a_scale, "b_scale": b_scale}
+    operands |= {"a_scale": padded(a_scale, 1, BLOCK), "b_scale": b_scale}
 
     def part(refs: dict[str, Any], out: Any, number: jax.Array) -> _Part:
         g, place = lax.div(number, grid.size), grid.place(lax.rem(number, grid.size))
 
-        def factors(t: jax.Array) -> list[jax.Array | None]:
-            by_row = None if a_scale is None else _of_rows(refs["a_scale"].at[t], place)
+        def factors(t: jax.Array) -> list[jax.Array]:
+            by_row = _of_rows(refs["a_scale"].at[t], place)
             if b_scale is None:
                 return [by_row] * grid.strips
             of_strips = (_of_columns(refs["b_scale"].at[t], place, i) for i in range(grid.strips))
-            return [x if by_row is None else by_row * x for x in of_strips]
+            return [by_row * x for x in of_strips]
 
         steps = refs["first"][g], refs["count"][g]
         return _Part(refs["a"], refs["b"], out.at[g], place, *steps, factors)
@@ -228,7 +225,7 @@ class _Part(NamedTuple):
     place: _Place
     first: jax.Array | int
     steps: jax.Array | int
-    factors: Callable[[jax.Array], list[jax.Array | None]]
+    factors: Callable[[jax.Array], list[jax.Array]]
 
 
 def _add_up(
@@ -351,7 +348,7 @@ class _Ring:
         slot = lax.rem(before + i, self.stages)
         plgpu.barrier_wait(self.full.at[slot])
 
-        def product(acc: Any) -> tuple[jax.Array, list[jax.Array | None]]:
+        def product(acc: Any) -> tuple[jax.Array, list[jax.Array]]:
             plgpu.wgmma(acc, self.a.at[slot, _my_rows()], self.b.at[slot].T)
             factors = this.factors(this.first + i)
             return acc[...], factors
@@ -359,10 +356,7 @@ class _Ring:
         y, factors = pl.run_scoped(product, plgpu.ACC((ROWS, self.b.shape[1]), jnp.float32))
         plgpu.barrier_arrive(self.empty.at[slot])
         strips = [y[:, i * COLUMNS : (i + 1) * COLUMNS] for i in range(len(sums))]
-        return [
-            total + (y if factor is None else y * factor)
-            for total, y, factor in zip(sums, strips, factors, strict=True)
-        ]
+        return [total + y * x for total, y, x in zip(sums, strips, factors, strict=True)]
 
     def _store(self, sums: list[jax.Array], this: _Part) -> None:
         """Round and write, while others multiply and the next part is already copied."""

@@ -67,14 +67,14 @@ def _multiply(
     layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
     a, b, (((a_k,), (b_k,)), (batch, _)) = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
     m, n, k = layout.sizes
-    if varies_along_sum(lhs, rhs, spec):
-        kind, in_f8 = "blocks", False
+    in_blocks = varies_along_sum(lhs, rhs, spec)
+    if in_blocks:
+        in_f8 = False
         scales = (
             _block_scales(lhs, lhs_sum[0], lhs_batch),
             _block_scales(rhs, rhs_sum[0], rhs_batch),
         )
     else:
-        kind = "ends"
         u, v = row_scales(lhs, lhs_sum, lhs_batch), row_scales(rhs, rhs_sum, rhs_batch)
         scales = u[..., None] if u.ndim else u, v[..., None, :] if v.ndim else v
     # The kernel writes what TPUs have registers for.
@@ -82,7 +82,7 @@ def _multiply(
     bias = None if given is None or out != spec.dtype else given.reshape(1, -1)
 
     def product(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-        how: dict[str, Any] = {kind: scales, "bias": bias}
+        how: dict[str, Any] = {"scales": scales, "in_blocks": in_blocks, "bias": bias}
         # The compiler counts with one rate, that of bf16, when it decides what to do meanwhile.
         flops = m * n * k * (1 if in_f8 else 2)
         return matmul(a, b, (a_k - len(batch), b_k - len(batch)), out, **how, flops=flops)
