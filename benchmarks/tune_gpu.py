@@ -150,7 +150,7 @@ _CUTS = [(128, 128), (64, 128), (128, 64), (64, 64), (64, 256), (256, 128)]
 
 def _sweeps(name: str) -> list[Any]:
     """Those that fit, the default first, then those with most bytes on their way from memory."""
-    from jfp8.kernels.hopper.quantize import Sweep
+    from jfp8.kernels.hopper.sweep import Sweep
     from jfp8.kernels.hopper.tiles import SHARED_MEMORY, multiprocessors
 
     # Blocks of 128 need tiles that hold whole ones.

@@ -11,18 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.sweep import (
-    COLUMNS,
-    ROWS,
-    Ref,
-    Sweep,
-    finish,
-    per_line,
-    read,
-    saturating,
-    staging,
-    write,
-)
+from jfp8.kernels.hopper import sweep
+from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Ref, Sweep
 from jfp8.kernels.shared_memory import swizzled
 from jfp8.scaling.formats import Format
 
@@ -48,10 +38,10 @@ def quantize_heads(
     """
     (batch, tokens, groups, of, depth), count = x.shape, inverse.shape[2]
     # Two blocks fit a multiprocessor, each with two tiles and both results.
-    sweep = Sweep(rows=TOKENS if x.dtype.itemsize == 2 else TOKENS // 2, columns=min(depth, 128))
-    down, across = tokens // sweep.rows, depth // sweep.columns
+    tiles = Sweep(rows=TOKENS if x.dtype.itemsize == 2 else TOKENS // 2, columns=min(depth, 128))
+    down, across = tokens // tiles.rows, depth // tiles.columns
     total = batch * groups * count * across * down
-    blocks = min(sweep.blocks, total)
+    blocks = min(tiles.blocks, total)
 
     def kernel(x: Ref, inverse: Ref, q: Ref, q_t: Ref, staged: Ref, staged_t: Ref) -> None:
         block = lax.axis_index("block")
@@ -70,32 +60,34 @@ def quantize_heads(
 
         def body(step: tuple[jax.Array], tile: Ref, factors: Ref) -> None:
             head, part, row = place(*step)
-            at_token, at_depth = sweep.part(row, part)
-            values = read(tile, ROWS, jnp.float32)
-            by_token = per_line(read(factors, ROWS.reduce(1)), values.shape)
+            at_token, at_depth = tiles.part(row, part)
+            values = sweep.read(tile, ROWS, jnp.float32)
+            by_token = sweep.per_line(sweep.read(factors, ROWS.reduce(1)), values.shape)
             target = q.at[head, at_token, at_depth]
-            write(saturating(values * by_token, fmt), staged, target)
-            values = read(tile.T, COLUMNS, jnp.float32)
-            by_token = lax.broadcast_in_dim(read(factors, COLUMNS.reduce(0)), values.shape, (1,))
+            sweep.write(sweep.saturating(values * by_token, fmt), staged, target)
+            values = sweep.read(tile.T, COLUMNS, jnp.float32)
+            by_token = lax.broadcast_in_dim(
+                sweep.read(factors, COLUMNS.reduce(0)), values.shape, (1,)
+            )
             target = q_t.at[head, at_depth, at_token]
-            write(saturating(values * by_token, fmt), staged_t, target)
+            sweep.write(sweep.saturating(values * by_token, fmt), staged_t, target)
 
-        shape = (sweep.rows, sweep.columns)
-        tiles = plgpu.BlockSpec(shape, of_x, transforms=swizzled(x.dtype, sweep.columns))
+        shape = (tiles.rows, tiles.columns)
+        tile = plgpu.BlockSpec(shape, of_x, transforms=swizzled(x.dtype, tiles.columns))
         plgpu.emit_pipeline(
             body,
             grid=(steps,),
-            in_specs=[tiles, plgpu.BlockSpec((sweep.rows,), of_inverse)],
-            max_concurrent_steps=sweep.stages,
+            in_specs=[tile, plgpu.BlockSpec((tiles.rows,), of_inverse)],
+            max_concurrent_steps=tiles.stages,
         )(x, inverse)
-        finish()
+        sweep.finish()
 
     heads = batch * groups * count
     shapes = (heads, tokens, depth), (heads, depth, tokens)
     q, q_t = plgpu.kernel(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(s, fmt.dtype) for s in shapes),
-        scratch_types=tuple(staging(sweep, fmt)),
+        scratch_types=tuple(sweep.staging(tiles, fmt)),
         grid=(blocks,),
         grid_names=("block",),
         kernel_name="jfp8_quantize_heads",
