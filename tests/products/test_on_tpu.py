@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 from jfp8 import recipes
 from jfp8.kernels.backend import facts_of
-from jfp8.kernels.tpu.backends import choose_on_tpu
+from jfp8.kernels.tpu.backend import choose_on_tpu
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.operation import Use

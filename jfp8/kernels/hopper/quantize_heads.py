@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper import sweep
 from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Ref, Sweep
-from jfp8.kernels.shared_memory import swizzled
+from jfp8.kernels.shared_memory import along, swizzled
 from jfp8.scaling.formats import Format
 
 TOKENS = 128  # of which a sequence has a multiple
@@ -66,9 +66,7 @@ def quantize_heads(
             target = q.at[head, at_token, at_depth]
             sweep.write(sweep.saturating(values * by_token, fmt), staged, target)
             values = sweep.read(tile.T, COLUMNS, jnp.float32)
-            by_token = lax.broadcast_in_dim(
-                sweep.read(factors, COLUMNS.reduce(0)), values.shape, (1,)
-            )
+            by_token = along(sweep.read(factors, COLUMNS.reduce(0)), values.shape, 1)
             target = q_t.at[head, at_depth, at_token]
             sweep.write(sweep.saturating(values * by_token, fmt), staged_t, target)
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from jfp8.kernels.matrices import Arrangement, arrangements
 from jfp8.kernels.operands import are_powers_of_two, dtype_of_partial_sums
-from jfp8.kernels.tpu.backends import multiply
+from jfp8.kernels.tpu.backend import multiply
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
 from jfp8.kernels.tpu.sharded import (
     Division,

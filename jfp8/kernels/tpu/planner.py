@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jfp8.kernels.tpu import backends
+from jfp8.kernels.tpu import backend
 from jfp8.kernels.tpu.dot import DotOnTpu, dot_on_tpu
 from jfp8.products.dot_general import DotSpec
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Tpu
 
-multiply = backends.multiply
+multiply = backend.multiply
 
 
 def plan(spec: Any) -> DotOnTpu | None:
