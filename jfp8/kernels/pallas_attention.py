@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,6 @@ from jfp8.products.flash.plan import AttentionSpec
 from jfp8.scaling.formats import E4M3FN
 from jfp8.tracing.device import Gpu
 
-Passes = tuple[Callable[..., Any], Callable[..., Any]]
-
 
 @dataclass(frozen=True)
 class Pallas:
@@ -30,7 +29,7 @@ class Pallas:
 
     Attributes:
       name: of the implementation.
-      passes: imports them, forward and backward; JAX before 0.11.2 cannot.
+      module: that has them, forward and backward; JAX before 0.11.2 cannot import it.
       gpus: the major compute capability that they are for.
       why_not_on: why they do not run on a GPU, or None.
       sizes, sizes_backward: of a head.
@@ -38,7 +37,7 @@ class Pallas:
     """
 
     name: str
-    passes: Callable[[], Passes]
+    module: str
     gpus: int
     why_not_on: Callable[[Gpu | None], str | None]
     sizes: tuple[int, ...]
@@ -85,7 +84,7 @@ class Pallas:
         dtype: jax.typing.DTypeLike,
     ) -> Softmax:
         """Compute `blocks.forward`, with the result in `dtype`."""
-        attention_forward, _ = self.passes()
+        attention_forward = importlib.import_module(self.module).attention_forward
         groups, rows = q.data.shape[2:4]
         options = _options(groups, visible, scale, dtype)
         hidden, (of_queries, _) = _hidden(k, visible), visible.lengths
@@ -116,7 +115,7 @@ class Pallas:
         dtype: jax.typing.DTypeLike,
     ) -> Gradients:
         """Compute `blocks.backward`, with the results in `dtype`."""
-        _, attention_backward = self.passes()
+        attention_backward = importlib.import_module(self.module).attention_backward
         (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
         groups, hidden = q.data.shape[2], _hidden(k, visible)
         stored = Stored(
@@ -146,21 +145,9 @@ class Pallas:
         return Gradients(dq.reshape(q.data.shape), dk, dv, None, jnp.max(largest))
 
 
-def _hopper() -> Passes:
-    from jfp8.kernels.hopper.attention import attention_backward, attention_forward
-
-    return attention_forward, attention_backward
-
-
-def _blackwell() -> Passes:
-    from jfp8.kernels.blackwell.attention import attention_backward, attention_forward
-
-    return attention_forward, attention_backward
-
-
 HOPPER = Pallas(
     "mosaic_gpu",
-    _hopper,
+    "jfp8.kernels.hopper.attention",
     9,
     why_no_kernels,
     sizes=(64, 128, 256),
@@ -169,7 +156,7 @@ HOPPER = Pallas(
 )
 BLACKWELL = Pallas(
     "mosaic_gpu_blackwell",
-    _blackwell,
+    "jfp8.kernels.blackwell.attention",
     10,
     lambda gpu: why_none_for(gpu, {10: "Blackwell (compute capability 10.x)"}),
     sizes=(64, 128),

@@ -1,17 +1,8 @@
 """Differentiate attention by its keys and values, on Blackwell's tensor cores.
 
 A block takes 128 keys, and goes over the blocks of 64 queries that see one of these, of all heads
-that share the keys. Scores are transposed. One warpgroup makes the probabilities and dV, another
-one dS and dK::
-
-    s  = k . q^T                                            dp = v . dO^T
-    p  = exp2(s k_scale_j q_factor_i - lse_i)      -- p ->  dS = p (dp v_scale_j dO_scale_i - dot_i)
-    w  = e4m3fn(p u_i)                                      w  = cast(dS q2_scale_i / r_j)
-    dV = dV + (w . dO2) b 2^-8                              dK = dK + (w . q2) r_j
-
-with p = 0 where invisible, ``u_i = dO2_scale_i / b 2^8``, `b` the largest of the block, and
-``r_j = max_i |dS q2_scale_i| / fmt.max``, a power of two. `q2` and `dO2` are queries and gradients
-as these products take them. p goes from one warpgroup to the other through tensor memory, in one of
+that share the keys; see `KeyTile` for the equations. One warpgroup makes the probabilities and dV,
+another one dS and dK. Probabilities go from the one to the other through tensor memory, in one of
 two places by turns.
 """
 

@@ -1,17 +1,7 @@
 """Differentiate attention by its keys and values, on Hopper's tensor cores.
 
 Two warpgroups take 64 keys each, and go over the blocks of 64 queries that see one of these, of all
-heads that share the keys. Scores are transposed::
-
-    s  = k . q^T                         dp = v . dO^T
-    p  = exp2(s k_scale_j q_factor_i - lse_i)               0 where invisible
-    w  = e4m3fn(p u_i)                   u_i = dO2_scale_i / b 2^8,  b the largest of the block
-    dV = dV + (w . dO2) b 2^-8
-    dS = p (dp v_scale_j dO_scale_i - dot_i)
-    w  = cast(dS q2_scale_i / r_j)       r_j = max_i |dS q2_scale_i| / fmt.max, a power of two
-    dK = dK + (w . q2) r_j
-
-`q2` and `dO2` are queries and gradients as these products take them.
+heads that share the keys. See `KeyTile` for the equations.
 """
 
 from __future__ import annotations
