@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Bytes that a block may use, on Hopper and on Blackwell.
 SHARED_MEMORY = 232_448
+COMPUTE = 2  # warpgroups of a block that multiply; the one after them copies
 
 
 def swizzled(
@@ -20,6 +21,19 @@ def swizzled(
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * bits)
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
+
+
+def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    """Return a tile that copies and tensor cores take."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, shape[-1]))
+
+
+def staging(rows: int, dtype: jax.typing.DTypeLike, slots: int = 1) -> Any:
+    """Return where `rows` of results wait to be copied, for each warpgroup that multiplies.
+
+    A slot has 128 bytes of each row, the widest swizzle.
+    """
+    return tile((COMPUTE, slots, rows, 128 // jnp.dtype(dtype).itemsize), dtype)
 
 
 def padded(x: jax.Array, *multiples: int) -> jax.Array:

@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash.key_ranges import Bounds
-from jfp8.kernels.flash.problem import COMPUTE
-from jfp8.kernels.shared_memory import along
+from jfp8.kernels.shared_memory import COMPUTE, along
 
 ROWS = 128  # of a warpgroup that multiplies: those of tensor memory
 PART = 32  # columns that are in registers at the same time

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
+from jfp8.kernels.flash.problem import BLOCK, Problem
 from jfp8.kernels.flash.tile_work import TileWork, work_on_tile
-from jfp8.kernels.shared_memory import padded
+from jfp8.kernels.shared_memory import COMPUTE, padded
 
 # No barriers but those of the code, as for products: see `tiles.NO_OTHER_BARRIERS`. A warp writes
 # and multiplies its own rows. exp2 is one instruction, off by 2^-22 at most.

@@ -14,7 +14,6 @@ from jfp8.scaling.formats import Format
 
 BLOCK = 128  # keys of a step, and of a tile of keys
 QUERIES = 64  # queries of a step
-COMPUTE = 2  # warpgroups that multiply; the one after them copies
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.problem import COMPUTE
-from jfp8.kernels.shared_memory import SHARED_MEMORY, swizzled
+from jfp8.kernels.shared_memory import COMPUTE, SHARED_MEMORY, tile
 
 STAGES = 4  # at most
 BARRIERS = 1024  # bytes that are left for them
@@ -21,19 +20,6 @@ MEMORY_REGISTERS = 24  # of a thread of the warpgroup that copies
 
 # Operands ``[tokens, size]`` of a head; all others have tokens along their last dimension.
 BY_TOKEN = ("q", "k", "v", "grad")
-
-
-def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """Return a tile that copies and tensor cores take."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, shape[-1]))
-
-
-def staging(rows: int, dtype: jax.typing.DTypeLike, slots: int = 1) -> Any:
-    """Return where `rows` of results wait to be copied, for each warpgroup that multiplies.
-
-    A slot has 128 bytes of each row, the widest swizzle.
-    """
-    return tile((COMPUTE, slots, rows, 128 // jnp.dtype(dtype).itemsize), dtype)
 
 
 def of_tokens(name: str, head: Any, tokens: Any) -> Any:

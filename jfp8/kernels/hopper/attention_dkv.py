@@ -16,13 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash.key_tile import KeyTile
-from jfp8.kernels.flash.problem import COMPUTE, QUERIES, Problem
+from jfp8.kernels.flash.problem import QUERIES, Problem
 from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.ring import tile
 from jfp8.kernels.hopper.hidden_keys import Mask, masks_of
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS, cut, multiply, slices
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
-from jfp8.kernels.shared_memory import along, filled, load
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, tile
 
 PARTS = slices(QUERIES, 16)
 

@@ -23,11 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, multiprocessors
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
-from jfp8.kernels.shared_memory import along, filled, load, padded, swizzled
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, tile
 
 BLOCK = 128  # rows of a tile, products of one sum in the tensor cores, columns of a scale of b
 COLUMNS = 64  # that share a scale of b, and are stored together
-COMPUTE = 2  # warpgroups that multiply; the one after them copies
 ROWS = BLOCK // COMPUTE
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
@@ -110,8 +109,7 @@ def grouped_outer(
       first, count: ``i32[G]``, the first tile of each group and its number of tiles, all of which
         must exist.
       a_scale, b_scale: ``f32[T, M]``, and ``f32[T, N]`` or None: all are one.
-      out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is cut: in clusters of one, as tiles of rows may be of other groups.
+      out_dtype, tiles: see `grouped_matmul`.
 
     Returns:
       ``out_dtype[G, M, N]``.
@@ -259,10 +257,6 @@ def _add_up(
             lambda: ring.copy(for_each_part),
         )
 
-    def in_ring(x: jax.Array, rows: int) -> Any:
-        transforms = swizzled(x.dtype, BLOCK)
-        return plgpu.SMEM((tiles.stages, rows, BLOCK), x.dtype, transforms=transforms)
-
     return plgpu.kernel(
         kernel,
         out_type=out,
@@ -271,13 +265,11 @@ def _add_up(
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         scratch_types={
-            "a": in_ring(operands["a"], BLOCK),
-            "b": in_ring(operands["b"], tiles.tile_n),
+            "a": tile((tiles.stages, BLOCK, BLOCK), operands["a"].dtype),
+            "b": tile((tiles.stages, tiles.tile_n, BLOCK), operands["b"].dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
             "empty": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
-            "staging": plgpu.SMEM(
-                (COMPUTE, 2, ROWS, COLUMNS), out.dtype, transforms=swizzled(out.dtype, COLUMNS)
-            ),
+            "staging": tile((COMPUTE, 2, ROWS, COLUMNS), out.dtype),
         },
         compiler_params=NO_OTHER_BARRIERS,
         kernel_name="jfp8_grouped_matmul" if len(out.shape) == 2 else "jfp8_grouped_outer",

@@ -27,11 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, default_tiles, multiprocessors
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
-from jfp8.kernels.shared_memory import along, filled, load, padded, swizzled
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, staging, tile
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
 COLUMNS = 64  # n is padded to this: every such part of a tile has one scale of 128 x 128
-COMPUTE = 2  # warpgroups that multiply; the one after them copies
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
 
@@ -62,7 +61,7 @@ def matmul(
         "rows" if row_scale.ndim else "row": row_scale,
         "columns" if column_scale.ndim else "column": column_scale,
     }
-    tiles = tiles or default_tiles("promoted" if promote else "running", *_sizes(a, b))
+    tiles = tiles or default_tiles("promoted" if promote else "running", len(a), *b.shape)
     return _product(a, b, scales, out_dtype, promote, tiles)
 
 
@@ -80,23 +79,17 @@ def block_matmul(
     The tensor cores make the inner sums, of 128 products; everything else is f32.
 
     Args:
-      a, b: ``f8[M, K]`` and ``f8[N, K]``, e4m3fn or e5m2 in any mix.
+      a, b, out_dtype, tiles: see `matmul`.
       a_scale: ``f32[ceil(K/128), M]``.
       b_scale: ``f32[ceil(K/128), N]``, or ``f32[ceil(K/128), ceil(N/128)]``: one for 128 columns.
-      out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is divided; chosen by its shape if None.
 
     Returns:
       ``out_dtype[M, N]``.
     """
     by_tile = b_scale.shape[1] == pl.cdiv(b.shape[0], BLOCK)
     scales = {"a_blocks": a_scale, "b_tiles" if by_tile else "b_blocks": b_scale}
-    tiles = tiles or default_tiles("block" if by_tile else "block_columns", *_sizes(a, b))
+    tiles = tiles or default_tiles("block" if by_tile else "block_columns", len(a), *b.shape)
     return _product(a, b, scales, out_dtype, True, tiles)
-
-
-def _sizes(a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
-    return a.shape[0], b.shape[0], a.shape[1]
 
 
 def _product(
@@ -107,8 +100,8 @@ def _product(
     promote: bool,
     tiles: Tiles,
 ) -> jax.Array:
-    """Pads the operands, runs the kernel, and cuts the result."""
-    m, n, k = _sizes(a, b)
+    """Pad the operands, run the kernel, and cut the result."""
+    (m, k), n = a.shape, b.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     columns = pl.cdiv(n, COLUMNS) * COLUMNS
@@ -184,23 +177,17 @@ def _scratch(
     p: _Problem, a_dtype: Any, b_dtype: Any, out_dtype: jax.typing.DTypeLike
 ) -> dict[str, Any]:
     """The shared memory of a block, named like `_kernel`'s arguments."""
-    tiles, width = p.tiles, 128 // jnp.dtype(out_dtype).itemsize  # 128 bytes: the widest swizzle
+    tiles = p.tiles
     scratch = {
-        "a_ring": plgpu.SMEM(
-            (tiles.stages, p.block_m, BLOCK), a_dtype, transforms=swizzled(a_dtype, BLOCK)
-        ),
-        "b_ring": plgpu.SMEM(
-            (tiles.stages, tiles.tile_n, BLOCK), b_dtype, transforms=swizzled(b_dtype, BLOCK)
-        ),
+        "a_ring": tile((tiles.stages, p.block_m, BLOCK), a_dtype),
+        "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b_dtype),
         "full": plgpu.Barrier(num_arrivals=2 + len(p.scales_in_ring()), num_barriers=tiles.stages),
         # Of the cluster: a slot is written by all of its blocks, once all have read it. One thread
         # of a warpgroup arrives here (all 128 would at a plain `Barrier`), even in clusters of one.
         "empty": plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=COMPUTE, num_barriers=tiles.stages
         ),
-        "staging": plgpu.SMEM(
-            (COMPUTE, 2, tiles.tile_m, width), out_dtype, transforms=swizzled(out_dtype, width)
-        ),
+        "staging": staging(tiles.tile_m, out_dtype, slots=2),
     }
     for name, length in p.scales_in_ring().items():
         scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper import sweep
 from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Walk, both_ways, fastest
-from jfp8.kernels.shared_memory import padded
+from jfp8.kernels.shared_memory import along, padded
 from jfp8.matmul.spec import LARGEST_FACTOR
 from jfp8.scaling.formats import Format
 
@@ -187,7 +187,7 @@ def _quantize(
                 values = values.astype(jnp.float32)
                 values = values + values * 0  # Inf becomes NaN, all else is unchanged
                 if factor.ndim:
-                    factor = sweep.per_line(sweep.read(factor, layout.reduce(1)), values.shape)
+                    factor = along(sweep.read(factor, layout.reduce(1)), values.shape, 0)
                 return sweep.saturating(values * factor, fmt)
 
             at_row, at_column = walk.sweep.part(i, j)

@@ -16,6 +16,7 @@ from jfp8.kernels.hopper import sweep
 from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Sweep, Walk, both_ways, fastest
 from jfp8.kernels.hopper.tiles import multiprocessors
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.shared_memory import along
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
 
@@ -56,7 +57,7 @@ def quantize_rows_in_blocks(
                     amax = sweep.from_magnitude(jnp.max(sweep.magnitude(part), axis=1), walk.dtype)
                     scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
                     store(scales.at[first + b, lines], scale)
-                    scaled = part.astype(jnp.float32) * sweep.per_line(inverse, part.shape)
+                    scaled = part.astype(jnp.float32) * along(inverse, part.shape, 0)
                     parts.append(sweep.saturating(scaled, fmt))
                 return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
@@ -107,7 +108,7 @@ def quantize_tiles(
             s[i, j] = jnp.max(lax.bitcast_convert_type(scale, jnp.int32))
 
             def cast(values):
-                scaled = values.astype(jnp.float32) * sweep.per_line(inverse, values.shape)
+                scaled = values.astype(jnp.float32) * along(inverse, values.shape, 0)
                 return sweep.saturating(scaled, fmt)
 
             at_row, at_column = walk.sweep.part(i, j)

@@ -62,7 +62,7 @@ def quantize_heads(
             head, part, row = place(*step)
             at_token, at_depth = tiles.part(row, part)
             values = sweep.read(tile, ROWS, jnp.float32)
-            by_token = sweep.per_line(sweep.read(factors, ROWS.reduce(1)), values.shape)
+            by_token = along(sweep.read(factors, ROWS.reduce(1)), values.shape, 0)
             target = q.at[head, at_token, at_depth]
             sweep.write(sweep.saturating(values * by_token, fmt), staged, target)
             values = sweep.read(tile.T, COLUMNS, jnp.float32)

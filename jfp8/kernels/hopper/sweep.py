@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper.measured import measured
 from jfp8.kernels.hopper.tiles import multiprocessors
-from jfp8.kernels.shared_memory import padded, swizzled
+from jfp8.kernels.shared_memory import load, padded, swizzled, tile
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 
@@ -285,22 +285,22 @@ def make_in_place(make: Make, tiles: Sequence[Ref]) -> None:
         part = tuple(pl.ds(first, 64) for first in at)  # all at once would not fit the registers
         values = (plgpu.load(tile.at[part], layout=COLUMNS) for tile in tiles)
         made = jax.tree.leaves(make(*(each.astype(jnp.float32) for each in values)))
-        for tile, each in zip(tiles, made, strict=False):
-            tile[part] = each.astype(tile.dtype)
+        for target, each in zip(tiles, made, strict=False):
+            target[part] = each.astype(target.dtype)
     plgpu.commit_smem()  # `body` reads it in other layouts
 
 
 def staging(sweep: Sweep, fmt: Format) -> list[Any]:
     """Shared memory for a tile on its way out, and for its transpose."""
     shapes = (sweep.rows, sweep.columns), (sweep.columns, sweep.rows)
-    return [plgpu.SMEM(s, fmt.dtype, transforms=swizzled(fmt.dtype, s[1])) for s in shapes]
+    return [tile(shape, fmt.dtype) for shape in shapes]
 
 
 def read(tile: Ref, layout: Any, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """A tile, its transposed view, or a part of a vector, in registers, cast to `dtype`."""
     # Not optimized: the reads of ROWS meet two to a bank. Optimized ones do not, but cost a select
     # for every word, and instructions are scarcer here than shared memory's time.
-    values = plgpu.load(tile, layout=layout, optimized=False)
+    values = load(tile, layout)
     return values if dtype is None else values.astype(dtype)
 
 
@@ -317,11 +317,6 @@ def write(values: jax.Array, staged: Ref, target: Ref) -> None:
 def finish() -> None:
     """Wait until all is written: the last line of a kernel that calls `write`."""
     plgpu.wait_smem_to_gmem(0)
-
-
-def per_line(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One value for each line, repeated along the lines."""
-    return lax.broadcast_in_dim(values, shape, (0,))
 
 
 def lane(dtype: jax.typing.DTypeLike) -> Any:
