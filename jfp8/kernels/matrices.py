@@ -60,8 +60,7 @@ class Arrangement:
 
 
 def arrangements(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    numbers: Numbers,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
 ) -> dict[str, Arrangement]:
     """Return how lhs, rhs and grad (or y) become matrices, or batches of them.
 

@@ -21,11 +21,7 @@ WORD = 32
 
 
 def packed(
-    mask: jax.Array,
-    shape: tuple[int, int],
-    columns: int,
-    sizes: tuple[int, int],
-    groups: int = 1,
+    mask: jax.Array, shape: tuple[int, int], columns: int, sizes: tuple[int, int], groups: int = 1
 ) -> dict[str, jax.Array]:
     """Return the bits of a mask, and which blocks of columns a tile visits. ::
 

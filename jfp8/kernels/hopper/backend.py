@@ -19,13 +19,7 @@ from jfp8.kernels.only_on import only_on
 from jfp8.kernels.operands import row_scales, to_last
 from jfp8.kernels.partitioning import divided_sum, why_not_divided
 from jfp8.matmul.as_matrices import as_matrices
-from jfp8.matmul.spec import (
-    HARDWARE_FORMATS,
-    MatmulSpec,
-    free_dims,
-    layout_of,
-    varies_along_sum,
-)
+from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Gpu

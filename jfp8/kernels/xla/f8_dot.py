@@ -14,14 +14,7 @@ from jfp8.kernels.operands import dtype_of_partial_sums, factors_by_kernels
 from jfp8.kernels.partitioning import divided_sum
 from jfp8.kernels.xla.bf16_dot import exact_product
 from jfp8.matmul.as_matrices import as_matrices
-from jfp8.matmul.spec import (
-    HARDWARE_FORMATS,
-    MatmulSpec,
-    Numbers,
-    free_dims,
-    layout_of,
-    times,
-)
+from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, Numbers, free_dims, layout_of, times
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.device import Gpu
 
