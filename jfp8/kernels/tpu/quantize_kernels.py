@@ -56,14 +56,11 @@ def quantize_tensor(
             q[at] = _cast(values * inverse[0, 0], fmt)
         largest[...] = found
 
-    rows, columns = _divisors(x)
-    tile = _tile((rows, columns))
-    q = jax.ShapeDtypeStruct(x.shape, fmt.dtype)
+    rows, columns = sizes = divisor(x.shape[0]), divisor(x.shape[1])
     largest = jax.ShapeDtypeStruct((8, LANES), jnp.int32)
     whole = pl.BlockSpec(largest.shape, lambda i, j: (0, 0))
-    specs = [ONE_NUMBER, tile]
-    operands = [inverse, x]
-    return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole])
+    results = [_result(x, sizes, fmt.dtype), (largest, whole)]
+    return _run("quantize_tensor", kernel, sizes, [inverse, x], [ONE_NUMBER], results)
 
 
 @of_varying
@@ -80,7 +77,8 @@ def line_amaxes(
       int32[p, M] and int32[q, N], the bits of amaxes of parts of a line, of which the largest along
       the first dimension is the line's.
     """
-    (m, n), (rows, columns) = x.shape, _divisors(x)
+    (m, n), sizes = x.shape, (divisor(x.shape[0]), divisor(x.shape[1]))
+    rows, columns = sizes
 
     def kernel(x, by_row, by_column):
         by_row[...], by_column[...] = jnp.zeros_like(by_row), jnp.zeros_like(by_column)
@@ -96,7 +94,7 @@ def line_amaxes(
         pl.BlockSpec((8, rows), lambda i, j: (j, i)),
         pl.BlockSpec((8, columns), lambda i, j: (i, j)),
     ]
-    return _run("line_amaxes", kernel, [x], [_tile((rows, columns))], out, specs)
+    return _run("line_amaxes", kernel, sizes, [x], [], list(zip(out, specs, strict=True)))
 
 
 @of_varying
@@ -118,8 +116,7 @@ def quantize_lines(
     Returns:
       f8[M, N] twice.
     """
-    rows, columns = _divisors(x)
-    tile = _tile((rows, columns))
+    rows, columns = sizes = divisor(x.shape[0]), divisor(x.shape[1])
 
     def kernel(by_row, by_column, x, q, q_other):
         for i, j in _squares(rows, columns):
@@ -131,10 +128,9 @@ def quantize_lines(
     specs = [
         pl.BlockSpec((rows, 1), lambda i, j: (i, 0)),
         pl.BlockSpec((1, columns), lambda i, j: (0, j)),
-        tile,
     ]
-    out, operands = [jax.ShapeDtypeStruct(x.shape, fmt.dtype)] * 2, [row_inverse, column_inverse, x]
-    return _run("quantize_lines", kernel, operands, specs, out, [tile, tile])
+    operands, results = [row_inverse, column_inverse, x], [_result(x, sizes, fmt.dtype)] * 2
+    return _run("quantize_lines", kernel, sizes, operands, specs, results)
 
 
 @of_varying
@@ -163,7 +159,7 @@ def quantize_blocks(
       ``q`` f8[M, N], ``s`` [N / block, M], ``q_other`` f8[M, N], ``s_other`` [M / block, N]; scales
       in f32, or in uint8, E8M0 codes, where the rounding gives E8M0.
     """
-    (m, n), (rows, columns) = x.shape, _sizes(x)
+    rows, columns = sizes = _sizes(x)
 
     def kernel(x, q, s, q_other, s_other, by_row, by_column):
         for i, j in _squares(rows, columns):
@@ -181,22 +177,12 @@ def quantize_blocks(
             q_other[i, j] = _cast(values * inverse, fmt, scale_rounding)
 
     scale = _scale_dtype(scale_rounding)
-    codes, tile = jax.ShapeDtypeStruct(x.shape, fmt.dtype), _tile((rows, columns))
-    out = [
-        codes,
-        jax.ShapeDtypeStruct((n // block, m), scale),
-        codes,
-        jax.ShapeDtypeStruct((m // block, n), scale),
-    ]
-    of_rows, of_columns = (columns // block, rows), (rows // block, columns)
-    specs = [
-        tile,
-        pl.BlockSpec(of_rows, lambda i, j: (j, i)),
-        tile,
-        pl.BlockSpec(of_columns, lambda i, j: (i, j)),
-    ]
-    scratch = [pltpu.VMEM(shape, jnp.int32) for shape in (of_rows, of_columns)]
-    return _run(f"quantize_blocks_{block}", kernel, [x], [tile], out, specs, scratch)
+    codes = _result(x, sizes, fmt.dtype)
+    of_rows = _result(x, sizes, scale, block, turned=True)
+    of_columns = _result(x, sizes, scale, block)
+    scratch = [pltpu.VMEM(spec.block_shape, jnp.int32) for _, spec in (of_rows, of_columns)]
+    results = [codes, of_rows, codes, of_columns]
+    return _run(f"quantize_blocks_{block}", kernel, sizes, [x], [], results, scratch)
 
 
 @of_varying
@@ -217,7 +203,7 @@ def quantize_tiles(
     Returns:
       f8[M, N], and the scales ``[M / block, N]``, each repeated for the columns of its block.
     """
-    (m, n), (rows, columns) = x.shape, _sizes(x)
+    rows, columns = sizes = _sizes(x)
 
     def kernel(x, q, s, by_block):
         for i, j in _squares(rows, columns):
@@ -230,32 +216,38 @@ def quantize_tiles(
             inverse = _inverse(by_block[_blocks(i, block), j], block)
             q[i, j] = _cast(_read(x, dtype, i, j) * inverse, fmt, scale_rounding)
 
-    shape = (rows // block, columns)
-    out = [
-        jax.ShapeDtypeStruct(x.shape, fmt.dtype),
-        jax.ShapeDtypeStruct((m // block, n), _scale_dtype(scale_rounding)),
-    ]
-    specs = [_tile((rows, columns)), pl.BlockSpec(shape, lambda i, j: (i, j))]
-    scratch = [pltpu.VMEM(shape, jnp.int32)]
-    return _run(
-        f"quantize_tiles_{block}",
-        kernel,
-        [x],
-        [_tile((rows, columns))],
-        out,
-        specs,
-        scratch,
-    )
+    of_blocks = _result(x, sizes, _scale_dtype(scale_rounding), block)
+    results = [_result(x, sizes, fmt.dtype), of_blocks]
+    scratch = [pltpu.VMEM(of_blocks[1].block_shape, jnp.int32)]
+    return _run(f"quantize_tiles_{block}", kernel, sizes, [x], [], results, scratch)
 
 
-def _run(name, kernel, operands, in_specs, out, out_specs, scratch=()):
-    """``kernel(*operands, *out)`` for each tile of the last operand, of which there is a spec."""
-    x, (rows, columns) = operands[-1], in_specs[-1].block_shape
+def _result(x, sizes, dtype, unit=1, turned=False):
+    """Return the type of a result, and its part for a tile: a number for every `unit` of a column.
+
+    If `turned`, for every `unit` of a row, as rows of the result.
+    """
+    (m, n), (rows, columns) = x.shape, sizes
+    if turned:
+        part = pl.BlockSpec((columns // unit, rows), lambda i, j: (j, i))
+        return jax.ShapeDtypeStruct((n // unit, m), dtype), part
+    part = pl.BlockSpec((rows // unit, columns), lambda i, j: (i, j))
+    return jax.ShapeDtypeStruct((m // unit, n), dtype), part
+
+
+def _run(name, kernel, sizes, operands, in_specs, results, scratch=()):
+    """Return ``kernel(*operands, *results)`` for each tile of the last operand, of these `sizes`.
+
+    Args:
+      in_specs: of the other operands.
+      results: types and parts.
+    """
+    x, (rows, columns), (out, out_specs) = operands[-1], sizes, zip(*results, strict=True)
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(x.shape[0], rows), pl.cdiv(x.shape[1], columns)),
-        in_specs=in_specs,
-        out_specs=out_specs,
+        in_specs=[*in_specs, pl.BlockSpec(sizes, lambda i, j: (i, j))],
+        out_specs=list(out_specs),
         out_shape=[pltpu.HBM(a.shape, a.dtype) for a in out],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
@@ -277,15 +269,6 @@ def _sizes(x: jax.Array) -> tuple[int, int]:
     Tiles of their scales must be whole.
     """
     return min(x.shape[0], TILE), min(x.shape[1], TILE)
-
-
-def _divisors(x: jax.Array) -> tuple[int, int]:
-    """Rows and columns of a tile, where all of a tile counts."""
-    return divisor(x.shape[0]), divisor(x.shape[1])
-
-
-def _tile(sizes: tuple[int, int]) -> pl.BlockSpec:
-    return pl.BlockSpec(sizes, lambda i, j: (i, j))
 
 
 def _squares(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
