@@ -29,19 +29,16 @@ Blocks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choice of a backend depends on. Pairs are for lhs and rhs.
+    """Hold what the choice of a backend depends on. Pairs are for lhs and rhs.
 
     Attributes:
-      formats: of the data.
       scale_dtypes: in which the scales of blocks are stored.
-      scale_shapes: of the scales, for messages.
       granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
         after the sum; ``"blocks"``: an operand has scales that vary along the sum.
       blocks: the number of elements that share a scale, along the sum and across it: ``(0, 0)`` if
         all do, None if the operand is neither a matrix nor a batch of them, or its scales have two
         levels of which the outer one is not one scale for each matrix.
       sizes: ``(m, n, k)``.
-      accumulation: see `scaled_matmul`.
       powers_of_two: whether all scales are known to be powers of two.
     """
 
@@ -99,13 +96,10 @@ def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) ->
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to multiply two `ScaledArray`s, and what it supports.
+    """Say how to multiply two `ScaledArray`s, and what is supported.
 
     Attributes:
-      name: its name, as an argument and in reports.
-      multiply: ``multiply(lhs, rhs, spec)``. It holds no policy, and need not check for what the
-        fields below exclude.
-      formats: those of operands.
+      multiply: ``multiply(lhs, rhs, spec)``. It need not check for what the fields below exclude.
       granularities: those of scales, see `Facts`.
       blocks: the blocks of scales that vary along the sum, ``(along it, across it)``; empty: any.
       multiples: whether it takes larger blocks as several of `blocks`.
