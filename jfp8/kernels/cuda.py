@@ -13,8 +13,8 @@ from jfp8.kernels.cuda_backends import choose, expected_times, known_gpu, may_go
 from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.k_major import k_major
+from jfp8.kernels.only_on import on_cuda
 from jfp8.kernels.partitioning import divided
-from jfp8.kernels.platforms import on_cuda
 from jfp8.kernels.xla.grouped import GroupedByXla
 from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import MatmulSpec

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.only_on import only_on, traced_for
-from jfp8.kernels.paired import Paired
+from jfp8.kernels.operands import Paired
 from jfp8.kernels.partitioning import Combine, divided
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
 from jfp8.matmul.spec import HARDWARE_FORMATS

@@ -16,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels.flash.division import forward_rule
 from jfp8.kernels.flash.problem import BLOCK
 from jfp8.kernels.hopper.attention import attention_forward
+from jfp8.kernels.pallas_attention import forward_rule
 from support.attention_in_f64 import assert_attention, f64, operands_of, with_other_tokens
 from support.devices import traced_for
 from support.interpreter import no_races

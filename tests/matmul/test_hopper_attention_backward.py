@@ -11,8 +11,8 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
 from jfp8 import E4M3FN, E5M2
-from jfp8.kernels.flash.division import backward_rule
 from jfp8.kernels.hopper.attention import attention_backward
+from jfp8.kernels.pallas_attention import backward_rule
 from support.attention_in_f64 import (
     assert_gradients,
     backward_operands_of,

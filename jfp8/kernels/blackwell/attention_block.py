@@ -20,10 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.kernels.blackwell import tcgen05
 from jfp8.kernels.blackwell.tcgen05 import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS
 from jfp8.kernels.flash import softmax
-from jfp8.kernels.flash.key_ranges import Bounds
-from jfp8.kernels.flash.problem import BLOCK, Problem
+from jfp8.kernels.flash.problem import BLOCK, Bounds, Problem
 from jfp8.kernels.flash.query_tile import ForwardTile
-from jfp8.kernels.flash.results import head_of, store
+from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load
 
 

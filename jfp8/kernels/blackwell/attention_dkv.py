@@ -21,7 +21,7 @@ from jfp8.kernels.blackwell import tcgen05
 from jfp8.kernels.blackwell.tcgen05 import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS
 from jfp8.kernels.flash.key_tile import KeyTile
 from jfp8.kernels.flash.problem import QUERIES, Problem
-from jfp8.kernels.flash.results import head_of, store
+from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.flash.tile_work import COMPUTE_REGISTERS
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, staging, tile

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.key_ranges import Bounds
+from jfp8.kernels.flash.problem import Bounds
 from jfp8.kernels.shared_memory import COMPUTE, along
 
 ROWS = 128  # of a warpgroup that multiplies: those of tensor memory

@@ -16,7 +16,7 @@ from jfp8.kernels.flash.mask_bits import packed
 from jfp8.kernels.flash.operands import Stored, Vectors
 from jfp8.kernels.flash.problem import BLOCK, QUERIES, Problem, window_of
 from jfp8.kernels.flash.query_tile import QueryTile
-from jfp8.kernels.flash.results import heads_first
+from jfp8.kernels.flash.ring import heads_first
 from jfp8.kernels.shared_memory import padded
 from jfp8.scaling.formats import Format
 

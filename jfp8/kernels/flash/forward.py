@@ -9,7 +9,7 @@ from jfp8.kernels.flash.launch import launch, padded_matrix, padded_vector
 from jfp8.kernels.flash.mask_bits import packed
 from jfp8.kernels.flash.problem import BLOCK, Problem, window_of
 from jfp8.kernels.flash.query_tile import QueryTile
-from jfp8.kernels.flash.results import heads_first
+from jfp8.kernels.flash.ring import heads_first
 
 
 def attention_forward(

@@ -13,10 +13,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from jfp8.kernels.flash.key_ranges import Bounds
-from jfp8.kernels.flash.problem import QUERIES, Problem
-from jfp8.kernels.flash.results import in_batch, place
-from jfp8.kernels.flash.ring import fill
+from jfp8.kernels.flash.problem import QUERIES, Bounds, Problem
+from jfp8.kernels.flash.ring import fill, in_batch, place
 from jfp8.kernels.flash.tile_work import TileWork
 
 

@@ -15,8 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash import mask_bits
 from jfp8.kernels.flash.problem import BLOCK, Problem
-from jfp8.kernels.flash.results import in_batch
-from jfp8.kernels.flash.ring import blocks_of, of_tokens, with_ring
+from jfp8.kernels.flash.ring import blocks_of, in_batch, of_tokens, with_ring
 from jfp8.kernels.shared_memory import COMPUTE, staging, tile
 
 COMPUTE_REGISTERS = 240  # of a thread that multiplies: 128 * (24 + 2 * 240) <= 65536

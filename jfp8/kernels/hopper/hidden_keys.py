@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.key_ranges import Bounds
 from jfp8.kernels.flash.mask_bits import WORD
+from jfp8.kernels.flash.problem import Bounds
 from jfp8.kernels.flash.tile_work import TileWork
 from jfp8.kernels.hopper.wgmma import BY_ELEMENT, BY_ROW, ROWS
 from jfp8.kernels.shared_memory import along, load
