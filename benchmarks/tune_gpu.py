@@ -36,7 +36,7 @@ from on_gpu.clocks import clocks
 from on_gpu.harness import supervise
 from on_gpu.records import Record, append, replace
 
-TABLE = Path(__file__).parent.parent / "jfp8" / "matmul" / "hopper" / "tuned.json"
+TABLE = Path(__file__).parent.parent / "jfp8" / "kernels" / "hopper" / "tuned.json"
 PRODUCTS = ("running", "promoted", "block", "block_columns")
 QUANTIZE = (
     "quantize_tensor",

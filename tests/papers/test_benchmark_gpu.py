@@ -547,6 +547,7 @@ def test_only_what_was_checked_enters_the_table(on_gpu):
 
 def test_few_candidates_are_tuned_by_default(on_gpu):
     """The model's first, clusters of one and two in turn; of quantize kernels, what fits."""
+    assert on_gpu.tune_gpu.TABLE.exists()
     names = (*on_gpu.tune_gpu.PRODUCTS, *on_gpu.tune_gpu.QUANTIZE)
     options = {"kernels": names, "shapes": [[8192, 8192, 8192]], "candidates": 40}
     groups = list(on_gpu.tune_gpu.tune(on_gpu.timing.Settings(options=options)))
