@@ -13,9 +13,9 @@ and ``of`` says which shape was measured. Lines of other devices, kernels and cl
     python benchmarks/tune_gpu.py --shapes 4096x4096x4096 15872x16384x4096 --kernels running block
     python benchmarks/tune_gpu.py --candidates 20 --kernels running
 
-Candidates are those that a model of the device predicts to be fastest; of products, half of them
-are in clusters of two blocks. Each record is in ``runs/tune-<date>.jsonl``, and a best one in the
-table, as soon as it is made, whatever ends the program.
+Candidates are those that a model of the device predicts to be fastest. Each record is in
+``runs/tune-<date>.jsonl``, and a best one in the table, as soon as it is made, whatever ends the
+program.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def _product_cases(
         lambda i: (random((m, k), f8, seed=2 * i), random((n, k), f8, seed=2 * i + 1), *scales),
         settings,
     )
-    best = ranked(kind, m, n, k)
-    alternating = zip(*([t for t in best if t.cluster == c] for c in (1, 2)), strict=True)
-    for tiles in list(itertools.chain(*alternating))[:many]:
+    for tiles in ranked(kind, m, n, k)[:many]:
         check = functools.partial(check_large, kind, m, n, k, tiles)
         function = functools.partial(product, kind, tiles)
         yield _case(tiles, check, function, operands, settings)

@@ -478,15 +478,6 @@ def product_cases(settings: Settings) -> Iterator[Case]:
                 label = f"b in {'128x128' if by_tile else '1x128'}, {what}"
                 check = functools.partial(check_block_matmul, *shape, dtypes, out, by_tile)
                 yield case("block_matmul", label, check)
-        # Clusters share copies of b between two blocks.
-        size = f"cluster of 2, {size}"
-        for promote in (False, True):
-            tiles = in_clusters_of(2, "promoted" if promote else "running", shape)
-            check = functools.partial(check_matmul, *shape, *mixes[0], promote, True, tiles)
-            yield case("matmul", f"{'promoted' if promote else 'running'} sum, {size}", check)
-        tiles = in_clusters_of(2, "block", shape)
-        check = functools.partial(check_block_matmul, *shape, *mixes[0], True, tiles)
-        yield case("block_matmul", size, check)
     n, k = (128, 256) if settings.smoke else (1544, 1096)
     for scaled in (True,) if settings.smoke else (True, False):
         label = "scaled" if scaled else "not scaled"
@@ -496,13 +487,6 @@ def product_cases(settings: Settings) -> Iterator[Case]:
         yield case(
             "grouped_outer", label, functools.partial(check_grouped_outer, 3, 4, 136, n, scaled)
         )
-
-
-def in_clusters_of(cluster: int, kind: Any, shape: tuple[int, ...]) -> Any:
-    """The best tiles in such clusters, by the model."""
-    from jfp8.kernels.hopper.tiles import ranked
-
-    return next(tiles for tiles in ranked(kind, *shape) if tiles.cluster == cluster)
 
 
 def scales_of(kind: str, m: int, n: int, k: int) -> list[jax.Array]:
@@ -567,8 +551,6 @@ def large_cases(settings: Settings) -> Iterator[Case]:
             name = "block_matmul" if kind == "block" else "matmul"
             check = functools.partial(check_large, kind, *shape)
             yield Case(f"{name}: {kind} sum, {name_of(shape)}", check, (name,))
-            pairs = functools.partial(check, in_clusters_of(2, kind, shape))
-            yield Case(f"{name}: {kind} sum, {name_of(shape)}, cluster of 2", pairs, (name,))
 
 
 # The public functions, by every way to compute them.

@@ -486,26 +486,6 @@ def test_matmul_of_ragged_shapes(sums, compiled):
     assert_tensor_cores(compiled(f"kernel `matmul`, 1000×333×777, {sums}", "h200", f, *args))
 
 
-@pytest.mark.parametrize("kind", ["running", "promoted", "block"])
-def test_clusters_of_two(kind):
-    """By an argument: the best tiles of the model whose blocks share the copies of b."""
-    from jfp8.kernels.hopper.matmul import block_matmul, matmul
-    from jfp8.kernels.hopper.tiles import ranked
-
-    m, n, k = 8192, 4096, 2048
-    tiles = next(t for t in ranked(kind, m, n, k) if t.cluster == 2)
-    if kind == "block":
-        f = lambda a, b, s, t: block_matmul(a, b, s, t, BF16, tiles=tiles)
-        scales = of((k // 128, m), F32), of((k // 128, n // 128), F32)
-    else:
-        f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=kind == "promoted", tiles=tiles)
-        scales = of((m,), F32), of((n,), F32)
-    program = compile_for("h200", f, of((m, k), F8), of((n, k), F8), *scales)
-    assert_resources(program)
-    assert_tensor_cores(program)
-    assert program.kernels[0].multicasts > 0
-
-
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_grouped_matmul(with_scales, compiled):
     from jfp8.kernels.hopper.grouped import grouped_matmul

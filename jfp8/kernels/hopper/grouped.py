@@ -31,7 +31,7 @@ ROWS = BLOCK // COMPUTE
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
 # The widest whose sums, one of the tensor cores and one in f32, and scales fit into the registers.
-_TILES = Tiles(tile_m=ROWS, tile_n=192, stages=4, group=16, cluster=1)
+_TILES = Tiles(tile_m=ROWS, tile_n=192, stages=4, group=16)
 _WITH_SCALES_OF_COLUMNS = dataclasses.replace(_TILES, tile_n=128)
 
 
@@ -57,7 +57,7 @@ def grouped_matmul(
       a_scale: ``f32[ceil(K/128), T * 128]``, or None: all are one.
       b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is cut: in clusters of one, as tiles of rows may be of other groups.
+      tiles: how the product is cut.
 
     Returns:
       ``out_dtype[T * 128, N]``.

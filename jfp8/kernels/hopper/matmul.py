@@ -106,7 +106,7 @@ def _product(
         return jnp.zeros((m, n), out_dtype)
     columns = pl.cdiv(n, COLUMNS) * COLUMNS
     tiles = dataclasses.replace(tiles, tile_n=min(tiles.tile_n, columns))
-    a = padded(a, tiles.cluster * COMPUTE * tiles.tile_m, BLOCK)
+    a = padded(a, COMPUTE * tiles.tile_m, BLOCK)
     b = padded(b, COLUMNS, BLOCK)
     rows = a.shape[0]
     operands = {name: _padded_scale(name, x, rows, columns) for name, x in scales.items()}
@@ -114,9 +114,9 @@ def _product(
     kernel = plgpu.kernel(
         functools.partial(_kernel, problem),
         out_type=jax.ShapeDtypeStruct((rows, columns), out_dtype),
-        grid=(problem.clusters,),
+        grid=(problem.blocks,),
         grid_names=("sm",),
-        cluster=(tiles.cluster,),
+        cluster=(1,),
         cluster_names=("cluster",),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
@@ -158,14 +158,13 @@ class _Problem:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles of a cluster, in rows and columns."""
-        return self.m // (self.block_m * self.tiles.cluster), pl.cdiv(self.n, self.tiles.tile_n)
+        """Tiles, in rows and columns."""
+        return self.m // self.block_m, pl.cdiv(self.n, self.tiles.tile_n)
 
     @property
-    def clusters(self) -> int:
+    def blocks(self) -> int:
         """How many run at the same time: what the device can hold, or one for each tile."""
-        rows, columns = self.grid
-        return min(multiprocessors() // self.tiles.cluster, rows * columns)
+        return min(multiprocessors(), math.prod(self.grid))
 
     def scales_in_ring(self) -> dict[str, int]:
         """The scales that are copied with the operands, and how many of them."""
@@ -182,8 +181,7 @@ def _scratch(
         "a_ring": tile((tiles.stages, p.block_m, BLOCK), a_dtype),
         "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b_dtype),
         "full": plgpu.Barrier(num_arrivals=2 + len(p.scales_in_ring()), num_barriers=tiles.stages),
-        # Of the cluster: a slot is written by all of its blocks, once all have read it. One thread
-        # of a warpgroup arrives here (all 128 would at a plain `Barrier`), even in clusters of one.
+        # One thread of a warpgroup arrives at a barrier of a cluster, all 128 at a plain one.
         "empty": plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=COMPUTE, num_barriers=tiles.stages
         ),
@@ -230,7 +228,7 @@ class _Block:
 
     def tiles(self) -> jax.Array:
         """Number of tiles that this block computes."""
-        return (math.prod(self.p.grid) - 1 - lax.axis_index("sm")) // self.p.clusters + 1
+        return (math.prod(self.p.grid) - 1 - lax.axis_index("sm")) // self.p.blocks + 1
 
     def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """First row and column of this block's tile `i`, and the first column that it stores.
@@ -238,11 +236,10 @@ class _Block:
         The last tile of a row ends with the matrix, and so may overlap the one before it.
         """
         p, tiles = self.p, self.p.tiles
-        number = lax.axis_index("sm") + i * p.clusters
-        row, column = plgpu.planar_snake(number, p.grid, 0, max(1, tiles.group // tiles.cluster))
-        row = (row * tiles.cluster + lax.axis_index("cluster")) * p.block_m
+        number = lax.axis_index("sm") + i * p.blocks
+        row, column = plgpu.planar_snake(number, p.grid, 0, tiles.group)
         first = column * tiles.tile_n
-        return row, jnp.minimum(first, p.n - tiles.tile_n), first
+        return row * p.block_m, jnp.minimum(first, p.n - tiles.tile_n), first
 
     def copy(self) -> None:
         """The warpgroup that fills the ring."""
@@ -263,7 +260,7 @@ class _Block:
 
                 self.copy_block(lax.rem(step, stages), row, column, t)
 
-        # A block must not end before the other one of its cluster has arrived at its barriers.
+        # A block must not end before all have arrived at its barriers.
         @pl.loop(jnp.maximum(self.tiles() * steps - stages, 0), self.tiles() * steps)
         def _(step):
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
@@ -273,12 +270,7 @@ class _Block:
         rows, columns = pl.ds(row, self.p.block_m), pl.ds(column, self.p.tiles.tile_n)
         k, full = pl.ds(t * BLOCK, BLOCK), self.full.at[slot]
         plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.a_ring.at[slot], full)
-        plgpu.copy_gmem_to_smem(
-            self.b.at[columns, k],
-            self.b_ring.at[slot],
-            full,
-            collective_axes="cluster" if self.p.tiles.cluster > 1 else None,
-        )
+        plgpu.copy_gmem_to_smem(self.b.at[columns, k], self.b_ring.at[slot], full)
         if "a_blocks" in self.scale:
             scales = self.scale["a_blocks"].at[t, rows]
             plgpu.copy_gmem_to_smem(scales, self.a_blocks_ring.at[slot], full)
