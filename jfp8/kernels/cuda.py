@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.backend import check_not_refused, facts_of
-from jfp8.kernels.cuda_backends import choose, expected_times, known_gpu, may_go_by_rounds
+from jfp8.kernels.cuda_backends import choose, known_gpu, may_go_by_rounds
+from jfp8.kernels.cuda_backends import expected_times as expected_times
 from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.k_major import k_major
@@ -28,15 +29,6 @@ from jfp8.tracing.notes import note
 
 # For products that are not quantized.
 GROUPED_IN_HIGH_PRECISION = GroupedByXla
-
-__all__ = [
-    "GROUPED_IN_HIGH_PRECISION",
-    "expected_times",
-    "multiply",
-    "plan",
-    "quantizes_by_kernels",
-    "residual_sum",
-]
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:

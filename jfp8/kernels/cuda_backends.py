@@ -137,11 +137,7 @@ def quantizing_k_major(
 
     None for products of formats or blocks that they do not take, or that do not pay.
 
-    Args:
-      recipe: of the products.
-      sizes: ``(m, n, k)``.
-      gpu: None: it is not known, and counts as a Hopper.
-      implementation: None, ``"xla"`` or ``"mosaic_gpu"``; see `scaled_matmul`.
+    A GPU that is not known counts as a Hopper. `sizes` are ``(m, n, k)``.
     """
     if implementation != "mosaic_gpu" and (gpu is None or not gpu.multiplies_f8):
         return None
@@ -194,12 +190,7 @@ def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
 def expected_times(multiplications: float, elements: float, scales: Scales) -> Times | None:
     """Return what `cost_model` expects of a product of all devices together.
 
-    None unless JAX traces for a GPU whose rates the model has.
-
-    Args:
-      multiplications: ``m * n * k``.
-      elements: of both operands and the result.
-      scales: of the operands.
+    None unless JAX traces for a GPU whose rates the model has. For the first two see `Work`.
     """
     gpu = current_gpu()
     rates = None if gpu is None else rates_of(gpu.kind)

@@ -62,12 +62,7 @@ class Arrangement:
 def arrangements(
     shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
 ) -> dict[str, Arrangement]:
-    """Return how lhs, rhs and grad (or y) become matrices, or batches of them.
-
-    Args:
-      shapes: of lhs and rhs.
-      numbers: of their product.
-    """
+    """Return how lhs, rhs and grad (or y) become matrices, or batches of them."""
     (lc, rc), (lb, rb) = numbers
     layout = layout_of(*shapes, numbers)
     m, n, _ = layout.sizes

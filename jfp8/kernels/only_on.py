@@ -74,11 +74,7 @@ def on_cuda(
 
     Where kernels are interpreted, on whatever device there is, it is what `reference` computes.
 
-    Args:
-      compute: calls operations that only CUDA has.
-      reference: gives the same numbers on any device.
-      operands: arrays, or trees of them.
-      why: what `jfp8.report` shows.
+    `why` is what `jfp8.report` shows.
     """
     with note("cuda", why):
         if kernels_are_interpreted():

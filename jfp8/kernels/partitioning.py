@@ -240,11 +240,7 @@ def divided_sum(
 ) -> Callable[..., jax.Array]:
     """``product(dtype, *arrays)`` as a function of arrays, which the compiler may divide.
 
-    Args:
-      name, rule: see `divided`.
-      product: of a dtype, that of its result, and arrays.
-      dtype: of the whole result.
-      parts: the dtype in which devices send parts of a sum, to be added up; None: `dtype`.
+    Devices send parts of a sum, to be added up, in the dtype `parts`; None: `dtype`.
     """
     of_parts = None
     if parts is not None:

@@ -116,11 +116,7 @@ def quantize_both_ways(
     state: AmaxState | None,
     meets: Meets = (None, None),
 ) -> BothWays:
-    """Return `x` quantized by `quantizer`, which must have a kernel, for both directions.
-
-    Args:
-      dtype: to which `x` is cast first; None: to none.
-    """
+    """Return `x`, cast to `dtype`, quantized for both directions by a `quantizer` with a kernel."""
     kernel = _KERNELS[type(quantizer)]
     if isinstance(x, Made) and not _makes(quantizer, x, state):
         x = x.array

@@ -74,7 +74,6 @@ def scales_of_rows(
     """The scales of an operand, one for each row and each block along the sum, and that of all.
 
     Args:
-      kind: which product.
       q: a matrix, or a batch of them, with blocks that its backend takes, or one scale.
       contract: the dimension of the sum.
       batch: the dimension before the matrix, if there is one.

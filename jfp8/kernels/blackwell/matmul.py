@@ -10,19 +10,12 @@ import numpy as np
 
 
 class Kind(NamedTuple):
-    """What the tensor cores take as both operands of a product.
-
-    Attributes:
-      name: for messages.
-      data: dtypes of the values.
-      scale: dtype of the scales.
-      block: elements along the sum that share one.
-    """
+    """Name what the tensor cores take as both operands of a product."""
 
     name: str
-    data: tuple[np.dtype, ...]
+    data: tuple[np.dtype, ...]  # dtypes of the values
     scale: np.dtype
-    block: int
+    block: int  # elements along the sum that share a scale
 
 
 _E4M3, _E5M2, _E2M1, _E8M0 = map(
@@ -50,9 +43,6 @@ def scaled_matmul(
       a_scale, b_scale: ``[M, ceil(K/block)]`` and ``[N, ceil(K/block)]``. MX: e8m0, for blocks of
         32. NVFP4: e4m3fn, not negative, for blocks of 16.
       out_dtype: f32, bf16 or f16.
-
-    Returns:
-      ``out_dtype[M, N]``.
     """
     kind = NVFP4 if a.dtype in NVFP4.data else MX
     (m, k), n = a.shape, b.shape[0]

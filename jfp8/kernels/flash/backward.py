@@ -38,16 +38,11 @@ def attention_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute dQ, dK and dV, and the largest ``|dS|`` of each query.
 
-    See `attention_dq` and `attention_dkv` of either GPU for the equations.
+    See `BackwardTile` and `KeyTile` for the equations, `attention_forward` for what is not here.
 
     Args:
       of_queries, of_keys: the work of a block of the kernels for dQ, and for dK and dV.
-      stored, vectors: see there.
-      key_lengths, mask: ``i32[..., G / groups]``, ``bool[... | 1, G | 1, T | 1, S | 1]``, as of
-        `attention_forward`; so are the next four.
-      groups, scale, is_causal, window: see above.
       formats: of dS in dQ and in dK: E4M3FN or E5M2.
-      out_dtype: of dQ, dK and dV.
 
     Returns:
       ``out_dtype[..., G, T, H]``, ``out_dtype[..., G / groups, S, H]`` twice, ``f32[..., G, T]``.

@@ -36,12 +36,9 @@ def attention_forward(
     is Inf or NaN.
 
     Args:
-      work: of a block of the kernel.
       q: ``f8[..., G, T, H]``; which H and masks a kernel takes, `pallas_attention` says.
-      k: ``f8[..., G / groups, S, H]``.
-      v_t: ``f8[..., G / groups, H, S]``.
-      q_scale: ``f32[..., G, T]``. Positive, as the others.
-      k_scale: ``f32[..., G / groups, S]``.
+      k, v_t: ``f8[..., G / groups, S, H]`` and ``f8[..., G / groups, H, S]``.
+      q_scale, k_scale: ``f32[..., G, T]`` and ``f32[..., G / groups, S]``, positive.
       v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100.
       key_lengths: ``i32[..., G / groups]``: key j is visible to query i only if ``j <
         key_lengths[g]``.

@@ -27,11 +27,8 @@ def launch(
     """Compute the results of `work`.
 
     Args:
-      work: of each block.
-      p: the problem.
       operands: by their names, all heads one after another.
       heads: of those of `work.like`, how many belong to a batch.
-      out_dtype: of matrices.
 
     Returns:
       ``out_dtype[batches, tokens, heads, size]``, and another one or ``f32[all heads, tokens]``.

@@ -74,11 +74,7 @@ def block_of(tile: int, width: int) -> tuple[tuple[int, ...], Any]:
 def span(spans: Any, head: tuple[Any, Any], tile: Any, blocks: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return `blocks`, first and end, without those before and after all that a tile sees.
 
-    Args:
-      spans: see `packed`.
-      head: the batch, and which of its heads.
-      tile: of rows.
-      blocks: the first, and the end of them.
+    `head` is the batch, and which of its heads.
     """
     first, end = blocks
     at = [_in(i, n) for i, n in zip(head, spans.shape, strict=False)]

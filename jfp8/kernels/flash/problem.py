@@ -30,7 +30,6 @@ class Problem:
       keys: keys of a head, not padded.
       size: of a head.
       groups: how many heads of queries share a head of keys and values.
-      scale: of the logits.
       left, right: bounds of the window; None: none.
       formats: of dS in dQ and in dK; of a forward pass: none.
     """
@@ -105,7 +104,6 @@ class Bounds:
 
         Args:
           x: ``f32[rows, keys]``.
-          otherwise: a number.
           query: ``i32[rows]``, less `first`.
           first: the first key.
           below: which columns are smaller than ``i32[rows]``: ``bool[rows, keys]``.

@@ -27,15 +27,12 @@ class TileWork(abc.ABC):
 
     Attributes:
       name: of the kernel.
-      like: the operand whose tokens are divided into tiles.
-      tokens: of a tile.
+      like: the operand whose tokens are divided into tiles of so many `tokens`.
       width: how many tokens a step takes.
       takes: operands of which a warpgroup takes its rows of the tile, and their names in `memory`.
       slots: how many pieces of a warpgroup's results are staged at once.
       rings: operands of which blocks go through a ring, and its name in `memory`.
-      p: the problem.
-      given: operands in device memory, by their names.
-      results: likewise.
+      given: operands in device memory, by their names; `results` are there, too.
       memory: of the block, named as by `scratch`.
       head: of all heads, the one of the tile.
       row: the first token of the tile.

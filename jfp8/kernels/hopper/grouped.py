@@ -58,9 +58,6 @@ def grouped_matmul(
       b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
       tiles: how the product is cut.
-
-    Returns:
-      ``out_dtype[T * 128, N]``.
     """
     (m, k), (groups, n, _) = a.shape, b.shape
     if 0 in (m, n, k, groups):
@@ -110,9 +107,6 @@ def grouped_outer(
         must exist.
       a_scale, b_scale: ``f32[T, M]``, and ``f32[T, N]`` or None: all are one.
       out_dtype, tiles: see `grouped_matmul`.
-
-    Returns:
-      ``out_dtype[G, M, N]``.
     """
     (m, k), n, groups = a.shape, b.shape[0], first.shape[0]
     if 0 in (m, n, k, groups):

@@ -101,13 +101,9 @@ def _where_seen(
 
 
 def _where_shown(x: jax.Array, otherwise: float, words: Any, start: int) -> jax.Array:
-    """Return `x`, and `otherwise` where a bit is 0.
+    """Return `x`, and `otherwise` where a bit of ``words[width / 32, rows]`` is 0.
 
-    Args:
-      x: ``f32[rows, n]``: columns from `start` on, within a word or whole ones.
-      otherwise: a number.
-      words: i32[width / 32, rows], in shared memory.
-      start: a column of the block.
+    `x` has the columns of the block from `start` on, within a word or whole ones.
     """
     columns = min(WORD, x.shape[1])
     shape = x.shape[0], columns

@@ -53,9 +53,6 @@ def matmul(
       promote: add the tensor cores' sum to a sum in f32 after every 128 of K ("full accumulation").
         Otherwise one sum runs through the tensor cores, which keep fewer bits of it ("fast").
       tiles: how the product is divided; chosen by its shape if None.
-
-    Returns:
-      ``out_dtype[M, N]``.
     """
     scales = {
         "rows" if row_scale.ndim else "row": row_scale,
@@ -82,9 +79,6 @@ def block_matmul(
       a, b, out_dtype, tiles: see `matmul`.
       a_scale: ``f32[ceil(K/128), M]``.
       b_scale: ``f32[ceil(K/128), N]``, or ``f32[ceil(K/128), ceil(N/128)]``: one for 128 columns.
-
-    Returns:
-      ``out_dtype[M, N]``.
     """
     by_tile = b_scale.shape[1] == pl.cdiv(b.shape[0], BLOCK)
     scales = {"a_blocks": a_scale, "b_tiles" if by_tile else "b_blocks": b_scale}

@@ -33,9 +33,6 @@ def tensor_amax(
       x: f32, bf16 or f16[M, N]; or what makes it, see `Walk.over`.
       known: vectors for `unless`.
       unless: of references to `known`, bool[]. If it is true `x` is not read; all results are 0.
-
-    Returns:
-      int32[parts()].
     """
     walk = Walk.over(x, both_ways(x, stages=3), **how)
 
@@ -101,10 +98,8 @@ def quantize_tensor(
     Args:
       x: see `tensor_amax`.
       known: vectors for `scale_of`; behind them the scales, f32[1], of operands that `x` meets.
-      fmt: E4M3FN or E5M2.
       scale_of: of references to `known`: the scale and its reciprocal, as by `scale_and_inverse`,
         f32[128] of equal numbers.
-      with_amax: whether to compute the amaxes as well.
       meets: how many operands `x` meets.
 
     Returns:
@@ -137,15 +132,7 @@ def quantize_lines(
 ) -> tuple[jax.Array, ...]:
     """Return ``cast(x * row_inverse[:, None])`` and ``cast(x * column_inverse).T``.
 
-    Finite values saturate; Inf and NaN become NaN.
-
-    Args:
-      x: f32, bf16 or f16[M, N].
-      row_inverse, column_inverse: reciprocals of the scales of the results, f32[M] and f32[N].
-      fmt: E4M3FN or E5M2.
-
-    Returns:
-      f8[M, N] and f8[N, M].
+    Finite values saturate; Inf and NaN become NaN. The inverses are f32[M] and f32[N].
     """
     walk = Walk.over(x, fastest("quantize_lines", x, both_ways(x)), **how)
     rows, columns = walk.sweep.rows, walk.sweep.columns

@@ -33,7 +33,6 @@ def quantize_rows_in_blocks(
 
     Args:
       x: f32, bf16 or f16[M, N]; or what makes it, see `Walk.over`.
-      fmt: E4M3FN or E5M2.
       block: 128 or 32.
       scale_rounding: see `scaling.scale_from_amax`.
 
@@ -86,10 +85,7 @@ def quantize_tiles(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantize `x` in blocks of 128x128, which serve both directions: ``q_t`` is ``q.T``.
 
-    Args:
-      x: f32, bf16 or f16[M, N]; or what makes it, see `Walk.over`.
-      fmt: E4M3FN or E5M2.
-      scale_rounding: None or ``"power_of_two"``.
+    `scale_rounding` is None or ``"power_of_two"``.
 
     Returns:
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)]. If several

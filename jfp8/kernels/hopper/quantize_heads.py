@@ -31,7 +31,6 @@ def quantize_heads(
       x: f32, bf16 or f16[B, T, G, R, H], T a multiple of 128, H of 64, 128 or 256.
       inverse: reciprocals of the scales, f32[B, G, N, T], for N of the R heads of each group.
       first: of these N.
-      fmt: E4M3FN or E5M2.
 
     Returns:
       f8[B, G, N, T, H] and f8[B, G, N, H, T].

@@ -54,9 +54,6 @@ def matmul(
         for each block of 32 or 128 terms: f32, or uint8 of E8M0 codes, ``[k / block, free]``.
       bias: [1, n], added to ``y`` once that has its dtype; None: none is.
       flops: what the compiler shall believe that it takes; None: ``2 m n k``.
-
-    Returns:
-      ``[m, n]``.
     """
     m, n, k = a.shape[1 - summed[0]], b.shape[1 - summed[1]], a.shape[summed[0]]
     step = min(k, TILE) if in_blocks else divisor(k)  # tiles of scales must be whole

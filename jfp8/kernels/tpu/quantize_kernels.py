@@ -36,7 +36,6 @@ def quantize_tensor(
     Args:
       x: f32 or bf16 matrix whose sizes are multiples of 128.
       inverse: f32[1, 1], the reciprocal of the scale.
-      fmt: E4M3FN or E5M2.
       dtype: to which `x` is cast as it is read; None: it is not.
 
     Returns:
@@ -68,10 +67,7 @@ def quantize_tensor(
 def line_amaxes(
     x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The amaxes of rows and of columns, in one read.
-
-    Args:
-      x, dtype: see `quantize_tensor`.
+    """Return the amaxes of rows and of columns, in one read; see `quantize_tensor`.
 
     Returns:
       int32[p, M] and int32[q, N], the bits of amaxes of parts of a line, of which the largest along
@@ -107,14 +103,9 @@ def quantize_lines(
     *,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, as by `quantize_tensor`.
+    """Return ``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, as by `quantize_tensor`.
 
-    Args:
-      x, fmt, dtype: see `quantize_tensor`.
-      row_inverse, column_inverse: reciprocals of scales, f32[M, 1] and f32[1, N].
-
-    Returns:
-      f8[M, N] twice.
+    The inverses are f32[M, 1] and f32[1, N].
     """
     rows, columns = sizes = divisor(x.shape[0]), divisor(x.shape[1])
 
@@ -149,11 +140,6 @@ def quantize_blocks(
         q_other[i, j] = cast(x[i, j] / s_other[i // block, j])
 
     The scales are those of `scaling.scale_from_amax`; a block with a NaN or Inf becomes NaN.
-
-    Args:
-      x, fmt, dtype: see `quantize_tensor`.
-      block: 128 or 32.
-      scale_rounding: see `scaling.scale_from_amax`.
 
     Returns:
       ``q`` f8[M, N], ``s`` [N / block, M], ``q_other`` f8[M, N], ``s_other`` [M / block, N]; scales
@@ -195,10 +181,7 @@ def quantize_tiles(
     *,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`x` in blocks of ``block x block``, which serve sums over rows and over columns.
-
-    Args:
-      x, fmt, block, scale_rounding, dtype: see `quantize_blocks`.
+    """Return `x` in blocks of ``block x block``, which serve sums over rows and over columns.
 
     Returns:
       f8[M, N], and the scales ``[M / block, N]``, each repeated for the columns of its block.

@@ -34,7 +34,6 @@ class Layout:
     y: OfMatrix
 
     def operands(self, kind: Kind) -> tuple[OfMatrix, OfMatrix]:
-        """Those of the operands of one of the three products."""
         return {
             "fprop": (self.lhs, self.rhs),
             "dgrad": (self.y, self.rhs),
@@ -42,7 +41,6 @@ class Layout:
         }[kind]
 
     def result(self, kind: Kind) -> OfMatrix:
-        """That of its result."""
         return {"fprop": self.y, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
 
 
@@ -131,9 +129,7 @@ def division_of(
     of them has divided, if its axes have nothing else to do: the other then takes its part of what
     it has. Otherwise what is divided is gathered, such as the weights of FSDP.
 
-    Args:
-      contracting: the dimension of each operand that is summed over.
-      order: the transposition of the result, see `Dot`.
+    `contracting` are the dimensions that are summed over, `order` is the result's, see `Dot`.
     """
     operands, result = layout.operands(kind), layout.result(kind)
     (first, second), (a, b) = operands, contracting
