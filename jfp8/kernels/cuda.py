@@ -21,7 +21,6 @@ from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.conv import Convolution, ConvSpec
 from jfp8.products.dot_general import DotSpec
-from jfp8.products.operation import Operation
 from jfp8.products.ragged.dot import TILE, GroupedPlan, GroupedSpec, tile_height
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.device import current_gpu, has_explicit_axes
@@ -53,17 +52,10 @@ def plan(spec: Any) -> Any:
     if isinstance(spec, DotSpec):
         return k_major(spec)
     if isinstance(spec, ConvSpec):
-        return convolution_in_bf16(spec)
+        # XLA has no FP8 convolution. Every f8 value is a bf16 value, so bf16 is exact.
+        return Convolution(spec.shapes, spec.dtypes, spec.window, np.dtype(jnp.bfloat16))
     assert isinstance(spec, GroupedSpec)
     return _grouped(spec)
-
-
-def convolution_in_bf16(spec: ConvSpec) -> Operation:
-    """Return a convolution of f8 values as bf16.
-
-    XLA has no FP8 convolution. Every f8 value is a bf16 value, so bf16 tensor cores are exact.
-    """
-    return Convolution(spec.shapes, spec.dtypes, spec.window, np.dtype(jnp.bfloat16))
 
 
 def _grouped(spec: GroupedSpec) -> GroupedPlan:

@@ -77,8 +77,7 @@ class KMajorDot(Operation):
         along_rows = first.contracting == (1,)
         by_rows, by_columns = (first, second) if along_rows else (second, first)
         meets = by_rows.other_scale, by_columns.other_scale
-        both = quantize_both_ways(first.quantizer, dtype, x, state, meets)
-        straight, other, largest = both
+        straight, other, largest = quantize_both_ways(first.quantizer, dtype, x, state, meets)
         return (straight, other, largest) if along_rows else (other, straight, largest)
 
     def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:

@@ -63,11 +63,6 @@ def packed(
     return {"bits": bits, "spans": jnp.stack([first, end], axis=2)}
 
 
-def block_of(tile: int, width: int) -> tuple[tuple[int, ...], Any]:
-    """Return shape and dtype of the bits of a tile in one step."""
-    return (width // WORD, tile), jnp.int32
-
-
 # In a kernel
 
 

@@ -24,7 +24,7 @@ BY_TOKEN = ("q", "k", "v", "grad")
 
 def of_tokens(name: str, head: Any, tokens: Any) -> Any:
     """Return these tokens of a head of the operand of this name."""
-    return head.at[tokens] if name in BY_TOKEN else head.at[*_all_but_last(head), tokens]
+    return head.at[tokens] if name in BY_TOKEN else head.at[..., tokens]
 
 
 def blocks_of(
@@ -77,10 +77,6 @@ def fill(steps: jax.Array, stages: int, empty: Any, copy: Callable[[Any, Any], N
     @pl.loop(jnp.maximum(steps - stages, 0), steps)
     def _(i):
         plgpu.barrier_wait(empty.at[lax.rem(i, stages)])
-
-
-def _all_but_last(x: Any) -> list[slice]:
-    return [slice(None)] * (len(x.shape) - 1)
 
 
 def _bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -62,7 +63,7 @@ class TileWork(abc.ABC):
         """Return the memory of a block."""
         blocks = blocks_of(operands, cls.rings, cls.width)
         if "bits" in operands:
-            blocks["bits_ring"] = mask_bits.block_of(cls.tokens, cls.width)
+            blocks["bits_ring"] = (cls.width // mask_bits.WORD, cls.tokens), jnp.int32
         return with_ring(cls.kept(p, operands, out_dtype) | cls.between(p), blocks)
 
     @classmethod

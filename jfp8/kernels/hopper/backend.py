@@ -86,12 +86,10 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
     return run(kernel, lhs, rhs)
 
 
-def run(kernel: Callable[..., Any], *operands: Any, name: str = "mosaic_gpu") -> Any:
-    """``kernel(*operands)`` on CUDA, or interpreted; an error if compiled for another platform."""
-    if kernels_are_interpreted():
-        return kernel(*operands)
+def run(kernel: Callable[..., Any], *operands: Any) -> Any:
+    """Return ``kernel(*operands)`` on CUDA; an error if compiled for another platform."""
     reason = (
-        f"implementation={name!r} runs on CUDA, and this program is compiled for another "
+        "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another "
         "platform. Use implementation=None or 'emulate', which give the same numbers."
     )
     return only_on("cuda", kernel, reason, *operands)
