@@ -21,6 +21,8 @@ from jfp8.products.flash.plan import AttentionSpec
 from jfp8.scaling.formats import E4M3FN
 from jfp8.tracing.device import Gpu
 
+SIZES_BACKWARD = (64, 128)
+
 
 @dataclass(frozen=True)
 class Pallas:
@@ -31,7 +33,7 @@ class Pallas:
       module: that has them, forward and backward; JAX before 0.11.2 cannot import it.
       gpus: the major compute capability that they are for.
       why_not_on: why they do not run on a GPU, or None.
-      sizes, sizes_backward: of a head.
+      sizes: of a head.
       masks: whether they take some.
     """
 
@@ -40,7 +42,6 @@ class Pallas:
     gpus: int
     why_not_on: Callable[[Gpu | None], str | None]
     sizes: tuple[int, ...]
-    sizes_backward: tuple[int, ...]
     masks: bool
 
     def refusal(self, spec: AttentionSpec, gpu: Gpu | None) -> str | None:
@@ -63,8 +64,8 @@ class Pallas:
 
     def refusal_backward(self, numerics: Numerics, depth: int) -> str | None:
         """Tell why there are none for the backward pass of what `refusal` does not refuse."""
-        if depth not in self.sizes_backward:
-            sizes = _listed(self.sizes_backward)
+        if depth not in SIZES_BACKWARD:
+            sizes = _listed(SIZES_BACKWARD)
             return f"heads of {depth} numbers: the kernels of the backward pass are for {sizes}"
         of = numerics
         stored = of.query.second, of.key.second, of.value.second, of.grad.first, of.grad.second
@@ -150,7 +151,6 @@ HOPPER = Pallas(
     9,
     why_no_kernels,
     sizes=(64, 128, 256),
-    sizes_backward=(64, 128),
     masks=True,
 )
 BLACKWELL = Pallas(
@@ -159,7 +159,6 @@ BLACKWELL = Pallas(
     10,
     lambda gpu: why_none_for(gpu, {10: "Blackwell (compute capability 10.x)"}),
     sizes=(64, 128),
-    sizes_backward=(64, 128),
     masks=False,
 )
 

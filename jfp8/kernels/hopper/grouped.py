@@ -21,7 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, multiprocessors
+from jfp8.kernels.hopper.tiles import (
+    NO_OTHER_BARRIERS,
+    Grid,
+    Place,
+    Tiles,
+    multiprocessors,
+)
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, tile
 
@@ -64,7 +70,8 @@ def grouped_matmul(
         return jnp.zeros((m, n), out_dtype)
     a, b = padded(a, 1, BLOCK), padded(b, 1, COLUMNS, BLOCK)
     tiles = tiles or _TILES
-    grid = _Grid.of(m, b.shape[1], tiles)
+    grid = Grid.of(m, b.shape[1], BLOCK, tiles)
+    strips = grid.tiles.tile_n // COLUMNS
     operands = {"a": a, "b": b, "group": group, "a_scale": a_scale, "b_scale": b_scale}
 
     def part(refs: dict[str, Any], out: Any, number: jax.Array) -> _Part:
@@ -73,7 +80,7 @@ def grouped_matmul(
 
         def factors(t: jax.Array) -> list[jax.Array]:
             by_row = None if a_scale is None else _of_rows(refs["a_scale"].at[t], place)
-            starts = (place.column + i * COLUMNS for i in range(grid.strips))
+            starts = (place.column + i * COLUMNS for i in range(strips))
             of_strips = (refs["b_scale"][g, t, lax.div(start, BLOCK)] for start in starts)
             return [x if by_row is None else by_row * x for x in of_strips]
 
@@ -113,7 +120,8 @@ def grouped_outer(
         return jnp.zeros((groups, m, n), out_dtype)
     a, b = padded(a, BLOCK, 1), padded(b, COLUMNS, 1)
     tiles = tiles or (_TILES if b_scale is None else _WITH_SCALES_OF_COLUMNS)
-    grid = _Grid.of(a.shape[0], b.shape[0], tiles)
+    grid = Grid.of(a.shape[0], b.shape[0], BLOCK, tiles)
+    strips = grid.tiles.tile_n // COLUMNS
     b_scale = None if b_scale is None else padded(b_scale, 1, COLUMNS)
     operands = {"a": a, "b": b, "first": first, "count": count}
     operands |= {"a_scale": padded(a_scale, 1, BLOCK), "b_scale": b_scale}
@@ -124,8 +132,8 @@ def grouped_outer(
         def factors(t: jax.Array) -> list[jax.Array]:
             by_row = _of_rows(refs["a_scale"].at[t], place)
             if b_scale is None:
-                return [by_row] * grid.strips
-            of_strips = (_of_columns(refs["b_scale"].at[t], place, i) for i in range(grid.strips))
+                return [by_row] * strips
+            of_strips = (_of_columns(refs["b_scale"].at[t], place, i) for i in range(strips))
             return [by_row * x for x in of_strips]
 
         steps = refs["first"][g], refs["count"][g]
@@ -133,51 +141,6 @@ def grouped_outer(
 
     out = jax.ShapeDtypeStruct((groups, a.shape[0], b.shape[0]), out_dtype)
     return _add_up(part, grid, groups, operands, out)[:, :m, :n]
-
-
-# The position of a part of the output.
-
-
-class _Place(NamedTuple):
-    """Its first row and column, and the first column that it stores."""
-
-    row: jax.Array
-    column: jax.Array
-    first: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Grid:
-    """A matrix as parts of 128 rows and `tile_n` columns, in an order that shares operands in L2.
-
-    The last part of a row ends with the matrix, and so may overlap the one before it.
-    """
-
-    rows: int
-    columns: int
-    tiles: Tiles
-
-    @classmethod
-    def of(cls, rows: int, columns: int, tiles: Tiles) -> _Grid:
-        return cls(rows, columns, dataclasses.replace(tiles, tile_n=min(tiles.tile_n, columns)))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows // BLOCK, pl.cdiv(self.columns, self.tiles.tile_n)
-
-    @property
-    def size(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def strips(self) -> int:
-        """The number of strips of `COLUMNS` columns in a part."""
-        return self.tiles.tile_n // COLUMNS
-
-    def place(self, number: jax.Array) -> _Place:
-        row, column = plgpu.planar_snake(number, self.shape, 0, self.tiles.group)
-        first = column * self.tiles.tile_n
-        return _Place(row * BLOCK, jnp.minimum(first, self.columns - self.tiles.tile_n), first)
 
 
 # Scales. All are loaded from device memory while the tensor cores work.
@@ -188,12 +151,12 @@ def _my_rows(start: jax.Array | int = 0) -> Any:
     return pl.ds(start + lax.axis_index("warpgroup") * ROWS, ROWS)
 
 
-def _of_rows(scale: Any, place: _Place) -> jax.Array:
+def _of_rows(scale: Any, place: Place) -> jax.Array:
     """f32[64, 64] for a warpgroup's rows, constant along each."""
     return along(load(scale.at[_my_rows(place.row)], BY_ROW), (ROWS, COLUMNS), 0)
 
 
-def _of_columns(scale: Any, place: _Place, strip: int) -> jax.Array:
+def _of_columns(scale: Any, place: Place, strip: int) -> jax.Array:
     """f32[64, 64] for a strip's columns, constant along each."""
     at = pl.ds(place.column + strip * COLUMNS, COLUMNS)
     return along(load(scale.at[at], BY_COLUMN), (ROWS, COLUMNS), 1)
@@ -214,7 +177,7 @@ class _Part(NamedTuple):
     a: Any
     b: Any
     out: Any
-    place: _Place
+    place: Place
     first: jax.Array | int
     steps: jax.Array | int
     factors: Callable[[jax.Array], list[jax.Array]]
@@ -222,7 +185,7 @@ class _Part(NamedTuple):
 
 def _add_up(
     part: Callable[[dict[str, Any], Any, jax.Array], _Part],
-    grid: _Grid,
+    grid: Grid,
     matrices: int,
     operands: dict[str, Any],
     out: jax.ShapeDtypeStruct,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -25,8 +24,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, default_tiles, multiprocessors
-from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
+from jfp8.kernels.hopper.tiles import (
+    NO_OTHER_BARRIERS,
+    Grid,
+    Place,
+    Tiles,
+    default_tiles,
+    multiprocessors,
+)
+from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, slices
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, staging, tile
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
@@ -98,15 +104,20 @@ def _product(
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
-    columns = pl.cdiv(n, COLUMNS) * COLUMNS
-    tiles = dataclasses.replace(tiles, tile_n=min(tiles.tile_n, columns))
-    a = padded(a, COMPUTE * tiles.tile_m, BLOCK)
-    b = padded(b, COLUMNS, BLOCK)
-    rows = a.shape[0]
+    height = COMPUTE * tiles.tile_m
+    a, b = padded(a, height, BLOCK), padded(b, COLUMNS, BLOCK)
+    (rows, k), columns = a.shape, b.shape[0]
     operands = {name: _padded_scale(name, x, rows, columns) for name, x in scales.items()}
-    problem = _Problem(rows, columns, a.shape[1], tiles, promote, tuple(operands))
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, problem),
+    grid = Grid.of(rows, columns, height, tiles)
+    problem = _Problem(grid, k, promote, tuple(operands))
+
+    def kernel(a: Any, b: Any, *operands: Any, **shared: Any) -> None:
+        *scales, out = operands
+        block = _Block(problem, a, b, dict(zip(problem.scales, scales, strict=True)), out, **shared)
+        lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.multiply, block.copy)
+
+    product = plgpu.kernel(
+        kernel,
         out_type=jax.ShapeDtypeStruct((rows, columns), out_dtype),
         grid=(problem.blocks,),
         grid_names=("sm",),
@@ -114,86 +125,70 @@ def _product(
         cluster_names=("cluster",),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch(problem, a.dtype, b.dtype, out_dtype),
+        scratch_types=problem.scratch(a.dtype, b.dtype, out_dtype),
         compiler_params=NO_OTHER_BARRIERS,
         kernel_name="jfp8_block_matmul" if "a_blocks" in scales else "jfp8_matmul",
     )
-    return kernel(a, b, *operands.values())[:m, :n]
+    return product(a, b, *operands.values())[:m, :n]
 
 
 def _padded_scale(name: str, scale: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Padded like the operand; a single number becomes a vector of length one."""
-    if name in ("row", "column"):
-        return scale.reshape(1)
-    if name == "b_tiles":
-        return scale
-    length = rows if name in ("rows", "a_blocks") else columns
-    return padded(scale, *scale.shape[:-1], length)
+    """Return a scale padded like the operand; a single number as a vector of length one."""
+    lengths = {"rows": rows, "a_blocks": rows, "columns": columns, "b_blocks": columns}
+    if name in lengths:
+        return padded(scale, *scale.shape[:-1], lengths[name])
+    return scale if scale.ndim else scale.reshape(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What a kernel is compiled for: padded sizes, tiles, and which scales it gets.
+    """What a kernel is compiled for: the padded result in tiles, and which scales it gets.
 
     After the sum: "row" | "rows" and "column" | "columns", one number or a vector. Before each
     promotion: "a_blocks" and "b_tiles" | "b_blocks".
     """
 
-    m: int
-    n: int
+    grid: Grid
     k: int
-    tiles: Tiles
     promote: bool
     scales: tuple[str, ...]
 
     @property
-    def block_m(self) -> int:
-        return COMPUTE * self.tiles.tile_m
+    def tiles(self) -> Tiles:
+        return self.grid.tiles
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Tiles, in rows and columns."""
-        return self.m // self.block_m, pl.cdiv(self.n, self.tiles.tile_n)
+    def accumulator(self) -> Any:
+        return plgpu.ACC((self.tiles.tile_m, self.tiles.tile_n), jnp.float32)
 
     @property
-    def blocks(self) -> int:
-        """How many run at the same time: what the device can hold, or one for each tile."""
-        return min(multiprocessors(), math.prod(self.grid))
+    def blocks(self) -> int:  # as many as the device can hold, or one for each tile
+        return min(multiprocessors(), self.grid.size)
 
     def scales_in_ring(self) -> dict[str, int]:
         """The scales that are copied with the operands, and how many of them."""
-        lengths = {"a_blocks": self.block_m, "b_blocks": self.tiles.tile_n}
+        lengths = {"a_blocks": self.grid.height, "b_blocks": self.tiles.tile_n}
         return {name: length for name, length in lengths.items() if name in self.scales}
 
-
-def _scratch(
-    p: _Problem, a_dtype: Any, b_dtype: Any, out_dtype: jax.typing.DTypeLike
-) -> dict[str, Any]:
-    """The shared memory of a block, named like `_kernel`'s arguments."""
-    tiles = p.tiles
-    scratch = {
-        "a_ring": tile((tiles.stages, p.block_m, BLOCK), a_dtype),
-        "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b_dtype),
-        "full": plgpu.Barrier(num_arrivals=2 + len(p.scales_in_ring()), num_barriers=tiles.stages),
-        # One thread of a warpgroup arrives at a barrier of a cluster, all 128 at a plain one.
-        "empty": plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=COMPUTE, num_barriers=tiles.stages
-        ),
-        "staging": staging(tiles.tile_m, out_dtype, slots=2),
-    }
-    for name, length in p.scales_in_ring().items():
-        scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)
-    if "columns" in p.scales:
-        scratch["columns"] = plgpu.SMEM((COMPUTE, tiles.tile_n), jnp.float32)
-        scratch["copied"] = plgpu.Barrier(num_barriers=COMPUTE)
-    return scratch
-
-
-def _kernel(p: _Problem, a: Any, b: Any, *operands: Any, **shared: Any) -> None:
-    """One block, from its start to its end. All arguments but the first are references."""
-    *scales, out = operands
-    block = _Block(p, a, b, dict(zip(p.scales, scales, strict=True)), out, **shared)
-    lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.multiply, block.copy)
+    def scratch(self, a: Any, b: Any, out: Any) -> dict[str, Any]:
+        """Return the shared memory of a block for such dtypes, named like fields of `_Block`."""
+        tiles, in_ring = self.tiles, self.scales_in_ring()
+        scratch = {
+            "a_ring": tile((tiles.stages, self.grid.height, BLOCK), a),
+            "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b),
+            "full": plgpu.Barrier(num_arrivals=2 + len(in_ring), num_barriers=tiles.stages),
+            # One thread of a warpgroup arrives at a barrier of a cluster, all 128 at a plain one.
+            "empty": plgpu.ClusterBarrier(
+                collective_axes=("cluster",), num_arrivals=COMPUTE, num_barriers=tiles.stages
+            ),
+            "staging": staging(tiles.tile_m, out, slots=2),
+        }
+        for name, length in in_ring.items():
+            scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)
+        if "columns" in self.scales:
+            scratch["columns"] = plgpu.SMEM((COMPUTE, tiles.tile_n), jnp.float32)
+            scratch["copied"] = plgpu.Barrier(num_barriers=COMPUTE)
+        return scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,33 +211,30 @@ class _Block:
     copied: Any = None
 
     @property
-    def steps(self) -> int:
-        """Number of steps, blocks of k, of one tile."""
+    def steps(self) -> int:  # of one tile
         return self.p.k // BLOCK
+
+    @property
+    def parts(self) -> list[Any]:
+        """Slices of a tile's columns, each of which has one scale and stays in its registers."""
+        return slices(self.p.tiles.tile_n, COLUMNS)
 
     def tiles(self) -> jax.Array:
         """Number of tiles that this block computes."""
-        return (math.prod(self.p.grid) - 1 - lax.axis_index("sm")) // self.p.blocks + 1
+        return (self.p.grid.size - 1 - lax.axis_index("sm")) // self.p.blocks + 1
 
-    def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """First row and column of this block's tile `i`, and the first column that it stores.
-
-        The last tile of a row ends with the matrix, and so may overlap the one before it.
-        """
-        p, tiles = self.p, self.p.tiles
-        number = lax.axis_index("sm") + i * p.blocks
-        row, column = plgpu.planar_snake(number, p.grid, 0, tiles.group)
-        first = column * tiles.tile_n
-        return row * p.block_m, jnp.minimum(first, p.n - tiles.tile_n), first
+    def place(self, i: jax.Array) -> Place:
+        return self.p.grid.place(lax.axis_index("sm") + i * self.p.blocks)
 
     def copy(self) -> None:
-        """The warpgroup that fills the ring."""
+        """Fill the ring, with scales that are vectors: the work of a warpgroup."""
         stages, steps = self.p.tiles.stages, self.steps
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         @pl.loop(0, self.tiles())
         def _(i):
             row, column, _ = self.place(i)
+            rows, columns = pl.ds(row, self.p.grid.height), pl.ds(column, self.p.tiles.tile_n)
 
             @pl.loop(0, steps)
             def _(t):
@@ -252,37 +244,31 @@ class _Block:
                 def _():
                     plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
 
-                self.copy_block(lax.rem(step, stages), row, column, t)
+                slot = lax.rem(step, stages)
+                k, full = pl.ds(t * BLOCK, BLOCK), self.full.at[slot]
+                plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.a_ring.at[slot], full)
+                plgpu.copy_gmem_to_smem(self.b.at[columns, k], self.b_ring.at[slot], full)
+                for name, lines in (("a_blocks", rows), ("b_blocks", columns)):
+                    if name in self.scale:
+                        ring = getattr(self, f"{name}_ring").at[slot]
+                        plgpu.copy_gmem_to_smem(self.scale[name].at[t, lines], ring, full)
 
         # A block must not end before all have arrived at its barriers.
         @pl.loop(jnp.maximum(self.tiles() * steps - stages, 0), self.tiles() * steps)
         def _(step):
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
 
-    def copy_block(self, slot: jax.Array, row: jax.Array, column: jax.Array, t: jax.Array) -> None:
-        """Block `t` of k of both operands, with those scales that are vectors."""
-        rows, columns = pl.ds(row, self.p.block_m), pl.ds(column, self.p.tiles.tile_n)
-        k, full = pl.ds(t * BLOCK, BLOCK), self.full.at[slot]
-        plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.a_ring.at[slot], full)
-        plgpu.copy_gmem_to_smem(self.b.at[columns, k], self.b_ring.at[slot], full)
-        if "a_blocks" in self.scale:
-            scales = self.scale["a_blocks"].at[t, rows]
-            plgpu.copy_gmem_to_smem(scales, self.a_blocks_ring.at[slot], full)
-        if "b_blocks" in self.scale:
-            scales = self.scale["b_blocks"].at[t, columns]
-            plgpu.copy_gmem_to_smem(scales, self.b_blocks_ring.at[slot], full)
-
     def multiply(self) -> None:
-        """A warpgroup that computes one half of the rows of each tile."""
+        """Compute one half of the rows of each tile: the work of a warpgroup."""
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         @pl.loop(0, self.tiles())
         def _(i):
-            row, column, first = self.place(i)
-            row += lax.axis_index("warpgroup") * self.p.tiles.tile_m
-            by_row = self.request_scales(row, column)
-            total = self.promoted(i, column) if self.p.promote else self.running(i)
-            self.store(total, by_row, row, column, first)
+            place = self.place(i)
+            row = place.row + lax.axis_index("warpgroup") * self.p.tiles.tile_m
+            by_row = self.request_scales(row, place.column)
+            total = self.promoted(i, place.column) if self.p.promote else self.running(i)
+            self.store(total, by_row, row, place)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -293,7 +279,7 @@ class _Block:
         return self.a_ring.at[slot, self.half()], self.b_ring.at[slot].T
 
     def half(self) -> Any:
-        """This warpgroup's rows of the block's."""
+        """Return this warpgroup's rows of the block's."""
         tile_m = self.p.tiles.tile_m
         return pl.ds(lax.axis_index("warpgroup") * tile_m, tile_m)
 
@@ -301,7 +287,7 @@ class _Block:
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.p.tiles.stages)])
 
     def running(self, i: jax.Array) -> list[jax.Array]:
-        """One sum over all of k. A product is issued before the previous one is done."""
+        """Return one sum over all of k. A product is issued before the previous one is done."""
 
         def scope(acc):
             @pl.loop(0, self.steps)
@@ -319,7 +305,7 @@ class _Block:
             self.release((i + 1) * self.steps - 1)
             return total
 
-        return _parts(pl.run_scoped(scope, self.accumulator()), COLUMNS)
+        return cut(pl.run_scoped(scope, self.p.accumulator), self.parts)
 
     def promoted(self, i: jax.Array, column: jax.Array) -> list[jax.Array]:
         """An f32 sum of the tensor cores' sums of 128 products, each times its scales."""
@@ -339,17 +325,14 @@ class _Block:
                 following = self.tile_scales(jnp.minimum(t + 1, self.steps - 1), column)
                 return acc[...], following
 
-            partial, following = pl.run_scoped(product, self.accumulator())
+            partial, following = pl.run_scoped(product, self.p.accumulator)
             self.release(i * self.steps + t)
-            partial = self.scaled(_parts(partial, COLUMNS), by_row, tile_scales or by_part)
+            partial = self.scaled(cut(partial, self.parts), by_row, tile_scales or by_part)
             return [x + y for x, y in zip(total, partial, strict=True)], following
 
         zeros = filled(0.0, (self.p.tiles.tile_m, COLUMNS), BY_ELEMENT)
-        total = [zeros] * (self.p.tiles.tile_n // COLUMNS)
+        total = [zeros] * len(self.parts)
         return lax.fori_loop(0, self.steps, step, (total, self.tile_scales(0, column)))[0]
-
-    def accumulator(self) -> Any:
-        return plgpu.ACC((self.p.tiles.tile_m, self.p.tiles.tile_n), jnp.float32)
 
     def ring_scales(self, step: jax.Array) -> tuple[Any, list[jax.Array]]:
         """Scales that came with a step's operands: of the rows, and of each part of the columns."""
@@ -358,16 +341,16 @@ class _Block:
         if "a_blocks" in self.scale:
             by_row = load(self.a_blocks_ring.at[slot, self.half()], BY_ROW)
         if "b_blocks" in self.scale:
-            parts = [pl.ds(c, COLUMNS) for c in range(0, self.p.tiles.tile_n, COLUMNS)]
-            by_part = [load(self.b_blocks_ring.at[slot, part], BY_COLUMN) for part in parts]
+            ring = self.b_blocks_ring
+            by_part = [load(ring.at[slot, part], BY_COLUMN) for part in self.parts]
         return by_row, by_part
 
     def tile_scales(self, t: Any, column: jax.Array) -> list[jax.Array]:
         """Scales of block `t` of k that are numbers, one for each part of the columns."""
         if "b_tiles" not in self.scale:
             return []
-        parts = [column + c for c in range(0, self.p.tiles.tile_n, COLUMNS)]
-        return [self.scale["b_tiles"][t, lax.div(c, BLOCK)] for c in parts]
+        starts = [column + part.start for part in self.parts]
+        return [self.scale["b_tiles"][t, lax.div(c, BLOCK)] for c in starts]
 
     def scaled(
         self, partial: list[jax.Array], by_row: Any, by_part: list[jax.Array]
@@ -394,14 +377,7 @@ class _Block:
             return load(self.scale["rows"].at[pl.ds(row, self.p.tiles.tile_m)], BY_ROW)
         return self.scale["row"][0] if "row" in self.scale else None
 
-    def store(
-        self,
-        total: list[jax.Array],
-        by_row: Any,
-        row: jax.Array,
-        column: jax.Array,
-        first: jax.Array,
-    ) -> None:
+    def store(self, total: list[jax.Array], by_row: Any, row: jax.Array, place: Place) -> None:
         """Scale, round and write a tile, while the next one's operands are already copied."""
         warpgroup, tile_m = lax.axis_index("warpgroup"), self.p.tiles.tile_m
         width = self.staging.shape[-1]
@@ -411,7 +387,7 @@ class _Block:
         if "columns" in self.scale:
             plgpu.barrier_wait(self.copied.at[warpgroup])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        parts = [y for part in total for y in _parts(part, width)]
+        parts = [y for part in total for y in cut(part, slices(COLUMNS, width))]
         for c, y in enumerate(parts):
             columns, slot = pl.ds(c * width, width), self.staging.at[warpgroup, c % 2]
             if by_row is not None:
@@ -424,11 +400,6 @@ class _Block:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             slot[...] = y.astype(self.out.dtype)
             plgpu.commit_smem()
-            start = column + c * width
+            start = place.column + c * width
             target = self.out.at[pl.ds(row, tile_m), pl.ds(start, width)]
-            pl.when(start >= first)(functools.partial(plgpu.copy_smem_to_gmem, slot, target))
-
-
-def _parts(x: jax.Array, width: int) -> list[jax.Array]:
-    """`x` split into parts of `width` columns, which stay in the same registers."""
-    return [x[:, c : c + width] for c in range(0, x.shape[1], width)]
+            pl.when(start >= place.first)(functools.partial(plgpu.copy_smem_to_gmem, slot, target))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.measured import measured
@@ -32,6 +33,45 @@ class Tiles:
     tile_n: int = 256
     stages: int = 4
     group: int = 16
+
+
+class Place(NamedTuple):
+    """Locate a tile of a product: its first row and column, and the first column that it stores."""
+
+    row: jax.Array
+    column: jax.Array
+    first: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Cut a matrix into tiles of `height` rows, in an order that shares operands in L2.
+
+    The last tile of a row ends with the matrix, and so may overlap the one before it.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    tiles: Tiles
+
+    @classmethod
+    def of(cls, rows: int, columns: int, height: int, tiles: Tiles) -> Grid:
+        tiles = dataclasses.replace(tiles, tile_n=min(tiles.tile_n, columns))
+        return cls(rows, columns, height, tiles)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows // self.height, -(-self.columns // self.tiles.tile_n)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def place(self, number: jax.Array) -> Place:
+        row, column = plgpu.planar_snake(number, self.shape, 0, self.tiles.group)
+        first = column * self.tiles.tile_n
+        return Place(row * self.height, jnp.minimum(first, self.columns - self.tiles.tile_n), first)
 
 
 Kind = Literal["running", "promoted", "block", "block_columns"]
