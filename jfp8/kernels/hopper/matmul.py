@@ -8,8 +8,7 @@ a time, into a ring of shared memory. The other two multiply, each its half of t
     compute            product 0 | product 1 | product 2 | ... | scale, round, store | product 0
 
 `full[slot]` completes when a slot's copies have arrived, `empty[slot]` when both halves have read
-it. Where sums are promoted, the two warpgroups alternate by themselves: while one adds its partial
-sum to its f32 sum, the tensor cores work for the other.
+it. Where sums are promoted, the tensor cores work for one warpgroup while the other adds.
 """
 
 from __future__ import annotations
@@ -158,10 +157,6 @@ class _Problem:
         return self.grid.tiles
 
     @property
-    def accumulator(self) -> Any:
-        return plgpu.ACC((self.tiles.tile_m, self.tiles.tile_n), jnp.float32)
-
-    @property
     def blocks(self) -> int:  # as many as the device can hold, or one for each tile
         return min(multiprocessors(), self.grid.size)
 
@@ -280,8 +275,7 @@ class _Block:
 
     def half(self) -> Any:
         """Return this warpgroup's rows of the block's."""
-        tile_m = self.p.tiles.tile_m
-        return pl.ds(lax.axis_index("warpgroup") * tile_m, tile_m)
+        return pl.ds(lax.axis_index("warpgroup") * self.p.tiles.tile_m, self.p.tiles.tile_m)
 
     def release(self, step: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.p.tiles.stages)])
@@ -305,7 +299,8 @@ class _Block:
             self.release((i + 1) * self.steps - 1)
             return total
 
-        return cut(pl.run_scoped(scope, self.p.accumulator), self.parts)
+        shape = self.p.tiles.tile_m, self.p.tiles.tile_n
+        return cut(pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32)), self.parts)
 
     def promoted(self, i: jax.Array, column: jax.Array) -> list[jax.Array]:
         """An f32 sum of the tensor cores' sums of 128 products, each times its scales."""
@@ -325,13 +320,13 @@ class _Block:
                 following = self.tile_scales(jnp.minimum(t + 1, self.steps - 1), column)
                 return acc[...], following
 
-            partial, following = pl.run_scoped(product, self.p.accumulator)
+            shape = self.p.tiles.tile_m, self.p.tiles.tile_n
+            partial, following = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             self.release(i * self.steps + t)
             partial = self.scaled(cut(partial, self.parts), by_row, tile_scales or by_part)
             return [x + y for x, y in zip(total, partial, strict=True)], following
 
-        zeros = filled(0.0, (self.p.tiles.tile_m, COLUMNS), BY_ELEMENT)
-        total = [zeros] * len(self.parts)
+        total = [filled(0.0, (self.p.tiles.tile_m, COLUMNS), BY_ELEMENT)] * len(self.parts)
         return lax.fori_loop(0, self.steps, step, (total, self.tile_scales(0, column)))[0]
 
     def ring_scales(self, step: jax.Array) -> tuple[Any, list[jax.Array]]:
