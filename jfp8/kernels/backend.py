@@ -53,7 +53,7 @@ class Facts:
 
 
 def facts_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> Facts:
-    """The facts about the product of two operands."""
+    """Return the facts about the product of two operands."""
     contract, batch = spec.dimension_numbers
     shapes = scale_shape_of(lhs), scale_shape_of(rhs)
     granularity: Granularity = "tensor"
@@ -104,8 +104,6 @@ class Backend:
       blocks: the blocks of scales that vary along the sum, ``(along it, across it)``; empty: any.
       multiples: whether it takes larger blocks as several of `blocks`.
       scale_dtype: in which scales must be stored; None: any.
-      powers_of_two: whether scales must be powers of two.
-      accumulations: the values of `accumulation` that it supports.
       multiples_of: what all sizes must be multiples of, none of them 0.
       why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
       first_for: the granularities for which it is better than the backends listed before it.
@@ -130,7 +128,7 @@ class Backend:
     why_not_on: Callable[[Any], str | None] = lambda device: None
 
     def why_not(self, facts: Facts, device: Device) -> str | None:
-        """What it does not support about a product, on `device`; None if it supports all."""
+        """Return what it does not support about a product on `device`; None if it supports all."""
         reason = self.why_not_on(device) or self.why_not_sums(facts.accumulation)
         if reason is not None:
             return reason
@@ -159,13 +157,13 @@ class Backend:
         return None
 
     def why_not_sums(self, accumulation: str) -> str | None:
-        """Why it does not round sums in this way; None if it does."""
+        """Return why it does not round sums in this way; None if it does."""
         if accumulation in self.accumulations:
             return None
         return f"accumulation={accumulation!r}: it computes real products, not models of them"
 
     def takes(self, block: Blocks | None) -> bool:
-        """Whether it takes scales of such blocks; see `Facts.blocks`."""
+        """Return whether it takes scales of such blocks; see `Facts.blocks`."""
         if not self.blocks or block is None or not self.multiples:
             return not self.blocks or block in self.blocks
         along, across = block

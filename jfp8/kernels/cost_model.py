@@ -26,18 +26,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 @dataclass(frozen=True)
 class Rates:
-    """Peaks that NVIDIA publishes, dense: half of what is printed with sparsity.
+    """Hold peaks that NVIDIA publishes, dense: half of what is printed with sparsity."""
 
-    Attributes:
-      bf16, fp8: multiplications and additions per second.
-      memory: bytes per second.
-      fp4: as `fp8`, of NVFP4 operands; None: there are no such tensor cores.
-    """
-
-    bf16: float
+    bf16: float  # multiplications and additions per second
     fp8: float
-    memory: float
-    fp4: float | None = None
+    memory: float  # bytes per second
+    fp4: float | None = None  # of NVFP4 operands; None: there are no such tensor cores
 
 
 # Data sheets: NVIDIA H100 and H200 (SXM boards), DGX B200 (an eighth), L40S.

@@ -182,16 +182,14 @@ def divided(
     """`function` of arrays, which the compiler may divide as `rule` says.
 
     Args:
-      name: what profiles and compiled programs call it, with ``jfp8_`` before it; and after a comma
-        what else it depends on but its operands.
+      name: for profiles, with ``jfp8_`` before it; after a comma what else it depends on.
       function: of arrays, to an array or a tuple of arrays. It is called with whole arrays, or with
         the parts of a device, each of which has whole units (128 of ``k`` if there is a ``k/128``).
       rule: see `Rule.parse`.
       combine: how the parts of a result are put together where a dimension is divided that it does
         not have: added, or their maximum, NaN if one is (of numbers that are not negative, or of
         their bits); or they are alike. One for each result, or one for all.
-      of_parts: what a device calls in place of `function` where parts of a sum are to be added, to
-        send them in another dtype; None: `function`.
+      of_parts: what computes parts of a sum, to send them in another dtype; None: `function`.
 
     Where parts would not have whole units, an operand is put together first, with a warning.
 
@@ -318,7 +316,7 @@ def _pairs(
 
 
 def _leading(axes: Axes, mesh: Mesh, taken: set[str], divisible: int) -> Axes:
-    """As many of `axes` as are not taken and divide a number."""
+    """Return the longest unused prefix of `axes` whose size divides `divisible`."""
     found: Axes = ()
     for axis in axes:
         divisible, rest = divmod(divisible, mesh.shape[axis])
@@ -335,10 +333,9 @@ def _names(dims: Sequence[Dim]) -> set[str]:
 def _shared_out(
     result: jax.ShapeDtypeStruct, by_dimension: Sequence[Axes], apart: Axes, mesh: Mesh
 ) -> tuple[Axes, ...]:
-    """The axes along which each dimension of a sum of parts is divided.
+    """Return the axes of each dimension of a sum of parts.
 
-    Those of the sum, too, where the result shall be divided along them: then each device gets only
-    what it shall have.
+    Axes of the sum, too, where the result shall be divided along them.
     """
     found = list(by_dimension)
     devices = math.prod(mesh.shape[axis] for axis in apart)

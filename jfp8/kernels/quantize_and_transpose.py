@@ -80,17 +80,11 @@ Meets: TypeAlias = tuple[jax.Array | None, jax.Array | None]
 
 
 class BothWays(NamedTuple):
-    """A matrix ``x[m, n]``, quantized.
+    """A matrix ``x[m, n]``, quantized. Operands are `Paired` if what they meet is known."""
 
-    Attributes:
-      straight: ``[m, n]``, for sums over n; `Paired` if what it meets there is known.
-      transposed: ``[n, m]``, for sums over m; likewise.
-      amax: f32[] of x, or f32[n] of n parts of x: then the largest is that of x.
-    """
-
-    straight: ScaledArray
-    transposed: ScaledArray
-    amax: jax.Array
+    straight: ScaledArray  # [m, n], for sums over n
+    transposed: ScaledArray  # [n, m], for sums over m
+    amax: jax.Array  # f32[] of x, or of parts of x
 
 
 def has_kernel(quantizer: Quantizer) -> bool:
@@ -131,23 +125,14 @@ def quantize_both_ways(
 
 
 class _Read(NamedTuple):
-    """How a kernel reads a matrix.
-
-    Attributes:
-      x: the matrix.
-      arrays: in memory: ``[m, n]``, or ``[m, projections, n]`` and maybe ``[m, n]``.
-      dims: the names of their dimensions, for `divided`.
-      columns: the names of the dimensions that are the columns of the matrix.
-      what: the rest, in words, for its name.
-      options: the rest: arguments of the kernel.
-    """
+    """Say how a kernel reads a matrix."""
 
     x: Matrix
-    arrays: list[jax.Array]
-    dims: str
-    columns: str
-    what: str
-    options: dict[str, Any]
+    arrays: list[jax.Array]  # in memory: [m, n], or [m, projections, n] and maybe [m, n]
+    dims: str  # the names of their dimensions, for `divided`
+    columns: str  # those that are the columns of the matrix
+    what: str  # the options in words, for the name of the kernel
+    options: dict[str, Any]  # arguments of the kernel
 
     def by(self, kernel: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Return `kernel` as a function of these arrays, and of others."""

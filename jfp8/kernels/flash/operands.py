@@ -27,15 +27,9 @@ class Stored(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Hold the numbers of each query and key, f32.
+    """Hold the numbers of each query, ``f32[..., G, T]``, or key, ``f32[..., G / groups, S]``.
 
-    Attributes:
-      q, grad: scales of these matrices of `Stored`, ``[..., G, T]``.
-      k, v: likewise, ``[..., G / groups, S]``.
-      q_t, grad_t: likewise, ``[..., G, T]``.
-      k_t: likewise, ``[..., G / groups, S]``.
-      log_sum: `lse` of the forward pass, ``[..., G, T]``.
-      dot: ``sum_h dO O``, ``[..., G, T]``.
+    The scales of the matrices of `Stored`; `lse` of the forward pass; and `dot`, ``sum_h dO O``.
     """
 
     q: jax.Array

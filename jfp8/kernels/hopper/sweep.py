@@ -97,25 +97,15 @@ def fastest(kernel: str, x: Input, otherwise: Sweep) -> Sweep:
 
 @dataclass(frozen=True)
 class Walk:
-    """How a kernel walks over a matrix.
+    """Say how a kernel walks over a matrix."""
 
-    Attributes:
-      arrays: in memory, of whole tiles: the matrix, or what it is made of.
-      sizes: of the matrix, or of each if several are made, without what is added for whole tiles.
-      dtype: to which elements are cast as they are read.
-      sweep: the tiles.
-      make: what makes tiles; None: the input is the matrix itself.
-      side_by_side: of how many matrices each array then consists.
-      outputs: how many matrices of the same size `make` makes; the matrix is all of them.
-    """
-
-    arrays: tuple[jax.Array, ...]
-    sizes: tuple[int, int]
-    dtype: jax.typing.DTypeLike
+    arrays: tuple[jax.Array, ...]  # in memory, of whole tiles: the matrix, or what it is made of
+    sizes: tuple[int, int]  # of the matrix, or of each of several, without what is added to tiles
+    dtype: jax.typing.DTypeLike  # to which elements are cast as they are read
     sweep: Sweep
-    make: Make | None = None
-    side_by_side: tuple[int, ...] = (1,)
-    outputs: int = 1
+    make: Make | None = None  # None: the input is the matrix itself
+    side_by_side: tuple[int, ...] = (1,)  # of how many matrices each array consists
+    outputs: int = 1  # matrices that `make` makes; the matrix is all of them
 
     @classmethod
     def over(

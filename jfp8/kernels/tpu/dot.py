@@ -39,13 +39,11 @@ from jfp8.tracing.device import Tpu
 )
 @dataclass(frozen=True)
 class DotOnTpu(Dot):
-    """`Dot` on TPUs.
+    """Compute `Dot` on TPUs, of the matrices that its operands become.
 
     Attributes:
-      shapes, dimension_numbers: of the matrices that the operands become.
-      tpu: on which the operands are.
       given: how lhs, rhs and grad become these matrices.
-      layout: how they lie on several; None: on one, or it is not known.
+      layout: how they lie on several TPUs; None: on one, or it is not known.
       bias: ``[n]``, which is added to y; None: none is.
     """
 

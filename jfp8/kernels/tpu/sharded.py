@@ -80,10 +80,8 @@ def layout_of_matrices(
 def on_each(axes: OfMatrix | None, function: Callable[..., Any], rule: str) -> Callable[..., Any]:
     """`function` on each TPU, of its part of a matrix; None: of the matrix.
 
-    Args:
-      axes: over which the matrix is divided.
-      rule: as for `divided`, with ``i`` and ``j`` for its rows and columns. ``PART`` is a dimension
-        with entries of each part.
+    In `rule`, as for `divided`, ``i`` and ``j`` are its rows and columns, and ``PART`` a dimension
+    with entries of each part.
     """
     if axes is None:
         return function
@@ -105,14 +103,7 @@ def by_parts(function: Callable[..., Any], operands: Any, results: Any) -> Calla
 
 
 class Division(NamedTuple):
-    """How one of the three products is shared out.
-
-    Attributes:
-      first, second: over which axes its operands have to be divided, which are exchanged if they
-        are not.
-      summed: axes over which parts of the sum are added up.
-      result: over which axes the result is divided when they are.
-    """
+    """Hold the axes over which operands and result of a product are sharded, and its sum."""
 
     first: OfMatrix
     second: OfMatrix
