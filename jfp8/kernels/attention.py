@@ -24,19 +24,12 @@ KERNELS = {**PALLAS, "cudnn": cudnn}
 
 @dataclass(frozen=True)
 class AttentionByKernels:
-    """The plan of attention on a GPU, with the methods of the core's `Reference`.
+    """Plan attention on a GPU, with the methods of the core's `Reference`."""
 
-    Attributes:
-      kernels: one of `KERNELS`; None: the reference.
-      named: whether it was asked for: then nothing else computes.
-      backward_by: the plan of cuDNN's backward pass.
-      reason: of the reference: why no kernels were chosen.
-    """
-
-    kernels: str | None
-    named: bool
-    backward_by: Any = None
-    reason: str = ""
+    kernels: str | None  # one of `KERNELS`; None: the reference
+    named: bool  # whether it was asked for: then nothing else computes
+    backward_by: Any = None  # the plan of cuDNN's backward pass
+    reason: str = ""  # of the reference: why no kernels were chosen
 
     @property
     def uses_one_scale(self) -> bool:

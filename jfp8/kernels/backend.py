@@ -100,14 +100,10 @@ class Backend:
 
     Attributes:
       multiply: ``multiply(lhs, rhs, spec)``. It need not check for what the fields below exclude.
-      granularities: those of scales, see `Facts`.
       blocks: the blocks of scales that vary along the sum, ``(along it, across it)``; empty: any.
-      multiples: whether it takes larger blocks as several of `blocks`.
-      scale_dtype: in which scales must be stored; None: any.
       multiples_of: what all sizes must be multiples of, none of them 0.
       why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
       first_for: the granularities for which it is better than the backends listed before it.
-      gpus: major compute capabilities of the GPUs that it is for; None: any.
       why_not_on: why it does not run on a `Gpu` or `Tpu`; None if it does. An unknown GPU counts as
         one of `gpus`.
     """
@@ -117,14 +113,14 @@ class Backend:
     formats: frozenset[Format] = frozenset(FORMATS)
     granularities: frozenset[Granularity] = frozenset(("tensor", "rows", "blocks"))
     blocks: frozenset[Blocks] = frozenset()
-    multiples: bool = False
-    scale_dtype: Any = None
+    multiples: bool = False  # whether it takes larger blocks as several of `blocks`
+    scale_dtype: Any = None  # in which scales must be stored; None: any
     powers_of_two: bool = False
     accumulations: tuple[str, ...] = ACCUMULATIONS
     multiples_of: int = 1
     why_not_e5m2: str | None = None
     first_for: frozenset[Granularity] = frozenset()
-    gpus: int | None = None
+    gpus: int | None = None  # the major compute capability that it is for; None: any
     why_not_on: Callable[[Any], str | None] = lambda device: None
 
     def why_not(self, facts: Facts, device: Device) -> str | None:

@@ -34,17 +34,12 @@ class KMajorDot(Operation):
     NVIDIA's tensor cores take 8-bit operands in this layout. Each tensor is needed both straight
     and transposed. The transposed bytes are made where the tensor is read to be quantized: later
     they would have to be read and written once more.
-
-    Attributes:
-      shapes, dtypes: see `Operation`; shapes are those of the matrices.
-      lhs, rhs, grad: how the operands become these matrices.
-      kernels: whether Pallas kernels may quantize.
     """
 
     lhs: Arrangement
     rhs: Arrangement
     grad: Arrangement
-    kernels: bool
+    kernels: bool  # whether Pallas kernels may quantize
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[kind]

@@ -26,23 +26,14 @@ SIZES_BACKWARD = (64, 128)
 
 @dataclass(frozen=True)
 class Pallas:
-    """Hold the kernels for a kind of GPU.
+    """Hold the kernels for a kind of GPU."""
 
-    Attributes:
-      name: of the implementation.
-      module: that has them, forward and backward; JAX before 0.11.2 cannot import it.
-      gpus: the major compute capability that they are for.
-      why_not_on: why they do not run on a GPU, or None.
-      sizes: of a head.
-      masks: whether they take some.
-    """
-
-    name: str
-    module: str
-    gpus: int
+    name: str  # of the implementation
+    module: str  # that has them; JAX before 0.11.2 cannot import it
+    gpus: int  # the major compute capability that they are for
     why_not_on: Callable[[Gpu | None], str | None]
-    sizes: tuple[int, ...]
-    masks: bool
+    sizes: tuple[int, ...]  # of a head
+    masks: bool  # whether they take some
 
     def refusal(self, spec: AttentionSpec, gpu: Gpu | None) -> str | None:
         """Tell why they do not compute the reference's forward pass on `gpu`; None if they do."""

@@ -31,5 +31,5 @@ def interpret_tpu_kernels(monkeypatch):
     """Run Pallas kernels for TPUs on this machine. Clear JAX's caches when the test is over."""
     call = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *a, **kw: call(*a, **kw | {"interpret": True}))
-    for module in ("only_on", "tpu.matmul", "tpu.planner"):
+    for module in ("only_on", "tpu.matmul", "tpu.dot"):
         monkeypatch.setattr(f"jfp8.kernels.{module}.kernels_are_interpreted", lambda: True)

@@ -23,25 +23,16 @@ QUERIES = 64  # queries of a step
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Describe the heads, and which keys their queries see.
+    """Describe the heads, and which keys their queries see."""
 
-    Attributes:
-      rows: queries of a head, padded.
-      keys: keys of a head, not padded.
-      size: of a head.
-      groups: how many heads of queries share a head of keys and values.
-      left, right: bounds of the window; None: none.
-      formats: of dS in dQ and in dK; of a forward pass: none.
-    """
-
-    rows: int
-    keys: int
-    size: int
-    groups: int
+    rows: int  # queries of a head, padded
+    keys: int  # of a head, not padded
+    size: int  # of a head
+    groups: int  # how many heads of queries share a head of keys and values
     scale: float
-    left: int | None
+    left: int | None  # bounds of the window; None: none
     right: int | None
-    formats: tuple[Format, ...] = ()
+    formats: tuple[Format, ...] = ()  # of dS in dQ and in dK; of a forward pass: none
 
     @property
     def factor(self) -> float:

@@ -26,35 +26,25 @@ COMPUTE_REGISTERS = 240  # of a thread that multiplies: 128 * (24 + 2 * 240) <= 
 class TileWork(abc.ABC):
     """Describe the work of a block's warpgroups on a tile of tokens of one head.
 
-    Attributes:
-      name: of the kernel.
-      like: the operand whose tokens are divided into tiles of so many `tokens`.
-      width: how many tokens a step takes.
-      takes: operands of which a warpgroup takes its rows of the tile, and their names in `memory`.
-      slots: how many pieces of a warpgroup's results are staged at once.
-      rings: operands of which blocks go through a ring, and its name in `memory`.
-      given: operands in device memory, by their names; `results` are there, too.
-      memory: of the block, named as by `scratch`.
-      head: of all heads, the one of the tile.
-      row: the first token of the tile.
-      key_head: of all heads of keys, the one that it meets.
+    `takes` are operands of which a warpgroup takes its rows of the tile, and `rings` operands of
+    which blocks go through a ring; both with names in `memory`.
     """
 
-    name: ClassVar[str]
-    like: ClassVar[str]
-    tokens: ClassVar[int] = BLOCK
-    width: ClassVar[int]
+    name: ClassVar[str]  # of the kernel
+    like: ClassVar[str]  # the operand whose tokens are divided into tiles
+    tokens: ClassVar[int] = BLOCK  # of a tile
+    width: ClassVar[int]  # how many tokens a step takes
     takes: ClassVar[dict[str, str]]
-    slots: ClassVar[int] = 1
+    slots: ClassVar[int] = 1  # how many pieces of a warpgroup's results are staged at once
     rings: ClassVar[dict[str, str]]
 
     p: Problem
-    given: dict[str, Any]
-    results: tuple[Any, ...]
-    memory: SimpleNamespace
-    head: jax.Array
-    row: jax.Array
-    key_head: jax.Array
+    given: dict[str, Any]  # operands in device memory
+    results: tuple[Any, ...]  # likewise
+    memory: SimpleNamespace  # of the block, named as by `scratch`
+    head: jax.Array  # of all heads, the one of the tile
+    row: jax.Array  # the first token of the tile
+    key_head: jax.Array  # of all heads of keys, the one that it meets
 
     @classmethod
     def scratch(

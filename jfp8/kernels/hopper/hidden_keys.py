@@ -21,22 +21,14 @@ from jfp8.kernels.shared_memory import along, load
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Tell which keys of a block some queries see.
+    """Tell which keys of a block some queries see."""
 
-    Attributes:
-      bounds: of the head.
-      row, key: the first query and the first key.
-      sees_all: bool[], whether all queries see all keys; None: it is known that they do.
-      branch: whether a mask is made only where it is needed. Branches cost registers.
-      words: of a mask's bits for these queries, in shared memory; None: there is none.
-    """
-
-    bounds: Bounds
-    row: jax.Array
+    bounds: Bounds  # of the head
+    row: jax.Array  # the first query
     key: jax.Array
-    sees_all: jax.Array | None
-    branch: bool
-    words: Any = None
+    sees_all: jax.Array | None  # do all queries see all keys? None: it is known that they do
+    branch: bool  # make a mask only where it is needed? Branches cost registers
+    words: Any = None  # of a mask's bits for these queries, in shared memory; None: no mask
 
     def choose(
         self, all_seen: Callable[..., Any], some_seen: Callable[..., Any], *args: Any

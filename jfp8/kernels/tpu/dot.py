@@ -1,4 +1,4 @@
-"""`DotOnTpu`: `Dot` of two matrices, each quantized in one step for both of its products.
+"""The planner for TPUs: `Dot` of two matrices, each quantized in one step for both of its products.
 
 A TPU's matrix units take operands in any layout, so that one array of codes serves both directions
 wherever one scale does.
@@ -29,6 +29,7 @@ from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Options, Use
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
+from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Tpu
 
 
@@ -172,11 +173,18 @@ def _in_bf16_if_exact(x: Operand, summed: tuple[int, ...], spec: MatmulSpec) -> 
     return scaled_values(x).astype(jnp.bfloat16)
 
 
-def dot_on_tpu(spec: DotSpec, tpu: Tpu) -> DotOnTpu | None:
-    """Return `DotOnTpu`, if the operands are matrices; None: with batch dimensions."""
-    numbers = spec.dimension_numbers
-    if numbers[1][0]:
+def plan(spec: Any) -> DotOnTpu | None:
+    """Return `DotOnTpu` for a product of matrices; None: the reference, for all that is batched.
+
+    Convolutions and grouped products are those of the core, too.
+    """
+    if not isinstance(spec, DotSpec) or spec.dimension_numbers[1][0]:
         return None
+    numbers, tpu = spec.dimension_numbers, spec.options.device
+    if not isinstance(tpu, Tpu):  # named, elsewhere: kernels are interpreted
+        if not kernels_are_interpreted():
+            return None
+        tpu = Tpu("TPU")
     by_role = arrangements(spec.shapes, numbers)
     if spec.has_quantized_rhs and by_role["rhs"].sizes != spec.shapes[1]:
         return None  # its blocks may not be those of a matrix
