@@ -32,24 +32,21 @@ class Facts:
     """Hold what the choice of a backend depends on. Pairs are for lhs and rhs.
 
     Attributes:
-      scale_dtypes: in which the scales of blocks are stored.
       granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
         after the sum; ``"blocks"``: an operand has scales that vary along the sum.
       blocks: the number of elements that share a scale, along the sum and across it: ``(0, 0)`` if
         all do, None if the operand is neither a matrix nor a batch of them, or its scales have two
         levels of which the outer one is not one scale for each matrix.
-      sizes: ``(m, n, k)``.
-      powers_of_two: whether all scales are known to be powers of two.
     """
 
     formats: tuple[Format, Format]
-    scale_dtypes: tuple[np.dtype, np.dtype]
+    scale_dtypes: tuple[np.dtype, np.dtype]  # in which the scales of blocks are stored
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
     granularity: Granularity
     blocks: tuple[Blocks | None, Blocks | None]
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int, int]  # (m, n, k)
     accumulation: str
-    powers_of_two: bool = False
+    powers_of_two: bool = False  # whether all scales are known to be
 
 
 def facts_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> Facts:

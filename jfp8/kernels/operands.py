@@ -27,12 +27,9 @@ class Paired(ScaledArray):
     """A `ScaledArray` whose scale is already multiplied by that of the operand it will meet.
 
     A kernel that quantizes an operand writes both. XLA would start a kernel for this one number.
-
-    Attributes:
-      factor: f32[], what `scale_products` gives for the scales of both operands.
     """
 
-    factor: jax.Array = field(kw_only=True)
+    factor: jax.Array = field(kw_only=True)  # f32[], as by `scale_products` of both scales
 
 
 def to_last(x: jax.Array, axis: int) -> jax.Array:

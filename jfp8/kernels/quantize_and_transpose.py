@@ -39,16 +39,11 @@ from jfp8.tracing.compat import same_varying_axes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Made:
-    """A matrix that a kernel may make as it reads what the matrix is made of.
+    """A matrix that a kernel may make as it reads what the matrix is made of."""
 
-    Attributes:
-      array: the matrix, ``[m, n]``, as XLA makes it.
-      parts: of what it is made, ``[m, projections, n]``, and for a `Gradient` also ``[m, n]``.
-      make: of f32 arrays, element by element. Caches know it by its ``str``.
-    """
-
-    array: jax.Array
-    parts: list[jax.Array]
+    array: jax.Array  # the matrix, [m, n], as XLA makes it
+    parts: list[jax.Array]  # [m, projections, n], and for a `Gradient` also [m, n]
+    # Of f32 arrays, element by element. Caches know it by its ``str``.
     make: Callable[..., Any] = field(metadata={"static": True})
 
 

@@ -8,22 +8,15 @@ import jax
 
 
 class Stored(NamedTuple):
-    """Hold the f8 matrices, each as its products take it: the contraction last.
+    """Hold the f8 matrices, each as its products take it: the contraction last."""
 
-    Attributes:
-      q, grad: ``f8[..., G, T, H]``, for S and for dP.
-      k, v: ``f8[..., G / groups, S, H]``, for S and for dP.
-      q_t, grad_t: ``f8[..., G, H, T]``, for dK and for dV.
-      k_t: ``f8[..., G / groups, H, S]``, for dQ.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    grad: jax.Array
-    q_t: jax.Array
-    k_t: jax.Array
-    grad_t: jax.Array
+    q: jax.Array  # [..., G, T, H], for S
+    k: jax.Array  # [..., G / groups, S, H], for S
+    v: jax.Array  # likewise, for dP
+    grad: jax.Array  # as q, for dP
+    q_t: jax.Array  # [..., G, H, T], for dK
+    k_t: jax.Array  # [..., G / groups, H, S], for dQ
+    grad_t: jax.Array  # as q_t, for dV
 
 
 class Vectors(NamedTuple):

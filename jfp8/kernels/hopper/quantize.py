@@ -191,6 +191,6 @@ def _quantize(
         amax = walk.for_each_tile(body, x, *vectors, carry=carry)
         if with_amax:
             sweep.write_amax(results[-1], amax, walk)
-        sweep.finish()
+        plgpu.wait_smem_to_gmem(0)
 
     return walk.run_both_ways(name, kernel, *known, fmt=fmt, more=more)

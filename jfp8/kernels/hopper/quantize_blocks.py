@@ -67,7 +67,7 @@ def quantize_rows_in_blocks(
             sweep.write(codes, staged_t, q_t.at[at_column, at_row])
 
         walk.for_each_tile(body, x)
-        sweep.finish()
+        plgpu.wait_smem_to_gmem(0)
 
     scale = jnp.float32 if scale_rounding in (None, "power_of_two") else jnp.uint8
     rows, columns = walk.shape
@@ -113,7 +113,7 @@ def quantize_tiles(
             sweep.write(cast(values), staged_t, q_t.at[at_column, at_row])
 
         walk.for_each_tile(body, x)
-        sweep.finish()
+        plgpu.wait_smem_to_gmem(0)
 
     (m, n), (rows, columns) = walk.sizes, walk.shape
     bits = jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32)  # of the scales

@@ -25,15 +25,12 @@ def quantize_heads(
 ) -> tuple[jax.Array, jax.Array]:
     """``q = cast(x * inverse)`` and ``q^T`` of heads `first`, `first` + 1, ... of each group.
 
-    Values saturate, Inf too; NaN stays NaN.
+    Values saturate, Inf too; NaN stays NaN. Results are f8[B, G, N, T, H] and f8[B, G, N, H, T].
 
     Args:
       x: f32, bf16 or f16[B, T, G, R, H], T a multiple of 128, H of 64, 128 or 256.
       inverse: reciprocals of the scales, f32[B, G, N, T], for N of the R heads of each group.
       first: of these N.
-
-    Returns:
-      f8[B, G, N, T, H] and f8[B, G, N, H, T].
     """
     (batch, tokens, groups, of, depth), count = x.shape, inverse.shape[2]
     # Two blocks fit a multiprocessor, each with two tiles and both results.
@@ -77,7 +74,7 @@ def quantize_heads(
             in_specs=[tile, plgpu.BlockSpec((tiles.rows,), of_inverse)],
             max_concurrent_steps=tiles.stages,
         )(x, inverse)
-        sweep.finish()
+        plgpu.wait_smem_to_gmem(0)
 
     heads = batch * groups * count
     shapes = (heads, tokens, depth), (heads, depth, tokens)

@@ -48,18 +48,12 @@ Input: TypeAlias = jax.Array | Sequence[jax.Array]
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a matrix is cut into tiles.
+    """Say how a matrix is cut into tiles."""
 
-    Attributes:
-      rows, columns: size of a tile, multiples of 64.
-      stages: tiles of the input in shared memory, one being processed and the others being loaded.
-      blocks: blocks that share the tiles; by default two for each multiprocessor, which together
-        must fit into its shared memory.
-    """
-
-    rows: int = 128
+    rows: int = 128  # of a tile, a multiple of 64, as `columns`
     columns: int = 128
-    stages: int = 2
+    stages: int = 2  # tiles in shared memory, one being processed and the others being loaded
+    # Blocks that share the tiles: two for each multiprocessor must fit into its shared memory.
     blocks: int = field(default_factory=lambda: 2 * multiprocessors())
 
     def part(self, i: jax.Array, j: jax.Array) -> tuple[Any, Any]:
@@ -297,16 +291,11 @@ def read(tile: Ref, layout: Any, dtype: jax.typing.DTypeLike | None = None) -> j
 def write(values: jax.Array, staged: Ref, target: Ref) -> None:
     """``target = values``, through `staged`."""
     # The two directions alternate, each in its own `staged`: with at most one copy in flight, this
-    # one is free. At the end of a kernel `finish` waits for both.
+    # one is free. A kernel ends with `plgpu.wait_smem_to_gmem(0)`, which waits for both.
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     staged[...] = values
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged, target)
-
-
-def finish() -> None:
-    """Wait until all is written: the last line of a kernel that calls `write`."""
-    plgpu.wait_smem_to_gmem(0)
 
 
 def lane(dtype: jax.typing.DTypeLike) -> Any:

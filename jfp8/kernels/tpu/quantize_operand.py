@@ -169,13 +169,9 @@ class _ByXla:
 
 @dataclass(frozen=True)
 class _ByKernels:
-    """Quantize by Pallas kernels, with the results of `_ByXla`; codes and scales of blocks.
+    """Quantize by Pallas kernels, with the results of `_ByXla`; codes and scales of blocks."""
 
-    Attributes:
-      axes: over which the matrix is divided; None: it is not.
-    """
-
-    axes: OfMatrix | None
+    axes: OfMatrix | None  # over which the matrix is divided; None: it is not
 
     def cast(self, x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
         from jfp8.kernels.tpu.quantize_kernels import quantize_tensor
