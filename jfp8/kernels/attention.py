@@ -73,7 +73,7 @@ class AttentionByKernels:
         operands: Any,
         options: dict[str, Any],
     ) -> Any:
-        if kernels is None:
+        if self.kernels is None or kernels is None:
             with note("cuda", f"bf16: {self.reason}" if self.reason else "emulate"):
                 return reference(*operands)
         reason = (

@@ -166,7 +166,8 @@ def quantize_blocks(
     codes = _result(x, sizes, fmt.dtype)
     of_rows = _result(x, sizes, scale, block, turned=True)
     of_columns = _result(x, sizes, scale, block)
-    scratch = [pltpu.VMEM(spec.block_shape, jnp.int32) for _, spec in (of_rows, of_columns)]
+    shapes = (columns // block, rows), (rows // block, columns)
+    scratch = [pltpu.VMEM(shape, jnp.int32) for shape in shapes]
     results = [codes, of_rows, codes, of_columns]
     return _run(f"quantize_blocks_{block}", kernel, sizes, [x], [], results, scratch)
 
@@ -201,7 +202,7 @@ def quantize_tiles(
 
     of_blocks = _result(x, sizes, _scale_dtype(scale_rounding), block)
     results = [_result(x, sizes, fmt.dtype), of_blocks]
-    scratch = [pltpu.VMEM(of_blocks[1].block_shape, jnp.int32)]
+    scratch = [pltpu.VMEM((rows // block, columns), jnp.int32)]
     return _run(f"quantize_tiles_{block}", kernel, sizes, [x], [], results, scratch)
 
 

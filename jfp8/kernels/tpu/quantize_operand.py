@@ -133,7 +133,8 @@ def _lines(quantizer: Rowwise, x: Matrix, by: _ByXla | _ByKernels) -> Quantized:
     largest = by.amaxes(x)
     rounding = quantizer.scale_rounding
     scales = [scale_from_amax(a, quantizer.fmt, scale_rounding=rounding) for a in largest]
-    data = by.cast_lines(x, *map(reciprocal, scales), quantizer.fmt)
+    rows, columns = map(reciprocal, scales)
+    data = by.cast_lines(x, rows, columns, quantizer.fmt)
     straight, other = map(ScaledArray, data, scales)
     return straight, other, largest[0].reshape(-1)
 
