@@ -102,11 +102,8 @@ def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bo
 
 
 def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
-    """Return whether Pallas kernels quantize for products on this GPU.
-
-    On Blackwell those in blocks. Of operands with one scale, cuBLASLt takes any layout there, and
-    XLA moves less by not writing them in two.
-    """
+    """Return whether Pallas kernels quantize for products on this GPU."""
+    # On Blackwell those in blocks: of one scale cuBLASLt takes any layout, so XLA writes only one.
     if scales in ("blocks", "mx"):
         return hopper.why_no_quantizing(gpu) is None
     return hopper.BACKEND.why_not_on(gpu) is None

@@ -70,11 +70,9 @@ def traced_for(platform: str, what: str) -> str:
 def on_cuda(
     compute: Callable[..., Any], reference: Callable[..., Any], *operands: Any, why: str = ""
 ) -> Any:
-    """Return ``compute(*operands)``, what a CUDA GPU computes.
+    """Return ``compute(*operands)``, what a CUDA GPU computes; `jfp8.report` shows `why`.
 
     Where kernels are interpreted, on whatever device there is, it is what `reference` computes.
-
-    `why` is what `jfp8.report` shows.
     """
     with note("cuda", why):
         if kernels_are_interpreted():

@@ -28,14 +28,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    use_abstract_mesh,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
 from jfp8.tracing.device import Gpu
@@ -230,11 +223,7 @@ def divided(
 
 
 def divided_sum(
-    name: str,
-    product: Callable[..., jax.Array],
-    rule: str,
-    dtype: np.dtype,
-    parts: np.dtype | None,
+    name: str, product: Callable[..., jax.Array], rule: str, dtype: np.dtype, parts: np.dtype | None
 ) -> Callable[..., jax.Array]:
     """``product(dtype, *arrays)`` as a function of arrays, which the compiler may divide.
 
@@ -284,7 +273,8 @@ def _partitioned(
 
         def on_parts(identity: jax.Array, *parts: jax.Array) -> Any:
             del identity
-            with use_abstract_mesh(of_one):  # parts are not on the caller's, which may be explicit
+            # Parts are not on the caller's mesh, which may be explicit.
+            with jax.sharding.use_abstract_mesh(of_one):
                 found = (of_parts if any(apart) else function)(*parts)
                 leaves, tree = jax.tree.flatten(found)
                 combined = map(_combined, ways, leaves, apart, of_results)

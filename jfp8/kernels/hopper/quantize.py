@@ -72,13 +72,11 @@ def row_and_column_amax(x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array]
     (down, across), (of_rows, of_columns) = walk.tiles, walk.shape
     shapes = (across, of_rows), (down, of_columns)
     out = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    rows, columns = (
-        lax.bitcast_convert_type(jnp.max(part, axis=0), jnp.float32)[:size]
-        for part, size in zip(
-            walk.run("row_and_column_amax", kernel, out=out), walk.sizes, strict=True
-        )
-    )
-    return rows, columns
+    parts = walk.run("row_and_column_amax", kernel, out=out)
+    bits = (jnp.max(part, axis=0) for part in parts)
+    rows, columns = (lax.bitcast_convert_type(x, jnp.float32) for x in bits)
+    m, n = walk.sizes
+    return rows[:m], columns[:n]
 
 
 def quantize_tensor(

@@ -25,11 +25,7 @@ from jfp8.tracing.compat import of_varying
 @of_varying
 @partial(jax.jit, static_argnames=("fmt", "dtype"))
 def quantize_tensor(
-    x: jax.Array,
-    inverse: jax.Array,
-    fmt: Format,
-    *,
-    dtype: jax.typing.DTypeLike | None = None,
+    x: jax.Array, inverse: jax.Array, fmt: Format, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """``q = cast(x * inverse)``, and the amax of `x`. Finite values saturate; others become NaN.
 

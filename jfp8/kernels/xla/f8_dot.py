@@ -73,9 +73,8 @@ def cuda(
                 y = y * factor.astype(first)
             return y
 
-        if (
-            isinstance(spec.device, Gpu) and not spec.device.kind
-        ):  # for `jax.export`, which cannot store a rule for the compiler
+        # `jax.export` cannot store a rule for the compiler.
+        if isinstance(spec.device, Gpu) and not spec.device.kind:
             return product(spec.dtype, lhs, rhs, *single)
         # A sum that is divided among devices is scaled by each, in the call, not after all.
         rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
