@@ -130,7 +130,7 @@ def quantize_blocks(
     *,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`x` in blocks of ``1 x block`` along its rows, and in blocks of ``block x 1``. ::
+    """Return `x` in blocks of ``1 x block`` along its rows, and in blocks of ``block x 1``. ::
 
         q[i, j]       = cast(x[i, j] / s[j // block, i])
         q_other[i, j] = cast(x[i, j] / s_other[i // block, j])
@@ -160,7 +160,7 @@ def quantize_blocks(
 
     scale = _scale_dtype(scale_rounding)
     codes = _result(x, sizes, fmt.dtype)
-    of_rows = _result(x, sizes, scale, block, turned=True)
+    of_rows = _result(x, sizes, scale, block, transposed=True)
     of_columns = _result(x, sizes, scale, block)
     shapes = (columns // block, rows), (rows // block, columns)
     scratch = [pltpu.VMEM(shape, jnp.int32) for shape in shapes]
@@ -196,19 +196,18 @@ def quantize_tiles(
             inverse = _inverse(by_block[_blocks(i, block), j], block)
             q[i, j] = _cast(_read(x, dtype, i, j) * inverse, fmt, scale_rounding)
 
-    of_blocks = _result(x, sizes, _scale_dtype(scale_rounding), block)
-    results = [_result(x, sizes, fmt.dtype), of_blocks]
+    results = [_result(x, sizes, fmt.dtype), _result(x, sizes, _scale_dtype(scale_rounding), block)]
     scratch = [pltpu.VMEM((rows // block, columns), jnp.int32)]
     return _run(f"quantize_tiles_{block}", kernel, sizes, [x], [], results, scratch)
 
 
-def _result(x, sizes, dtype, unit=1, turned=False):
+def _result(x, sizes, dtype, unit=1, transposed=False):
     """Return the type of a result, and its part for a tile: a number for every `unit` of a column.
 
-    If `turned`, for every `unit` of a row, as rows of the result.
+    If `transposed`, for every `unit` of a row, as rows of the result.
     """
     (m, n), (rows, columns) = x.shape, sizes
-    if turned:
+    if transposed:
         part = pl.BlockSpec((columns // unit, rows), lambda i, j: (j, i))
         return jax.ShapeDtypeStruct((n // unit, m), dtype), part
     part = pl.BlockSpec((rows // unit, columns), lambda i, j: (i, j))
