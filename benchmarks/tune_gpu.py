@@ -13,9 +13,9 @@ and ``of`` says which shape was measured. Lines of other devices, kernels and cl
     python benchmarks/tune_gpu.py --shapes 4096x4096x4096 15872x16384x4096 --kernels running block
     python benchmarks/tune_gpu.py --candidates 20 --kernels running
 
-Candidates are those that a model of the device predicts to be fastest; of products, half of them
-are in clusters of two blocks. Each record is in ``runs/tune-<date>.jsonl``, and a best one in the
-table, as soon as it is made, whatever ends the program.
+Candidates are those that a model of the device predicts to be fastest. Each record is in
+``runs/tune-<date>.jsonl``, and a best one in the table, as soon as it is made, whatever ends the
+program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from on_gpu.clocks import clocks
 from on_gpu.harness import supervise
 from on_gpu.records import Record, append, replace
 
-TABLE = Path(__file__).parent.parent / "jfp8" / "matmul" / "hopper" / "tuned.json"
+TABLE = Path(__file__).parent.parent / "jfp8" / "kernels" / "hopper" / "tuned.json"
 PRODUCTS = ("running", "promoted", "block", "block_columns")
 QUANTIZE = (
     "quantize_tensor",
@@ -100,9 +100,7 @@ def _product_cases(
         lambda i: (random((m, k), f8, seed=2 * i), random((n, k), f8, seed=2 * i + 1), *scales),
         settings,
     )
-    best = ranked(kind, m, n, k)
-    alternating = zip(*([t for t in best if t.cluster == c] for c in (1, 2)), strict=True)
-    for tiles in list(itertools.chain(*alternating))[:many]:
+    for tiles in ranked(kind, m, n, k)[:many]:
         check = functools.partial(check_large, kind, m, n, k, tiles)
         function = functools.partial(product, kind, tiles)
         yield _case(tiles, check, function, operands, settings)
@@ -150,7 +148,7 @@ _CUTS = [(128, 128), (64, 128), (128, 64), (64, 64), (64, 256), (256, 128)]
 
 def _sweeps(name: str) -> list[Any]:
     """Those that fit, the default first, then those with most bytes on their way from memory."""
-    from jfp8.kernels.hopper.quantize import Sweep
+    from jfp8.kernels.hopper.sweep import Sweep
     from jfp8.kernels.hopper.tiles import SHARED_MEMORY, multiprocessors
 
     # Blocks of 128 need tiles that hold whole ones.

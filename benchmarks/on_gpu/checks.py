@@ -399,7 +399,7 @@ def check_grouped_matmul(groups: int, tiles: int, n: int, k: int, scaled: bool) 
     group = np.sort(np.random.default_rng(7).integers(0, groups, tiles)).astype(np.int32)
     a_scale = powers_of_two((blocks, tiles * 128), 3)
     b_scale = powers_of_two((groups, blocks, math.ceil(n / 128)), 4)
-    scales = (a_scale, b_scale) if scaled else (None, None)
+    scales = (a_scale if scaled else None, b_scale)
 
     def ours(a, b, group, scales):
         return kernel("grouped_matmul")(a, b, group, *scales, out)
@@ -410,9 +410,9 @@ def check_grouped_matmul(groups: int, tiles: int, n: int, k: int, scaled: bool) 
         b = make((groups, n, k), E4M3FN.dtype, 2)
         (got,) = run(ours, a, b, group, scales)
         left, right = _f32(a), _f32(b)
+        right = right * spread(b_scale.transpose(0, 2, 1), right.shape)
         if scaled:
             left = left * spread(a_scale.T, left.shape)
-            right = right * spread(b_scale.transpose(0, 2, 1), right.shape)
         for t, g in enumerate(group):
             part = slice(t * 128, (t + 1) * 128)
             if make is integers:
@@ -429,7 +429,7 @@ def check_grouped_outer(groups: int, tiles: int, m: int, n: int, scaled: bool) -
     count = count.astype(np.int32)  # none in the first group
     first = (np.cumsum(count) - count).astype(np.int32)
     a_scale, b_scale = powers_of_two((tiles, m), 3), powers_of_two((tiles, n), 4)
-    scales = (a_scale, b_scale) if scaled else (None, None)
+    scales = (a_scale, b_scale if scaled else None)
 
     def ours(a, b, first, count, scales):
         return kernel("grouped_outer")(a, b, first, count, *scales, out)
@@ -440,8 +440,8 @@ def check_grouped_outer(groups: int, tiles: int, m: int, n: int, scaled: bool) -
         b = make((n, tiles * 128), E5M2.dtype, 2)
         (got,) = run(ours, a, b, first, count, scales)
         left, right = _f32(a), _f32(b)
+        left = left * spread(a_scale.T, left.shape)
         if scaled:
-            left = left * spread(a_scale.T, left.shape)
             right = right * spread(b_scale.T, right.shape)
         for g in range(groups):
             part = slice(first[g] * 128, (first[g] + count[g]) * 128)
@@ -478,15 +478,6 @@ def product_cases(settings: Settings) -> Iterator[Case]:
                 label = f"b in {'128x128' if by_tile else '1x128'}, {what}"
                 check = functools.partial(check_block_matmul, *shape, dtypes, out, by_tile)
                 yield case("block_matmul", label, check)
-        # Clusters share copies of b between two blocks.
-        size = f"cluster of 2, {size}"
-        for promote in (False, True):
-            tiles = in_clusters_of(2, "promoted" if promote else "running", shape)
-            check = functools.partial(check_matmul, *shape, *mixes[0], promote, True, tiles)
-            yield case("matmul", f"{'promoted' if promote else 'running'} sum, {size}", check)
-        tiles = in_clusters_of(2, "block", shape)
-        check = functools.partial(check_block_matmul, *shape, *mixes[0], True, tiles)
-        yield case("block_matmul", size, check)
     n, k = (128, 256) if settings.smoke else (1544, 1096)
     for scaled in (True,) if settings.smoke else (True, False):
         label = "scaled" if scaled else "not scaled"
@@ -496,13 +487,6 @@ def product_cases(settings: Settings) -> Iterator[Case]:
         yield case(
             "grouped_outer", label, functools.partial(check_grouped_outer, 3, 4, 136, n, scaled)
         )
-
-
-def in_clusters_of(cluster: int, kind: Any, shape: tuple[int, ...]) -> Any:
-    """The best tiles in such clusters, by the model."""
-    from jfp8.kernels.hopper.tiles import ranked
-
-    return next(tiles for tiles in ranked(kind, *shape) if tiles.cluster == cluster)
 
 
 def scales_of(kind: str, m: int, n: int, k: int) -> list[jax.Array]:
@@ -567,8 +551,6 @@ def large_cases(settings: Settings) -> Iterator[Case]:
             name = "block_matmul" if kind == "block" else "matmul"
             check = functools.partial(check_large, kind, *shape)
             yield Case(f"{name}: {kind} sum, {name_of(shape)}", check, (name,))
-            pairs = functools.partial(check, in_clusters_of(2, kind, shape))
-            yield Case(f"{name}: {kind} sum, {name_of(shape)}, cluster of 2", pairs, (name,))
 
 
 # The public functions, by every way to compute them.

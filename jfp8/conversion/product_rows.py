@@ -41,7 +41,7 @@ class ProductRow:
         ``"bf16"``; and after a colon why each of those that would be better is not used (see
         `kernels.cuda_backends`).
       tpu: where JAX traces for a TPU, what that computes it with: ``"mosaic_tpu"``, ``"xla"`` or
-        ``"bf16"``, and reasons as in `cuda` (see `kernels.tpu.backends`).
+        ``"bf16"``, and reasons as in `cuda` (see `kernels.tpu.backend`).
       looks_ahead: for forward products, whether positions of a sequence share a scale, so that a
         later one changes an earlier result; see ``Recipe.is_causal``. For a product with a history,
         this is about the steps after its first entry.

@@ -5,92 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from jfp8.kernels.cast_heads import cast_heads
 from jfp8.kernels.cuda_backends import known_gpu
 from jfp8.kernels.only_on import only_on, traced_for
-from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER, Pallas
+from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER
 from jfp8.kernels.xla import cudnn_attention as cudnn
-from jfp8.products.flash.numerics import Numerics, numerics_of
+from jfp8.products.flash.numerics import Numerics
 from jfp8.products.flash.plan import AttentionSpec, plan_attention
-from jfp8.tracing.device import Gpu
 from jfp8.tracing.notes import note
 
-
-class Kernels(NamedTuple):
-    """An implementation other than the reference, which computes everything.
-
-    Attributes:
-      refusal: why it does not compute something on a GPU, or None.
-      forward: computes what `blocks.forward` does.
-      together: whether all tokens of an operand share a scale. If so, it has to be named.
-      gpus: the major compute capability that it is for; None: several.
-      refusal_backward: why the reference computes the backward pass of what `refusal` does not
-        refuse, or None.
-      backward: computes what `blocks.backward` does; None: see `AttentionByKernels.backward_by`.
-    """
-
-    refusal: Callable[[AttentionSpec, Gpu | None], str | None]
-    forward: Callable[..., Any]
-    together: bool = False
-    gpus: int | None = None
-    refusal_backward: Callable[[Numerics, int], str | None] | None = None
-    backward: Callable[..., Any] | None = None
-
-
-def _by_pallas(kernels: Pallas, capability: int) -> Kernels:
-    def refusal(spec: AttentionSpec, gpu: Gpu | None) -> str | None:
-        numerics = numerics_of(spec.recipe)
-        return kernels.refusal(numerics, spec.visible, spec.depth, spec.scale, gpu)
-
-    return Kernels(
-        refusal,
-        kernels.forward,
-        gpus=capability,
-        refusal_backward=kernels.refusal_backward,
-        backward=kernels.backward,
-    )
-
-
-def _cudnn(spec: AttentionSpec, gpu: Gpu | None) -> str | None:
-    numerics = numerics_of(spec.recipe)
-    return cudnn.refusal(numerics, spec.visible, spec.depth, spec.has_state, gpu)
-
-
-KERNELS = {
-    HOPPER.name: _by_pallas(HOPPER, 9),
-    BLACKWELL.name: _by_pallas(BLACKWELL, 10),
-    "cudnn": Kernels(_cudnn, cudnn.forward, together=True),
-}
+PALLAS = {kernels.name: kernels for kernels in (HOPPER, BLACKWELL)}
+# All implementations but the reference. cuDNN has one scale for all tokens of an operand, so it has
+# to be named; its backward pass is another plan's.
+KERNELS = {**PALLAS, "cudnn": cudnn}
 
 
 @dataclass(frozen=True)
 class AttentionByKernels:
-    """The plan of attention on a GPU, with the methods of the core's `Reference`.
+    """Plan attention on a GPU, with the methods of the core's `Reference`."""
 
-    Attributes:
-      kernels: one of `KERNELS`; None: the reference.
-      named: whether it was asked for: then nothing else computes.
-      backward_by: the plan of the backward pass, for an implementation without one.
-      reason: of the reference: why no kernels were chosen.
-    """
-
-    kernels: str | None
-    named: bool
-    backward_by: Any = None
-    reason: str = ""
+    kernels: str | None  # one of `KERNELS`; None: the reference
+    named: bool  # whether it was asked for: then nothing else computes
+    backward_by: Any = None  # the plan of cuDNN's backward pass
+    reason: str = ""  # of the reference: why no kernels were chosen
 
     @property
     def uses_one_scale(self) -> bool:
         """Whether all tokens of an operand share a scale."""
-        return self.kernels is not None and KERNELS[self.kernels].together
+        return self.kernels == "cudnn"
 
     @property
     def cast_heads(self) -> Callable[..., Any] | None:
         """Quantizes heads for kernels that take operands straight and transposed."""
-        takes_both = self.kernels is not None and not self.uses_one_scale
-        return cast_heads if takes_both else None
+        return cast_heads if self.kernels in PALLAS else None
 
     @property
     def cast_heads_of_gradient(self) -> Callable[..., Any] | None:
@@ -110,10 +59,9 @@ class AttentionByKernels:
             return self.backward_by.backward(reference, *operands, numerics=numerics, **options)
         by, kernels = self, None
         if by.kernels is not None:
-            chosen = KERNELS[by.kernels]
-            assert chosen.refusal_backward is not None
-            kernels = chosen.backward
-            reason = chosen.refusal_backward(numerics, operands[0].query[0].data.shape[-1])
+            kernels = PALLAS[by.kernels].backward
+            depth = operands[0].query[0].data.shape[-1]
+            reason = PALLAS[by.kernels].refusal_backward(numerics, depth)
             if reason is not None:
                 by = AttentionByKernels(None, named=True, reason=reason)
         return by._compute(reference, kernels, operands, options | {"numerics": numerics})
@@ -147,10 +95,9 @@ def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels:
     if implementation is None:
         if gpu is None:
             return AttentionByKernels(None, named=False, reason="no GPU is known")
-        causal = [name for name, kernels in KERNELS.items() if not kernels.together]
         major = gpu.capability and gpu.capability[0]
-        candidates = [name for name in causal if KERNELS[name].gpus == major] or causal
-        reasons = {name: KERNELS[name].refusal(spec, gpu) for name in candidates}
+        own = [kernels for kernels in PALLAS.values() if kernels.gpus == major]
+        reasons = {kernels.name: kernels.refusal(spec, gpu) for kernels in own or PALLAS.values()}
         can = [name for name, reason in reasons.items() if reason is None]
         if can:
             return AttentionByKernels(can[0], named=False)
@@ -168,5 +115,5 @@ def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels:
             f"implementation={implementation!r} does not support {reason}. "
             "Use implementation=None or 'emulate'."
         )
-    backward = plan_attention(spec, None) if KERNELS[implementation].together else None
+    backward = None if implementation in PALLAS else plan_attention(spec, None)
     return AttentionByKernels(implementation, named=True, backward_by=backward)

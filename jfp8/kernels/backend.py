@@ -29,34 +29,28 @@ Blocks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choice of a backend depends on. Pairs are for lhs and rhs.
+    """Hold what the choice of a backend depends on. Pairs are for lhs and rhs.
 
     Attributes:
-      formats: of the data.
-      scale_dtypes: in which the scales of blocks are stored.
-      scale_shapes: of the scales, for messages.
       granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
         after the sum; ``"blocks"``: an operand has scales that vary along the sum.
       blocks: the number of elements that share a scale, along the sum and across it: ``(0, 0)`` if
         all do, None if the operand is neither a matrix nor a batch of them, or its scales have two
         levels of which the outer one is not one scale for each matrix.
-      sizes: ``(m, n, k)``.
-      accumulation: see `scaled_matmul`.
-      powers_of_two: whether all scales are known to be powers of two.
     """
 
     formats: tuple[Format, Format]
-    scale_dtypes: tuple[np.dtype, np.dtype]
+    scale_dtypes: tuple[np.dtype, np.dtype]  # in which the scales of blocks are stored
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
     granularity: Granularity
     blocks: tuple[Blocks | None, Blocks | None]
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int, int]  # (m, n, k)
     accumulation: str
-    powers_of_two: bool = False
+    powers_of_two: bool = False  # whether all scales are known to be
 
 
 def facts_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> Facts:
-    """The facts about the product of two operands."""
+    """Return the facts about the product of two operands."""
     contract, batch = spec.dimension_numbers
     shapes = scale_shape_of(lhs), scale_shape_of(rhs)
     granularity: Granularity = "tensor"
@@ -99,23 +93,14 @@ def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) ->
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to multiply two `ScaledArray`s, and what it supports.
+    """Say how to multiply two `ScaledArray`s, and what is supported.
 
     Attributes:
-      name: its name, as an argument and in reports.
-      multiply: ``multiply(lhs, rhs, spec)``. It holds no policy, and need not check for what the
-        fields below exclude.
-      formats: those of operands.
-      granularities: those of scales, see `Facts`.
+      multiply: ``multiply(lhs, rhs, spec)``. It need not check for what the fields below exclude.
       blocks: the blocks of scales that vary along the sum, ``(along it, across it)``; empty: any.
-      multiples: whether it takes larger blocks as several of `blocks`.
-      scale_dtype: in which scales must be stored; None: any.
-      powers_of_two: whether scales must be powers of two.
-      accumulations: the values of `accumulation` that it supports.
       multiples_of: what all sizes must be multiples of, none of them 0.
       why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
       first_for: the granularities for which it is better than the backends listed before it.
-      gpus: major compute capabilities of the GPUs that it is for; None: any.
       why_not_on: why it does not run on a `Gpu` or `Tpu`; None if it does. An unknown GPU counts as
         one of `gpus`.
     """
@@ -125,18 +110,18 @@ class Backend:
     formats: frozenset[Format] = frozenset(FORMATS)
     granularities: frozenset[Granularity] = frozenset(("tensor", "rows", "blocks"))
     blocks: frozenset[Blocks] = frozenset()
-    multiples: bool = False
-    scale_dtype: Any = None
+    multiples: bool = False  # whether it takes larger blocks as several of `blocks`
+    scale_dtype: Any = None  # in which scales must be stored; None: any
     powers_of_two: bool = False
     accumulations: tuple[str, ...] = ACCUMULATIONS
     multiples_of: int = 1
     why_not_e5m2: str | None = None
     first_for: frozenset[Granularity] = frozenset()
-    gpus: int | None = None
+    gpus: int | None = None  # the major compute capability that it is for; None: any
     why_not_on: Callable[[Any], str | None] = lambda device: None
 
     def why_not(self, facts: Facts, device: Device) -> str | None:
-        """What it does not support about a product, on `device`; None if it supports all."""
+        """Return what it does not support about a product on `device`; None if it supports all."""
         reason = self.why_not_on(device) or self.why_not_sums(facts.accumulation)
         if reason is not None:
             return reason
@@ -165,13 +150,13 @@ class Backend:
         return None
 
     def why_not_sums(self, accumulation: str) -> str | None:
-        """Why it does not round sums in this way; None if it does."""
+        """Return why it does not round sums in this way; None if it does."""
         if accumulation in self.accumulations:
             return None
         return f"accumulation={accumulation!r}: it computes real products, not models of them"
 
     def takes(self, block: Blocks | None) -> bool:
-        """Whether it takes scales of such blocks; see `Facts.blocks`."""
+        """Return whether it takes scales of such blocks; see `Facts.blocks`."""
         if not self.blocks or block is None or not self.multiples:
             return not self.blocks or block in self.blocks
         along, across = block

@@ -27,10 +27,7 @@ def cast_heads(
     projection: jax.Array | None = None,
     first: int = 0,
 ) -> Pair | None:
-    """Return ``cast(x * inverse[..., None], fmt)``, straight and transposed; None without a kernel.
-
-    For arguments see `_cast_heads`.
-    """
+    """Return `_cast_heads` of these arguments; None without a kernel."""
     *_, tokens, depth = x.shape
     if tokens % 128 or depth not in (64, 128, 256) or fmt not in HARDWARE_FORMATS:
         return None

@@ -26,18 +26,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 @dataclass(frozen=True)
 class Rates:
-    """Peaks that NVIDIA publishes, dense: half of what is printed with sparsity.
+    """Hold peaks that NVIDIA publishes, dense: half of what is printed with sparsity."""
 
-    Attributes:
-      bf16, fp8: multiplications and additions per second.
-      memory: bytes per second.
-      fp4: as `fp8`, of NVFP4 operands; None: there are no such tensor cores.
-    """
-
-    bf16: float
+    bf16: float  # multiplications and additions per second
     fp8: float
-    memory: float
-    fp4: float | None = None
+    memory: float  # bytes per second
+    fp4: float | None = None  # of NVFP4 operands; None: there are no such tensor cores
 
 
 # Data sheets: NVIDIA H100 and H200 (SXM boards), DGX B200 (an eighth), L40S.
@@ -87,15 +81,10 @@ ROUNDED: Costs = {
 
 
 class Work(NamedTuple):
-    """What one device computes of a product.
+    """What one device computes of a product."""
 
-    Attributes:
-      multiplications: ``m * n * k``.
-      elements: of both operands and the result, ``m * k + k * n + m * n``.
-    """
-
-    multiplications: float
-    elements: float
+    multiplications: float  # m * n * k
+    elements: float  # of both operands and the result, m * k + k * n + m * n
 
 
 def work_of(sizes: tuple[int, int, int], devices: int = 1) -> Work:
@@ -128,14 +117,7 @@ def scales_of(along: Iterable[int]) -> Scales:
 
 
 def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:
-    """The times of a product by the `rates` of a device.
-
-    Args:
-      work: of the product.
-      rates: of the device.
-      scales: of the operands.
-      costs: `ON_HOPPER` or `ON_BLACKWELL` where Pallas kernels quantize, else `BY_XLA`.
-    """
+    """Return the times of a product. `costs` depend on who quantizes: see `BY_XLA`."""
     bandwidth = OF_BANDWIDTH * rates.memory
 
     def multiply(peak: float, width: float) -> float:

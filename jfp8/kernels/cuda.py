@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.backend import check_not_refused, facts_of
-from jfp8.kernels.cuda_backends import choose, expected_times, known_gpu, may_go_by_rounds
+from jfp8.kernels.cuda_backends import choose, known_gpu, may_go_by_rounds
+from jfp8.kernels.cuda_backends import expected_times as expected_times
 from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.k_major import k_major
+from jfp8.kernels.only_on import on_cuda
 from jfp8.kernels.partitioning import divided
-from jfp8.kernels.platforms import on_cuda
 from jfp8.kernels.xla.grouped import GroupedByXla
 from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.conv import Convolution, ConvSpec
 from jfp8.products.dot_general import DotSpec
-from jfp8.products.operation import Operation
 from jfp8.products.ragged.dot import TILE, GroupedPlan, GroupedSpec, tile_height
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.device import current_gpu, has_explicit_axes
@@ -28,15 +28,6 @@ from jfp8.tracing.notes import note
 
 # For products that are not quantized.
 GROUPED_IN_HIGH_PRECISION = GroupedByXla
-
-__all__ = [
-    "GROUPED_IN_HIGH_PRECISION",
-    "expected_times",
-    "multiply",
-    "plan",
-    "quantizes_by_kernels",
-    "residual_sum",
-]
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
@@ -61,17 +52,10 @@ def plan(spec: Any) -> Any:
     if isinstance(spec, DotSpec):
         return k_major(spec)
     if isinstance(spec, ConvSpec):
-        return convolution_in_bf16(spec)
+        # XLA has no FP8 convolution. Every f8 value is a bf16 value, so bf16 is exact.
+        return Convolution(spec.shapes, spec.dtypes, spec.window, np.dtype(jnp.bfloat16))
     assert isinstance(spec, GroupedSpec)
     return _grouped(spec)
-
-
-def convolution_in_bf16(spec: ConvSpec) -> Operation:
-    """Return a convolution of f8 values as bf16.
-
-    XLA has no FP8 convolution. Every f8 value is a bf16 value, so bf16 tensor cores are exact.
-    """
-    return Convolution(spec.shapes, spec.dtypes, spec.window, np.dtype(jnp.bfloat16))
 
 
 def _grouped(spec: GroupedSpec) -> GroupedPlan:

@@ -7,29 +7,17 @@ a file or folder with such a value, and list it here.
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from typing import Literal
 
 import jax
 from jax.sharding import AxisType
 
+from jfp8.kernels import cost_model
 from jfp8.kernels.backend import Backend, Blocks, Choice, Facts
 from jfp8.kernels.blackwell import backend as blackwell
-from jfp8.kernels.cost_model import (
-    BY_XLA,
-    ON_BLACKWELL,
-    ON_HOPPER,
-    RATES,
-    Costs,
-    Scales,
-    Times,
-    Work,
-    expected,
-    rates_of,
-    scales_of,
-    work_of,
-)
+from jfp8.kernels.cost_model import RATES, Costs, Scales, Times, Work, rates_of, scales_of
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.recipes.recipe import Recipe
@@ -66,19 +54,26 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
     why_no_f8 = _why_no_f8(facts, gpu)
     if why_no_f8 is not None:
         return Choice(bf16_dot.BACKEND, {"f8": why_no_f8})
+    # Of backends that have not these formats, another one has them: see `_why_no_f8`.
+    known = [b for b in BACKENDS if b.formats.issuperset(facts.formats)]
+    known = [b for b in known if gpu is not None or b.gpus is None]
     refused: dict[str, str] = {}
-    for backend in sorted(BACKENDS, key=lambda b: facts.granularity not in b.first_for):
-        if gpu is None and backend.gpus is not None:
-            continue
-        if not backend.formats.issuperset(facts.formats):
-            continue  # another one has them: see `_why_no_f8`
-        reason = backend.why_not(facts, gpu)
-        if reason is None and facts.formats == (E5M2, E5M2):
-            reason = backend.why_not_e5m2
+    for backend, reason in _ranked(known, facts, gpu):
         if reason is None:
             return Choice(backend, refused)
         refused[backend.name] = reason
     raise AssertionError("bf16 takes everything")
+
+
+def _ranked(
+    backends: Iterable[Backend], facts: Facts, gpu: Gpu | None
+) -> Iterator[tuple[Backend, str | None]]:
+    """Give backends, the best first, with why they do not multiply; None if they do."""
+    for backend in sorted(backends, key=lambda b: facts.granularity not in b.first_for):
+        reason = backend.why_not(facts, gpu)
+        if reason is None and facts.formats == (E5M2, E5M2):
+            reason = backend.why_not_e5m2
+        yield backend, reason
 
 
 def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
@@ -102,16 +97,13 @@ def _made_for(gpu: Gpu | None) -> list[Backend]:
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
     """Return whether bf16 multiplies quantized operands faster; unlisted GPUs count as H100."""
     rates = rates_of(gpu.kind) or RATES["H100"]
-    times = expected(work_of(sizes, _devices()), rates, scales, _costs(gpu))
+    times = cost_model.expected(cost_model.work_of(sizes, _devices()), rates, scales, _costs(gpu))
     return times.rounded < times.fp8
 
 
 def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
-    """Return whether Pallas kernels quantize for products on this GPU.
-
-    On Blackwell those in blocks. Of operands with one scale, cuBLASLt takes any layout there, and
-    XLA moves less by not writing them in two.
-    """
+    """Return whether Pallas kernels quantize for products on this GPU."""
+    # On Blackwell those in blocks: of one scale cuBLASLt takes any layout, so XLA writes only one.
     if scales in ("blocks", "mx"):
         return hopper.why_no_quantizing(gpu) is None
     return hopper.BACKEND.why_not_on(gpu) is None
@@ -120,8 +112,9 @@ def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
 def _costs(gpu: Gpu) -> Costs:
     """Return what quantizing costs on this GPU; see `cost_model`."""
     if hopper.BACKEND.why_not_on(gpu) is None:
-        return ON_HOPPER
-    return ON_BLACKWELL if hopper.why_no_quantizing(gpu) is None else BY_XLA
+        return cost_model.ON_HOPPER
+    has_kernels = hopper.why_no_quantizing(gpu) is None
+    return cost_model.ON_BLACKWELL if has_kernels else cost_model.BY_XLA
 
 
 def _devices() -> int:
@@ -141,11 +134,7 @@ def quantizing_k_major(
 
     None for products of formats or blocks that they do not take, or that do not pay.
 
-    Args:
-      recipe: of the products.
-      sizes: ``(m, n, k)``.
-      gpu: None: it is not known, and counts as a Hopper.
-      implementation: None, ``"xla"`` or ``"mosaic_gpu"``; see `scaled_matmul`.
+    A GPU that is not known counts as a Hopper. `sizes` are ``(m, n, k)``.
     """
     if implementation != "mosaic_gpu" and (gpu is None or not gpu.multiplies_f8):
         return None
@@ -178,11 +167,8 @@ def backend_in_rounds(facts: Facts, gpu: Gpu | None) -> Backend | None:
     if gpu is None or not gpu.multiplies_f8 or facts.accumulation.startswith("hopper"):
         return None
     facts = replace(facts, accumulation="f32")
-    for backend in sorted(_made_for(gpu), key=lambda b: facts.granularity not in b.first_for):
-        twice_e5m2 = facts.formats == (E5M2, E5M2) and backend.why_not_e5m2
-        if backend.why_not(facts, gpu) is None and not twice_e5m2:
-            return backend
-    return None
+    refusals = _ranked(_made_for(gpu), facts, gpu)
+    return next((backend for backend, reason in refusals if reason is None), None)
 
 
 def _formats_and_blocks(recipe: Recipe) -> tuple[Set[Format], Set[Blocks]]:
@@ -201,12 +187,7 @@ def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
 def expected_times(multiplications: float, elements: float, scales: Scales) -> Times | None:
     """Return what `cost_model` expects of a product of all devices together.
 
-    None unless JAX traces for a GPU whose rates the model has.
-
-    Args:
-      multiplications: ``m * n * k``.
-      elements: of both operands and the result.
-      scales: of the operands.
+    None unless JAX traces for a GPU whose rates the model has. For the first two see `Work`.
     """
     gpu = current_gpu()
     rates = None if gpu is None else rates_of(gpu.kind)
@@ -214,4 +195,4 @@ def expected_times(multiplications: float, elements: float, scales: Scales) -> T
         return None
     n = _devices()
     work = Work(multiplications / n, elements / n)
-    return expected(work, rates, scales, _costs(gpu))
+    return cost_model.expected(work, rates, scales, _costs(gpu))

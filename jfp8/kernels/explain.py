@@ -37,11 +37,7 @@ def grouped(
 
 
 def attention(named: bool) -> AbstractContextManager[object]:
-    """Return a context that notes how attention is computed.
-
-    Args:
-      named: whether the reference was asked for.
-    """
+    """Return a context that notes how attention is computed, if the reference is `named` or not."""
     return note("cuda", "emulate" if named else "bf16: no GPU is known")
 
 

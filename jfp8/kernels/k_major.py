@@ -34,17 +34,12 @@ class KMajorDot(Operation):
     NVIDIA's tensor cores take 8-bit operands in this layout. Each tensor is needed both straight
     and transposed. The transposed bytes are made where the tensor is read to be quantized: later
     they would have to be read and written once more.
-
-    Attributes:
-      shapes, dtypes: see `Operation`; shapes are those of the matrices.
-      lhs, rhs, grad: how the operands become these matrices.
-      kernels: whether Pallas kernels may quantize.
     """
 
     lhs: Arrangement
     rhs: Arrangement
     grad: Arrangement
-    kernels: bool
+    kernels: bool  # whether Pallas kernels may quantize
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[kind]
@@ -77,8 +72,7 @@ class KMajorDot(Operation):
         along_rows = first.contracting == (1,)
         by_rows, by_columns = (first, second) if along_rows else (second, first)
         meets = by_rows.other_scale, by_columns.other_scale
-        both = quantize_both_ways(first.quantizer, dtype, x, state, meets)
-        straight, other, largest = both
+        straight, other, largest = quantize_both_ways(first.quantizer, dtype, x, state, meets)
         return (straight, other, largest) if along_rows else (other, straight, largest)
 
     def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:

@@ -17,21 +17,13 @@ from jfp8.scaling.arrays import ScaledArray
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How an array becomes a matrix: it is transposed, reshaped, transposed again, and padded.
+    """Make an array a matrix: it is transposed, reshaped, transposed again, and padded."""
 
-    Attributes:
-      shape: of the array.
-      order: of its dimensions, before they are merged.
-      sizes: of the merged dimensions.
-      swapped: whether the last two of these are exchanged.
-      padded: the sizes of the matrix with zeros behind its values; None: there are none.
-    """
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    sizes: tuple[int, ...]
-    swapped: bool = False
-    padded: tuple[int, int] | None = None
+    shape: tuple[int, ...]  # of the array
+    order: tuple[int, ...]  # of its dimensions, before they are merged
+    sizes: tuple[int, ...]  # of the merged dimensions
+    swapped: bool = False  # whether the last two of these are exchanged
+    padded: tuple[int, int] | None = None  # with zeros behind the values; None: there are none
 
     def matrix(self, x: Any) -> Any:
         """Return an array, or a `ScaledArray`, as the matrix."""
@@ -60,15 +52,9 @@ class Arrangement:
 
 
 def arrangements(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    numbers: Numbers,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
 ) -> dict[str, Arrangement]:
-    """Return how lhs, rhs and grad (or y) become matrices, or batches of them.
-
-    Args:
-      shapes: of lhs and rhs.
-      numbers: of their product.
-    """
+    """Return how lhs, rhs and grad (or y) become matrices, or batches of them."""
     (lc, rc), (lb, rb) = numbers
     layout = layout_of(*shapes, numbers)
     m, n, _ = layout.sizes

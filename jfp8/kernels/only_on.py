@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
+from jfp8.tracing.notes import note
 
 _only_on_p = Primitive("jfp8_only_on")
 _only_on_p.def_impl(lambda x, **params: jax.jit(partial(_only_on_p.bind, **params))(x))
@@ -64,3 +65,17 @@ def traced_for(platform: str, what: str) -> str:
         "or, for jax.export, inside jfp8.for_platforms(...). An implementation= that was named "
         "has to be left out there."
     )
+
+
+def on_cuda(
+    compute: Callable[..., Any], reference: Callable[..., Any], *operands: Any, why: str = ""
+) -> Any:
+    """Return ``compute(*operands)``, what a CUDA GPU computes; `jfp8.report` shows `why`.
+
+    Where kernels are interpreted, on whatever device there is, it is what `reference` computes.
+    """
+    with note("cuda", why):
+        if kernels_are_interpreted():
+            return reference(*operands)
+        reason = traced_for("cuda", f"A product by {why.partition(':')[0]!r}")
+        return only_on("cuda", compute, reason, *operands)

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.kernels.paired import Paired
 from jfp8.matmul.spec import MatmulSpec, factors_of, free_dims, to_output, varies_along
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.tracing.device import Tpu
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("data", "scale", "carrier", "factor"),
+    meta_fields=("block",),
+)
+@dataclass(frozen=True, eq=False)
+class Paired(ScaledArray):
+    """A `ScaledArray` whose scale is already multiplied by that of the operand it will meet.
+
+    A kernel that quantizes an operand writes both. XLA would start a kernel for this one number.
+    """
+
+    factor: jax.Array = field(kw_only=True)  # f32[], as by `scale_products` of both scales
 
 
 def to_last(x: jax.Array, axis: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,54 +10,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfp8.kernels.flash.division import backward_rule, forward_rule
 from jfp8.kernels.flash.operands import Stored, Vectors
 from jfp8.kernels.hopper.backend import why_no_kernels, why_none_for
 from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
 from jfp8.products.flash.blocks import Both, Gradients, Softmax
 from jfp8.products.flash.mask import Visible
-from jfp8.products.flash.numerics import Numerics, Quantized, format_of
+from jfp8.products.flash.numerics import Numerics, Quantized, format_of, numerics_of
+from jfp8.products.flash.plan import AttentionSpec
 from jfp8.scaling.formats import E4M3FN
 from jfp8.tracing.device import Gpu
 
-Passes = tuple[Callable[..., Any], Callable[..., Any]]
+SIZES_BACKWARD = (64, 128)
 
 
 @dataclass(frozen=True)
 class Pallas:
-    """Hold the kernels for a kind of GPU.
+    """Hold the kernels for a kind of GPU."""
 
-    Attributes:
-      name: of the implementation.
-      passes: imports them, forward and backward; JAX before 0.11.2 cannot.
-      why_not_on: why they do not run on a GPU, or None.
-      sizes, sizes_backward: of a head.
-      masks: whether they take some.
-    """
-
-    name: str
-    passes: Callable[[], Passes]
+    name: str  # of the implementation
+    module: str  # that has them; JAX before 0.11.2 cannot import it
+    gpus: int  # the major compute capability that they are for
     why_not_on: Callable[[Gpu | None], str | None]
-    sizes: tuple[int, ...]
-    sizes_backward: tuple[int, ...]
-    masks: bool
+    sizes: tuple[int, ...]  # of a head
+    masks: bool  # whether they take some
 
-    def refusal(
-        self, numerics: Numerics, visible: Visible, depth: int, scale: float, gpu: Gpu | None
-    ) -> str | None:
+    def refusal(self, spec: AttentionSpec, gpu: Gpu | None) -> str | None:
         """Tell why they do not compute the reference's forward pass on `gpu`; None if they do."""
-        reason = self.why_not_on(gpu)
+        numerics, reason = numerics_of(spec.recipe), self.why_not_on(gpu)
         if reason is not None:
             return reason
         known = "masks, is_causal" if self.masks else "is_causal"
         for name in ("bias",) if self.masks else ("mask", "bias"):
-            if getattr(visible, name) is not None:
+            if getattr(spec.visible, name) is not None:
                 return f"a {name}: the kernels know {known}, local_window_size and lengths"
-        if depth not in self.sizes:
-            return f"heads of {depth} numbers: the kernels are for {_listed(self.sizes)}"
-        if not scale > 0:
-            return f"scale={scale}: the kernels are for positive ones; negate the queries"
+        if spec.depth not in self.sizes:
+            return f"heads of {spec.depth} numbers: the kernels are for {_listed(self.sizes)}"
+        if not spec.scale > 0:
+            return f"scale={spec.scale}: the kernels are for positive ones; negate the queries"
         stored = numerics.query.first, numerics.key.first, numerics.value.first
         if not _multiplied(map(format_of, stored)) or numerics.weights[0] != E4M3FN:
             return "a recipe whose forward products are not of E4M3FN and E5M2, with P in E4M3FN"
@@ -64,8 +55,8 @@ class Pallas:
 
     def refusal_backward(self, numerics: Numerics, depth: int) -> str | None:
         """Tell why there are none for the backward pass of what `refusal` does not refuse."""
-        if depth not in self.sizes_backward:
-            sizes = _listed(self.sizes_backward)
+        if depth not in SIZES_BACKWARD:
+            sizes = _listed(SIZES_BACKWARD)
             return f"heads of {depth} numbers: the kernels of the backward pass are for {sizes}"
         of = numerics
         stored = of.query.second, of.key.second, of.value.second, of.grad.first, of.grad.second
@@ -84,7 +75,7 @@ class Pallas:
         dtype: jax.typing.DTypeLike,
     ) -> Softmax:
         """Compute `blocks.forward`, with the result in `dtype`."""
-        attention_forward, _ = self.passes()
+        attention_forward = importlib.import_module(self.module).attention_forward
         groups, rows = q.data.shape[2:4]
         options = _options(groups, visible, scale, dtype)
         hidden, (of_queries, _) = _hidden(k, visible), visible.lengths
@@ -115,7 +106,7 @@ class Pallas:
         dtype: jax.typing.DTypeLike,
     ) -> Gradients:
         """Compute `blocks.backward`, with the results in `dtype`."""
-        _, attention_backward = self.passes()
+        attention_backward = importlib.import_module(self.module).attention_backward
         (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
         groups, hidden = q.data.shape[2], _hidden(k, visible)
         stored = Stored(
@@ -145,32 +136,20 @@ class Pallas:
         return Gradients(dq.reshape(q.data.shape), dk, dv, None, jnp.max(largest))
 
 
-def _hopper() -> Passes:
-    from jfp8.kernels.hopper.attention import attention_backward, attention_forward
-
-    return attention_forward, attention_backward
-
-
-def _blackwell() -> Passes:
-    from jfp8.kernels.blackwell.attention import attention_backward, attention_forward
-
-    return attention_forward, attention_backward
-
-
 HOPPER = Pallas(
     "mosaic_gpu",
-    _hopper,
+    "jfp8.kernels.hopper.attention",
+    9,
     why_no_kernels,
     sizes=(64, 128, 256),
-    sizes_backward=(64, 128),
     masks=True,
 )
 BLACKWELL = Pallas(
     "mosaic_gpu_blackwell",
-    _blackwell,
+    "jfp8.kernels.blackwell.attention",
+    10,
     lambda gpu: why_none_for(gpu, {10: "Blackwell (compute capability 10.x)"}),
     sizes=(64, 128),
-    sizes_backward=(64, 128),
     masks=False,
 )
 
@@ -210,3 +189,45 @@ def _hidden(k: Quantized, visible: Visible) -> dict[str, jax.Array]:
     if visible.mask is not None:
         found["mask"] = _heads(visible.mask)
     return found
+
+
+# Rules for `partitioning.divided`: devices may divide sequences and heads of ``[B, N, T, H]``. They
+# have the dimensions of `key_lengths` and `mask`, if these are not None.
+
+
+def forward_rule(
+    groups: int, *, key_lengths: jax.Array | None = None, mask: jax.Array | None = None
+) -> str:
+    """Return the rule of `attention_forward`."""
+    k = _of_keys(groups)
+    matrices, scales = ["b n T H", f"{k} S H", f"{k} H S"], ["b n T", f"{k} S", f"{k} S"]
+    operands = [*matrices, *scales, *_of_hidden(groups, key_lengths, mask)]
+    return f"{', '.join(operands)} -> b n T H, b n T"
+
+
+def backward_rule(
+    groups: int, *, key_lengths: jax.Array | None = None, mask: jax.Array | None = None
+) -> str:
+    """Return the rule of `attention_backward`, with the leaves of its operands."""
+    q, k = "b n", _of_keys(groups)
+    tokens = [f"{k} S" if name[0] in "kv" else f"{q} T" for name in Stored._fields]
+    matrices = [
+        f"{axes[:-1]}H {axes[-1]}" if name.endswith("_t") else f"{axes} H"
+        for name, axes in zip(Stored._fields, tokens, strict=True)
+    ]
+    operands = [*matrices, *tokens, f"{q} T", f"{q} T", *_of_hidden(groups, key_lengths, mask)]
+    return f"{', '.join(operands)} -> {q} T H, {k} S H, {k} S H, {q} T"
+
+
+def _of_keys(groups: int) -> str:
+    """Return the names of the heads of keys."""
+    return "b n" if groups == 1 else f"b n/{groups}"
+
+
+def _of_hidden(groups: int, key_lengths: jax.Array | None, mask: jax.Array | None) -> list[str]:
+    """Return the names of the dimensions of all that hides keys. Every device has those of 1."""
+    names = [] if key_lengths is None else [_of_keys(groups)]
+    if mask is not None:
+        each = zip("bnTS", ("B", "N", "Q", "K"), mask.shape, strict=True)
+        names.append(" ".join(name if size > 1 else one for name, one, size in each))
+    return names

@@ -28,14 +28,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    use_abstract_mesh,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
 from jfp8.tracing.device import Gpu
@@ -182,16 +175,14 @@ def divided(
     """`function` of arrays, which the compiler may divide as `rule` says.
 
     Args:
-      name: what profiles and compiled programs call it, with ``jfp8_`` before it; and after a comma
-        what else it depends on but its operands.
+      name: for profiles, with ``jfp8_`` before it; after a comma what else it depends on.
       function: of arrays, to an array or a tuple of arrays. It is called with whole arrays, or with
         the parts of a device, each of which has whole units (128 of ``k`` if there is a ``k/128``).
       rule: see `Rule.parse`.
       combine: how the parts of a result are put together where a dimension is divided that it does
         not have: added, or their maximum, NaN if one is (of numbers that are not negative, or of
         their bits); or they are alike. One for each result, or one for all.
-      of_parts: what a device calls in place of `function` where parts of a sum are to be added, to
-        send them in another dtype; None: `function`.
+      of_parts: what computes parts of a sum, to send them in another dtype; None: `function`.
 
     Where parts would not have whole units, an operand is put together first, with a warning.
 
@@ -232,19 +223,11 @@ def divided(
 
 
 def divided_sum(
-    name: str,
-    product: Callable[..., jax.Array],
-    rule: str,
-    dtype: np.dtype,
-    parts: np.dtype | None,
+    name: str, product: Callable[..., jax.Array], rule: str, dtype: np.dtype, parts: np.dtype | None
 ) -> Callable[..., jax.Array]:
     """``product(dtype, *arrays)`` as a function of arrays, which the compiler may divide.
 
-    Args:
-      name, rule: see `divided`.
-      product: of a dtype, that of its result, and arrays.
-      dtype: of the whole result.
-      parts: the dtype in which devices send parts of a sum, to be added up; None: `dtype`.
+    Devices send parts of a sum, to be added up, in the dtype `parts`; None: `dtype`.
     """
     of_parts = None
     if parts is not None:
@@ -290,7 +273,8 @@ def _partitioned(
 
         def on_parts(identity: jax.Array, *parts: jax.Array) -> Any:
             del identity
-            with use_abstract_mesh(of_one):  # parts are not on the caller's, which may be explicit
+            # Parts are not on the caller's mesh, which may be explicit.
+            with jax.sharding.use_abstract_mesh(of_one):
                 found = (of_parts if any(apart) else function)(*parts)
                 leaves, tree = jax.tree.flatten(found)
                 combined = map(_combined, ways, leaves, apart, of_results)
@@ -322,7 +306,7 @@ def _pairs(
 
 
 def _leading(axes: Axes, mesh: Mesh, taken: set[str], divisible: int) -> Axes:
-    """As many of `axes` as are not taken and divide a number."""
+    """Return the longest unused prefix of `axes` whose size divides `divisible`."""
     found: Axes = ()
     for axis in axes:
         divisible, rest = divmod(divisible, mesh.shape[axis])
@@ -339,10 +323,9 @@ def _names(dims: Sequence[Dim]) -> set[str]:
 def _shared_out(
     result: jax.ShapeDtypeStruct, by_dimension: Sequence[Axes], apart: Axes, mesh: Mesh
 ) -> tuple[Axes, ...]:
-    """The axes along which each dimension of a sum of parts is divided.
+    """Return the axes of each dimension of a sum of parts.
 
-    Those of the sum, too, where the result shall be divided along them: then each device gets only
-    what it shall have.
+    Axes of the sum, too, where the result shall be divided along them.
     """
     found = list(by_dimension)
     devices = math.prod(mesh.shape[axis] for axis in apart)

@@ -20,8 +20,9 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.only_on import only_on, traced_for
-from jfp8.kernels.paired import Paired
+from jfp8.kernels.operands import Paired
 from jfp8.kernels.partitioning import Combine, divided
+from jfp8.kernels.scales_in_kernels import scale_and_inverse
 from jfp8.matmul.spec import HARDWARE_FORMATS
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
@@ -38,16 +39,11 @@ from jfp8.tracing.compat import same_varying_axes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Made:
-    """A matrix that a kernel may make as it reads what the matrix is made of.
+    """A matrix that a kernel may make as it reads what the matrix is made of."""
 
-    Attributes:
-      array: the matrix, ``[m, n]``, as XLA makes it.
-      parts: of what it is made, ``[m, projections, n]``, and for a `Gradient` also ``[m, n]``.
-      make: of f32 arrays, element by element. Caches know it by its ``str``.
-    """
-
-    array: jax.Array
-    parts: list[jax.Array]
+    array: jax.Array  # the matrix, [m, n], as XLA makes it
+    parts: list[jax.Array]  # [m, projections, n], and for a `Gradient` also [m, n]
+    # Of f32 arrays, element by element. Caches know it by its ``str``.
     make: Callable[..., Any] = field(metadata={"static": True})
 
 
@@ -79,21 +75,15 @@ Meets: TypeAlias = tuple[jax.Array | None, jax.Array | None]
 
 
 class BothWays(NamedTuple):
-    """A matrix ``x[m, n]``, quantized.
+    """A matrix ``x[m, n]``, quantized. Operands are `Paired` if what they meet is known."""
 
-    Attributes:
-      straight: ``[m, n]``, for sums over n; `Paired` if what it meets there is known.
-      transposed: ``[n, m]``, for sums over m; likewise.
-      amax: f32[] of x, or f32[n] of n parts of x: then the largest is that of x.
-    """
-
-    straight: ScaledArray
-    transposed: ScaledArray
-    amax: jax.Array
+    straight: ScaledArray  # [m, n], for sums over n
+    transposed: ScaledArray  # [n, m], for sums over m
+    amax: jax.Array  # f32[] of x, or of parts of x
 
 
 def has_kernel(quantizer: Quantizer) -> bool:
-    """Whether there is a kernel that does what `quantizer` does, bit for bit."""
+    """Return whether there is a kernel that does what `quantizer` does, bit for bit."""
     if quantizer.block is None:
         fits = getattr(quantizer, "scale_rounding", None) in _ROUNDINGS
     else:
@@ -115,11 +105,7 @@ def quantize_both_ways(
     state: AmaxState | None,
     meets: Meets = (None, None),
 ) -> BothWays:
-    """Return `x` quantized by `quantizer`, which must have a kernel, for both directions.
-
-    Args:
-      dtype: to which `x` is cast first; None: to none.
-    """
+    """Return `x`, cast to `dtype`, quantized for both directions by a `quantizer` with a kernel."""
     kernel = _KERNELS[type(quantizer)]
     if isinstance(x, Made) and not _makes(quantizer, x, state):
         x = x.array
@@ -134,23 +120,14 @@ def quantize_both_ways(
 
 
 class _Read(NamedTuple):
-    """How a kernel reads a matrix.
-
-    Attributes:
-      x: the matrix.
-      arrays: in memory: ``[m, n]``, or ``[m, projections, n]`` and maybe ``[m, n]``.
-      dims: the names of their dimensions, for `divided`.
-      columns: the names of the dimensions that are the columns of the matrix.
-      what: the rest, in words, for its name.
-      options: the rest: arguments of the kernel.
-    """
+    """Say how a kernel reads a matrix."""
 
     x: Matrix
-    arrays: list[jax.Array]
-    dims: str
-    columns: str
-    what: str
-    options: dict[str, Any]
+    arrays: list[jax.Array]  # in memory: [m, n], or [m, projections, n] and maybe [m, n]
+    dims: str  # the names of their dimensions, for `divided`
+    columns: str  # those that are the columns of the matrix
+    what: str  # the options in words, for the name of the kernel
+    options: dict[str, Any]  # arguments of the kernel
 
     def by(self, kernel: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Return `kernel` as a function of these arrays, and of others."""
@@ -181,13 +158,13 @@ def _read(x: Matrix, dtype: np.dtype | None) -> _Read:
 
 
 def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
-    """Whether the kernel of `quantizer` can also make the matrix.
+    """Return whether the kernel of `quantizer` can also make the matrix.
 
     Not if it needs amaxes beforehand: what they are taken of would be read twice. Nor if its blocks
     would reach from one projection into the next.
     """
-    if not isinstance(quantizer, Blockwise):
-        return _finds_amax(quantizer, state)
+    if not isinstance(quantizer, Blockwise):  # does the kernel also take the amaxes?
+        return isinstance(quantizer, Unit) or (isinstance(quantizer, Delayed) and state is not None)
     _, projections, n = x.parts[0].shape
     return len(x.parts) == 1 or projections == 1 or n % quantizer.block_size[0] == 0
 
@@ -204,15 +181,13 @@ def _unit(quantizer: Unit, read: _Read, state: AmaxState | None, meets: Meets) -
     return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)
 
 
-def _current(quantizer: Current, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
+def _current(
+    quantizer: Current | Delayed, read: _Read, state: AmaxState | None, meets: Meets
+) -> BothWays:
+    """Quantize by a scale from the matrix's amax, which XLA takes as it makes the matrix."""
     del state
-    return _from_amax(quantizer, read, 0, meets)
-
-
-def _from_amax(quantizer: Current | Delayed, read: _Read, margin: int, meets: Meets) -> BothWays:
-    """By a scale from the matrix's amax, which XLA takes as it makes the matrix."""
     largest = amax(read.values())
-    scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]), margin)
+    scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]))
     return _with_one_scale(quantizer, read, {"ONE": largest.reshape(1)}, scale_of, meets, largest)
 
 
@@ -221,7 +196,7 @@ def _delayed(quantizer: Delayed, read: _Read, state: AmaxState | None, meets: Me
     from jfp8.kernels.hopper.sweep import largest_of
 
     if state is None:
-        return _from_amax(quantizer, read, quantizer.margin, meets)
+        return _current(quantizer, read, None, meets)
     history, in_step = state["amax_history"], state["amax"].reshape(1)
     if quantizer.algo == "max" and history.size > _LONG:
         history = quantizer.expected(state).reshape(1)
@@ -238,19 +213,15 @@ def _delayed(quantizer: Delayed, read: _Read, state: AmaxState | None, meets: Me
     def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
         predicted = jnp.full((128,), expected(history))
         observed = jnp.where(predicted > 0, predicted, largest_of(found))
-        return _scale(quantizer, jnp.maximum(observed, in_step[0]), quantizer.margin)
+        return _scale(quantizer, jnp.maximum(observed, in_step[0]))
 
     known = {"STEP": history, "ONE": in_step, "PART": found}
     return _with_one_scale(quantizer, read, known, scale_of, meets)
 
 
-def _scale(
-    quantizer: Current | Delayed, amax: jax.Array, margin: int
-) -> tuple[jax.Array, jax.Array]:
-    """The scale and its reciprocal, inside of a kernel."""
-    from jfp8.kernels.scales_in_kernels import scale_and_inverse
-
-    rounding = quantizer.scale_rounding
+def _scale(quantizer: Current | Delayed, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the scale and its reciprocal, inside a kernel."""
+    rounding, margin = quantizer.scale_rounding, getattr(quantizer, "margin", 0)
     return scale_and_inverse(amax, quantizer.fmt, rounding, margin=margin, poison=False)
 
 
@@ -329,20 +300,19 @@ def _blockwise(
     fmt, rounding, columns = quantizer.fmt, quantizer.scale_rounding, read.columns
     how = {"fmt": fmt, "scale_rounding": rounding}
     if across > 1:
-        tiles = read.by(quantize_blocks.quantize_tiles, **how)
+        name, kernel = "quantize_tiles", read.by(quantize_blocks.quantize_tiles, **how)
         rule = f"{read.dims} -> i {columns}, {columns} i, i/{along} {columns}/{along}"
-        q, q_t, scale = divided(f"quantize_tiles, {rounding}, {read.what}", tiles, rule)(
-            *read.arrays
-        )
+    else:
+        name = f"quantize_rows_in_blocks_{along}"
+        kernel = read.by(quantize_blocks.quantize_rows_in_blocks, block=along, **how)
+        rule = f"{read.dims} -> i {columns}, {columns}/{along} i, {columns} i, i/{along} {columns}"
+    found = divided(f"{name}, {rounding}, {read.what}", kernel, rule)(*read.arrays)
+    if across > 1:
+        q, q_t, scale = found
         scale = scale.reshape(len(scale), -1)
         scales = scale, scale.T
     else:
-        rows = read.by(quantize_blocks.quantize_rows_in_blocks, block=along, **how)
-        q, s, q_t, s_t = divided(
-            f"quantize_rows_in_blocks_{along}, {rounding}, {read.what}",
-            rows,
-            f"{read.dims} -> i {columns}, {columns}/{along} i, {columns} i, i/{along} {columns}",
-        )(*read.arrays)
+        q, s, q_t, s_t = found
         scales = s.reshape(-1, s.shape[-1]).T, s_t.reshape(len(s_t), -1).T
     q, q_t = q.reshape(m, n), q_t.reshape(n, m)
     if scales[0].dtype == jnp.uint8:
@@ -350,11 +320,6 @@ def _blockwise(
     blocks = (ragged_block(Block((across, along)), shape) for shape in ((m, n), (n, m)))
     straight, other = map(ScaledArray, (q, q_t), scales, blocks)
     return BothWays(straight, other, amax(read.values()))
-
-
-def _finds_amax(quantizer: Quantizer, state: AmaxState | None) -> bool:
-    """Whether the kernel for a single scale also takes the amaxes."""
-    return isinstance(quantizer, Unit) or (isinstance(quantizer, Delayed) and state is not None)
 
 
 _LONG = 64  # entries of a history; a kernel reads one after the other

@@ -1,4 +1,4 @@
-"""Scales, made inside of a kernel from amaxes: to the bit what `scaling.scale_from_amax` gives."""
+"""Scales, made inside a kernel from amaxes: bitwise those of `scaling.scale_from_amax`."""
 
 from __future__ import annotations
 

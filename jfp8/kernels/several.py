@@ -8,7 +8,7 @@ import jax
 from jax import lax
 
 from jfp8.kernels.rocm import multiply as multiply_on_rocm
-from jfp8.kernels.tpu.backends import multiply as multiply_on_tpu
+from jfp8.kernels.tpu.backend import multiply as multiply_on_tpu
 from jfp8.kernels.xla.bf16_dot import in_bf16
 from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import MatmulSpec

@@ -1,13 +1,17 @@
-"""Lay arrays out in the shared memory of a block, for kernels of all kinds."""
+"""Lay arrays out in shared memory and in registers, for kernels of all kinds."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Bytes that a block may use, on Hopper and on Blackwell.
 SHARED_MEMORY = 232_448
+COMPUTE = 2  # warpgroups of a block that multiply; the one after them copies
 
 
 def swizzled(
@@ -19,7 +23,38 @@ def swizzled(
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
+def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    """Return a tile that copies and tensor cores take."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, shape[-1]))
+
+
+def staging(rows: int, dtype: jax.typing.DTypeLike, slots: int = 1) -> Any:
+    """Return where `rows` of results wait to be copied, for each warpgroup that multiplies.
+
+    A slot has 128 bytes of each row, the widest swizzle.
+    """
+    return tile((COMPUTE, slots, rows, 128 // jnp.dtype(dtype).itemsize), dtype)
+
+
 def padded(x: jax.Array, *multiples: int) -> jax.Array:
     """Return `x` padded with zeros, so that each dimension is a multiple of its entry."""
     missing = [(0, -n % m) for n, m in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
+
+
+def filled(x: float | jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """Return f32 of this shape, all `x`."""
+    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
+
+
+def load(vector: Any, layout: Any) -> jax.Array:
+    """Return a vector in memory, for rows or columns."""
+    return plgpu.load(vector, layout=layout, optimized=False)
+
+
+def along(x: Any, shape: tuple[int, ...], dimension: int) -> Any:
+    """Return a matrix that is a vector along `dimension`, constant along the other.
+
+    A number stays as it is.
+    """
+    return lax.broadcast_in_dim(x, shape, (dimension,)) if getattr(x, "ndim", 0) else x

@@ -41,14 +41,14 @@ Implementation = Literal[None, "emulate", "xla", "mosaic_gpu", "mosaic_tpu"]
 _PLANNERS = {
     "cuda": "jfp8.kernels.cuda",
     "rocm": "jfp8.kernels.rocm",
-    "tpu": "jfp8.kernels.tpu.planner",
+    "tpu": "jfp8.kernels.tpu.dot",
     "several": "jfp8.kernels.several",
 }
 _NAMED = {
     "emulate": None,
     "xla": "jfp8.kernels.xla.planner",
     "mosaic_gpu": "jfp8.kernels.cuda",
-    "mosaic_tpu": "jfp8.kernels.tpu.planner",
+    "mosaic_tpu": "jfp8.kernels.tpu.dot",
 }
 
 

@@ -486,26 +486,6 @@ def test_matmul_of_ragged_shapes(sums, compiled):
     assert_tensor_cores(compiled(f"kernel `matmul`, 1000×333×777, {sums}", "h200", f, *args))
 
 
-@pytest.mark.parametrize("kind", ["running", "promoted", "block"])
-def test_clusters_of_two(kind):
-    """By an argument: the best tiles of the model whose blocks share the copies of b."""
-    from jfp8.kernels.hopper.matmul import block_matmul, matmul
-    from jfp8.kernels.hopper.tiles import ranked
-
-    m, n, k = 8192, 4096, 2048
-    tiles = next(t for t in ranked(kind, m, n, k) if t.cluster == 2)
-    if kind == "block":
-        f = lambda a, b, s, t: block_matmul(a, b, s, t, BF16, tiles=tiles)
-        scales = of((k // 128, m), F32), of((k // 128, n // 128), F32)
-    else:
-        f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=kind == "promoted", tiles=tiles)
-        scales = of((m,), F32), of((n,), F32)
-    program = compile_for("h200", f, of((m, k), F8), of((n, k), F8), *scales)
-    assert_resources(program)
-    assert_tensor_cores(program)
-    assert program.kernels[0].multicasts > 0
-
-
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_grouped_matmul(with_scales, compiled):
     from jfp8.kernels.hopper.grouped import grouped_matmul
@@ -514,8 +494,8 @@ def test_grouped_matmul(with_scales, compiled):
     f = lambda a, b, group, s, t: grouped_matmul(a, b, group, s, t, BF16)
     args = (of((tiles * 128, k), F8), of((groups, n, k), F8), of((tiles,), jnp.int32))
     scales = (of((k // 128, tiles * 128), F32), of((groups, k // 128, n // 128), F32))
-    args = (*args, *(scales if with_scales else (None, None)))
-    how = "1×128 and 128×128" if with_scales else "no scales"
+    args = (*args, *(scales if with_scales else (None, scales[1])))
+    how = "1×128 and 128×128" if with_scales else "scales of matrices"
     assert_tensor_cores(compiled(f"kernel `grouped_matmul`, {how}", "h200", f, *args))
 
 
@@ -528,8 +508,8 @@ def test_grouped_outer(with_scales, compiled):
     args = (of((k, tiles * 128), F8), of((n, tiles * 128), F8_GRAD))
     args = (*args, of((groups,), jnp.int32), of((groups,), jnp.int32))
     scales = (of((tiles, k), F32), of((tiles, n), F32))
-    args = (*args, *(scales if with_scales else (None, None)))
-    how = "1×128" if with_scales else "no scales"
+    args = (*args, *(scales if with_scales else (scales[0], None)))
+    how = "1×128" if with_scales else "scales of rows"
     assert_tensor_cores(compiled(f"kernel `grouped_outer`, {how}", "h200", f, *args))
 
 

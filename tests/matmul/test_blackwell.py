@@ -119,27 +119,6 @@ def test_lowers_for_cuda(pair, out_dtype):
     assert "dot_general" not in text
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "reason"),
-    [
-        ((E5M2, E5M2, E8M0, BF16), "operands in float8_e5m2 and float8_e5m2: cuDNN multiplies"),
-        ((E4M3, BF16, E8M0, BF16), "take float8_e4m3fn and float8_e5m2"),
-        (
-            (E2M1, E4M3, E4M3, BF16),
-            "float8_e4m3fn: NVFP4 products on Blackwell take float4_e2m1fn",
-        ),
-        ((E2M1, E2M1, E8M0, BF16), "NVFP4 .* take float8_e4m3fn, one scale for each 16 elements"),
-        ((E4M3, E4M3, F32, BF16), "scales in float32 and float32: .* take float8_e8m0fnu"),
-        ((E4M3, E4M3, E8M0, E4M3), "a result in float8_e4m3fn: .* float32, bfloat16 and float16"),
-    ],
-)
-def test_what_cudnn_does_not_multiply(dtypes, reason):
-    a, b, scale, out_dtype = dtypes
-    a, b, scale = jnp.ones((32, 32), a), jnp.ones((32, 32), b), jnp.ones((32, 1), scale)
-    with pytest.raises(NotImplementedError, match=reason):
-        scaled_matmul(a, b, scale, scale, out_dtype)
-
-
 # Operands in blocks that are several of those that the hardware knows
 
 

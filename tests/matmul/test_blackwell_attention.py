@@ -35,8 +35,8 @@ NAME = "mosaic_gpu_blackwell"
 
 def interpreted(*operands, **options):
     """The results of the kernel, after a check that none of its threads raced another."""
-    with no_races() as params:
-        found = attention.attention_forward(*operands, **options, interpret=params)
+    with no_races():
+        found = attention.attention_forward(*operands, **options)
         return jax.block_until_ready(found)
 
 
@@ -110,22 +110,11 @@ def test_gradients(case):
     stored, vectors = backward_operands_of(sizes, seen, formats[0], scale)
     key_lengths = None if lengths is None else jnp.array(lengths, jnp.int32)
     how = {"groups": groups, "scale": scale, "formats": formats, "out_dtype": out_dtype, **options}
-    with no_races() as params:
+    with no_races():
         found = jax.block_until_ready(
-            attention.attention_backward(stored, vectors, key_lengths, **how, interpret=params)
+            attention.attention_backward(stored, vectors, key_lengths, **how)
         )
     assert_gradients(found, stored, vectors, groups, scale, seen, formats, out_dtype)
-
-
-def test_masks_are_refused():
-    """The kernels would ignore them."""
-    how = {"groups": 1, "scale": 1.0, "is_causal": False, "window": None, "out_dtype": F32}
-    how["mask"] = jnp.ones((1, 8, 8), bool)
-    with pytest.raises(ValueError, match="a mask: this attention kernel"):
-        attention.attention_forward(*operands_of(1, 1, 8, 8, 64), **how)
-    both = backward_operands_of((1, 1, 16, 8, 64), [np.ones((16, 8), bool)], E4M3FN, 1.0)
-    with pytest.raises(ValueError, match="a mask: these kernels"):
-        attention.attention_backward(*both, formats=(E4M3FN, E4M3FN), **how)
 
 
 # In `scaled_dot_product_attention`

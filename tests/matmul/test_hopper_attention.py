@@ -16,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels.flash.division import forward_rule
 from jfp8.kernels.flash.problem import BLOCK
 from jfp8.kernels.hopper.attention import attention_forward
+from jfp8.kernels.pallas_attention import forward_rule
 from support.attention_in_f64 import assert_attention, f64, operands_of, with_other_tokens
 from support.devices import traced_for
 from support.interpreter import no_races
@@ -29,8 +29,8 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 def interpreted(*operands, **options):
     """The results of the kernel, after a check that none of its threads raced another."""
-    with no_races() as params:
-        return jax.block_until_ready(attention_forward(*operands, **options, interpret=params))
+    with no_races():
+        return jax.block_until_ready(attention_forward(*operands, **options))
 
 
 def random_mask(*shape):
@@ -112,18 +112,6 @@ def test_later_tokens_change_nothing(window, by_mask):
     for x, y in zip(before, after, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[:, :earlier], np.asarray(y)[:, :earlier])
         assert (np.asarray(x)[:, seen:] != np.asarray(y)[:, seen:]).any()
-
-
-def test_what_is_refused():
-    operands = operands_of(1, 1, 8, 8, 32)
-    attend = partial(attention_forward, groups=1, is_causal=False, out_dtype=F32)
-    with pytest.raises(ValueError, match="64, 128 or 256 numbers, not 32"):
-        attend(*operands, scale=1.0, window=None)
-    operands = operands_of(1, 1, 8, 8, 64)
-    with pytest.raises(ValueError, match="negate the queries"):
-        attend(*operands, scale=-1.0, window=None)
-    with pytest.raises(ValueError, match="no negative numbers"):
-        attend(*operands, scale=1.0, window=(3, -1))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
 from jfp8 import E4M3FN, E5M2
-from jfp8.kernels.flash.division import backward_rule
-from jfp8.kernels.flash.operands import Stored, Vectors
 from jfp8.kernels.hopper.attention import attention_backward
+from jfp8.kernels.pallas_attention import backward_rule
 from support.attention_in_f64 import (
     assert_gradients,
     backward_operands_of,
@@ -68,25 +67,15 @@ def test_gradients(case):
     stored, vectors = backward_operands_of(sizes, seen, formats[0], scale)
     key_lengths = None if lengths is None else jnp.array(lengths, jnp.int32)
     how = {"groups": groups, "scale": scale, "formats": formats, "out_dtype": out_dtype}
-    with no_races() as params:
+    with no_races():
         found = jax.block_until_ready(
             attention_backward(
                 *(stored, vectors, key_lengths, None if mask is None else jnp.array(mask)),
                 **how,
                 **options,
-                interpret=params,
             )
         )
     assert_gradients(found, stored, vectors, groups, scale, seen, formats, out_dtype)
-
-
-def test_heads_of_256_are_refused():
-    of = jax.ShapeDtypeStruct((1, 8, 256), E4M3FN.dtype)
-    how = {"groups": 1, "scale": 1.0, "is_causal": False, "window": None}
-    with pytest.raises(ValueError, match="64 or 128 numbers, not 256"):
-        attention_backward(
-            Stored(*[of] * 7), Vectors(*[of] * 9), **how, formats=(E5M2, E5M2), out_dtype=F32
-        )
 
 
 def test_rules_of_division():

@@ -28,10 +28,10 @@ SMALL = Sweep(rows=64, columns=64, blocks=4)
 
 
 @pytest.fixture
-def interpret():
+def interpreted():
     """The interpreter, with its race detection looked at when the test is over."""
-    with no_races() as params:
-        yield params
+    with no_races():
+        yield
 
 
 def numbers(shape, dtype, special=(), seed=0):
@@ -67,33 +67,31 @@ def largest(amaxes):
         (jnp.bfloat16, (64, 64), (np.nan,)),
     ],
 )
-def test_tensor_amax(interpret, dtype, shape, special):
+def test_tensor_amax(interpreted, dtype, shape, special):
     x = numbers(shape, dtype, special)
-    got = largest(tensor_amax(x, sweep=SMALL, interpret=interpret))
+    got = largest(tensor_amax(x, sweep=SMALL))
     np.testing.assert_array_equal(got, jfp8.scaling.amax(x))
 
 
-def test_nan_outranks_inf(interpret):
+def test_nan_outranks_inf(interpreted):
     x = numbers((128, 64), jnp.bfloat16, (np.inf, np.nan))
-    assert np.isnan(largest(tensor_amax(x, sweep=SMALL, interpret=interpret)))
+    assert np.isnan(largest(tensor_amax(x, sweep=SMALL)))
 
 
 @pytest.mark.parametrize(("known", "read"), [(0.0, True), (np.nan, True), (2.5, False)])
-def test_a_known_amax_spares_reading(interpret, known, read):
+def test_a_known_amax_spares_reading(interpreted, known, read):
     # 25 tiles, so that not all blocks have as many; the largest is in the last of them.
     x = numbers((320, 320), jnp.float32).at[-1, -1].set(1e4)
-    amaxes = tensor_amax(
-        x, jnp.float32([known]), unless=lambda known: known[0] > 0, sweep=SMALL, interpret=interpret
-    )
+    amaxes = tensor_amax(x, jnp.float32([known]), unless=lambda known: known[0] > 0, sweep=SMALL)
     assert largest(amaxes) == (jfp8.scaling.amax(x) if read else 0)
 
 
 @pytest.mark.parametrize(
     ("dtype", "sweep"), [(jnp.bfloat16, None), (jnp.float16, SMALL), (jnp.float32, SMALL)]
 )
-def test_row_and_column_amax(interpret, dtype, sweep):
+def test_row_and_column_amax(interpreted, dtype, sweep):
     x = numbers((200, 300), dtype, (np.nan, np.inf, -30000.0))
-    rows, columns = row_and_column_amax(x, sweep=sweep, interpret=interpret)
+    rows, columns = row_and_column_amax(x, sweep=sweep)
     assert rows.dtype == columns.dtype == jnp.float32
     np.testing.assert_array_equal(rows, jfp8.scaling.amax(x, jfp8.PerAxis(0))[:, 0])
     np.testing.assert_array_equal(columns, jfp8.scaling.amax(x, jfp8.PerAxis(1))[0])
@@ -110,13 +108,13 @@ def test_row_and_column_amax(interpret, dtype, sweep):
         ((192, 256), Sweep(rows=64, stages=1, blocks=4), jnp.float32, jfp8.E4M3FN),
     ],
 )
-def test_quantize_lines(interpret, shape, sweep, dtype, fmt):
+def test_quantize_lines(interpreted, shape, sweep, dtype, fmt):
     x = numbers(shape, dtype, (np.nan, np.inf, -np.inf, 30000.0, -60000.0))
     finite = jnp.where(jnp.isfinite(x), x, 0)
     # Of a fifth of what would fit, so that some saturate.
     per_row = 5 * fmt.max / (1 + jnp.max(jnp.abs(finite), axis=1)).astype(jnp.float32)
     per_column = 5 * fmt.max / (1 + jnp.max(jnp.abs(finite), axis=0)).astype(jnp.float32)
-    q, q_t = quantize_lines(x, per_row, per_column, fmt, sweep=sweep, interpret=interpret)
+    q, q_t = quantize_lines(x, per_row, per_column, fmt, sweep=sweep)
     x32 = jnp.where(jnp.isfinite(x), x, jnp.nan).astype(jnp.float32)
     assert_same_codes(q, jfp8.cast(x32 * per_row[:, None], fmt))
     assert_same_codes(q_t, jfp8.cast(x32 * per_column[None, :], fmt).T)
@@ -124,7 +122,7 @@ def test_quantize_lines(interpret, shape, sweep, dtype, fmt):
 
 @pytest.mark.parametrize("special", [(), (np.inf,)])
 @pytest.mark.parametrize("with_amax", [True, False])
-def test_quantize_tensor(interpret, special, with_amax):
+def test_quantize_tensor(interpreted, special, with_amax):
     """The scale is that of the larger of two vectors, which saturates some."""
     x = numbers((200, 200), jnp.bfloat16, special)
     known = jnp.float32([0.25]), jnp.asarray(np.arange(128).astype(np.float32).view(np.int32))
@@ -135,7 +133,6 @@ def test_quantize_tensor(interpret, special, with_amax):
 
     q, q_t, scale, *amaxes = quantize_tensor(
         x, *known, fmt=jfp8.E4M3FN, scale_of=scale_of, with_amax=with_amax, sweep=SMALL,
-        interpret=interpret,
     )  # fmt: skip
     want = jfp8.quantize(x, scale=jnp.float32(127 / 64 / 448))
     np.testing.assert_array_equal(scale, want.scale[None])
@@ -196,11 +193,9 @@ def blocks_of_both(x, fmt, block, rounding):
         (jfp8.E5M2, 32, None, jnp.float32, (64, 128), Sweep(rows=64)),
     ],
 )
-def test_quantize_rows_in_blocks(interpret, fmt, block, rounding, dtype, shape, sweep):
+def test_quantize_rows_in_blocks(interpreted, fmt, block, rounding, dtype, shape, sweep):
     x = numbers(shape, dtype, (np.nan, np.inf, 60000.0, 1e-7))
-    q, s, q_t, s_t = quantize_rows_in_blocks(
-        x, fmt, block, rounding, sweep=sweep, interpret=interpret
-    )
+    q, s, q_t, s_t = quantize_rows_in_blocks(x, fmt, block, rounding, sweep=sweep)
     want, want_t = blocks_of_both(x, fmt, block, rounding)
     for data, scale, (codes, scales, poisoned) in ((q, s, want), (q_t, s_t, want_t)):
         assert scale.dtype == scales.dtype
@@ -216,10 +211,10 @@ def test_quantize_rows_in_blocks(interpret, fmt, block, rounding, dtype, shape, 
         (jfp8.E5M2, None, jnp.float32),
     ],
 )
-def test_quantize_tiles(interpret, fmt, rounding, dtype):
+def test_quantize_tiles(interpreted, fmt, rounding, dtype):
     x = numbers((200, 384), dtype)
     x = x.at[3, 4].set(jnp.nan).at[150, 200].set(-jnp.inf).at[128:, 256:].set(0)
-    q, q_t, s = quantize_tiles(x, fmt, rounding, sweep=Sweep(blocks=4), interpret=interpret)
+    q, q_t, s = quantize_tiles(x, fmt, rounding, sweep=Sweep(blocks=4))
     want = jfp8.quantize(x, fmt, granularity=jfp8.Block((128, 128)), scale_rounding=rounding)
     np.testing.assert_array_equal(s, want.scale)
     assert np.isnan(s).sum() == 2
@@ -228,14 +223,14 @@ def test_quantize_tiles(interpret, fmt, rounding, dtype):
     assert_same_codes(q_t, want.data.T)
 
 
-def test_huge_and_tiny_blocks(interpret):
+def test_huge_and_tiny_blocks(interpreted):
     """Scales at the ends of f32, where neither they nor their reciprocals may be subnormal."""
     x = np.full((128, 128), 1e-30, np.float32)
     x[:32] = 3.4e38
     x[32:64] = 2.0**-126
     x[64:96] = 3e-36  # its quotient by 448 is subnormal
     for fmt in (jfp8.E4M3FN, jfp8.E5M2):
-        q, s, *_ = quantize_rows_in_blocks(jnp.asarray(x), fmt, 128, None, interpret=interpret)
+        q, s, *_ = quantize_rows_in_blocks(jnp.asarray(x), fmt, 128, None)
         want = jfp8.quantize(x, fmt, granularity=jfp8.Block((1, 128)))
         np.testing.assert_array_equal(s, want.scale.T)
         assert_same_codes(q, want.data)
@@ -314,12 +309,12 @@ def made(x, make):
         (swiglu, (64, 2, 128), jnp.float16, None),
     ],
 )
-def test_a_matrix_that_the_kernel_makes(interpret, make, shape, dtype, sweep):
+def test_a_matrix_that_the_kernel_makes(interpreted, make, shape, dtype, sweep):
     """Amaxes, and both directions with one scale, as of the matrix that XLA makes."""
     m, p, n = shape
     x = numbers((m, p * n), dtype, (np.nan, np.inf)).reshape(shape)
     want = jax.jit(made, static_argnums=1)(x, make)
-    how = {"make": make, "sweep": sweep, "interpret": interpret}
+    how = {"make": make, "sweep": sweep}
     np.testing.assert_array_equal(largest(tensor_amax(x, **how)), jfp8.scaling.amax(want))
     scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), jfp8.E4M3FN, None)
     how |= {"fmt": jfp8.E4M3FN, "scale_of": scale_of, "with_amax": True}
@@ -332,13 +327,13 @@ def test_a_matrix_that_the_kernel_makes(interpret, make, shape, dtype, sweep):
 
 
 @pytest.mark.parametrize("block", [128, 32])
-def test_blocks_of_a_matrix_that_the_kernel_makes(interpret, block):
+def test_blocks_of_a_matrix_that_the_kernel_makes(interpreted, block):
     x = numbers((100, 2 * 150), jnp.bfloat16).reshape(100, 2, 150)
-    how = {"make": swiglu, "interpret": interpret}
+    how = {"make": swiglu}
     found = quantize_rows_in_blocks(x, jfp8.E4M3FN, block, None, **how)
     want = jax.jit(made, static_argnums=1)(x, swiglu)
     for a, b in zip(
-        found, quantize_rows_in_blocks(want, jfp8.E4M3FN, block, None, interpret=interpret),
+        found, quantize_rows_in_blocks(want, jfp8.E4M3FN, block, None),
         strict=True,
     ):  # fmt: skip
         np.testing.assert_array_equal(*(np.asarray(v).view(np.uint8) for v in (a, b)))
@@ -352,7 +347,7 @@ def swiglu_gradient(x0, x1, dy):
     ("shape", "dtype", "sweep"),
     [((200, 300), jnp.bfloat16, SMALL), ((100, 130), jnp.float32, None)],
 )
-def test_two_matrices_that_the_kernel_makes(interpret, shape, dtype, sweep):
+def test_two_matrices_that_the_kernel_makes(interpreted, shape, dtype, sweep):
     """Side by side, from three, as of those that XLA makes."""
     m, n = shape
     values = numbers((m, 3 * n), dtype, (np.nan, np.inf))
@@ -360,7 +355,7 @@ def test_two_matrices_that_the_kernel_makes(interpret, shape, dtype, sweep):
     wide = [a.astype(jnp.float32) for a in (x[:, 0], x[:, 1], dy)]
     both = jax.jit(swiglu_gradient)(*wide)
     want = jnp.stack(both, axis=1).astype(dtype)  # [m, 2, n]
-    how = {"make": swiglu_gradient, "sweep": sweep, "interpret": interpret}
+    how = {"make": swiglu_gradient, "sweep": sweep}
     np.testing.assert_array_equal(largest(tensor_amax((x, dy), **how)), jfp8.scaling.amax(want))
     scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), jfp8.E4M3FN, None)
     how |= {"fmt": jfp8.E4M3FN, "scale_of": scale_of, "with_amax": True}
@@ -372,12 +367,12 @@ def test_two_matrices_that_the_kernel_makes(interpret, shape, dtype, sweep):
 
 
 @pytest.mark.parametrize("kernel", ["128", "32", "tiles"])
-def test_blocks_of_two_matrices_that_the_kernel_makes(interpret, kernel):
+def test_blocks_of_two_matrices_that_the_kernel_makes(interpreted, kernel):
     """No block has columns of both."""
     values = numbers((100, 3 * 150), jnp.bfloat16)
     x, dy = values[:, :300].reshape(100, 2, 150), values[:, 300:]
     wide = [a.astype(jnp.float32) for a in (x[:, 0], x[:, 1], dy)]
-    how = {"fmt": jfp8.E4M3FN, "scale_rounding": None, "interpret": interpret}
+    how = {"fmt": jfp8.E4M3FN, "scale_rounding": None}
     quantize = quantize_tiles
     if kernel != "tiles":
         quantize = partial(quantize_rows_in_blocks, block=int(kernel))

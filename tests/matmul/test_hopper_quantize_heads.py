@@ -29,10 +29,8 @@ def test_quantize_heads(name):
     x[0, 3, 0, first, 5], x[0, 4, 0, first, 6], x[0, 5, 0, first, 7] = np.inf, np.nan, -0.0
     x = np.asarray(jnp.asarray(x, dtype).astype(jnp.float32))
     inverse = np.exp(rng.normal(size=(batch, groups, count, tokens))).astype(np.float32)
-    with no_races() as interpret:
-        found = quantize_heads(
-            jnp.asarray(x, dtype), jnp.asarray(inverse), first=first, fmt=fmt, interpret=interpret
-        )
+    with no_races():
+        found = quantize_heads(jnp.asarray(x, dtype), jnp.asarray(inverse), first=first, fmt=fmt)
     heads = x[:, :, :, first : first + count].transpose(0, 2, 3, 1, 4)
     scaled = np.clip(heads * inverse[..., None], -fmt.max, fmt.max)
     expected = scaled.astype(ml_dtypes.finfo(fmt.dtype).dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -16,8 +17,16 @@ from jfp8.kernels.tpu.quantize_kernels import (
     quantize_tiles,
 )
 from jfp8.scaling.formats import E4M3FN, E5M2
+from support.devices import interpret_tpu_kernels
 
 BF16, F8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    interpret_tpu_kernels(monkeypatch)
+    yield
+    jax.clear_caches()
 
 
 def draw(shape, seed=0):
@@ -60,12 +69,12 @@ def power_of_two_above(ratio):
 def test_tensor_with_its_amax():
     """Of 1152 rows, which are no whole tiles of 1024: what lies behind must not count."""
     x = draw((1152, 384))
-    q, bits = quantize_tensor(jnp.asarray(x), jnp.full((1, 1), 0.7), E5M2, interpret=True)
+    q, bits = quantize_tensor(jnp.asarray(x), jnp.full((1, 1), 0.7), E5M2)
     scaled = x.astype(np.float32) * np.float32(0.7)
     assert_same_codes(q, cast(scaled, ml_dtypes.float8_e5m2))
     assert np.isnan(np.asarray(bits).view(np.float32).max())
     x[3, 5], x[200, 70] = 0, 0
-    _, bits = quantize_tensor(jnp.asarray(x), jnp.ones((1, 1)), E5M2, interpret=True)
+    _, bits = quantize_tensor(jnp.asarray(x), jnp.ones((1, 1)), E5M2)
     assert np.asarray(bits).max().view(np.float32) == np.abs(x.astype(np.float32)).max()
 
 
@@ -73,14 +82,12 @@ def test_lines_with_their_amaxes():
     x = draw((256, 1152))
     values = np.abs(x.astype(np.float32))
     values = np.where(np.isnan(values), np.float32(np.nan), values).view(np.int32)
-    by_row, by_column = line_amaxes(jnp.asarray(x), interpret=True)
+    by_row, by_column = line_amaxes(jnp.asarray(x))
     np.testing.assert_array_equal(np.max(by_row, 0), values.max(1))
     np.testing.assert_array_equal(np.max(by_column, 0), values.max(0))
     rng = np.random.default_rng(1)
     rows, columns = (rng.uniform(0.5, 2, n).astype(np.float32) for n in x.shape)
-    found = quantize_lines(
-        jnp.asarray(x), rows[:, None], columns[None], E4M3FN, dtype=None, interpret=True
-    )
+    found = quantize_lines(jnp.asarray(x), rows[:, None], columns[None], E4M3FN, dtype=None)
     wide = x.astype(np.float32)
     assert_same_codes(found[0], cast(wide * rows[:, None], F8))
     assert_same_codes(found[1], cast(wide * columns, F8))
@@ -89,7 +96,7 @@ def test_lines_with_their_amaxes():
 @pytest.mark.parametrize(("block", "rounding"), [(128, "power_of_two"), (32, "rceil")])
 def test_blocks_in_both_directions(block, rounding):
     x = draw((256, 1152))
-    found = quantize_blocks(jnp.asarray(x), E4M3FN, block, rounding, interpret=True)
+    found = quantize_blocks(jnp.asarray(x), E4M3FN, block, rounding)
     for q, s, rows, columns in ((*found[:2], 1, block), (*found[2:], block, 1)):
         amaxes = block_amaxes(x, rows, columns)
         scale = np.where(amaxes == 0, 1.0, power_of_two_above(amaxes / 448))
@@ -104,7 +111,7 @@ def test_blocks_in_both_directions(block, rounding):
 
 def test_tiles_serve_both_directions():
     x = draw((256, 384))
-    q, s = quantize_tiles(jnp.asarray(x), E4M3FN, 128, "power_of_two", interpret=True)
+    q, s = quantize_tiles(jnp.asarray(x), E4M3FN, 128, "power_of_two")
     amaxes = block_amaxes(x, 128, 128)
     scale = np.where(amaxes == 0, 1.0, power_of_two_above(amaxes / 448))
     np.testing.assert_array_equal(s, np.repeat(scale, 128, 1))
@@ -128,9 +135,9 @@ def test_product_in_every_layout_with_scales_of_lines_and_a_bias(summed):
     y = matmul(
         *map(jnp.asarray, (a, b)),
         *(summed, BF16),
-        ends=tuple(map(jnp.asarray, (u, v))),
+        scales=tuple(map(jnp.asarray, (u, v))),
+        in_blocks=False,
         bias=jnp.asarray(bias),
-        interpret=True,
     )
     first, second = a.astype(np.float64), b.astype(np.float64)
     exact = (first if summed[0] else first.T) @ (second.T if summed[1] else second)
@@ -151,7 +158,7 @@ def test_product_in_blocks(block, k):
     scales = codes if block == 32 else [s.astype(np.float32), t.astype(np.float32)]
     blocks = tuple(map(jnp.asarray, scales))
     arrays = jnp.asarray(a), jnp.asarray(b)
-    y = matmul(*arrays, (1, 0), jnp.float32, blocks=blocks, interpret=True)
+    y = matmul(*arrays, (1, 0), jnp.float32, scales=blocks, in_blocks=True)
     s, t = (np.repeat(x, block, 0) for x in (s, t))
     expected = (a.astype(np.float64) * s.T) @ (b.astype(np.float64) * t)
     assert np.isnan(expected[7]).all()

@@ -9,24 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels import only_on
 from jfp8.kernels.backend import facts_of
-from jfp8.kernels.tpu import matmul as kernel
-from jfp8.kernels.tpu import planner
-from jfp8.kernels.tpu.backends import choose_on_tpu
+from jfp8.kernels.tpu.backend import choose_on_tpu
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.operation import Use
 from jfp8.quantizers.quantizer import Context, Current
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.tracing.device import Tpu, current_tpu
-from support.devices import pretend
+from support.devices import interpret_tpu_kernels, pretend
 
 BF16 = jnp.bfloat16
 ROWS = (((1,), (0,)), ((), ()))
@@ -35,10 +31,7 @@ ROWS = (((1,), (0,)), ((), ()))
 @pytest.fixture
 def interpreted(monkeypatch):
     """Kernels for TPUs run on this machine."""
-    call = pl.pallas_call
-    monkeypatch.setattr(pl, "pallas_call", lambda *a, **kw: call(*a, **kw | {"interpret": True}))
-    for module in (kernel, only_on, planner):
-        monkeypatch.setattr(module, "kernels_are_interpreted", lambda: True)
+    interpret_tpu_kernels(monkeypatch)
     yield
     jax.clear_caches()
 

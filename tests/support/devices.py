@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 
@@ -24,3 +25,11 @@ def pretend(monkeypatch, device):
         for module in modules:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
+
+
+def interpret_tpu_kernels(monkeypatch):
+    """Run Pallas kernels for TPUs on this machine. Clear JAX's caches when the test is over."""
+    call = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *a, **kw: call(*a, **kw | {"interpret": True}))
+    for module in ("only_on", "tpu.matmul", "tpu.dot"):
+        monkeypatch.setattr(f"jfp8.kernels.{module}.kernels_are_interpreted", lambda: True)

@@ -390,7 +390,6 @@ class Kernel:
     qgmma: tuple[str, ...]  # instructions of the FP8 tensor cores
     other_mma: tuple[str, ...]  # of tensor cores in other types
     barriers: int = 0  # instructions at which threads of a warpgroup or block wait for each other
-    multicasts: int = 0  # copies to all blocks of a cluster
 
     @classmethod
     def read(cls, stem: Path) -> Kernel:
@@ -409,7 +408,6 @@ class Kernel:
             tuple(m for m in mma if m.startswith(FP8_MMA)),
             tuple(m for m in mma if not m.startswith(FP8_MMA)),
             len(re.findall(r"\bBAR\.", sass)),
-            len(re.findall(r"\bUTMALDG\.\S*MULTICAST", sass)),
         )
 
 

@@ -14,11 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 @contextmanager
-def no_races() -> Iterator[plgpu.InterpretGPUParams]:
-    """What a kernel takes as ``interpret=``. Races between threads fail the test at the end."""
+def no_races() -> Iterator[None]:
+    """Interpret kernels in this context. Races between threads fail the test at the end."""
     interpret_pallas_call.reset_gpu_interpret_mode_state()
     try:
-        yield plgpu.InterpretGPUParams(detect_races=True)
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            yield
         assert not interpret_pallas_call.get_races().races_found
     finally:
         # What a kernel that failed has left behind would fail the next one.

@@ -17,29 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.blackwell.tcgen05 import (
-    BY_COLUMN,
-    BY_ELEMENT,
-    BY_ROW,
-    ROWS,
-    added,
-    by_parts,
-    factors,
-    multiply,
-    ordered,
-    read,
-    rearranged,
-    release,
-    sums,
-    where_seen,
-    write,
-)
+from jfp8.kernels.blackwell import tcgen05
+from jfp8.kernels.blackwell.tcgen05 import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS
 from jfp8.kernels.flash import softmax
-from jfp8.kernels.flash.key_ranges import Bounds
-from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
+from jfp8.kernels.flash.problem import BLOCK, Bounds, Problem
 from jfp8.kernels.flash.query_tile import ForwardTile
-from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.vectors import along, filled, load
+from jfp8.kernels.flash.ring import head_of, store
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +36,10 @@ class ForwardByTcgen05(ForwardTile):
     @staticmethod
     def between(p: Problem) -> dict[str, Any]:
         return {
-            "scores": sums(BLOCK),
-            "weights": factors(BLOCK, jnp.float8_e4m3fn),
-            "ready": ordered(),
-            "done": ordered(),
+            "scores": tcgen05.sums(BLOCK),
+            "weights": tcgen05.factors(BLOCK, jnp.float8_e4m3fn),
+            "ready": tcgen05.ordered(),
+            "done": tcgen05.ordered(),
         }
 
     def attend(self) -> None:
@@ -74,7 +58,7 @@ class ForwardByTcgen05(ForwardTile):
         result = total * along(softmax.inverse(sums), total.shape, 0)
         memory = self.memory.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]
         target = head_of(out, self.head).at[rows]
-        store([rearranged(memory, result)], self.memory.staged.at[mine], target)
+        store([tcgen05.rearranged(memory, result)], self.memory.staged.at[mine], target)
 
     def step(
         self, mine: Any, factor: Any, bounds: Bounds, row: Any, t: Any, i: Any, carry: Any
@@ -89,13 +73,13 @@ class ForwardByTcgen05(ForwardTile):
         def seen(x, otherwise, part):
             if not self.bounded():
                 return x
-            return where_seen(bounds, row, t * BLOCK + part.start, x, otherwise)
+            return tcgen05.where_seen(bounds, row, t * BLOCK + part.start, x, otherwise)
 
         def scales(ring, part):
             return along(load(ring.at[slot, part], BY_COLUMN), (ROWS, part.size), 1)
 
         def logits(part):
-            x = read(scores.at[:, part]) * scales(m.k_scale_ring, part)
+            x = tcgen05.read(scores.at[:, part]) * scales(m.k_scale_ring, part)
             return seen(x, -jnp.inf, part)
 
         def largest_scale(part, largest):
@@ -104,22 +88,22 @@ class ForwardByTcgen05(ForwardTile):
 
         plgpu.barrier_wait(m.full.at[slot])
         smallest = filled(softmax.SMALLEST_UNIT, (ROWS,), BY_ROW)
-        unit = by_parts(BLOCK, largest_scale, smallest)
-        multiply(ready, done, (scores, m.queries.at[mine], m.key_ring.at[slot]))
+        unit = tcgen05.by_parts(BLOCK, largest_scale, smallest)
+        tcgen05.multiply(ready, done, (scores, m.queries.at[mine], m.key_ring.at[slot]))
         largest = lambda part, x: jnp.maximum(x, jnp.max(logits(part), axis=1))
-        largest = by_parts(BLOCK, largest, filled(-jnp.inf, (ROWS,), BY_ROW))
+        largest = tcgen05.by_parts(BLOCK, largest, filled(-jnp.inf, (ROWS,), BY_ROW))
         highest, shift, shrink = softmax.raised(before, largest, factor, unit)
 
         def weigh(part, added):
             p = softmax.probabilities(logits(part), factor, shift)
-            write(weights.at[:, part], p * scales(m.v_scale_ring, part))
+            tcgen05.write(weights.at[:, part], p * scales(m.v_scale_ring, part))
             return added + jnp.sum(p, axis=1)
 
-        sums = sums * shrink + by_parts(BLOCK, weigh, filled(0.0, (ROWS,), BY_ROW)) * unit
+        sums = sums * shrink + tcgen05.by_parts(BLOCK, weigh, filled(0.0, (ROWS,), BY_ROW)) * unit
         plgpu.commit_tmem()
 
         products = m.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]  # in their place
-        multiply(ready, done, (products, weights, m.value_ring.at[slot]))
-        release(m.empty.at[slot])
+        tcgen05.multiply(ready, done, (products, weights, m.value_ring.at[slot]))
+        tcgen05.release(m.empty.at[slot])
         total = total * along(shrink, total.shape, 0)
-        return added(total, products, unit), highest, sums
+        return tcgen05.added(total, products, unit), highest, sums

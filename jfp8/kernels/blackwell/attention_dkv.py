@@ -1,17 +1,8 @@
 """Differentiate attention by its keys and values, on Blackwell's tensor cores.
 
 A block takes 128 keys, and goes over the blocks of 64 queries that see one of these, of all heads
-that share the keys. Scores are transposed. One warpgroup makes the probabilities and dV, another
-one dS and dK::
-
-    s  = k . q^T                                            dp = v . dO^T
-    p  = exp2(s k_scale_j q_factor_i - lse_i)      -- p ->  dS = p (dp v_scale_j dO_scale_i - dot_i)
-    w  = e4m3fn(p u_i)                                      w  = cast(dS q2_scale_i / r_j)
-    dV = dV + (w . dO2) b 2^-8                              dK = dK + (w . q2) r_j
-
-with p = 0 where invisible, ``u_i = dO2_scale_i / b 2^8``, `b` the largest of the block, and
-``r_j = max_i |dS q2_scale_i| / fmt.max``, a power of two. `q2` and `dO2` are queries and gradients
-as these products take them. p goes from one warpgroup to the other through tensor memory, in one of
+that share the keys; see `KeyTile` for the equations. One warpgroup makes the probabilities and dV,
+another one dS and dK. Probabilities go from the one to the other through tensor memory, in one of
 two places by turns.
 """
 
@@ -26,29 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.blackwell.tcgen05 import (
-    BY_COLUMN,
-    BY_ELEMENT,
-    BY_ROW,
-    ROWS,
-    added,
-    by_parts,
-    multiply,
-    ordered,
-    read,
-    rearranged,
-    release,
-    where_seen,
-    write,
-    write_all,
-)
+from jfp8.kernels.blackwell import tcgen05
+from jfp8.kernels.blackwell.tcgen05 import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS
 from jfp8.kernels.flash.key_tile import KeyTile
-from jfp8.kernels.flash.problem import COMPUTE, QUERIES, Problem
-from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.ring import staging, tile
+from jfp8.kernels.flash.problem import QUERIES, Problem
+from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.flash.tile_work import COMPUTE_REGISTERS
-from jfp8.kernels.flash.vectors import along, filled, load
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, staging, tile
 
 TURNS = 2  # places for probabilities
 
@@ -82,8 +58,8 @@ class KeyGradientsByTcgen05(KeyTile):
             "of_dk": f32(p.size),
             "weights": f8(jnp.float8_e4m3fn),
             "scores": f8(p.formats[1].dtype),
-            "ready": ordered(),
-            "done": ordered(),
+            "ready": tcgen05.ordered(),
+            "done": tcgen05.ordered(),
             "made": plgpu.Barrier(num_barriers=TURNS, orders_tensor_core=True),
             "used": plgpu.Barrier(num_barriers=TURNS, orders_tensor_core=True),
         }
@@ -111,22 +87,22 @@ class KeyGradientsByTcgen05(KeyTile):
 
             def weigh(part, carry):
                 vector = self.vectors(slot, part)
-                x = read(probabilities.at[:, part])
+                x = tcgen05.read(probabilities.at[:, part])
                 p = jnp.exp2(x * along(k_scale, x.shape, 0) * vector(0) - vector(1))
                 if self.p.windowed:
-                    p = where_seen(bounds, self.row, t * QUERIES + part.start, p, 0.0)
+                    p = tcgen05.where_seen(bounds, self.row, t * QUERIES + part.start, p, 0.0)
                 plgpu.wait_load_tmem()
                 plgpu.async_store_tmem(probabilities.at[:, part], p)
-                write(m.weights.at[:, part], p * vector(4))
+                tcgen05.write(m.weights.at[:, part], p * vector(4))
                 return carry
 
-            by_parts(QUERIES, weigh, jnp.int32(0))
+            tcgen05.by_parts(QUERIES, weigh, jnp.int32(0))
             plgpu.commit_tmem()
             plgpu.barrier_arrive(m.made.at[turn])
             self.multiply(0, m.of_dv, m.weights, m.grad_t_ring.at[slot])
-            release(m.empty.at[slot])
+            tcgen05.release(m.empty.at[slot])
             unit = filled(1.0, (ROWS,), BY_ROW) * self.given["unit"][head, t]
-            return added(total, m.of_dv, unit)
+            return tcgen05.added(total, m.of_dv, unit)
 
         count = self.count(steps)
         total = self.loop(count, step)
@@ -153,20 +129,24 @@ class KeyGradientsByTcgen05(KeyTile):
 
             def differentiate(part, largest):
                 vector = self.vectors(slot, part)
-                dp = read(m.dp.at[:, part]) * along(v_scale, (ROWS, part.size), 0)
-                x = read(probabilities.at[:, part]) * (dp * vector(2) - vector(3)) * vector(5)
+                dp = tcgen05.read(m.dp.at[:, part]) * along(v_scale, (ROWS, part.size), 0)
+                x = (
+                    tcgen05.read(probabilities.at[:, part])
+                    * (dp * vector(2) - vector(3))
+                    * vector(5)
+                )
                 plgpu.wait_load_tmem()
                 plgpu.async_store_tmem(m.dp.at[:, part], x)
                 return jnp.maximum(largest, jnp.max(jnp.abs(x), axis=1))
 
-            largest = by_parts(QUERIES, differentiate, filled(0.0, (ROWS,), BY_ROW))
+            largest = tcgen05.by_parts(QUERIES, differentiate, filled(0.0, (ROWS,), BY_ROW))
             plgpu.barrier_arrive(m.used.at[turn])
             plgpu.commit_tmem()
             scale, inverse = scale_and_inverse(largest, self.p.formats[1], "power_of_two")
-            write_all(m.scores, m.dp, inverse)
+            tcgen05.write_all(m.scores, m.dp, inverse)
             self.multiply(1, m.of_dk, m.scores, m.q_t_ring.at[slot])
-            release(m.empty.at[slot])
-            return added(total, m.of_dk, scale)
+            tcgen05.release(m.empty.at[slot])
+            return tcgen05.added(total, m.of_dk, scale)
 
         total = self.loop(self.count(self.steps()), step)
         self.store(1, m.of_dk, total * self.p.scale)
@@ -192,7 +172,7 @@ class KeyGradientsByTcgen05(KeyTile):
         return lambda n: along(load(numbers.at[n, part], BY_COLUMN), (ROWS, part.size), 1)
 
     def multiply(self, n: int, total: Any, a: Any, b: Any) -> None:
-        multiply(self.memory.ready.at[n], self.memory.done.at[n], (total, a, b))
+        tcgen05.multiply(self.memory.ready.at[n], self.memory.done.at[n], (total, a, b))
 
     def loop(self, count: jax.Array, step: Any) -> jax.Array:
         """Return the sum after all steps."""
@@ -202,4 +182,4 @@ class KeyGradientsByTcgen05(KeyTile):
     def store(self, n: int, memory: Any, total: jax.Array) -> None:
         dk, dv = self.results
         target = head_of((dv, dk)[n], self.head).at[pl.ds(self.row, ROWS)]
-        store([rearranged(memory, total)], self.memory.staged.at[n], target)
+        store([tcgen05.rearranged(memory, total)], self.memory.staged.at[n], target)

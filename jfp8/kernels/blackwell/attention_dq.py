@@ -16,29 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.blackwell.tcgen05 import (
-    BY_COLUMN,
-    BY_ELEMENT,
-    BY_ROW,
-    ROWS,
-    added,
-    by_parts,
-    factors,
-    multiply,
-    ordered,
-    read,
-    rearranged,
-    release,
-    sums,
-    where_seen,
-    write_all,
-)
-from jfp8.kernels.flash.key_ranges import Bounds
-from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
+from jfp8.kernels.blackwell import tcgen05
+from jfp8.kernels.blackwell.tcgen05 import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS
+from jfp8.kernels.flash.problem import BLOCK, Bounds, Problem
 from jfp8.kernels.flash.query_tile import BackwardTile
-from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.vectors import along, filled, load
+from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load
 
 HALF = BLOCK // 2
 
@@ -53,11 +37,11 @@ class QueryGradientByTcgen05(BackwardTile):
     @staticmethod
     def between(p: Problem) -> dict[str, Any]:
         return {
-            "scores": sums(BLOCK),
-            "half": sums(HALF),
-            "weights": factors(BLOCK, p.formats[0].dtype),
-            "ready": ordered(),
-            "done": ordered(),
+            "scores": tcgen05.sums(BLOCK),
+            "half": tcgen05.sums(HALF),
+            "weights": tcgen05.factors(BLOCK, p.formats[0].dtype),
+            "ready": tcgen05.ordered(),
+            "done": tcgen05.ordered(),
         }
 
     def attend(self) -> None:
@@ -73,7 +57,7 @@ class QueryGradientByTcgen05(BackwardTile):
         (dq, largest), rows = self.results, pl.ds(row, ROWS)
         largest[self.head, rows] = found
         memory = self.memory.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]
-        result = rearranged(memory, total * self.p.scale)
+        result = tcgen05.rearranged(memory, total * self.p.scale)
         store([result], self.memory.staged.at[mine], head_of(dq, self.head).at[rows])
 
     def step(
@@ -94,10 +78,10 @@ class QueryGradientByTcgen05(BackwardTile):
             vector = lambda n: load(m.scale_ring.at[slot, n, keys], BY_COLUMN)
             by_key = lambda n: along(vector(n), (ROWS, part.size), 1)
             by_row = lambda n: along(of_row[n], (ROWS, part.size), 0)
-            p = jnp.exp2(read(scores.at[:, keys]) * by_key(0) * by_row(0) - by_row(1))
+            p = jnp.exp2(tcgen05.read(scores.at[:, keys]) * by_key(0) * by_row(0) - by_row(1))
             if self.bounded():
-                p = where_seen(bounds, row, t * BLOCK + keys.start, p, 0.0)
-            x = p * (read(half.at[:, part]) * by_key(1) * by_row(2) - by_row(3))
+                p = tcgen05.where_seen(bounds, row, t * BLOCK + keys.start, p, 0.0)
+            x = p * (tcgen05.read(half.at[:, part]) * by_key(1) * by_row(2) - by_row(3))
             largest = jnp.maximum(largest, jnp.max(jnp.abs(x), axis=1))
             x = x * by_key(2)
             plgpu.wait_load_tmem()
@@ -110,13 +94,13 @@ class QueryGradientByTcgen05(BackwardTile):
             products = [(half, m.grads.at[mine], values)]
             if first == 0:
                 products += [(scores, m.queries.at[mine], m.key_ring.at[slot])]
-            multiply(ready, done, *products)
-            found = by_parts(HALF, functools.partial(differentiate, first), found)
+            tcgen05.multiply(ready, done, *products)
+            found = tcgen05.by_parts(HALF, functools.partial(differentiate, first), found)
         largest, largest_scaled = found
         plgpu.commit_tmem()
         scale, inverse = scale_and_inverse(largest_scaled, self.p.formats[0], "power_of_two")
-        write_all(weights, scores, inverse)
+        tcgen05.write_all(weights, scores, inverse)
         products = m.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]
-        multiply(ready, done, (products, weights, m.k_t_ring.at[slot]))
-        release(m.empty.at[slot])
-        return added(total, products, scale), largest
+        tcgen05.multiply(ready, done, (products, weights, m.k_t_ring.at[slot]))
+        tcgen05.release(m.empty.at[slot])
+        return tcgen05.added(total, products, scale), largest

@@ -73,12 +73,6 @@ def scales_of_rows(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The scales of an operand, one for each row and each block along the sum, and that of all.
 
-    Args:
-      kind: which product.
-      q: a matrix, or a batch of them, with blocks that its backend takes, or one scale.
-      contract: the dimension of the sum.
-      batch: the dimension before the matrix, if there is one.
-
     Returns:
       ``[(batch,) rows, ceil(k / kind.block)]`` in ``kind.scale``, and if the scales have two
       levels, the outer one, f32[], or f32[batch] if each matrix has its own.

@@ -15,9 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.key_ranges import Bounds
-from jfp8.kernels.flash.problem import COMPUTE
-from jfp8.kernels.flash.vectors import along
+from jfp8.kernels.flash.problem import Bounds
+from jfp8.kernels.shared_memory import COMPUTE, along
 
 ROWS = 128  # of a warpgroup that multiplies: those of tensor memory
 PART = 32  # columns that are in registers at the same time
@@ -116,14 +115,7 @@ def write_all(factor: Any, total: Any, by: jax.Array) -> None:
 def where_seen(
     bounds: Bounds, row: jax.Array, key: jax.Array, x: jax.Array, otherwise: float
 ) -> jax.Array:
-    """Return `x`, and `otherwise` where a query does not see a key.
-
-    Args:
-      bounds: who sees what.
-      row, key: the first query, and the first key.
-      x: ``f32[ROWS, keys]``.
-      otherwise: a number.
-    """
+    """Return ``x[ROWS, keys]``, and `otherwise` where a query from `row` on does not see a key."""
     column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=BY_ELEMENT)
     query = plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=BY_ROW) + (row - key)
     # One comparison for each column.

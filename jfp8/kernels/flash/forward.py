@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jfp8.kernels.flash.launch import launch
+from jfp8.kernels.flash.launch import launch, padded_matrix, padded_vector
 from jfp8.kernels.flash.mask_bits import packed
-from jfp8.kernels.flash.padding import padded_matrix, padded_vector
 from jfp8.kernels.flash.problem import BLOCK, Problem, window_of
 from jfp8.kernels.flash.query_tile import QueryTile
-from jfp8.kernels.flash.results import heads_first
+from jfp8.kernels.flash.ring import heads_first
 
 
 def attention_forward(
@@ -31,7 +28,6 @@ def attention_forward(
     is_causal: bool,
     window: tuple[int, int] | None,
     out_dtype: jax.typing.DTypeLike,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``o = softmax(scale * q k^T) v`` and the logarithm of the softmax's denominator.
 
@@ -40,12 +36,9 @@ def attention_forward(
     is Inf or NaN.
 
     Args:
-      work: of a block of the kernel.
-      q: ``f8[..., G, T, H]``, H of ``work.sizes``.
-      k: ``f8[..., G / groups, S, H]``.
-      v_t: ``f8[..., G / groups, H, S]``.
-      q_scale: ``f32[..., G, T]``. Positive, as the others.
-      k_scale: ``f32[..., G / groups, S]``.
+      q: ``f8[..., G, T, H]``; which H and masks a kernel takes, `pallas_attention` says.
+      k, v_t: ``f8[..., G / groups, S, H]`` and ``f8[..., G / groups, H, S]``.
+      q_scale, k_scale: ``f32[..., G, T]`` and ``f32[..., G / groups, S]``, positive.
       v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100.
       key_lengths: ``i32[..., G / groups]``: key j is visible to query i only if ``j <
         key_lengths[g]``.
@@ -55,17 +48,11 @@ def attention_forward(
       is_causal: whether only if ``j <= i``.
       window: ``(left, right)``: only if ``i - left <= j <= i + right``. None: no such bound.
       out_dtype: f32, bf16 or f16, to which `o` is rounded once.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[..., G, T, H]`` and ``f32[..., G, T]``.
-
-    Raises:
-      ValueError: H is another, or `scale` is not positive, or `window` is negative, or the kernel
-        takes no masks.
     """
     shape, (*_, rows, size), keys = q.shape, q.shape, k.shape[-2]
-    _check(work, size, scale, window, mask)
     if 0 in (*shape, keys):
         return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
     matrices = {"q": q, "k": k, "v_t": v_t}
@@ -79,30 +66,5 @@ def attention_forward(
         operands |= packed(mask, (rows, keys), 3, (work.tokens, BLOCK))
     bounds = window_of(is_causal, window)
     problem = Problem(operands["q"].shape[1], keys, size, groups, scale, *bounds)
-    o, lse = launch(work, problem, operands, shape[-3], out_dtype, interpret)
+    o, lse = launch(work, problem, operands, shape[-3], out_dtype)
     return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
-
-
-def _check(
-    work: type[QueryTile],
-    size: int,
-    scale: float,
-    window: tuple[int, int] | None,
-    mask: jax.Array | None,
-) -> None:
-    """Raise ValueError for what the kernel does not compute."""
-    if size not in work.sizes:
-        *most, last = map(str, work.sizes)
-        raise ValueError(
-            f"the attention kernel takes heads of {', '.join(most)} or {last} numbers, not {size}: "
-            "pad queries, keys and values with zeros."
-        )
-    if not scale > 0:
-        raise ValueError(
-            f"scale={scale}: the attention kernel finds the largest logits before it multiplies by "
-            "scale, which must be positive. For a negative one, negate the queries."
-        )
-    if window is not None and min(window) < 0:
-        raise ValueError(f"window={window}: a query sees its own key; give no negative numbers.")
-    if mask is not None and not work.masks:
-        raise ValueError("a mask: this attention kernel knows is_causal, a window and lengths.")

@@ -13,16 +13,26 @@ from typing import Any
 import jax
 from jax import lax
 
-from jfp8.kernels.flash.key_ranges import Bounds
-from jfp8.kernels.flash.problem import QUERIES, Problem
-from jfp8.kernels.flash.results import in_batch, place
-from jfp8.kernels.flash.ring import fill
+from jfp8.kernels.flash.problem import QUERIES, Bounds, Problem
+from jfp8.kernels.flash.ring import fill, in_batch, place
 from jfp8.kernels.flash.tile_work import TileWork
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyTile(TileWork):
-    """Describe the work on a tile of keys; its results are two matrices."""
+    """Describe the work on a tile of keys; its results are dK and dV. ::
+
+        s  = k . q^T                         dp = v . dO^T
+        p  = exp2(s k_scale_j q_factor_i - lse_i)               0 where invisible
+        w  = e4m3fn(p u_i)                   u_i = dO2_scale_i / b 2^8,  b the largest of the block
+        dV = dV + (w . dO2) b 2^-8
+        dS = p (dp v_scale_j dO_scale_i - dot_i)
+        w  = cast(dS q2_scale_i / r_j)       r_j = max_i |dS q2_scale_i| / fmt.max, a power of two
+        dK = dK + (w . q2) r_j
+
+    for one block of queries after another; `q2` and `dO2` are queries and gradients as these
+    products take them.
+    """
 
     like = "k"
     width = QUERIES

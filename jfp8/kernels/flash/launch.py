@@ -1,16 +1,16 @@
-"""Launch a kernel over all tiles of all heads."""
+"""Pad operands, and launch a kernel over all tiles of all heads."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.problem import COMPUTE, Problem
+from jfp8.kernels.flash.problem import BLOCK, Problem
 from jfp8.kernels.flash.tile_work import TileWork, work_on_tile
+from jfp8.kernels.shared_memory import COMPUTE, padded
 
 # No barriers but those of the code, as for products: see `tiles.NO_OTHER_BARRIERS`. A warp writes
 # and multiplies its own rows. exp2 is one instruction, off by 2^-22 at most.
@@ -23,17 +23,12 @@ def launch(
     operands: dict[str, jax.Array],
     heads: int,
     out_dtype: jax.typing.DTypeLike,
-    interpret: Any,
 ) -> list[jax.Array]:
     """Compute the results of `work`.
 
     Args:
-      work: of each block.
-      p: the problem.
       operands: by their names, all heads one after another.
       heads: of those of `work.like`, how many belong to a batch.
-      out_dtype: of matrices.
-      interpret: for ``plgpu.kernel``.
 
     Returns:
       ``out_dtype[batches, tokens, heads, size]``, and another one or ``f32[all heads, tokens]``.
@@ -52,6 +47,21 @@ def launch(
         thread_name="warpgroup",
         scratch_types=work.scratch(p, operands, out_dtype),
         compiler_params=PARAMS,
-        interpret=interpret,
         kernel_name=f"jfp8_{work.name}",
     )(*operands.values())
+
+
+def padded_matrix(name: str, x: jax.Array, tile: int) -> jax.Array:
+    """Return the operand of this name, ``[heads, tokens, size]``, or transposed if it is ``_t``."""
+    tokens = _multiple(name, tile)
+    x = x.reshape(-1, *x.shape[-2:])
+    return padded(x, 1, 1, tokens) if name.endswith("_t") else padded(x, 1, tokens, 1)
+
+
+def padded_vector(name: str, x: jax.Array, tile: int) -> jax.Array:
+    """Return the operand of this name, ``[heads, tokens]``."""
+    return padded(x.reshape(-1, x.shape[-1]), 1, _multiple(name, tile))
+
+
+def _multiple(name: str, tile: int) -> int:
+    return BLOCK if name[0] in "kv" else tile

@@ -21,11 +21,7 @@ WORD = 32
 
 
 def packed(
-    mask: jax.Array,
-    shape: tuple[int, int],
-    columns: int,
-    sizes: tuple[int, int],
-    groups: int = 1,
+    mask: jax.Array, shape: tuple[int, int], columns: int, sizes: tuple[int, int], groups: int = 1
 ) -> dict[str, jax.Array]:
     """Return the bits of a mask, and which blocks of columns a tile visits. ::
 
@@ -67,22 +63,13 @@ def packed(
     return {"bits": bits, "spans": jnp.stack([first, end], axis=2)}
 
 
-def block_of(tile: int, width: int) -> tuple[tuple[int, ...], Any]:
-    """Return shape and dtype of the bits of a tile in one step."""
-    return (width // WORD, tile), jnp.int32
-
-
 # In a kernel
 
 
 def span(spans: Any, head: tuple[Any, Any], tile: Any, blocks: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return `blocks`, first and end, without those before and after all that a tile sees.
 
-    Args:
-      spans: see `packed`.
-      head: the batch, and which of its heads.
-      tile: of rows.
-      blocks: the first, and the end of them.
+    `head` is the batch, and which of its heads.
     """
     first, end = blocks
     at = [_in(i, n) for i, n in zip(head, spans.shape, strict=False)]

@@ -8,34 +8,21 @@ import jax
 
 
 class Stored(NamedTuple):
-    """Hold the f8 matrices, each as its products take it: the contraction last.
+    """Hold the f8 matrices, each as its products take it: the contraction last."""
 
-    Attributes:
-      q, grad: ``f8[..., G, T, H]``, for S and for dP.
-      k, v: ``f8[..., G / groups, S, H]``, for S and for dP.
-      q_t, grad_t: ``f8[..., G, H, T]``, for dK and for dV.
-      k_t: ``f8[..., G / groups, H, S]``, for dQ.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    grad: jax.Array
-    q_t: jax.Array
-    k_t: jax.Array
-    grad_t: jax.Array
+    q: jax.Array  # [..., G, T, H], for S
+    k: jax.Array  # [..., G / groups, S, H], for S
+    v: jax.Array  # likewise, for dP
+    grad: jax.Array  # as q, for dP
+    q_t: jax.Array  # [..., G, H, T], for dK
+    k_t: jax.Array  # [..., G / groups, H, S], for dQ
+    grad_t: jax.Array  # as q_t, for dV
 
 
 class Vectors(NamedTuple):
-    """Hold the numbers of each query and key, f32.
+    """Hold the numbers of each query, ``f32[..., G, T]``, or key, ``f32[..., G / groups, S]``.
 
-    Attributes:
-      q, grad: scales of these matrices of `Stored`, ``[..., G, T]``.
-      k, v: likewise, ``[..., G / groups, S]``.
-      q_t, grad_t: likewise, ``[..., G, T]``.
-      k_t: likewise, ``[..., G / groups, S]``.
-      log_sum: `lse` of the forward pass, ``[..., G, T]``.
-      dot: ``sum_h dO O``, ``[..., G, T]``.
+    The scales of the matrices of `Stored`; `lse` of the forward pass; and `dot`, ``sum_h dO O``.
     """
 
     q: jax.Array

@@ -9,36 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jfp8.scaling.formats import Format
 
 BLOCK = 128  # keys of a step, and of a tile of keys
 QUERIES = 64  # queries of a step
-COMPUTE = 2  # warpgroups that multiply; the one after them copies
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Describe the heads, and which keys their queries see.
+    """Describe the heads, and which keys their queries see."""
 
-    Attributes:
-      rows: queries of a head, padded.
-      keys: keys of a head, not padded.
-      size: of a head.
-      groups: how many heads of queries share a head of keys and values.
-      scale: of the logits.
-      left, right: bounds of the window; None: none.
-      formats: of dS in dQ and in dK; of a forward pass: none.
-    """
-
-    rows: int
-    keys: int
-    size: int
-    groups: int
+    rows: int  # queries of a head, padded
+    keys: int  # of a head, not padded
+    size: int  # of a head
+    groups: int  # how many heads of queries share a head of keys and values
     scale: float
-    left: int | None
+    left: int | None  # bounds of the window; None: none
     right: int | None
-    formats: tuple[Format, ...] = ()
+    formats: tuple[Format, ...] = ()  # of dS in dQ and in dK; of a forward pass: none
 
     @property
     def factor(self) -> float:
@@ -55,3 +49,58 @@ def window_of(is_causal: bool, window: tuple[int, int] | None) -> tuple[int | No
     """Return how far a query sees to the left and to the right; None: to the end."""
     left, right = window or (None, None)
     return left, 0 if is_causal else right
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Bound the keys `j` that query `i` sees: ``i - left <= j <= i + right`` and ``j < length``.
+
+    `left` and `right` are not negative; None: no such bound.
+    """
+
+    left: int | None
+    right: int | None
+    length: int | jax.Array
+
+    def blocks(self, row: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
+        """Return which blocks of `block` keys the queries ``[row, row + rows)`` see.
+
+        Returns:
+          ``first, first_full, end_full, end``: the first of which a query sees a key, the first of
+          which all queries see all keys, and the ends of both.
+        """
+        length, last = jnp.int32(self.length), row + rows - 1
+        stop, stop_full = length, length
+        if self.right is not None:
+            stop = jnp.minimum(length, last + self.right + 1)
+            stop_full = jnp.minimum(length, row + self.right + 1)
+        end = lax.div(stop + block - 1, block)
+        first = first_full = jnp.int32(0)
+        if self.left is not None:
+            first = jnp.minimum(lax.div(jnp.maximum(row - self.left, 0), block), end)
+            first_full = lax.div(jnp.maximum(last - self.left, 0) + block - 1, block)
+            first_full = jnp.clip(first_full, first, end)
+        end_full = jnp.clip(lax.div(stop_full, block), first_full, end)
+        return first, first_full, end_full, end
+
+    def where_seen(
+        self,
+        x: jax.Array,
+        otherwise: float,
+        query: jax.Array,
+        first: jax.Array,
+        below: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """Return `x`, and `otherwise` where a query does not see a key.
+
+        Args:
+          x: ``f32[rows, keys]``.
+          query: ``i32[rows]``, less `first`.
+          first: the first key.
+          below: which columns are smaller than ``i32[rows]``: ``bool[rows, keys]``.
+        """
+        right = 2**30 if self.right is None else self.right
+        x = jnp.where(below(jnp.minimum(query + (right + 1), self.length - first)), x, otherwise)
+        if self.left is not None:
+            x = jnp.where(below(query - self.left), otherwise, x)
+        return x

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.kernels.flash import softmax
-from jfp8.kernels.flash.key_ranges import Bounds
-from jfp8.kernels.flash.problem import BLOCK, Problem
-from jfp8.kernels.flash.results import in_batch, place
-from jfp8.kernels.flash.ring import fill
+from jfp8.kernels.flash.problem import BLOCK, Bounds, Problem
+from jfp8.kernels.flash.ring import fill, in_batch, place
 from jfp8.kernels.flash.tile_work import TileWork
-from jfp8.kernels.flash.vectors import load
+from jfp8.kernels.shared_memory import load
 
 
 @dataclasses.dataclass(frozen=True)

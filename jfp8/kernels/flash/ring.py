@@ -1,4 +1,4 @@
-"""Bring blocks of tokens through a ring of shared memory."""
+"""Bring blocks of tokens through a ring of shared memory, and results to their place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.problem import COMPUTE
-from jfp8.kernels.shared_memory import SHARED_MEMORY, swizzled
+from jfp8.kernels.shared_memory import COMPUTE, SHARED_MEMORY, tile
 
 STAGES = 4  # at most
 BARRIERS = 1024  # bytes that are left for them
@@ -23,22 +22,9 @@ MEMORY_REGISTERS = 24  # of a thread of the warpgroup that copies
 BY_TOKEN = ("q", "k", "v", "grad")
 
 
-def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """Return a tile that copies and tensor cores take."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, shape[-1]))
-
-
-def staging(rows: int, dtype: jax.typing.DTypeLike, slots: int = 1) -> Any:
-    """Return where `rows` of results wait to be copied, for each warpgroup that multiplies.
-
-    A slot has 128 bytes of each row, the widest swizzle.
-    """
-    return tile((COMPUTE, slots, rows, 128 // jnp.dtype(dtype).itemsize), dtype)
-
-
 def of_tokens(name: str, head: Any, tokens: Any) -> Any:
     """Return these tokens of a head of the operand of this name."""
-    return head.at[tokens] if name in BY_TOKEN else head.at[*_all_but_last(head), tokens]
+    return head.at[tokens] if name in BY_TOKEN else head.at[..., tokens]
 
 
 def blocks_of(
@@ -93,9 +79,52 @@ def fill(steps: jax.Array, stages: int, empty: Any, copy: Callable[[Any, Any], N
         plgpu.barrier_wait(empty.at[lax.rem(i, stages)])
 
 
-def _all_but_last(x: Any) -> list[slice]:
-    return [slice(None)] * (len(x.shape) - 1)
-
-
 def _bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+# Results
+
+
+def place(result: Any, tile: int) -> tuple[jax.Array, jax.Array]:
+    """Return which of all ``B N`` heads is this block's, and which of its tiles.
+
+    `result` is ``[B, T, N, H]``, and `tile` the tokens of a tile.
+    """
+    at, tiles = lax.axis_index("tile"), result.shape[1] // tile
+    head = lax.axis_index("batch") * result.shape[2] + lax.div(at, tiles)
+    return head, lax.rem(at, tiles)
+
+
+def in_batch(result: Any, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the batch of this block, and which of its heads `head` is."""
+    batch = lax.axis_index("batch")
+    return batch, head - batch * result.shape[2]
+
+
+def head_of(result: Any, head: jax.Array) -> Any:
+    """Return the ``[T, H]`` of this block's head in a result ``[B, T, N, H]``."""
+    batch, n = in_batch(result, head)
+    return result.at[batch, :, n]
+
+
+def heads_first(result: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return a padded result ``[B, T', N, H]`` as ``[..., N, T, H]``.
+
+    XLA does it with the operation that follows.
+    """
+    return result[:, : shape[-2]].swapaxes(1, 2).reshape(shape)
+
+
+def store(parts: list[jax.Array], staged: Any, target: Any) -> None:
+    """Write columns of a result, rounded, to memory by way of the slots of `staged`."""
+    slots, _, width = staged.shape
+    pieces = [x[:, c : c + width] for x in parts for c in range(0, x.shape[1], width)]
+    for n, x in enumerate(pieces):
+        slot = staged.at[n % slots]
+        if n >= slots:
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        slot[...] = x.astype(slot.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, target.at[:, pl.ds(n * width, width)])
+    plgpu.wait_smem_to_gmem(0)

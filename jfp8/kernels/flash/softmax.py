@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.flash.vectors import along
+from jfp8.kernels.shared_memory import along
 
 LIFT = 8  # probabilities, at most 1, are multiplied by 2^8 to be cast to e4m3fn
 SMALLEST_UNIT = 2.0**-90  # since probabilities are divided by it
@@ -31,11 +31,8 @@ def raised(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the maximum of all keys so far, the shift of a block's logits, and the shrinkage.
 
-    Args:
-      before: the maximum of earlier blocks, of each row.
-      largest: of the block's products.
-      factor: see `factor_of`.
-      unit: the largest scale of the block's values, a power of two.
+    `before` is the maximum of earlier blocks, `largest` that of this block's products, and `unit`
+    the largest scale of its values.
     """
     # The subtracted maximum is smaller by LIFT, which lifts probabilities at no cost, and divides
     # them by the unit. That of a row that has seen no key is -inf.

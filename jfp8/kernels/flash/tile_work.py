@@ -9,14 +9,15 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash import mask_bits
-from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
-from jfp8.kernels.flash.results import in_batch
-from jfp8.kernels.flash.ring import blocks_of, of_tokens, staging, tile, with_ring
+from jfp8.kernels.flash.problem import BLOCK, Problem
+from jfp8.kernels.flash.ring import blocks_of, in_batch, of_tokens, with_ring
+from jfp8.kernels.shared_memory import COMPUTE, staging, tile
 
 COMPUTE_REGISTERS = 240  # of a thread that multiplies: 128 * (24 + 2 * 240) <= 65536
 
@@ -25,42 +26,25 @@ COMPUTE_REGISTERS = 240  # of a thread that multiplies: 128 * (24 + 2 * 240) <= 
 class TileWork(abc.ABC):
     """Describe the work of a block's warpgroups on a tile of tokens of one head.
 
-    Attributes:
-      name: of the kernel.
-      sizes: of the heads that it takes.
-      masks: whether it takes masks.
-      like: the operand whose tokens are divided into tiles.
-      tokens: of a tile.
-      width: how many tokens a step takes.
-      takes: operands of which a warpgroup takes its rows of the tile, and their names in `memory`.
-      slots: how many pieces of a warpgroup's results are staged at once.
-      rings: operands of which blocks go through a ring, and its name in `memory`.
-      p: the problem.
-      given: operands in device memory, by their names.
-      results: likewise.
-      memory: of the block, named as by `scratch`.
-      head: of all heads, the one of the tile.
-      row: the first token of the tile.
-      key_head: of all heads of keys, the one that it meets.
+    `takes` are operands of which a warpgroup takes its rows of the tile, and `rings` operands of
+    which blocks go through a ring; both with names in `memory`.
     """
 
-    name: ClassVar[str]
-    sizes: ClassVar[tuple[int, ...]] = (64, 128)
-    masks: ClassVar[bool] = False
-    like: ClassVar[str]
-    tokens: ClassVar[int] = BLOCK
-    width: ClassVar[int]
+    name: ClassVar[str]  # of the kernel
+    like: ClassVar[str]  # the operand whose tokens are divided into tiles
+    tokens: ClassVar[int] = BLOCK  # of a tile
+    width: ClassVar[int]  # how many tokens a step takes
     takes: ClassVar[dict[str, str]]
-    slots: ClassVar[int] = 1
+    slots: ClassVar[int] = 1  # how many pieces of a warpgroup's results are staged at once
     rings: ClassVar[dict[str, str]]
 
     p: Problem
-    given: dict[str, Any]
-    results: tuple[Any, ...]
-    memory: SimpleNamespace
-    head: jax.Array
-    row: jax.Array
-    key_head: jax.Array
+    given: dict[str, Any]  # operands in device memory
+    results: tuple[Any, ...]  # likewise
+    memory: SimpleNamespace  # of the block, named as by `scratch`
+    head: jax.Array  # of all heads, the one of the tile
+    row: jax.Array  # the first token of the tile
+    key_head: jax.Array  # of all heads of keys, the one that it meets
 
     @classmethod
     def scratch(
@@ -69,7 +53,7 @@ class TileWork(abc.ABC):
         """Return the memory of a block."""
         blocks = blocks_of(operands, cls.rings, cls.width)
         if "bits" in operands:
-            blocks["bits_ring"] = mask_bits.block_of(cls.tokens, cls.width)
+            blocks["bits_ring"] = (cls.width // mask_bits.WORD, cls.tokens), jnp.int32
         return with_ring(cls.kept(p, operands, out_dtype) | cls.between(p), blocks)
 
     @classmethod

@@ -21,13 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash import softmax
-from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
+from jfp8.kernels.flash.problem import BLOCK, Problem
 from jfp8.kernels.flash.query_tile import ForwardTile
-from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.ring import tile
-from jfp8.kernels.flash.vectors import along, filled, load
+from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.hopper.hidden_keys import Mask, masks_of
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS, cut, multiply, slices
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, tile
 
 PART = 64  # keys whose scales are in registers at the same time
 PARTS = slices(BLOCK, PART)
@@ -38,8 +37,6 @@ class ForwardByWgmma(ForwardTile):
     """Compute attention of a tile of queries, and the logarithm of the denominator."""
 
     name = "attention"
-    sizes = (64, 128, 256)
-    masks = True
     slots = 2
 
     @staticmethod

@@ -1,17 +1,7 @@
 """Differentiate attention by its keys and values, on Hopper's tensor cores.
 
 Two warpgroups take 64 keys each, and go over the blocks of 64 queries that see one of these, of all
-heads that share the keys. Scores are transposed::
-
-    s  = k . q^T                         dp = v . dO^T
-    p  = exp2(s k_scale_j q_factor_i - lse_i)               0 where invisible
-    w  = e4m3fn(p u_i)                   u_i = dO2_scale_i / b 2^8,  b the largest of the block
-    dV = dV + (w . dO2) b 2^-8
-    dS = p (dp v_scale_j dO_scale_i - dot_i)
-    w  = cast(dS q2_scale_i / r_j)       r_j = max_i |dS q2_scale_i| / fmt.max, a power of two
-    dK = dK + (w . q2) r_j
-
-`q2` and `dO2` are queries and gradients as these products take them.
+heads that share the keys. See `KeyTile` for the equations.
 """
 
 from __future__ import annotations
@@ -26,13 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash.key_tile import KeyTile
-from jfp8.kernels.flash.problem import COMPUTE, QUERIES, Problem
-from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.ring import tile
-from jfp8.kernels.flash.vectors import along, filled, load
+from jfp8.kernels.flash.problem import QUERIES, Problem
+from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.hopper.hidden_keys import Mask, masks_of
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS, cut, multiply, slices
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, tile
 
 PARTS = slices(QUERIES, 16)
 
@@ -42,7 +31,6 @@ class KeyGradientsByWgmma(KeyTile):
     """Compute dK and dV of a tile of keys."""
 
     name = "attention_dkv"
-    masks = True
 
     @staticmethod
     def between(p: Problem) -> dict[str, Any]:

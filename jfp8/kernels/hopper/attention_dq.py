@@ -16,14 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
+from jfp8.kernels.flash.problem import BLOCK, Problem
 from jfp8.kernels.flash.query_tile import BackwardTile
-from jfp8.kernels.flash.results import head_of, store
-from jfp8.kernels.flash.ring import tile
-from jfp8.kernels.flash.vectors import along, filled, load
+from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.hopper.hidden_keys import Mask, masks_of
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS, cut, multiply, slices
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, tile
 
 PARTS = slices(BLOCK, 64)
 
@@ -33,7 +32,6 @@ class QueryGradientByWgmma(BackwardTile):
     """Compute dQ of a tile of queries, and the largest ``|dS|`` of each."""
 
     name = "attention_dq"
-    masks = True
 
     @staticmethod
     def between(p: Problem) -> dict[str, Any]:

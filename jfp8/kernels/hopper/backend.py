@@ -19,13 +19,7 @@ from jfp8.kernels.only_on import only_on
 from jfp8.kernels.operands import row_scales, to_last
 from jfp8.kernels.partitioning import divided_sum, why_not_divided
 from jfp8.matmul.as_matrices import as_matrices
-from jfp8.matmul.spec import (
-    HARDWARE_FORMATS,
-    MatmulSpec,
-    free_dims,
-    layout_of,
-    varies_along_sum,
-)
+from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Gpu
@@ -92,12 +86,10 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
     return run(kernel, lhs, rhs)
 
 
-def run(kernel: Callable[..., Any], *operands: Any, name: str = "mosaic_gpu") -> Any:
-    """``kernel(*operands)`` on CUDA, or interpreted; an error if compiled for another platform."""
-    if kernels_are_interpreted():
-        return kernel(*operands)
+def run(kernel: Callable[..., Any], *operands: Any) -> Any:
+    """Return ``kernel(*operands)`` on CUDA; an error if compiled for another platform."""
     reason = (
-        f"implementation={name!r} runs on CUDA, and this program is compiled for another "
+        "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another "
         "platform. Use implementation=None or 'emulate', which give the same numbers."
     )
     return only_on("cuda", kernel, reason, *operands)

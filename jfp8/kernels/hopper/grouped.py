@@ -21,17 +21,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, multiprocessors
-from jfp8.kernels.shared_memory import padded, swizzled
+from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, multiprocessors
+from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, tile
 
 BLOCK = 128  # rows of a tile, products of one sum in the tensor cores, columns of a scale of b
 COLUMNS = 64  # that share a scale of b, and are stored together
-COMPUTE = 2  # warpgroups that multiply; the one after them copies
 ROWS = BLOCK // COMPUTE
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
 # The widest whose sums, one of the tensor cores and one in f32, and scales fit into the registers.
-_TILES = Tiles(tile_m=ROWS, tile_n=192, stages=4, group=16, cluster=1)
+_TILES = Tiles(tile_m=ROWS, tile_n=192, stages=4, group=16)
 _WITH_SCALES_OF_COLUMNS = dataclasses.replace(_TILES, tile_n=128)
 
 
@@ -40,11 +40,10 @@ def grouped_matmul(
     b: jax.Array,
     group: jax.Array,
     a_scale: jax.Array | None,
-    b_scale: jax.Array | None,
+    b_scale: jax.Array,
     out_dtype: jax.typing.DTypeLike,
     *,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """Each tile of 128 rows times the transposed matrix of its group. ::
 
@@ -56,31 +55,26 @@ def grouped_matmul(
       a, b: ``f8[T * 128, K]`` and ``f8[G, N, K]``, e4m3fn or e5m2 in any mix.
       group: ``i32[T]``, less than ``G``. A tile with a negative group gives zeros, at no cost.
       a_scale: ``f32[ceil(K/128), T * 128]``, or None: all are one.
-      b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``, or None: all are one.
+      b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is cut, with ``tile_m=64`` and ``cluster=1``.
-      interpret: for ``plgpu.kernel``.
-
-    Returns:
-      ``out_dtype[T * 128, N]``.
+      tiles: how the product is cut.
     """
     (m, k), (groups, n, _) = a.shape, b.shape
     if 0 in (m, n, k, groups):
         return jnp.zeros((m, n), out_dtype)
     a, b = padded(a, 1, BLOCK), padded(b, 1, COLUMNS, BLOCK)
     tiles = tiles or _TILES
-    grid = _Grid.of(m, b.shape[1], tiles)
+    grid = Grid.of(m, b.shape[1], BLOCK, tiles)
+    strips = grid.tiles.tile_n // COLUMNS
     operands = {"a": a, "b": b, "group": group, "a_scale": a_scale, "b_scale": b_scale}
 
     def part(refs: dict[str, Any], out: Any, number: jax.Array) -> _Part:
         place = grid.place(number)
         g = refs["group"][lax.div(place.row, BLOCK)]
 
-        def factors(t: jax.Array) -> list[jax.Array | None]:
+        def factors(t: jax.Array) -> list[jax.Array]:
             by_row = None if a_scale is None else _of_rows(refs["a_scale"].at[t], place)
-            if b_scale is None:
-                return [by_row] * grid.strips
-            starts = (place.column + i * COLUMNS for i in range(grid.strips))
+            starts = (place.column + i * COLUMNS for i in range(strips))
             of_strips = (refs["b_scale"][g, t, lax.div(start, BLOCK)] for start in starts)
             return [x if by_row is None else by_row * x for x in of_strips]
 
@@ -88,7 +82,7 @@ def grouped_matmul(
         return _Part(refs["a"], refs["b"].at[jnp.maximum(g, 0)], out, place, 0, steps, factors)
 
     out = jax.ShapeDtypeStruct((m, b.shape[1]), out_dtype)
-    return _add_up(part, grid, 1, operands, out, interpret)[:, :n]
+    return _add_up(part, grid, 1, operands, out)[:, :n]
 
 
 def grouped_outer(
@@ -96,12 +90,11 @@ def grouped_outer(
     b: jax.Array,
     first: jax.Array,
     count: jax.Array,
-    a_scale: jax.Array | None,
+    a_scale: jax.Array,
     b_scale: jax.Array | None,
     out_dtype: jax.typing.DTypeLike,
     *,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """For each group, the sum over its tiles; zeros for a group without tiles. ::
 
@@ -113,85 +106,35 @@ def grouped_outer(
       a, b: ``f8[M, T * 128]`` and ``f8[N, T * 128]``, e4m3fn or e5m2 in any mix.
       first, count: ``i32[G]``, the first tile of each group and its number of tiles, all of which
         must exist.
-      a_scale, b_scale: ``f32[T, M]`` and ``f32[T, N]``, or None: all are one.
-      out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is cut, with ``tile_m=64`` and ``cluster=1``.
-      interpret: for ``plgpu.kernel``.
-
-    Returns:
-      ``out_dtype[G, M, N]``.
+      a_scale, b_scale: ``f32[T, M]``, and ``f32[T, N]`` or None: all are one.
+      out_dtype, tiles: see `grouped_matmul`.
     """
     (m, k), n, groups = a.shape, b.shape[0], first.shape[0]
     if 0 in (m, n, k, groups):
         return jnp.zeros((groups, m, n), out_dtype)
     a, b = padded(a, BLOCK, 1), padded(b, COLUMNS, 1)
     tiles = tiles or (_TILES if b_scale is None else _WITH_SCALES_OF_COLUMNS)
-    grid = _Grid.of(a.shape[0], b.shape[0], tiles)
-    a_scale = a_scale if a_scale is None else padded(a_scale, 1, BLOCK)
-    b_scale = b_scale if b_scale is None else padded(b_scale, 1, COLUMNS)
+    grid = Grid.of(a.shape[0], b.shape[0], BLOCK, tiles)
+    strips = grid.tiles.tile_n // COLUMNS
+    b_scale = None if b_scale is None else padded(b_scale, 1, COLUMNS)
     operands = {"a": a, "b": b, "first": first, "count": count}
-    operands |= {"a_scale": a_scale, "b_scale": b_scale}
+    operands |= {"a_scale": padded(a_scale, 1, BLOCK), "b_scale": b_scale}
 
     def part(refs: dict[str, Any], out: Any, number: jax.Array) -> _Part:
         g, place = lax.div(number, grid.size), grid.place(lax.rem(number, grid.size))
 
-        def factors(t: jax.Array) -> list[jax.Array | None]:
-            by_row = None if a_scale is None else _of_rows(refs["a_scale"].at[t], place)
+        def factors(t: jax.Array) -> list[jax.Array]:
+            by_row = _of_rows(refs["a_scale"].at[t], place)
             if b_scale is None:
-                return [by_row] * grid.strips
-            of_strips = (_of_columns(refs["b_scale"].at[t], place, i) for i in range(grid.strips))
-            return [x if by_row is None else by_row * x for x in of_strips]
+                return [by_row] * strips
+            of_strips = (_of_columns(refs["b_scale"].at[t], place, i) for i in range(strips))
+            return [by_row * x for x in of_strips]
 
         steps = refs["first"][g], refs["count"][g]
         return _Part(refs["a"], refs["b"], out.at[g], place, *steps, factors)
 
     out = jax.ShapeDtypeStruct((groups, a.shape[0], b.shape[0]), out_dtype)
-    return _add_up(part, grid, groups, operands, out, interpret)[:, :m, :n]
-
-
-# The position of a part of the output.
-
-
-class _Place(NamedTuple):
-    """Its first row and column, and the first column that it stores."""
-
-    row: jax.Array
-    column: jax.Array
-    first: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Grid:
-    """A matrix as parts of 128 rows and `tile_n` columns, in an order that shares operands in L2.
-
-    The last part of a row ends with the matrix, and so may overlap the one before it.
-    """
-
-    rows: int
-    columns: int
-    tiles: Tiles
-
-    @classmethod
-    def of(cls, rows: int, columns: int, tiles: Tiles) -> _Grid:
-        return cls(rows, columns, dataclasses.replace(tiles, tile_n=min(tiles.tile_n, columns)))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows // BLOCK, pl.cdiv(self.columns, self.tiles.tile_n)
-
-    @property
-    def size(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def strips(self) -> int:
-        """The number of strips of `COLUMNS` columns in a part."""
-        return self.tiles.tile_n // COLUMNS
-
-    def place(self, number: jax.Array) -> _Place:
-        row, column = plgpu.planar_snake(number, self.shape, 0, self.tiles.group)
-        first = column * self.tiles.tile_n
-        return _Place(row * BLOCK, jnp.minimum(first, self.columns - self.tiles.tile_n), first)
+    return _add_up(part, grid, groups, operands, out)[:, :m, :n]
 
 
 # Scales. All are loaded from device memory while the tensor cores work.
@@ -202,18 +145,15 @@ def _my_rows(start: jax.Array | int = 0) -> Any:
     return pl.ds(start + lax.axis_index("warpgroup") * ROWS, ROWS)
 
 
-def _of_rows(scale: Any, place: _Place) -> jax.Array:
+def _of_rows(scale: Any, place: Place) -> jax.Array:
     """f32[64, 64] for a warpgroup's rows, constant along each."""
-    at = _my_rows(place.row)
-    x = plgpu.load(scale.at[at], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return lax.broadcast_in_dim(x, (ROWS, COLUMNS), (0,))
+    return along(load(scale.at[_my_rows(place.row)], BY_ROW), (ROWS, COLUMNS), 0)
 
 
-def _of_columns(scale: Any, place: _Place, strip: int) -> jax.Array:
+def _of_columns(scale: Any, place: Place, strip: int) -> jax.Array:
     """f32[64, 64] for a strip's columns, constant along each."""
     at = pl.ds(place.column + strip * COLUMNS, COLUMNS)
-    x = plgpu.load(scale.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(x, (ROWS, COLUMNS), (1,))
+    return along(load(scale.at[at], BY_COLUMN), (ROWS, COLUMNS), 1)
 
 
 # The kernel.
@@ -231,27 +171,21 @@ class _Part(NamedTuple):
     a: Any
     b: Any
     out: Any
-    place: _Place
+    place: Place
     first: jax.Array | int
     steps: jax.Array | int
-    factors: Callable[[jax.Array], list[jax.Array | None]]
+    factors: Callable[[jax.Array], list[jax.Array]]
 
 
 def _add_up(
     part: Callable[[dict[str, Any], Any, jax.Array], _Part],
-    grid: _Grid,
+    grid: Grid,
     matrices: int,
     operands: dict[str, Any],
     out: jax.ShapeDtypeStruct,
-    interpret: Any,
 ) -> jax.Array:
     """Compute all parts of `out`, a stack of `matrices` matrices; `part` describes each."""
     tiles, total = grid.tiles, matrices * grid.size
-    if tiles.tile_m != ROWS or tiles.tile_n % COLUMNS or tiles.cluster != 1:
-        raise ValueError(
-            f"{tiles}: grouped products take tile_m={ROWS}, tile_n a multiple of {COLUMNS}, and "
-            "cluster=1: adjacent tiles of rows may belong to different groups."
-        )
     blocks = min(multiprocessors(), total)
 
     def kernel(refs: dict[str, Any], out_ref: Any, **shared: Any) -> None:
@@ -274,10 +208,6 @@ def _add_up(
             lambda: ring.copy(for_each_part),
         )
 
-    def in_ring(x: jax.Array, rows: int) -> Any:
-        transforms = swizzled(x.dtype, BLOCK)
-        return plgpu.SMEM((tiles.stages, rows, BLOCK), x.dtype, transforms=transforms)
-
     return plgpu.kernel(
         kernel,
         out_type=out,
@@ -286,16 +216,13 @@ def _add_up(
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         scratch_types={
-            "a": in_ring(operands["a"], BLOCK),
-            "b": in_ring(operands["b"], tiles.tile_n),
+            "a": tile((tiles.stages, BLOCK, BLOCK), operands["a"].dtype),
+            "b": tile((tiles.stages, tiles.tile_n, BLOCK), operands["b"].dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
             "empty": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
-            "staging": plgpu.SMEM(
-                (COMPUTE, 2, ROWS, COLUMNS), out.dtype, transforms=swizzled(out.dtype, COLUMNS)
-            ),
+            "staging": tile((COMPUTE, 2, ROWS, COLUMNS), out.dtype),
         },
         compiler_params=NO_OTHER_BARRIERS,
-        interpret=interpret,
         kernel_name="jfp8_grouped_matmul" if len(out.shape) == 2 else "jfp8_grouped_outer",
     )(operands)
 
@@ -351,8 +278,7 @@ class _Ring:
 
         def part(this: _Part, before: jax.Array) -> None:
             add = lambda i, sums: self._add(this, before, i, sums)
-            zero = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-            sums = [zero] * (self.b.shape[1] // COLUMNS)
+            sums = [filled(0.0, (ROWS, COLUMNS), BY_ELEMENT)] * (self.b.shape[1] // COLUMNS)
             self._store(lax.fori_loop(0, this.steps, add, sums), this)
 
         for_each_part(part)
@@ -365,7 +291,7 @@ class _Ring:
         slot = lax.rem(before + i, self.stages)
         plgpu.barrier_wait(self.full.at[slot])
 
-        def product(acc: Any) -> tuple[jax.Array, list[jax.Array | None]]:
+        def product(acc: Any) -> tuple[jax.Array, list[jax.Array]]:
             plgpu.wgmma(acc, self.a.at[slot, _my_rows()], self.b.at[slot].T)
             factors = this.factors(this.first + i)
             return acc[...], factors
@@ -373,10 +299,7 @@ class _Ring:
         y, factors = pl.run_scoped(product, plgpu.ACC((ROWS, self.b.shape[1]), jnp.float32))
         plgpu.barrier_arrive(self.empty.at[slot])
         strips = [y[:, i * COLUMNS : (i + 1) * COLUMNS] for i in range(len(sums))]
-        return [
-            total + (y if factor is None else y * factor)
-            for total, y, factor in zip(sums, strips, factors, strict=True)
-        ]
+        return [total + y * x for total, y, x in zip(sums, strips, factors, strict=True)]
 
     def _store(self, sums: list[jax.Array], this: _Part) -> None:
         """Round and write, while others multiply and the next part is already copied."""

@@ -12,31 +12,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.key_ranges import Bounds
 from jfp8.kernels.flash.mask_bits import WORD
+from jfp8.kernels.flash.problem import Bounds
 from jfp8.kernels.flash.tile_work import TileWork
-from jfp8.kernels.flash.vectors import along, load
 from jfp8.kernels.hopper.wgmma import BY_ELEMENT, BY_ROW, ROWS
+from jfp8.kernels.shared_memory import along, load
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Tell which keys of a block some queries see.
+    """Tell which keys of a block some queries see."""
 
-    Attributes:
-      bounds: of the head.
-      row, key: the first query and the first key.
-      sees_all: bool[], whether all queries see all keys; None: it is known that they do.
-      branch: whether a mask is made only where it is needed. Branches cost registers.
-      words: of a mask's bits for these queries, in shared memory; None: there is none.
-    """
-
-    bounds: Bounds
-    row: jax.Array
+    bounds: Bounds  # of the head
+    row: jax.Array  # the first query
     key: jax.Array
-    sees_all: jax.Array | None
-    branch: bool
-    words: Any = None
+    sees_all: jax.Array | None  # do all queries see all keys? None: it is known that they do
+    branch: bool  # make a mask only where it is needed? Branches cost registers
+    words: Any = None  # of a mask's bits for these queries, in shared memory; None: no mask
 
     def choose(
         self, all_seen: Callable[..., Any], some_seen: Callable[..., Any], *args: Any
@@ -101,13 +93,9 @@ def _where_seen(
 
 
 def _where_shown(x: jax.Array, otherwise: float, words: Any, start: int) -> jax.Array:
-    """Return `x`, and `otherwise` where a bit is 0.
+    """Return `x`, and `otherwise` where a bit of ``words[width / 32, rows]`` is 0.
 
-    Args:
-      x: ``f32[rows, n]``: columns from `start` on, within a word or whole ones.
-      otherwise: a number.
-      words: i32[width / 32, rows], in shared memory.
-      start: a column of the block.
+    `x` has the columns of the block from `start` on, within a word or whole ones.
     """
     columns = min(WORD, x.shape[1])
     shape = x.shape[0], columns

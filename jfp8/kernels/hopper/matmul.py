@@ -8,15 +8,13 @@ a time, into a ring of shared memory. The other two multiply, each its half of t
     compute            product 0 | product 1 | product 2 | ... | scale, round, store | product 0
 
 `full[slot]` completes when a slot's copies have arrived, `empty[slot]` when both halves have read
-it. Where sums are promoted, the two warpgroups alternate by themselves: while one adds its partial
-sum to its f32 sum, the tensor cores work for the other.
+it. Where sums are promoted, the tensor cores work for one warpgroup while the other adds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -25,16 +23,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, default_tiles, multiprocessors
-from jfp8.kernels.shared_memory import padded, swizzled
+from jfp8.kernels.hopper.tiles import (
+    NO_OTHER_BARRIERS,
+    Grid,
+    Place,
+    Tiles,
+    default_tiles,
+    multiprocessors,
+)
+from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, slices
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, staging, tile
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
 COLUMNS = 64  # n is padded to this: every such part of a tile has one scale of 128 x 128
-COMPUTE = 2  # warpgroups that multiply; the one after them copies
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
-
-_BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # of a vector that is broadcast along the rows of a sum
-_BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def matmul(
@@ -46,7 +48,6 @@ def matmul(
     *,
     promote: bool,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """``y[i, j] = (sum_k a[i, k] * b[j, k]) * row_scale[i] * column_scale[j]``.
 
@@ -57,17 +58,13 @@ def matmul(
       promote: add the tensor cores' sum to a sum in f32 after every 128 of K ("full accumulation").
         Otherwise one sum runs through the tensor cores, which keep fewer bits of it ("fast").
       tiles: how the product is divided; chosen by its shape if None.
-      interpret: for ``plgpu.kernel``.
-
-    Returns:
-      ``out_dtype[M, N]``.
     """
     scales = {
         "rows" if row_scale.ndim else "row": row_scale,
         "columns" if column_scale.ndim else "column": column_scale,
     }
-    tiles = tiles or default_tiles("promoted" if promote else "running", *_sizes(a, b))
-    return _product(a, b, scales, out_dtype, promote, tiles, interpret)
+    tiles = tiles or default_tiles("promoted" if promote else "running", len(a), *b.shape)
+    return _product(a, b, scales, out_dtype, promote, tiles)
 
 
 def block_matmul(
@@ -78,31 +75,20 @@ def block_matmul(
     out_dtype: jax.typing.DTypeLike,
     *,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """``y[i, j] = sum_t (sum_{k in block t} a[i, k] * b[j, k]) * a_scale[t, i] * b_scale[t, j]``.
 
     The tensor cores make the inner sums, of 128 products; everything else is f32.
 
     Args:
-      a, b: ``f8[M, K]`` and ``f8[N, K]``, e4m3fn or e5m2 in any mix.
+      a, b, out_dtype, tiles: see `matmul`.
       a_scale: ``f32[ceil(K/128), M]``.
       b_scale: ``f32[ceil(K/128), N]``, or ``f32[ceil(K/128), ceil(N/128)]``: one for 128 columns.
-      out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is divided; chosen by its shape if None.
-      interpret: for ``plgpu.kernel``.
-
-    Returns:
-      ``out_dtype[M, N]``.
     """
     by_tile = b_scale.shape[1] == pl.cdiv(b.shape[0], BLOCK)
     scales = {"a_blocks": a_scale, "b_tiles" if by_tile else "b_blocks": b_scale}
-    tiles = tiles or default_tiles("block" if by_tile else "block_columns", *_sizes(a, b))
-    return _product(a, b, scales, out_dtype, True, tiles, interpret)
-
-
-def _sizes(a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
-    return a.shape[0], b.shape[0], a.shape[1]
+    tiles = tiles or default_tiles("block" if by_tile else "block_columns", len(a), *b.shape)
+    return _product(a, b, scales, out_dtype, True, tiles)
 
 
 def _product(
@@ -112,117 +98,92 @@ def _product(
     out_dtype: jax.typing.DTypeLike,
     promote: bool,
     tiles: Tiles,
-    interpret: Any,
 ) -> jax.Array:
-    """Pads the operands, runs the kernel, and cuts the result."""
-    m, n, k = _sizes(a, b)
+    """Pad the operands, run the kernel, and cut the result."""
+    (m, k), n = a.shape, b.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
-    columns = pl.cdiv(n, COLUMNS) * COLUMNS
-    tiles = dataclasses.replace(tiles, tile_n=min(tiles.tile_n, columns))
-    a = padded(a, tiles.cluster * COMPUTE * tiles.tile_m, BLOCK)
-    b = padded(b, COLUMNS, BLOCK)
-    rows = a.shape[0]
+    height = COMPUTE * tiles.tile_m
+    a, b = padded(a, height, BLOCK), padded(b, COLUMNS, BLOCK)
+    (rows, k), columns = a.shape, b.shape[0]
     operands = {name: _padded_scale(name, x, rows, columns) for name, x in scales.items()}
-    problem = _Problem(rows, columns, a.shape[1], tiles, promote, tuple(operands))
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, problem),
+    grid = Grid.of(rows, columns, height, tiles)
+    problem = _Problem(grid, k, promote, tuple(operands))
+
+    def kernel(a: Any, b: Any, *operands: Any, **shared: Any) -> None:
+        *scales, out = operands
+        block = _Block(problem, a, b, dict(zip(problem.scales, scales, strict=True)), out, **shared)
+        lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.multiply, block.copy)
+
+    product = plgpu.kernel(
+        kernel,
         out_type=jax.ShapeDtypeStruct((rows, columns), out_dtype),
-        grid=(problem.clusters,),
+        grid=(problem.blocks,),
         grid_names=("sm",),
-        cluster=(tiles.cluster,),
+        cluster=(1,),
         cluster_names=("cluster",),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch(problem, a.dtype, b.dtype, out_dtype),
+        scratch_types=problem.scratch(a.dtype, b.dtype, out_dtype),
         compiler_params=NO_OTHER_BARRIERS,
-        interpret=interpret,
         kernel_name="jfp8_block_matmul" if "a_blocks" in scales else "jfp8_matmul",
     )
-    return kernel(a, b, *operands.values())[:m, :n]
+    return product(a, b, *operands.values())[:m, :n]
 
 
 def _padded_scale(name: str, scale: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Padded like the operand; a single number becomes a vector of length one."""
-    if name in ("row", "column"):
-        return scale.reshape(1)
-    if name == "b_tiles":
-        return scale
-    length = rows if name in ("rows", "a_blocks") else columns
-    return padded(scale, *scale.shape[:-1], length)
+    """Return a scale padded like the operand; a single number as a vector of length one."""
+    lengths = {"rows": rows, "a_blocks": rows, "columns": columns, "b_blocks": columns}
+    if name in lengths:
+        return padded(scale, *scale.shape[:-1], lengths[name])
+    return scale if scale.ndim else scale.reshape(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What a kernel is compiled for: padded sizes, tiles, and which scales it gets.
+    """What a kernel is compiled for: the padded result in tiles, and which scales it gets.
 
     After the sum: "row" | "rows" and "column" | "columns", one number or a vector. Before each
     promotion: "a_blocks" and "b_tiles" | "b_blocks".
     """
 
-    m: int
-    n: int
+    grid: Grid
     k: int
-    tiles: Tiles
     promote: bool
     scales: tuple[str, ...]
 
     @property
-    def block_m(self) -> int:
-        return COMPUTE * self.tiles.tile_m
+    def tiles(self) -> Tiles:
+        return self.grid.tiles
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Tiles of a cluster, in rows and columns."""
-        return self.m // (self.block_m * self.tiles.cluster), pl.cdiv(self.n, self.tiles.tile_n)
-
-    @property
-    def clusters(self) -> int:
-        """How many run at the same time: what the device can hold, or one for each tile."""
-        rows, columns = self.grid
-        return min(multiprocessors() // self.tiles.cluster, rows * columns)
+    def blocks(self) -> int:  # as many as the device can hold, or one for each tile
+        return min(multiprocessors(), self.grid.size)
 
     def scales_in_ring(self) -> dict[str, int]:
         """The scales that are copied with the operands, and how many of them."""
-        lengths = {"a_blocks": self.block_m, "b_blocks": self.tiles.tile_n}
+        lengths = {"a_blocks": self.grid.height, "b_blocks": self.tiles.tile_n}
         return {name: length for name, length in lengths.items() if name in self.scales}
 
-
-def _scratch(
-    p: _Problem, a_dtype: Any, b_dtype: Any, out_dtype: jax.typing.DTypeLike
-) -> dict[str, Any]:
-    """The shared memory of a block, named like `_kernel`'s arguments."""
-    tiles, width = p.tiles, 128 // jnp.dtype(out_dtype).itemsize  # 128 bytes: the widest swizzle
-    scratch = {
-        "a_ring": plgpu.SMEM(
-            (tiles.stages, p.block_m, BLOCK), a_dtype, transforms=swizzled(a_dtype, BLOCK)
-        ),
-        "b_ring": plgpu.SMEM(
-            (tiles.stages, tiles.tile_n, BLOCK), b_dtype, transforms=swizzled(b_dtype, BLOCK)
-        ),
-        "full": plgpu.Barrier(num_arrivals=2 + len(p.scales_in_ring()), num_barriers=tiles.stages),
-        # Of the cluster: a slot is written by all of its blocks, once all have read it. One thread
-        # of a warpgroup arrives here (all 128 would at a plain `Barrier`), even in clusters of one.
-        "empty": plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=COMPUTE, num_barriers=tiles.stages
-        ),
-        "staging": plgpu.SMEM(
-            (COMPUTE, 2, tiles.tile_m, width), out_dtype, transforms=swizzled(out_dtype, width)
-        ),
-    }
-    for name, length in p.scales_in_ring().items():
-        scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)
-    if "columns" in p.scales:
-        scratch["columns"] = plgpu.SMEM((COMPUTE, tiles.tile_n), jnp.float32)
-        scratch["copied"] = plgpu.Barrier(num_barriers=COMPUTE)
-    return scratch
-
-
-def _kernel(p: _Problem, a: Any, b: Any, *operands: Any, **shared: Any) -> None:
-    """One block, from its start to its end. All arguments but the first are references."""
-    *scales, out = operands
-    block = _Block(p, a, b, dict(zip(p.scales, scales, strict=True)), out, **shared)
-    lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.multiply, block.copy)
+    def scratch(self, a: Any, b: Any, out: Any) -> dict[str, Any]:
+        """Return the shared memory of a block for such dtypes, named like fields of `_Block`."""
+        tiles, in_ring = self.tiles, self.scales_in_ring()
+        scratch = {
+            "a_ring": tile((tiles.stages, self.grid.height, BLOCK), a),
+            "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b),
+            "full": plgpu.Barrier(num_arrivals=2 + len(in_ring), num_barriers=tiles.stages),
+            # One thread of a warpgroup arrives at a barrier of a cluster, all 128 at a plain one.
+            "empty": plgpu.ClusterBarrier(
+                collective_axes=("cluster",), num_arrivals=COMPUTE, num_barriers=tiles.stages
+            ),
+            "staging": staging(tiles.tile_m, out, slots=2),
+        }
+        for name, length in in_ring.items():
+            scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)
+        if "columns" in self.scales:
+            scratch["columns"] = plgpu.SMEM((COMPUTE, tiles.tile_n), jnp.float32)
+            scratch["copied"] = plgpu.Barrier(num_barriers=COMPUTE)
+        return scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,34 +206,30 @@ class _Block:
     copied: Any = None
 
     @property
-    def steps(self) -> int:
-        """Number of steps, blocks of k, of one tile."""
+    def steps(self) -> int:  # of one tile
         return self.p.k // BLOCK
+
+    @property
+    def parts(self) -> list[Any]:
+        """Slices of a tile's columns, each of which has one scale and stays in its registers."""
+        return slices(self.p.tiles.tile_n, COLUMNS)
 
     def tiles(self) -> jax.Array:
         """Number of tiles that this block computes."""
-        return (math.prod(self.p.grid) - 1 - lax.axis_index("sm")) // self.p.clusters + 1
+        return (self.p.grid.size - 1 - lax.axis_index("sm")) // self.p.blocks + 1
 
-    def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """First row and column of this block's tile `i`, and the first column that it stores.
-
-        The last tile of a row ends with the matrix, and so may overlap the one before it.
-        """
-        p, tiles = self.p, self.p.tiles
-        number = lax.axis_index("sm") + i * p.clusters
-        row, column = plgpu.planar_snake(number, p.grid, 0, max(1, tiles.group // tiles.cluster))
-        row = (row * tiles.cluster + lax.axis_index("cluster")) * p.block_m
-        first = column * tiles.tile_n
-        return row, jnp.minimum(first, p.n - tiles.tile_n), first
+    def place(self, i: jax.Array) -> Place:
+        return self.p.grid.place(lax.axis_index("sm") + i * self.p.blocks)
 
     def copy(self) -> None:
-        """The warpgroup that fills the ring."""
+        """Fill the ring, with scales that are vectors: the work of a warpgroup."""
         stages, steps = self.p.tiles.stages, self.steps
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         @pl.loop(0, self.tiles())
         def _(i):
             row, column, _ = self.place(i)
+            rows, columns = pl.ds(row, self.p.grid.height), pl.ds(column, self.p.tiles.tile_n)
 
             @pl.loop(0, steps)
             def _(t):
@@ -282,42 +239,31 @@ class _Block:
                 def _():
                     plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
 
-                self.copy_block(lax.rem(step, stages), row, column, t)
+                slot = lax.rem(step, stages)
+                k, full = pl.ds(t * BLOCK, BLOCK), self.full.at[slot]
+                plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.a_ring.at[slot], full)
+                plgpu.copy_gmem_to_smem(self.b.at[columns, k], self.b_ring.at[slot], full)
+                for name, lines in (("a_blocks", rows), ("b_blocks", columns)):
+                    if name in self.scale:
+                        ring = getattr(self, f"{name}_ring").at[slot]
+                        plgpu.copy_gmem_to_smem(self.scale[name].at[t, lines], ring, full)
 
-        # A block must not end before the other one of its cluster has arrived at its barriers.
+        # A block must not end before all have arrived at its barriers.
         @pl.loop(jnp.maximum(self.tiles() * steps - stages, 0), self.tiles() * steps)
         def _(step):
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
 
-    def copy_block(self, slot: jax.Array, row: jax.Array, column: jax.Array, t: jax.Array) -> None:
-        """Block `t` of k of both operands, with those scales that are vectors."""
-        rows, columns = pl.ds(row, self.p.block_m), pl.ds(column, self.p.tiles.tile_n)
-        k, full = pl.ds(t * BLOCK, BLOCK), self.full.at[slot]
-        plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.a_ring.at[slot], full)
-        plgpu.copy_gmem_to_smem(
-            self.b.at[columns, k],
-            self.b_ring.at[slot],
-            full,
-            collective_axes="cluster" if self.p.tiles.cluster > 1 else None,
-        )
-        if "a_blocks" in self.scale:
-            scales = self.scale["a_blocks"].at[t, rows]
-            plgpu.copy_gmem_to_smem(scales, self.a_blocks_ring.at[slot], full)
-        if "b_blocks" in self.scale:
-            scales = self.scale["b_blocks"].at[t, columns]
-            plgpu.copy_gmem_to_smem(scales, self.b_blocks_ring.at[slot], full)
-
     def multiply(self) -> None:
-        """A warpgroup that computes one half of the rows of each tile."""
+        """Compute one half of the rows of each tile: the work of a warpgroup."""
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         @pl.loop(0, self.tiles())
         def _(i):
-            row, column, first = self.place(i)
-            row += lax.axis_index("warpgroup") * self.p.tiles.tile_m
-            by_row = self.request_scales(row, column)
-            total = self.promoted(i, column) if self.p.promote else self.running(i)
-            self.store(total, by_row, row, column, first)
+            place = self.place(i)
+            row = place.row + lax.axis_index("warpgroup") * self.p.tiles.tile_m
+            by_row = self.request_scales(row, place.column)
+            total = self.promoted(i, place.column) if self.p.promote else self.running(i)
+            self.store(total, by_row, row, place)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -328,15 +274,14 @@ class _Block:
         return self.a_ring.at[slot, self.half()], self.b_ring.at[slot].T
 
     def half(self) -> Any:
-        """This warpgroup's rows of the block's."""
-        tile_m = self.p.tiles.tile_m
-        return pl.ds(lax.axis_index("warpgroup") * tile_m, tile_m)
+        """Return this warpgroup's rows of the block's."""
+        return pl.ds(lax.axis_index("warpgroup") * self.p.tiles.tile_m, self.p.tiles.tile_m)
 
     def release(self, step: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.p.tiles.stages)])
 
     def running(self, i: jax.Array) -> list[jax.Array]:
-        """One sum over all of k. A product is issued before the previous one is done."""
+        """Return one sum over all of k. A product is issued before the previous one is done."""
 
         def scope(acc):
             @pl.loop(0, self.steps)
@@ -354,7 +299,8 @@ class _Block:
             self.release((i + 1) * self.steps - 1)
             return total
 
-        return _parts(pl.run_scoped(scope, self.accumulator()), COLUMNS)
+        shape = self.p.tiles.tile_m, self.p.tiles.tile_n
+        return cut(pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32)), self.parts)
 
     def promoted(self, i: jax.Array, column: jax.Array) -> list[jax.Array]:
         """An f32 sum of the tensor cores' sums of 128 products, each times its scales."""
@@ -374,36 +320,32 @@ class _Block:
                 following = self.tile_scales(jnp.minimum(t + 1, self.steps - 1), column)
                 return acc[...], following
 
-            partial, following = pl.run_scoped(product, self.accumulator())
+            shape = self.p.tiles.tile_m, self.p.tiles.tile_n
+            partial, following = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             self.release(i * self.steps + t)
-            partial = self.scaled(_parts(partial, COLUMNS), by_row, tile_scales or by_part)
+            partial = self.scaled(cut(partial, self.parts), by_row, tile_scales or by_part)
             return [x + y for x, y in zip(total, partial, strict=True)], following
 
-        zero = jnp.zeros((self.p.tiles.tile_m, COLUMNS), jnp.float32)
-        parts = self.p.tiles.tile_n // COLUMNS
-        total = [plgpu.layout_cast(zero, plgpu.Layout.WGMMA)] * parts
+        total = [filled(0.0, (self.p.tiles.tile_m, COLUMNS), BY_ELEMENT)] * len(self.parts)
         return lax.fori_loop(0, self.steps, step, (total, self.tile_scales(0, column)))[0]
-
-    def accumulator(self) -> Any:
-        return plgpu.ACC((self.p.tiles.tile_m, self.p.tiles.tile_n), jnp.float32)
 
     def ring_scales(self, step: jax.Array) -> tuple[Any, list[jax.Array]]:
         """Scales that came with a step's operands: of the rows, and of each part of the columns."""
         slot = lax.rem(step, self.p.tiles.stages)
         by_row, by_part = None, []
         if "a_blocks" in self.scale:
-            by_row = _load(self.a_blocks_ring.at[slot, self.half()], _BY_ROW)
+            by_row = load(self.a_blocks_ring.at[slot, self.half()], BY_ROW)
         if "b_blocks" in self.scale:
-            parts = [pl.ds(c, COLUMNS) for c in range(0, self.p.tiles.tile_n, COLUMNS)]
-            by_part = [_load(self.b_blocks_ring.at[slot, part], _BY_COLUMN) for part in parts]
+            ring = self.b_blocks_ring
+            by_part = [load(ring.at[slot, part], BY_COLUMN) for part in self.parts]
         return by_row, by_part
 
     def tile_scales(self, t: Any, column: jax.Array) -> list[jax.Array]:
         """Scales of block `t` of k that are numbers, one for each part of the columns."""
         if "b_tiles" not in self.scale:
             return []
-        parts = [column + c for c in range(0, self.p.tiles.tile_n, COLUMNS)]
-        return [self.scale["b_tiles"][t, lax.div(c, BLOCK)] for c in parts]
+        starts = [column + part.start for part in self.parts]
+        return [self.scale["b_tiles"][t, lax.div(c, BLOCK)] for c in starts]
 
     def scaled(
         self, partial: list[jax.Array], by_row: Any, by_part: list[jax.Array]
@@ -413,9 +355,9 @@ class _Block:
             return partial
         shape = partial[0].shape
         if "b_tiles" in self.scale:
-            return [y * _along(by_row * s, shape, 0) for y, s in zip(partial, by_part, strict=True)]
-        by_row = _along(by_row, shape, 0)
-        return [y * (by_row * _along(s, shape, 1)) for y, s in zip(partial, by_part, strict=True)]
+            return [y * along(by_row * s, shape, 0) for y, s in zip(partial, by_part, strict=True)]
+        by_row = along(by_row, shape, 0)
+        return [y * (by_row * along(s, shape, 1)) for y, s in zip(partial, by_part, strict=True)]
 
     def request_scales(self, row: jax.Array, column: jax.Array) -> Any:
         """Request the scales of a tile's rows. `store` waits for those of its columns."""
@@ -427,53 +369,32 @@ class _Block:
                 self.copied.at[warpgroup],
             )
         if "rows" in self.scale:
-            return _load(self.scale["rows"].at[pl.ds(row, self.p.tiles.tile_m)], _BY_ROW)
+            return load(self.scale["rows"].at[pl.ds(row, self.p.tiles.tile_m)], BY_ROW)
         return self.scale["row"][0] if "row" in self.scale else None
 
-    def store(
-        self,
-        total: list[jax.Array],
-        by_row: Any,
-        row: jax.Array,
-        column: jax.Array,
-        first: jax.Array,
-    ) -> None:
+    def store(self, total: list[jax.Array], by_row: Any, row: jax.Array, place: Place) -> None:
         """Scale, round and write a tile, while the next one's operands are already copied."""
         warpgroup, tile_m = lax.axis_index("warpgroup"), self.p.tiles.tile_m
         width = self.staging.shape[-1]
         shape = (tile_m, width)
         if "rows" in self.scale:
-            by_row = _along(by_row, shape, 0)
+            by_row = along(by_row, shape, 0)
         if "columns" in self.scale:
             plgpu.barrier_wait(self.copied.at[warpgroup])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        parts = [y for part in total for y in _parts(part, width)]
+        parts = [y for part in total for y in cut(part, slices(COLUMNS, width))]
         for c, y in enumerate(parts):
             columns, slot = pl.ds(c * width, width), self.staging.at[warpgroup, c % 2]
             if by_row is not None:
                 y = y * by_row
             if "columns" in self.scale:
-                y = y * _along(_load(self.columns.at[warpgroup, columns], _BY_COLUMN), shape, 1)
+                y = y * along(load(self.columns.at[warpgroup, columns], BY_COLUMN), shape, 1)
             elif "column" in self.scale:
                 y = y * self.scale["column"][0]
             if c >= 2:  # two slots, alternating
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             slot[...] = y.astype(self.out.dtype)
             plgpu.commit_smem()
-            start = column + c * width
+            start = place.column + c * width
             target = self.out.at[pl.ds(row, tile_m), pl.ds(start, width)]
-            pl.when(start >= first)(functools.partial(plgpu.copy_smem_to_gmem, slot, target))
-
-
-def _parts(x: jax.Array, width: int) -> list[jax.Array]:
-    """`x` split into parts of `width` columns, which stay in the same registers."""
-    return [x[:, c : c + width] for c in range(0, x.shape[1], width)]
-
-
-def _load(vector: Any, layout: Any) -> jax.Array:
-    return plgpu.load(vector, layout=layout, optimized=False)
-
-
-def _along(vector: jax.Array, shape: tuple[int, ...], dimension: int) -> jax.Array:
-    """A vector along `dimension` of a matrix, constant along the other."""
-    return lax.broadcast_in_dim(vector, shape, (dimension,))
+            pl.when(start >= place.first)(functools.partial(plgpu.copy_smem_to_gmem, slot, target))

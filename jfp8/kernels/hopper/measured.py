@@ -16,7 +16,9 @@ import jax
 
 def measured(kernel: str, *shape: int) -> dict[str, Any] | None:
     """Fields of the fastest tiles for arrays like these on the current GPU, if measured."""
-    entry = _table().get(_device_kind(), {}).get(kernel, {}).get(shape_class(shape))
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kind = jax.devices()[0].device_kind if described is None else described.device_kind
+    entry = _table().get(kind, {}).get(kernel, {}).get(shape_class(shape))
     return None if entry is None else entry["tiles"]
 
 
@@ -29,9 +31,3 @@ def shape_class(shape: tuple[int, ...]) -> str:
 def _table() -> dict[str, Any]:
     text = importlib.resources.files("jfp8.kernels.hopper").joinpath("tuned.json").read_text()
     return json.loads(text)
-
-
-def _device_kind() -> str:
-    """Return the name of the device that JAX traces for, such as ``"NVIDIA H200"``."""
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return jax.devices()[0].device_kind if described is None else described.device_kind

@@ -1,4 +1,8 @@
-"""Casts of a matrix to f8 in both directions, and its amaxes: one pass over memory each."""
+"""Casts of a matrix to f8 in both directions, and its amaxes: one pass over memory each.
+
+All kernels take ``how``, options of `Walk.over`: tiles, the dtype to which elements are cast as
+they are read, and what makes the matrix.
+"""
 
 from __future__ import annotations
 
@@ -11,114 +15,67 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.sweep import (
-    COLUMNS,
-    ROWS,
-    Input,
-    Make,
-    Ref,
-    Sweep,
-    arrays_of,
-    both_ways,
-    f32_magnitude,
-    fastest,
-    finish,
-    for_each_tile,
-    magnitude,
-    no_amax,
-    parts,
-    per_line,
-    read,
-    run,
-    run_both_ways,
-    saturating,
-    taken,
-    write,
-    write_amax,
-)
-from jfp8.kernels.shared_memory import padded
+from jfp8.kernels.hopper import sweep
+from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Walk, both_ways, fastest
+from jfp8.kernels.shared_memory import along, padded
 from jfp8.matmul.spec import LARGEST_FACTOR
 from jfp8.scaling.formats import Format
 
 
 def tensor_amax(
-    x: Input,
-    *known: jax.Array,
-    unless: Callable[..., jax.Array] | None = None,
-    sweep: Sweep | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-    make: Make | None = None,
-    interpret: Any = False,
+    x: Input, *known: jax.Array, unless: Callable[..., jax.Array] | None = None, **how: Any
 ) -> jax.Array:
-    """The amaxes of `parts` of `x`, as bits of f32; 0 for a part that has no elements.
+    """Return the amaxes of `parts` of `x`, as bits of f32; 0 for a part that has no elements.
 
     The largest integer is ``max(|x|)``; NaN if an element is NaN, Inf if one is Inf.
 
     Args:
-      x: f32, bf16 or f16[M, N]; with `make` what makes it, see `sweep.taken`.
+      x: f32, bf16 or f16[M, N]; or what makes it, see `Walk.over`.
       known: vectors for `unless`.
       unless: of references to `known`, bool[]. If it is true `x` is not read; all results are 0.
-      sweep: how to walk over `x`.
-      dtype: to which `x` is cast as it is read; None: it is not. Likewise below.
-      make: how `x` makes the matrix, or several; None: it is the matrix itself.
-      interpret: see ``plgpu.kernel``; likewise below.
-
-    Returns:
-      int32[parts()].
     """
-    x, sweep = taken(x, make, sweep or both_ways(x, stages=3))
-    dtype = dtype or x[0].dtype
+    walk = Walk.over(x, both_ways(x, stages=3), **how)
 
     def kernel(x: Sequence[Ref], *refs: Ref) -> None:
         *known, amaxes = refs
         wanted = None if unless is None else jnp.logical_not(unless(*known))
 
         def body(i, j, tile, largest):
-            largest = jnp.maximum(largest, jnp.max(magnitude(read(tile, ROWS, dtype)), axis=1))
+            found = jnp.max(sweep.magnitude(sweep.read(tile, ROWS, walk.dtype)), axis=1)
+            largest = jnp.maximum(largest, found)
             plgpu.commit_smem()  # read by all, before the copy engine puts the next tile there
             return largest
 
-        found = for_each_tile(body, x, sweep=sweep, wanted=wanted, carry=no_amax(dtype, sweep))
-        write_amax(amaxes, found, dtype, x, sweep)
+        found = walk.for_each_tile(body, x, wanted=wanted, carry=sweep.no_amax(walk))
+        sweep.write_amax(amaxes, found, walk)
 
-    out = [jax.ShapeDtypeStruct((parts(),), jnp.int32)]
-    (amaxes,) = run("tensor_amax", kernel, x, *known, out=out, sweep=sweep, interpret=interpret)
+    out = [jax.ShapeDtypeStruct((sweep.parts(),), jnp.int32)]
+    (amaxes,) = walk.run("tensor_amax", kernel, *known, out=out)
     return amaxes
 
 
-def row_and_column_amax(
-    x: jax.Array,
-    *,
-    sweep: Sweep | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
-    """``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
-    (m, n), dtype = x.shape, dtype or x.dtype
-    sweep = sweep or fastest("row_and_column_amax", x, both_ways(x, stages=3))
-    arrays, sweep = taken(x, None, sweep)
-    of_rows, of_columns = sweep.shape(arrays)
+def row_and_column_amax(x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array]:
+    """Return ``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
+    walk = Walk.over(x, fastest("row_and_column_amax", x, both_ways(x, stages=3)), **how)
 
     def kernel(x: Sequence[Ref], rows: Ref, columns: Ref) -> None:
         def body(i, j, tile):
-            at_row, at_column = sweep.part(i, j)
-            by_row = jnp.max(magnitude(read(tile, ROWS, dtype)), axis=1)
-            rows[j, at_row] = f32_magnitude(by_row, dtype)
-            by_column = jnp.max(magnitude(read(tile.T, COLUMNS, dtype)), axis=1)
-            columns[i, at_column] = f32_magnitude(by_column, dtype)
+            at_row, at_column = walk.sweep.part(i, j)
+            by_row = jnp.max(sweep.magnitude(sweep.read(tile, ROWS, walk.dtype)), axis=1)
+            rows[j, at_row] = sweep.f32_magnitude(by_row, walk.dtype)
+            by_column = jnp.max(sweep.magnitude(sweep.read(tile.T, COLUMNS, walk.dtype)), axis=1)
+            columns[i, at_column] = sweep.f32_magnitude(by_column, walk.dtype)
             plgpu.commit_smem()  # as above
 
-        for_each_tile(body, x, sweep=sweep)
+        walk.for_each_tile(body, x)
 
-    out = [
-        jax.ShapeDtypeStruct((of_columns // sweep.columns, of_rows), jnp.int32),
-        jax.ShapeDtypeStruct((of_rows // sweep.rows, of_columns), jnp.int32),
-    ]
-    how = {"out": out, "sweep": sweep, "interpret": interpret}
-    rows, columns = (
-        lax.bitcast_convert_type(jnp.max(part, axis=0), jnp.float32)
-        for part in run("row_and_column_amax", kernel, arrays, **how)
-    )
+    (down, across), (of_rows, of_columns) = walk.tiles, walk.shape
+    shapes = (across, of_rows), (down, of_columns)
+    out = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    parts = walk.run("row_and_column_amax", kernel, out=out)
+    bits = (jnp.max(part, axis=0) for part in parts)
+    rows, columns = (lax.bitcast_convert_type(x, jnp.float32) for x in bits)
+    m, n = walk.sizes
     return rows[:m], columns[:n]
 
 
@@ -129,12 +86,9 @@ def quantize_tensor(
     scale_of: Callable[..., tuple[jax.Array, jax.Array]],
     with_amax: bool,
     meets: int = 0,
-    sweep: Sweep | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-    make: Make | None = None,
-    interpret: Any = False,
+    **how: Any,
 ) -> tuple[jax.Array, ...]:
-    """``q = cast(x / scale)``, ``q.T``, ``scale``, its products with others, the amaxes of `x`.
+    """Return ``q = cast(x / scale)``, ``q.T``, ``scale``, its products with others, and amaxes.
 
     Single numbers are made by this kernel: one of their own would take longer to start than to run.
     Finite values saturate; Inf and NaN become NaN.
@@ -142,13 +96,9 @@ def quantize_tensor(
     Args:
       x: see `tensor_amax`.
       known: vectors for `scale_of`; behind them the scales, f32[1], of operands that `x` meets.
-      fmt: E4M3FN or E5M2.
       scale_of: of references to `known`: the scale and its reciprocal, as by `scale_and_inverse`,
         f32[128] of equal numbers.
-      with_amax: whether to compute the amaxes as well.
       meets: how many operands `x` meets.
-      sweep: how to walk over `x`.
-      dtype, make, interpret: see `tensor_amax`.
 
     Returns:
       f8[M, N], f8[N, M], the scale f32[1], for each operand that `x` meets ``scale * its scale`` as
@@ -170,66 +120,40 @@ def quantize_tensor(
         return factor, factor
 
     out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
-    out += [jax.ShapeDtypeStruct((parts(),), jnp.int32)] if with_amax else []
-    sweep = sweep or fastest("quantize_tensor", x, both_ways(x))
-    how = (fmt, out, with_amax, sweep, dtype, make, interpret)
-    return _quantize("quantize_tensor", x, known, prepare, *how)
+    out += [jax.ShapeDtypeStruct((sweep.parts(),), jnp.int32)] if with_amax else []
+    walk = Walk.over(x, fastest("quantize_tensor", x, both_ways(x)), **how)
+    return _quantize("quantize_tensor", walk, known, prepare, fmt, out, with_amax)
 
 
 def quantize_lines(
-    x: jax.Array,
-    row_inverse: jax.Array,
-    column_inverse: jax.Array,
-    fmt: Format,
-    *,
-    sweep: Sweep | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
+    x: jax.Array, row_inverse: jax.Array, column_inverse: jax.Array, fmt: Format, **how: Any
 ) -> tuple[jax.Array, ...]:
-    """``q = cast(x * row_inverse[:, None])`` and ``q_t = cast(x * column_inverse).T``.
+    """Return ``cast(x * row_inverse[:, None])`` and ``cast(x * column_inverse).T``.
 
-    Finite values saturate; Inf and NaN become NaN.
-
-    Args:
-      x: f32, bf16 or f16[M, N].
-      row_inverse: reciprocals of the scales of `q`: f32[M].
-      column_inverse: those of `q_t`: f32[N].
-      fmt: E4M3FN or E5M2.
-      sweep: how to walk over `x`.
-      dtype, interpret: see `tensor_amax`.
-
-    Returns:
-      f8[M, N] and f8[N, M].
+    Finite values saturate; Inf and NaN become NaN. The inverses are f32[M] and f32[N].
     """
-    sweep = sweep or fastest("quantize_lines", x, both_ways(x))
-    inverses = padded(row_inverse, sweep.rows), padded(column_inverse, sweep.columns)
+    walk = Walk.over(x, fastest("quantize_lines", x, both_ways(x)), **how)
+    rows, columns = walk.sweep.rows, walk.sweep.columns
+    inverses = padded(row_inverse, rows), padded(column_inverse, columns)
     take = lambda known, results: tuple(known)
-    how = (fmt, (), False, sweep, dtype, None, interpret)
-    return _quantize("quantize_lines", x, inverses, take, *how)
+    return _quantize("quantize_lines", walk, inverses, take, fmt)
 
 
 def _quantize(
     name: str,
-    x: Input,
+    walk: Walk,
     known: Sequence[jax.Array],
     prepare: Callable[..., tuple[Any, Any]],
     fmt: Format,
-    more: Sequence[jax.ShapeDtypeStruct],
-    with_amax: bool,
-    sweep: Sweep,
-    dtype: jax.typing.DTypeLike | None,
-    make: Make | None,
-    interpret: Any,
+    more: Sequence[jax.ShapeDtypeStruct] = (),
+    with_amax: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Both directions, and results of the shapes `more`, of which the last are the amaxes.
+    """Return both directions, and results of the shapes `more`, of which the last are the amaxes.
 
     Args:
       prepare: from references to `known` and to those results, what rows and columns are multiplied
         by: numbers, or references to vectors.
     """
-    first, *_ = arrays_of(x)
-    sizes, dtype = (first.shape[0], first.shape[-1]), dtype or first.dtype
-    x, sweep = taken(x, make, sweep)
 
     def kernel(x: Sequence[Ref], *refs: Ref) -> None:
         known_refs, (q, q_t, *results, staged, staged_t) = refs[: len(known)], refs[len(known) :]
@@ -248,24 +172,23 @@ def _quantize(
                 values = values.astype(jnp.float32)
                 values = values + values * 0  # Inf becomes NaN, all else is unchanged
                 if factor.ndim:
-                    factor = per_line(read(factor, layout.reduce(1)), values.shape)
-                return saturating(values * factor, fmt, interpret)
+                    factor = along(sweep.read(factor, layout.reduce(1)), values.shape, 0)
+                return sweep.saturating(values * factor, fmt)
 
-            at_row, at_column = sweep.part(i, j)
-            values = read(tile, ROWS, dtype)
+            at_row, at_column = walk.sweep.part(i, j)
+            values = sweep.read(tile, ROWS, walk.dtype)
             if amax is not None:
-                amax = jnp.maximum(amax, jnp.max(magnitude(values), axis=1))
-            write(cast(values, row_factor, ROWS), staged, q.at[at_row, at_column])
-            values = read(tile.T, COLUMNS, dtype)
-            write(cast(values, column_factor, COLUMNS), staged_t, q_t.at[at_column, at_row])
+                amax = jnp.maximum(amax, jnp.max(sweep.magnitude(values), axis=1))
+            sweep.write(cast(values, row_factor, ROWS), staged, q.at[at_row, at_column])
+            values = sweep.read(tile.T, COLUMNS, walk.dtype)
+            sweep.write(cast(values, column_factor, COLUMNS), staged_t, q_t.at[at_column, at_row])
             return amax
 
         vectors = [(v, d) for d, v in enumerate(factors) if by_line[d]]
-        carry = no_amax(dtype, sweep) if with_amax else None
-        amax = for_each_tile(body, x, *vectors, sweep=sweep, carry=carry)
+        carry = sweep.no_amax(walk) if with_amax else None
+        amax = walk.for_each_tile(body, x, *vectors, carry=carry)
         if with_amax:
-            write_amax(results[-1], amax, dtype, x, sweep)
-        finish()
+            sweep.write_amax(results[-1], amax, walk)
+        plgpu.wait_smem_to_gmem(0)
 
-    how = {"fmt": fmt, "sizes": sizes, "more": more, "sweep": sweep, "interpret": interpret}
-    return run_both_ways(name, kernel, x, *known, **how)
+    return walk.run_both_ways(name, kernel, *known, fmt=fmt, more=more)

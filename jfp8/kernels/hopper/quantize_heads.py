@@ -6,26 +6,14 @@ other, and each both straight and transposed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.sweep import (
-    COLUMNS,
-    ROWS,
-    Ref,
-    Sweep,
-    finish,
-    per_line,
-    read,
-    saturating,
-    staging,
-    write,
-)
-from jfp8.kernels.shared_memory import swizzled
+from jfp8.kernels.hopper import sweep
+from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Ref, Sweep
+from jfp8.kernels.shared_memory import along, swizzled
 from jfp8.scaling.formats import Format
 
 TOKENS = 128  # of which a sequence has a multiple
@@ -33,28 +21,23 @@ SIZES = (64, 128, 256)  # of a head
 
 
 def quantize_heads(
-    x: jax.Array, inverse: jax.Array, *, first: int, fmt: Format, interpret: Any = False
+    x: jax.Array, inverse: jax.Array, *, first: int, fmt: Format
 ) -> tuple[jax.Array, jax.Array]:
     """``q = cast(x * inverse)`` and ``q^T`` of heads `first`, `first` + 1, ... of each group.
 
-    Values saturate, Inf too; NaN stays NaN.
+    Values saturate, Inf too; NaN stays NaN. Results are f8[B, G, N, T, H] and f8[B, G, N, H, T].
 
     Args:
       x: f32, bf16 or f16[B, T, G, R, H], T a multiple of 128, H of 64, 128 or 256.
       inverse: reciprocals of the scales, f32[B, G, N, T], for N of the R heads of each group.
       first: of these N.
-      fmt: E4M3FN or E5M2.
-      interpret: for ``plgpu.kernel``.
-
-    Returns:
-      f8[B, G, N, T, H] and f8[B, G, N, H, T].
     """
     (batch, tokens, groups, of, depth), count = x.shape, inverse.shape[2]
     # Two blocks fit a multiprocessor, each with two tiles and both results.
-    sweep = Sweep(rows=TOKENS if x.dtype.itemsize == 2 else TOKENS // 2, columns=min(depth, 128))
-    down, across = tokens // sweep.rows, depth // sweep.columns
+    tiles = Sweep(rows=TOKENS if x.dtype.itemsize == 2 else TOKENS // 2, columns=min(depth, 128))
+    down, across = tokens // tiles.rows, depth // tiles.columns
     total = batch * groups * count * across * down
-    blocks = min(sweep.blocks, total)
+    blocks = min(tiles.blocks, total)
 
     def kernel(x: Ref, inverse: Ref, q: Ref, q_t: Ref, staged: Ref, staged_t: Ref) -> None:
         block = lax.axis_index("block")
@@ -73,35 +56,34 @@ def quantize_heads(
 
         def body(step: tuple[jax.Array], tile: Ref, factors: Ref) -> None:
             head, part, row = place(*step)
-            at_token, at_depth = sweep.part(row, part)
-            values = read(tile, ROWS, jnp.float32)
-            by_token = per_line(read(factors, ROWS.reduce(1)), values.shape)
+            at_token, at_depth = tiles.part(row, part)
+            values = sweep.read(tile, ROWS, jnp.float32)
+            by_token = along(sweep.read(factors, ROWS.reduce(1)), values.shape, 0)
             target = q.at[head, at_token, at_depth]
-            write(saturating(values * by_token, fmt, interpret), staged, target)
-            values = read(tile.T, COLUMNS, jnp.float32)
-            by_token = lax.broadcast_in_dim(read(factors, COLUMNS.reduce(0)), values.shape, (1,))
+            sweep.write(sweep.saturating(values * by_token, fmt), staged, target)
+            values = sweep.read(tile.T, COLUMNS, jnp.float32)
+            by_token = along(sweep.read(factors, COLUMNS.reduce(0)), values.shape, 1)
             target = q_t.at[head, at_depth, at_token]
-            write(saturating(values * by_token, fmt, interpret), staged_t, target)
+            sweep.write(sweep.saturating(values * by_token, fmt), staged_t, target)
 
-        shape = (sweep.rows, sweep.columns)
-        tiles = plgpu.BlockSpec(shape, of_x, transforms=swizzled(x.dtype, sweep.columns))
+        shape = (tiles.rows, tiles.columns)
+        tile = plgpu.BlockSpec(shape, of_x, transforms=swizzled(x.dtype, tiles.columns))
         plgpu.emit_pipeline(
             body,
             grid=(steps,),
-            in_specs=[tiles, plgpu.BlockSpec((sweep.rows,), of_inverse)],
-            max_concurrent_steps=sweep.stages,
+            in_specs=[tile, plgpu.BlockSpec((tiles.rows,), of_inverse)],
+            max_concurrent_steps=tiles.stages,
         )(x, inverse)
-        finish()
+        plgpu.wait_smem_to_gmem(0)
 
     heads = batch * groups * count
     shapes = (heads, tokens, depth), (heads, depth, tokens)
     q, q_t = plgpu.kernel(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(s, fmt.dtype) for s in shapes),
-        scratch_types=tuple(staging(sweep, fmt)),
+        scratch_types=tuple(sweep.staging(tiles, fmt)),
         grid=(blocks,),
         grid_names=("block",),
-        interpret=interpret,
         kernel_name="jfp8_quantize_heads",
     )(x.reshape(batch * tokens, -1), inverse.reshape(-1))
     each = (batch, groups, count)

@@ -14,8 +14,9 @@ side, are made at once, and processed one after the other.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -28,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper.measured import measured
 from jfp8.kernels.hopper.tiles import multiprocessors
-from jfp8.kernels.shared_memory import padded, swizzled
+from jfp8.kernels.shared_memory import load, padded, swizzled, tile
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 
@@ -47,29 +48,13 @@ Input: TypeAlias = jax.Array | Sequence[jax.Array]
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a kernel walks over its input.
+    """Say how a matrix is cut into tiles."""
 
-    Attributes:
-      rows, columns: size of a tile, multiples of 64.
-      stages: tiles of the input in shared memory, one being processed and the others being loaded.
-      blocks: blocks that share the tiles; by default two for each multiprocessor, which together
-        must fit into its shared memory.
-      make: what makes tiles, if the input is not the matrix itself; see `taken`.
-      side_by_side: of how many matrices each array of the input then consists.
-      outputs: how many matrices of the same size `make` makes; the matrix is all of them.
-    """
-
-    rows: int = 128
+    rows: int = 128  # of a tile, a multiple of 64, as `columns`
     columns: int = 128
-    stages: int = 2
+    stages: int = 2  # tiles in shared memory, one being processed and the others being loaded
+    # Blocks that share the tiles: two for each multiprocessor must fit into its shared memory.
     blocks: int = field(default_factory=lambda: 2 * multiprocessors())
-    make: Make | None = None
-    side_by_side: tuple[int, ...] = (1,)
-    outputs: int = 1
-
-    def shape(self, x: Sequence[Ref]) -> tuple[int, int]:
-        """The shape of the matrix, of which `x` is the input."""
-        return x[0].shape[0], x[0].shape[1] // self.side_by_side[0] * self.outputs
 
     def part(self, i: jax.Array, j: jax.Array) -> tuple[Any, Any]:
         """Return the rows and the columns of a tile."""
@@ -77,17 +62,17 @@ class Sweep:
 
 
 def arrays_of(x: Input) -> tuple[jax.Array, ...]:
-    """All arrays of an input, the matrix itself or the first of what it is made of in front."""
+    """Return all arrays of an input, the matrix or the first of what it is made of in front."""
     return tuple(x) if isinstance(x, Sequence) else (x,)
 
 
 def bytes_read(x: Input) -> int:
-    """Bytes of `x` for each element of a matrix; see `taken`."""
+    """Return the bytes of `x` for each element of a matrix; see `Walk.over`."""
     return sum(a.dtype.itemsize * (1 if a.ndim == 2 else a.shape[1]) for a in arrays_of(x))
 
 
 def both_ways(x: Input, stages: int = 2) -> Sweep:
-    """Tiles with which two blocks fit a multiprocessor, each with two tiles and both results.
+    """Return tiles with which two blocks fit a multiprocessor, each with two tiles and results.
 
     Args:
       stages: instead of the two tiles, if so many fit.
@@ -97,158 +82,185 @@ def both_ways(x: Input, stages: int = 2) -> Sweep:
 
 
 def fastest(kernel: str, x: Input, otherwise: Sweep) -> Sweep:
-    """What was measured to be fastest for a matrix of 16-bit elements; else `otherwise`."""
+    """Return what was measured to be fastest for 16-bit elements; else `otherwise`."""
     first, *others = arrays_of(x)
     itself = first.dtype.itemsize == first.ndim == 2 and not others
     found = measured(kernel, *first.shape) if itself else None
     return otherwise if found is None else Sweep(**found)
 
 
-def taken(x: Input, make: Make | None, sweep: Sweep) -> tuple[tuple[jax.Array, ...], Sweep]:
-    """`x` in whole tiles, as kernels take it, and a sweep that knows how they are made.
+@dataclass(frozen=True)
+class Walk:
+    """Say how a kernel walks over a matrix."""
 
-    Args:
-      x: the matrix, ``[M, N]``; or, if there is a `make`, arrays ``[M, projections, N]`` and
-        ``[M, N]`` of one dtype: then the matrix is ``make(x[0][:, 0], x[0][:, 1], ..., x[1])`` in
-        f32, rounded to their dtype. If that are several, they are side by side.
-    """
-    arrays = arrays_of(x)
-    if make is None:
-        return tuple(padded(a, sweep.rows, sweep.columns) for a in arrays), sweep
-    counts = tuple(1 if a.ndim == 2 else a.shape[1] for a in arrays)
-    arrays = (a.reshape(len(a), -1, a.shape[-1]) for a in arrays)
-    arrays = [padded(a, sweep.rows, 1, sweep.columns) for a in arrays]
-    number = jax.ShapeDtypeStruct((), jnp.float32)
-    outputs = len(jax.tree.leaves(jax.eval_shape(make, *[number] * sum(counts))))
-    sweep = replace(sweep, make=elementary(make), side_by_side=counts, outputs=outputs)
-    return tuple(a.reshape(len(a), -1) for a in arrays), sweep
+    arrays: tuple[jax.Array, ...]  # in memory, of whole tiles: the matrix, or what it is made of
+    sizes: tuple[int, int]  # of the matrix, or of each of several, without what is added to tiles
+    dtype: jax.typing.DTypeLike  # to which elements are cast as they are read
+    sweep: Sweep
+    make: Make | None = None  # None: the input is the matrix itself
+    side_by_side: tuple[int, ...] = (1,)  # of how many matrices each array consists
+    outputs: int = 1  # matrices that `make` makes; the matrix is all of them
 
+    @classmethod
+    def over(
+        cls,
+        x: Input,
+        default: Sweep,
+        *,
+        sweep: Sweep | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        make: Make | None = None,
+    ) -> Walk:
+        """Return the walk over `x`; its last three arguments are options of all kernels.
 
-def whole(x: jax.Array, sweep: Sweep, axis: int, *sizes: int) -> jax.Array:
-    """A result of a kernel without what was added for whole tiles.
+        Args:
+          x: the matrix, ``[M, N]``; or, if there is a `make`, arrays ``[M, projections, N]`` and
+            ``[M, N]`` of one dtype: then the matrix is ``make(x[0][:, 0], x[0][:, 1], ..., x[1])``
+            in f32, rounded to their dtype. If that are several, they are side by side.
+          default: the tiles, if no `sweep` is given.
+          sweep: the tiles.
+          dtype: to which elements are cast as they are read; None: to none.
+          make: see `x`; None: it is the matrix itself.
+        """
+        arrays, sweep = arrays_of(x), sweep or default
+        sizes, dtype = (arrays[0].shape[0], arrays[0].shape[-1]), dtype or arrays[0].dtype
+        if make is None:
+            return cls((padded(arrays[0], sweep.rows, sweep.columns),), sizes, dtype, sweep)
+        counts = tuple(1 if a.ndim == 2 else a.shape[1] for a in arrays)
+        arrays = (a.reshape(len(a), -1, a.shape[-1]) for a in arrays)
+        arrays = [padded(a, sweep.rows, 1, sweep.columns) for a in arrays]
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        outputs = len(jax.tree.leaves(jax.eval_shape(make, *[number] * sum(counts))))
+        arrays = tuple(a.reshape(len(a), -1) for a in arrays)
+        return cls(arrays, sizes, dtype, sweep, elementary(make), counts, outputs)
 
-    Args:
-      axis: that of columns. If several matrices are made, it becomes two, the first their number.
-      sizes: of rows and columns, in the order of `x`.
-    """
-    before, (columns, *after) = x.shape[:axis], x.shape[axis:]
-    x = x.reshape(*before, sweep.outputs, columns // sweep.outputs, *after)
-    kept = [slice(size) for size in sizes]
-    first = 0 if sweep.outputs == 1 else slice(None)
-    return x[(*kept[:axis], first, *kept[axis:])]
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix, of whole tiles."""
+        first = self.arrays[0]
+        return first.shape[0], first.shape[1] // self.side_by_side[0] * self.outputs
 
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """How many tiles there are, down and across, of each matrix."""
+        rows, columns = self.shape
+        return rows // self.sweep.rows, columns // self.outputs // self.sweep.columns
 
-def run(
-    name: str,
-    kernel: Callable[..., None],
-    x: Sequence[jax.Array],
-    *arrays: jax.Array,
-    out: Sequence[jax.ShapeDtypeStruct],
-    staged: Sequence[Any] = (),
-    sweep: Sweep,
-    interpret: Any,
-) -> Sequence[jax.Array]:
-    """Results of ``kernel(x, *arrays, *out, *staged)``; `staged` is in shared memory."""
-    return plgpu.kernel(
-        lambda *refs: kernel(refs[: len(x)], *refs[len(x) :]),
-        out_type=tuple(out),
-        scratch_types=tuple(staged),
-        grid=(blocks(x, sweep),),
-        grid_names=("block",),
-        interpret=interpret,
-        kernel_name=f"jfp8_{name}",
-    )(*x, *arrays)
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that `run` starts."""
+        return min(self.sweep.blocks, math.prod(self.tiles))
 
+    def whole(self, x: jax.Array, axis: int, *sizes: int) -> jax.Array:
+        """Return a result of a kernel without what was added for whole tiles.
 
-def run_both_ways(
-    name: str,
-    kernel: Callable[..., None],
-    x: Sequence[jax.Array],
-    *arrays: jax.Array,
-    fmt: Format,
-    sizes: tuple[int, int],
-    more: Sequence[jax.ShapeDtypeStruct] = (),
-    sweep: Sweep,
-    interpret: Any,
-) -> tuple[jax.Array, ...]:
-    """Return results of ``kernel(x, *arrays, q, q_t, *more, staged, staged_t)``, q of `sizes`."""
-    rows, columns = sweep.shape(x)
-    both = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in ((rows, columns), (columns, rows))]
-    how = {"staged": staging(sweep, fmt), "sweep": sweep, "interpret": interpret}
-    q, q_t, *others = run(name, kernel, x, *arrays, out=[*both, *more], **how)
-    m, n = sizes
-    return whole(q, sweep, 1, m, n), whole(q_t, sweep, 0, n, m), *others
+        Args:
+          axis: that of columns. If several matrices are made, it becomes two, the first their
+            number.
+          sizes: of rows and columns, in the order of `x`.
+        """
+        before, (columns, *after) = x.shape[:axis], x.shape[axis:]
+        x = x.reshape(*before, self.outputs, columns // self.outputs, *after)
+        kept = [slice(size) for size in sizes]
+        first = 0 if self.outputs == 1 else slice(None)
+        return x[(*kept[:axis], first, *kept[axis:])]
 
+    def run(
+        self,
+        name: str,
+        kernel: Callable[..., None],
+        *arrays: jax.Array,
+        out: Sequence[jax.ShapeDtypeStruct],
+        staged: Sequence[Any] = (),
+    ) -> Sequence[jax.Array]:
+        """Return results of ``kernel(x, *arrays, *out, *staged)``; `staged` is in shared memory."""
+        count = len(self.arrays)
+        return plgpu.kernel(
+            lambda *refs: kernel(refs[:count], *refs[count:]),
+            out_type=tuple(out),
+            scratch_types=tuple(staged),
+            grid=(self.blocks,),
+            grid_names=("block",),
+            kernel_name=f"jfp8_{name}",
+        )(*self.arrays, *arrays)
 
-def blocks(x: Sequence[Ref], sweep: Sweep) -> int:
-    """Number of blocks that `run` starts."""
-    rows, columns = sweep.shape(x)
-    return min(sweep.blocks, (rows // sweep.rows) * (columns // sweep.outputs // sweep.columns))
+    def run_both_ways(
+        self,
+        name: str,
+        kernel: Callable[..., None],
+        *arrays: jax.Array,
+        fmt: Format,
+        more: Sequence[jax.ShapeDtypeStruct],
+    ) -> tuple[jax.Array, ...]:
+        """Return results of ``kernel(x, *arrays, q, q_t, *more, staged, staged_t)``."""
+        both = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in (self.shape, self.shape[::-1])]
+        staged = staging(self.sweep, fmt)
+        q, q_t, *others = self.run(name, kernel, *arrays, out=[*both, *more], staged=staged)
+        return self.whole(q, 1, *self.sizes), self.whole(q_t, 0, *self.sizes[::-1]), *others
 
+    def for_each_tile(
+        self,
+        body: Callable[..., Any],
+        x: Sequence[Ref],
+        *vectors: tuple[Ref, int],
+        wanted: jax.Array | None = None,
+        carry: Any = None,
+    ) -> Any:
+        """Call ``body(i, j, tile, *parts, [carry])`` for those tiles that are this block's.
 
-def for_each_tile(
-    body: Callable[..., Any],
-    x: Sequence[Ref],
-    *vectors: tuple[Ref, int],
-    sweep: Sweep,
-    wanted: jax.Array | None = None,
-    carry: Any = None,
-) -> Any:
-    """``body(i, j, tile, *parts, [carry])`` for those tiles of `x` that are this block's.
+        Args:
+          body: gets the position of the tile, and tile and parts in shared memory; if there is a
+            `carry`, it returns the next one.
+          x: references to `arrays`.
+          vectors: vectors in memory, each with the dimension of the matrix that it belongs to. Not
+            if several matrices are made.
+          wanted: bool[]; if False nothing is read.
+          carry: its first value.
+        """
+        sweep, (down, across) = self.sweep, self.tiles
+        total, stride, block = down * across, self.blocks, lax.axis_index("block")
+        steps = lax.div(total - 1 - block, stride) + 1 if total % stride else total // stride
+        if wanted is not None:
+            steps = jnp.where(wanted, steps, 0)
 
-    Args:
-      body: gets the position of the tile, and tile and parts in shared memory; if there is a
-        `carry`, it returns the next one.
-      x: matrix in memory, of whole tiles; or what its tiles are made of, see `taken`.
-      vectors: vectors in memory, each with the dimension of `x` that it belongs to. Not if several
-        matrices are made.
-      sweep: size of the tiles, and how many blocks share them.
-      wanted: bool[]; if False nothing is read.
-      carry: its first value.
-    """
-    rows, columns = sweep.shape(x)
-    down, across = rows // sweep.rows, columns // sweep.outputs // sweep.columns
-    total, stride, block = down * across, blocks(x, sweep), lax.axis_index("block")
-    steps = lax.div(total - 1 - block, stride) + 1 if total % stride else total // stride
-    if wanted is not None:
-        steps = jnp.where(wanted, steps, 0)
+        def position(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+            tile = block + step * stride
+            return lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
 
-    def position(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tile = block + step * stride
-        return lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+        def part(dimension: int) -> plgpu.BlockSpec:
+            size = (sweep.rows, sweep.columns)[dimension]
+            return plgpu.BlockSpec((size,), lambda step: (position(step)[dimension],))
 
-    def part(dimension: int) -> plgpu.BlockSpec:
-        size = (sweep.rows, sweep.columns)[dimension]
-        return plgpu.BlockSpec((size,), lambda step: (position(step)[dimension],))
+        def tile(array: Ref, beside: int) -> plgpu.BlockSpec:
+            def place(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+                i, j = position(step)
+                return i, j + beside * across
 
-    def tile(array: Ref, beside: int) -> plgpu.BlockSpec:
-        def place(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            i, j = position(step)
-            return i, j + beside * across
+            transforms = swizzled(array.dtype, sweep.columns)
+            return plgpu.BlockSpec((sweep.rows, sweep.columns), place, transforms=transforms)
 
-        transforms = swizzled(array.dtype, sweep.columns)
-        return plgpu.BlockSpec((sweep.rows, sweep.columns), place, transforms=transforms)
+        counts = zip(x, self.side_by_side, strict=True)
+        read = [(a, p) for a, count in counts for p in range(count)]
 
-    read = [(a, p) for a, count in zip(x, sweep.side_by_side, strict=True) for p in range(count)]
+        def of_tile(step: tuple[jax.Array], *refs: Ref) -> Any:
+            tiles, parts = refs[: len(read)], refs[len(read) :][: len(vectors)]
+            state = refs[len(read) + len(vectors) :]
+            i, j = position(*step)
+            if self.make is not None:
+                make_in_place(self.make, tiles)
+            for output in range(self.outputs):
+                found = body(i, j + output * across, tiles[output], *parts, *state)
+                state = (found,) if state else ()
+            return state[0] if state else None
 
-    def of_tile(step: tuple[jax.Array], *refs: Ref) -> Any:
-        tiles, parts = refs[: len(read)], refs[len(read) :][: len(vectors)]
-        state = refs[len(read) + len(vectors) :]
-        i, j = position(*step)
-        if sweep.make is not None:
-            make_in_place(sweep.make, tiles)
-        for output in range(sweep.outputs):
-            found = body(i, j + output * across, tiles[output], *parts, *state)
-            state = (found,) if state else ()
-        return state[0] if state else None
-
-    return plgpu.emit_pipeline(
-        of_tile,
-        grid=(steps,),
-        in_specs=[*(tile(*each) for each in read), *(part(dimension) for _, dimension in vectors)],
-        max_concurrent_steps=sweep.stages,
-        init_carry=carry,
-    )(*(array for array, _ in read), *(vector for vector, _ in vectors))
+        specs = [*(tile(*each) for each in read), *(part(dimension) for _, dimension in vectors)]
+        return plgpu.emit_pipeline(
+            of_tile,
+            grid=(steps,),
+            in_specs=specs,
+            max_concurrent_steps=sweep.stages,
+            init_carry=carry,
+        )(*(array for array, _ in read), *(vector for vector, _ in vectors))
 
 
 def make_in_place(make: Make, tiles: Sequence[Ref]) -> None:
@@ -257,43 +269,33 @@ def make_in_place(make: Make, tiles: Sequence[Ref]) -> None:
         part = tuple(pl.ds(first, 64) for first in at)  # all at once would not fit the registers
         values = (plgpu.load(tile.at[part], layout=COLUMNS) for tile in tiles)
         made = jax.tree.leaves(make(*(each.astype(jnp.float32) for each in values)))
-        for tile, each in zip(tiles, made, strict=False):
-            tile[part] = each.astype(tile.dtype)
+        for target, each in zip(tiles, made, strict=False):
+            target[part] = each.astype(target.dtype)
     plgpu.commit_smem()  # `body` reads it in other layouts
 
 
 def staging(sweep: Sweep, fmt: Format) -> list[Any]:
     """Shared memory for a tile on its way out, and for its transpose."""
     shapes = (sweep.rows, sweep.columns), (sweep.columns, sweep.rows)
-    return [plgpu.SMEM(s, fmt.dtype, transforms=swizzled(fmt.dtype, s[1])) for s in shapes]
+    return [tile(shape, fmt.dtype) for shape in shapes]
 
 
 def read(tile: Ref, layout: Any, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """A tile, its transposed view, or a part of a vector, in registers, cast to `dtype`."""
     # Not optimized: the reads of ROWS meet two to a bank. Optimized ones do not, but cost a select
     # for every word, and instructions are scarcer here than shared memory's time.
-    values = plgpu.load(tile, layout=layout, optimized=False)
+    values = load(tile, layout)
     return values if dtype is None else values.astype(dtype)
 
 
 def write(values: jax.Array, staged: Ref, target: Ref) -> None:
     """``target = values``, through `staged`."""
     # The two directions alternate, each in its own `staged`: with at most one copy in flight, this
-    # one is free. At the end of a kernel `finish` waits for both.
+    # one is free. A kernel ends with `plgpu.wait_smem_to_gmem(0)`, which waits for both.
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     staged[...] = values
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged, target)
-
-
-def finish() -> None:
-    """Wait until all is written: the last line of a kernel that calls `write`."""
-    plgpu.wait_smem_to_gmem(0)
-
-
-def per_line(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One value for each line, repeated along the lines."""
-    return lax.broadcast_in_dim(values, shape, (0,))
 
 
 def lane(dtype: jax.typing.DTypeLike) -> Any:
@@ -307,9 +309,9 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, integer) & integer(np.iinfo(integer).max)
 
 
-def no_amax(dtype: jax.typing.DTypeLike, sweep: Sweep) -> jax.Array:
+def no_amax(walk: Walk) -> jax.Array:
     """Zero magnitudes for the rows of a tile, in the layout that a maximum along them gives."""
-    return plgpu.layout_cast(jnp.zeros((sweep.rows,), lane(dtype)), ROWS.reduce(1))
+    return plgpu.layout_cast(jnp.zeros((walk.sweep.rows,), lane(walk.dtype)), ROWS.reduce(1))
 
 
 def from_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -322,10 +324,10 @@ def f32_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return lax.bitcast_convert_type(from_magnitude(bits, dtype), jnp.int32)
 
 
-def saturating(values: jax.Array, fmt: Format, interpret: Any) -> jax.Array:
+def saturating(values: jax.Array, fmt: Format) -> jax.Array:
     """f32 `values` cast to `fmt`; finite ones saturate."""
     # The device's conversion (cvt.rn.satfinite) saturates by itself.
-    if interpret or kernels_are_interpreted():
+    if kernels_are_interpreted():
         values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
     return values.astype(fmt.dtype)
 
@@ -338,12 +340,10 @@ def parts() -> int:
     return -(-4 * multiprocessors() // 128) * 128
 
 
-def write_amax(
-    target: Ref, amax: jax.Array, dtype: jax.typing.DTypeLike, x: Sequence[Ref], sweep: Sweep
-) -> None:
+def write_amax(target: Ref, amax: jax.Array, walk: Walk) -> None:
     """What a block has found as its entry of `target`, and zeros that are left for it to write."""
-    count, at = blocks(x, sweep), lax.axis_index("block")
-    target[at] = jnp.max(f32_magnitude(amax, dtype))
+    count, at = walk.blocks, lax.axis_index("block")
+    target[at] = jnp.max(f32_magnitude(amax, walk.dtype))
 
     def write_zero(i, _):
         target[at + i * count] = jnp.int32(0)

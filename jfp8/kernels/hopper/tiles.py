@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.measured import measured
@@ -23,17 +24,54 @@ NO_OTHER_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 class Tiles:
     """How a product ``[M, N]`` is divided. `tile_m` and `tile_n` are multiples of 64.
 
-    Two warpgroups take `tile_m` x `tile_n` each, one above the other; `cluster` (1 or 2) such
-    blocks, again above each other, share the copies of b. `stages` copies of 128 of K are in
-    flight. Blocks that run at the same time form a rectangle, `group` tiles high, so that their
-    operands stay in L2.
+    Two warpgroups take `tile_m` x `tile_n` each, one above the other. `stages` copies of 128 of K
+    are in flight. Blocks that run at the same time form a rectangle, `group` tiles high, so that
+    their operands stay in L2.
     """
 
     tile_m: int = 64
     tile_n: int = 256
     stages: int = 4
     group: int = 16
-    cluster: int = 1
+
+
+class Place(NamedTuple):
+    """Locate a tile of a product: its first row and column, and the first column that it stores."""
+
+    row: jax.Array
+    column: jax.Array
+    first: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Cut a matrix into tiles of `height` rows, in an order that shares operands in L2.
+
+    The last tile of a row ends with the matrix, and so may overlap the one before it.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    tiles: Tiles
+
+    @classmethod
+    def of(cls, rows: int, columns: int, height: int, tiles: Tiles) -> Grid:
+        tiles = dataclasses.replace(tiles, tile_n=min(tiles.tile_n, columns))
+        return cls(rows, columns, height, tiles)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows // self.height, -(-self.columns // self.tiles.tile_n)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def place(self, number: jax.Array) -> Place:
+        row, column = plgpu.planar_snake(number, self.shape, 0, self.tiles.group)
+        first = column * self.tiles.tile_n
+        return Place(row * self.height, jnp.minimum(first, self.columns - self.tiles.tile_n), first)
 
 
 Kind = Literal["running", "promoted", "block", "block_columns"]
@@ -55,21 +93,13 @@ def candidates(kind: Kind) -> list[Tiles]:
     """The tiles worth measuring: all that fit, with as many stages as fit."""
     widths = [n for n in (64, 128, 192, 256) if n <= _WIDEST[kind]]
     shapes = [(64, n) for n in widths] + ([(128, 128)] if kind == "running" else [])
-    return [
-        Tiles(m, n, _stages(kind, m, n), group, cluster)
-        for m, n in shapes
-        for cluster in (1, 2)
-        for group in (16, 8)
-    ]
+    return [Tiles(m, n, _stages(kind, m, n), group) for m, n in shapes for group in (16, 8)]
 
 
 def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
     """The tiles that were measured to be fastest; else those that a model predicts."""
     found = measured(kind, m, n, k)
-    if found is not None:
-        return Tiles(**found)
-    # Copies shared by two blocks are chosen only by measurement: an interpreter does not make them.
-    return next(t for t in ranked(kind, m, n, k) if t.cluster == 1)
+    return ranked(kind, m, n, k)[0] if found is None else Tiles(**found)
 
 
 def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
@@ -81,14 +111,13 @@ def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
 
     def cycles(t: Tiles) -> float:
         rows, columns = 2 * t.tile_m, t.tile_n
-        clusters = math.ceil(m / (rows * t.cluster)) * math.ceil(n / columns)
-        waves = math.ceil(clusters / (multiprocessors() // t.cluster))
+        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / multiprocessors())
         # For 128 of k. Each 64 rows of wgmma read all columns. 40 bytes of a cycle from L2 are
-        # about what bf16 kernels reach without sharing copies.
+        # about what bf16 kernels reach.
         tensor = rows * columns * 128 / 4096
         copied = (rows + columns) * 128
         shared = (copied + (rows + rows // 64 * columns) * 128) / 128
-        l2 = (rows + columns / t.cluster) * 128 / 40
+        l2 = (rows + columns) * 128 / 40
         return waves * (math.ceil(k / 128) * max(tensor, shared, l2) + 2000)
 
     return sorted(candidates(kind), key=cycles)

@@ -1,4 +1,4 @@
-"""Products of `ScaledArray`s by the Pallas kernel for TPUs, in this folder.
+"""Products of `ScaledArray`s on TPUs: by the Pallas kernel in this folder, or by XLA.
 
 The kernel takes matrices in any layout. This file brings any product into matrices, and scales into
 the shapes that the kernel takes.
@@ -7,29 +7,26 @@ the shapes that the kernel takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.kernels.backend import Backend
+from jfp8.kernels.backend import Backend, Choice, Facts, check_not_refused, facts_of
 from jfp8.kernels.only_on import only_on
 from jfp8.kernels.operands import row_scales
 from jfp8.kernels.tpu.tiles import LANES
+from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.bias import plus_bias
-from jfp8.matmul.spec import (
-    HARDWARE_FORMATS,
-    MatmulSpec,
-    free_dims,
-    layout_of,
-    varies_along_sum,
-)
+from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.tracing.device import Gpu, Tpu
+from jfp8.tracing.notes import note
 
 
 def _why_not_on(device: Gpu | Tpu | None) -> str | None:
@@ -67,14 +64,14 @@ def _multiply(
     layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
     a, b, (((a_k,), (b_k,)), (batch, _)) = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
     m, n, k = layout.sizes
-    if varies_along_sum(lhs, rhs, spec):
-        kind, in_f8 = "blocks", False
+    in_blocks = varies_along_sum(lhs, rhs, spec)
+    if in_blocks:
+        in_f8 = False
         scales = (
             _block_scales(lhs, lhs_sum[0], lhs_batch),
             _block_scales(rhs, rhs_sum[0], rhs_batch),
         )
     else:
-        kind = "ends"
         u, v = row_scales(lhs, lhs_sum, lhs_batch), row_scales(rhs, rhs_sum, rhs_batch)
         scales = u[..., None] if u.ndim else u, v[..., None, :] if v.ndim else v
     # The kernel writes what TPUs have registers for.
@@ -82,7 +79,7 @@ def _multiply(
     bias = None if given is None or out != spec.dtype else given.reshape(1, -1)
 
     def product(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-        how: dict[str, Any] = {kind: scales, "bias": bias}
+        how: dict[str, Any] = {"scales": scales, "in_blocks": in_blocks, "bias": bias}
         # The compiler counts with one rate, that of bf16, when it decides what to do meanwhile.
         flops = m * n * k * (1 if in_f8 else 2)
         return matmul(a, b, (a_k - len(batch), b_k - len(batch)), out, **how, flops=flops)
@@ -123,3 +120,48 @@ BLOCK_BACKEND = _backend(
     blocks=frozenset({(128, 1), (128, 128), (32, 1), (32, 32)}),
     powers_of_two=True,
 )
+# The first that supports the product is used.
+BACKENDS = (BACKEND, BLOCK_BACKEND, f8_dot.BACKEND, bf16_dot.BACKEND)
+
+
+def multiply(
+    lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec, bias: jax.Array | None = None
+) -> jax.Array:
+    """Return the product of two operands, and a bias, by the named backend or the best one.
+
+    Raises:
+      NotImplementedError: the named backend cannot compute it.
+    """
+    facts, tpu = facts_of(lhs, rhs, spec), spec.device
+    if spec.implementation == BACKEND.name:
+        named = BACKENDS[:2]
+        backend = next((b for b in named if facts.granularity in b.granularities), named[0])
+        check_not_refused(spec.implementation, backend.why_not(facts, tpu))
+        text = BACKEND.name
+    else:
+        choice = choose_on_tpu(facts, tpu if isinstance(tpu, Tpu) else None)
+        backend, text = choice.backend, str(choice)
+    with note("tpu", text):
+        if backend in BACKENDS[:2]:  # the kernel adds a bias by itself
+            return by_mosaic(lhs, rhs, spec, bias)
+        return plus_bias(backend.multiply(lhs, rhs, spec), bias)
+
+
+def choose_on_tpu(facts: Facts, device: Tpu | None) -> Choice:
+    """Return the backend for a product on a TPU; None: for any, by XLA.
+
+    1. The Pallas kernel, which takes f8 codes with scales for tensors, rows and columns, and
+       dequantizes blocks with powers of two to bf16 as it reads them.
+    2. By XLA: f8 arrays, which TPU7x multiplies, and others convert to bf16 on the way. What has
+       scales that vary along the sum, in bf16.
+    """
+    facts = replace(facts, accumulation="f32")
+    refused: dict[str, str] = {}
+    for backend in BACKENDS if device is not None else BACKENDS[2:]:
+        if facts.granularity not in backend.granularities and backend in BACKENDS[:2]:
+            continue  # the same kernel takes them in another way
+        reason = backend.why_not(facts, device)
+        if reason is None:
+            return Choice(backend, refused)
+        refused[backend.name] = reason
+    raise AssertionError("bf16 takes everything")

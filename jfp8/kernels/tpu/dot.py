@@ -1,4 +1,4 @@
-"""`DotOnTpu`: `Dot` of two matrices, each quantized in one step for both of its products.
+"""The planner for TPUs: `Dot` of two matrices, each quantized in one step for both of its products.
 
 A TPU's matrix units take operands in any layout, so that one array of codes serves both directions
 wherever one scale does.
@@ -17,19 +17,10 @@ from jax import lax
 
 from jfp8.kernels.matrices import Arrangement, arrangements
 from jfp8.kernels.operands import are_powers_of_two, dtype_of_partial_sums
-from jfp8.kernels.tpu.backends import multiply
+from jfp8.kernels.tpu import sharded
+from jfp8.kernels.tpu.backend import multiply
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
-from jfp8.kernels.tpu.sharded import (
-    Division,
-    Layout,
-    OfMatrix,
-    by_parts,
-    count_of,
-    division_of,
-    layout_of_matrices,
-    spec_of,
-    spec_of_scale,
-)
+from jfp8.kernels.tpu.sharded import Division, Layout, OfMatrix
 from jfp8.matmul.as_matrices import matrix_groups
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import MatmulSpec, layout_of
@@ -38,6 +29,7 @@ from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Options, Use
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
+from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Tpu
 
 
@@ -48,13 +40,11 @@ from jfp8.tracing.device import Tpu
 )
 @dataclass(frozen=True)
 class DotOnTpu(Dot):
-    """`Dot` on TPUs.
+    """Compute `Dot` on TPUs, of the matrices that its operands become.
 
     Attributes:
-      shapes, dimension_numbers: of the matrices that the operands become.
-      tpu: on which the operands are.
       given: how lhs, rhs and grad become these matrices.
-      layout: how they lie on several; None: on one, or it is not known.
+      layout: how they lie on several TPUs; None: on one, or it is not known.
       bias: ``[n]``, which is added to y; None: none is.
     """
 
@@ -99,7 +89,9 @@ class DotOnTpu(Dot):
         spec = replace(spec, device=self.tpu)
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
             if self.layout is not None:
-                division = self._division(self.layout, kind)
+                numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
+                ((a,), (b,)), _ = numbers
+                division = sharded.division_of(self.layout, kind, (a, b), order)
                 if _has_parts(first, division.first) and _has_parts(second, division.second):
                     return self._multiply_on_each(division, kind, first, second, spec, bias)
         elif jnp.bfloat16 in (first.dtype, second.dtype):
@@ -126,11 +118,6 @@ class DotOnTpu(Dot):
             y = multiply_operands(first, second, spec, dtype_of_partial_sums(spec))
             y = plus_bias(y, bias)
         return y if order is None else y.transpose(order)
-
-    def _division(self, layout: Layout, kind: Kind) -> Division:
-        numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
-        ((a,), (b,)), _ = numbers
-        return division_of(layout, kind, (a, b), order)
 
     def _multiply_on_each(
         self,
@@ -161,13 +148,13 @@ class DotOnTpu(Dot):
             return plus_bias(y.astype(self.dtype_of(kind)), bias)
 
         specs = (
-            spec_of(division.first),
-            spec_of_scale(first.scale.shape, division.first),
-            spec_of(division.second),
-            spec_of_scale(second.scale.shape, division.second),
-            spec_of(division.result[1:]),
+            sharded.spec_of(division.first),
+            sharded.spec_of_scale(first.scale.shape, division.first),
+            sharded.spec_of(division.second),
+            sharded.spec_of_scale(second.scale.shape, division.second),
+            sharded.spec_of(division.result[1:]),
         )
-        divided = by_parts(part, specs, spec_of(division.result))
+        divided = sharded.by_parts(part, specs, sharded.spec_of(division.result))
         return divided(first.data, first.scale, second.data, second.scale, bias)
 
 
@@ -175,7 +162,7 @@ def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
     """Return whether parts of `q` have parts of its scales, as those that kernels quantize have."""
     if q.block is not None or not isinstance(q.scale, jax.Array):
         return False
-    parts = map(count_of, axes)
+    parts = map(sharded.count_of, axes)
     return all(m == 1 or m % n == 0 for m, n in zip(q.scale.shape, parts, strict=False))
 
 
@@ -186,11 +173,18 @@ def _in_bf16_if_exact(x: Operand, summed: tuple[int, ...], spec: MatmulSpec) -> 
     return scaled_values(x).astype(jnp.bfloat16)
 
 
-def dot_on_tpu(spec: DotSpec, tpu: Tpu) -> DotOnTpu | None:
-    """Return `DotOnTpu`, if the operands are matrices; None: with batch dimensions."""
-    numbers = spec.dimension_numbers
-    if numbers[1][0]:
+def plan(spec: Any) -> DotOnTpu | None:
+    """Return `DotOnTpu` for a product of matrices; None: the reference, for all that is batched.
+
+    Convolutions and grouped products are those of the core, too.
+    """
+    if not isinstance(spec, DotSpec) or spec.dimension_numbers[1][0]:
         return None
+    numbers, tpu = spec.dimension_numbers, spec.options.device
+    if not isinstance(tpu, Tpu):  # named, elsewhere: kernels are interpreted
+        if not kernels_are_interpreted():
+            return None
+        tpu = Tpu("TPU")
     by_role = arrangements(spec.shapes, numbers)
     if spec.has_quantized_rhs and by_role["rhs"].sizes != spec.shapes[1]:
         return None  # its blocks may not be those of a matrix
@@ -198,7 +192,7 @@ def dot_on_tpu(spec: DotSpec, tpu: Tpu) -> DotOnTpu | None:
     # In f16 partial sums might overflow.
     if spec.sharding is not None and tpu.divides and jnp.float16 not in spec.dtypes:
         specs, shapes, given = spec.sharding
-        layout = layout_of_matrices(specs, shapes, given)
+        layout = sharded.layout_of_matrices(specs, shapes, given)
     whole, ((lhs_sum, rhs_sum), _) = layout_of(*spec.shapes, numbers), numbers
     lhs_k = int(matrix_groups((), whole.lhs_free, lhs_sum)[-1] == lhs_sum)
     rhs_k = int(matrix_groups((), whole.rhs_free, rhs_sum)[-1] == rhs_sum)

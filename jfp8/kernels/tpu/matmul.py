@@ -32,37 +32,31 @@ Ref = Any
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("summed", "dtype", "flops", "interpret"))
+@partial(jax.jit, static_argnames=("summed", "dtype", "in_blocks", "flops"))
 def matmul(
     a: jax.Array,
     b: jax.Array,
     summed: tuple[int, int],
     dtype: jax.typing.DTypeLike,
     *,
-    ends: Sequence[jax.Array] | None = None,
-    blocks: Sequence[jax.Array] | None = None,
+    scales: tuple[jax.Array, jax.Array],
+    in_blocks: bool,
     bias: jax.Array | None = None,
     flops: int | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
-    """``y[i, j] = sum_k (a[i, k] s[k, i]) (b[k, j] t[k, j]) * (u[i] v[j])``, in f32, rounded once.
+    """``y[i, j] = sum_k a[i, k] b[k, j] s[i] t[j]``, in f32, rounded once.
 
     Args:
       a, b: f8 matrices whose sizes are multiples of `LANES`, in any layout.
       summed: the dimension of either that is summed over.
       dtype: of the result, f32 or bf16.
-      ends: ``u`` and ``v``: f32[], or f32[m, 1] and f32[1, n]; None: 1.
-      blocks: ``s`` and ``t``, powers of two, one for each block of 32 or 128 terms: f32, or uint8
-        of E8M0 codes, ``[k / block, free]``; None: 1.
+      scales: ``s`` and ``t``: f32[], or f32[m, 1] and f32[1, n]. Or `in_blocks`, powers of two, one
+        for each block of 32 or 128 terms: f32, or uint8 of E8M0 codes, ``[k / block, free]``.
       bias: [1, n], added to ``y`` once that has its dtype; None: none is.
       flops: what the compiler shall believe that it takes; None: ``2 m n k``.
-      interpret: see ``pl.pallas_call``.
-
-    Returns:
-      ``[m, n]``.
     """
     m, n, k = a.shape[1 - summed[0]], b.shape[1 - summed[1]], a.shape[summed[0]]
-    step = _terms(k, blocks is not None)
+    step = min(k, TILE) if in_blocks else divisor(k)  # tiles of scales must be whole
     sizes = {"m": _rows(m), "n": _rows(n), "k": step, "": 1}
 
     def spec(*dims: str) -> pl.BlockSpec:
@@ -71,22 +65,22 @@ def matmul(
 
     specs = [spec(*((free, "k") if dim else ("k", free))) for dim, free in zip(summed, "mn")]
     of_scales = []
-    for scale, free in zip(blocks or (), "mn", strict=False):
-        rows = step * len(scale) // k
-        of_scales.append(pl.BlockSpec((rows, sizes[free]), spec("k", free).index_map))
-    of_ends, factors = [], []
-    for factor, dims in zip(ends or (), (("m", ""), ("", "n")), strict=False):
-        of_ends.append(spec(*dims) if factor.ndim else ONE_NUMBER)
-        factors.append(factor if factor.ndim else factor.reshape(1, 1))
+    for scale, free, dims in zip(scales, "mn", (("m", ""), ("", "n")), strict=True):
+        if in_blocks:
+            rows = step * len(scale) // k
+            of_scales.append(pl.BlockSpec((rows, sizes[free]), spec("k", free).index_map))
+        else:
+            of_scales.append(spec(*dims) if scale.ndim else ONE_NUMBER)
     of_bias = None if bias is None else spec("", "n")
-    operands = a, b, list(blocks or ()), factors, bias
+    scales_2d = [scale if scale.ndim else scale.reshape(1, 1) for scale in scales]
+    operands = a, b, scales_2d, bias
 
     out = jax.ShapeDtypeStruct((m, n), dtype)
     moved = jax.tree.leaves((operands, out))
     return pl.pallas_call(
-        partial(_kernel, summed=summed, step=step, left=k % step),
+        partial(_kernel, summed=summed, in_blocks=in_blocks, step=step, left=k % step),
         grid=(pl.cdiv(m, sizes["m"]), pl.cdiv(n, sizes["n"]), pl.cdiv(k, step)),
-        in_specs=(*specs, of_scales, of_ends, of_bias),
+        in_specs=(*specs, of_scales, of_bias),
         out_specs=spec("m", "n"),
         out_shape=out,
         scratch_shapes=[pltpu.VMEM((sizes["m"], sizes["n"]), jnp.float32)],
@@ -98,12 +92,11 @@ def matmul(
             transcendentals=0,
             bytes_accessed=sum(x.size * np.dtype(x.dtype).itemsize for x in moved),
         ),
-        name="jfp8_matmul" if blocks is None else "jfp8_matmul_in_blocks",
-        interpret=interpret,
-    )(*in_hbm(operands, interpret))
+        name="jfp8_matmul_in_blocks" if in_blocks else "jfp8_matmul",
+    )(*in_hbm(operands))
 
 
-def _kernel(a, b, blocks, ends, bias, y, total, *, summed, step: int, left: int) -> None:
+def _kernel(a, b, scales, bias, y, total, *, summed, in_blocks, step: int, left: int) -> None:
     """Add `step` terms to the sums of a tile; the last time `left`, unless that is 0."""
     t, last = pl.program_id(2), pl.num_programs(2) - 1
 
@@ -112,8 +105,8 @@ def _kernel(a, b, blocks, ends, bias, y, total, *, summed, step: int, left: int)
         total[...] = jnp.zeros_like(total)
 
     tiles: list[jax.Array] = [a[...], b[...]]
-    if blocks:
-        tiles = list(map(_dequantized, tiles, blocks, summed))
+    if in_blocks:
+        tiles = [dequantized(*each) for each in zip(tiles, (s[...] for s in scales), summed)]
         if left:  # what is read beyond them is not zero
             terms = jnp.where(t == last, left, step)
             tiles = [_without(tile, dim, terms) for tile, dim in zip(tiles, summed)]
@@ -124,16 +117,16 @@ def _kernel(a, b, blocks, ends, bias, y, total, *, summed, step: int, left: int)
     @pl.when(t == last)
     def _():
         result = total[...]
-        if ends:
-            u, v = (x[0, 0] if x.shape == (1, 1) else x[...] for x in ends)
-            result = result * jnp.minimum(u * v, LARGEST_FACTOR)
+        if not in_blocks:
+            s, t = (x[0, 0] if x.shape == (1, 1) else x[...] for x in scales)
+            result = result * jnp.minimum(s * t, LARGEST_FACTOR)
         result = result.astype(y.dtype)
         y[...] = result if bias is None else result + bias[...]
 
 
-def in_hbm(arrays: Sequence[Any], interpret: Any) -> Sequence[Any]:
+def in_hbm(arrays: Sequence[Any]) -> Sequence[Any]:
     """`arrays` that stay in memory. The compiler would bring them into the kernel's own before."""
-    if interpret or kernels_are_interpreted():
+    if kernels_are_interpreted():
         return arrays
     stay = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM) if x.ndim > 1 else x
     return jax.tree.map(stay, arrays)
@@ -147,15 +140,6 @@ def divisor(n: int) -> int:
 def _rows(n: int) -> int:
     """Rows of a tile of `n`: many, so that the other operand is read seldom, and few empty ones."""
     return min(range(min(n, TILE), 0, -LANES), key=lambda t: -(-n // t) * (t + LANES // 2))
-
-
-def _terms(k: int, in_blocks: bool) -> int:
-    """Terms of a step. Tiles of scales must be whole, so that the last step may have fewer."""
-    return min(k, TILE) if in_blocks else divisor(k)
-
-
-def _dequantized(tile: jax.Array, scale: Ref, summed: int) -> jax.Array:
-    return dequantized(tile, scale[...], summed)
 
 
 def _without(tile: jax.Array, summed: int, terms: jax.Array) -> jax.Array:

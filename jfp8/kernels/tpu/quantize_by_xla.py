@@ -51,10 +51,7 @@ def values_in_blocks(
     Where the scales are powers of two these are exact, and all that a product in bf16 needs; codes
     and scales it would have to put together first.
 
-    Args:
-      x: matrix whose sizes are multiples of 128.
-      fmt, scale_rounding: see `scaling.scale_from_amax`.
-      block: 128 or 32.
+    `block` is 128 or 32, and sizes of `x` are multiples of 128.
     """
     in_columns = _values_in_columns(x, fmt, block, scale_rounding)
     if block != LANES:  # parts of the rows of a tile, reached by one transposed copy

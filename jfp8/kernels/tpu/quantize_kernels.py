@@ -23,23 +23,16 @@ from jfp8.tracing.compat import of_varying
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("fmt", "dtype"))
 def quantize_tensor(
-    x: jax.Array,
-    inverse: jax.Array,
-    fmt: Format,
-    *,
-    dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
+    x: jax.Array, inverse: jax.Array, fmt: Format, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """``q = cast(x * inverse)``, and the amax of `x`. Finite values saturate; others become NaN.
 
     Args:
       x: f32 or bf16 matrix whose sizes are multiples of 128.
       inverse: f32[1, 1], the reciprocal of the scale.
-      fmt: E4M3FN or E5M2.
       dtype: to which `x` is cast as it is read; None: it is not.
-      interpret: see ``pl.pallas_call``.
 
     Returns:
       f8 matrix, and int32[8, 128], the bits of amaxes, of which the largest is that of `x`.
@@ -58,31 +51,26 @@ def quantize_tensor(
             q[at] = _cast(values * inverse[0, 0], fmt)
         largest[...] = found
 
-    rows, columns = _divisors(x)
-    tile = _tile((rows, columns))
-    q = jax.ShapeDtypeStruct(x.shape, fmt.dtype)
+    rows, columns = sizes = divisor(x.shape[0]), divisor(x.shape[1])
     largest = jax.ShapeDtypeStruct((8, LANES), jnp.int32)
     whole = pl.BlockSpec(largest.shape, lambda i, j: (0, 0))
-    specs = [ONE_NUMBER, tile]
-    operands = [inverse, x]
-    return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole], interpret)
+    results = [_result(x, sizes, fmt.dtype), (largest, whole)]
+    return _run("quantize_tensor", kernel, sizes, [inverse, x], [ONE_NUMBER], results)
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("dtype", "interpret"))
+@partial(jax.jit, static_argnames="dtype")
 def line_amaxes(
-    x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None, interpret: Any = False
+    x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The amaxes of rows and of columns, in one read.
-
-    Args:
-      x, dtype, interpret: see `quantize_tensor`.
+    """Return the amaxes of rows and of columns, in one read; see `quantize_tensor`.
 
     Returns:
       int32[p, M] and int32[q, N], the bits of amaxes of parts of a line, of which the largest along
       the first dimension is the line's.
     """
-    (m, n), (rows, columns) = x.shape, _divisors(x)
+    (m, n), sizes = x.shape, (divisor(x.shape[0]), divisor(x.shape[1]))
+    rows, columns = sizes
 
     def kernel(x, by_row, by_column):
         by_row[...], by_column[...] = jnp.zeros_like(by_row), jnp.zeros_like(by_column)
@@ -98,11 +86,11 @@ def line_amaxes(
         pl.BlockSpec((8, rows), lambda i, j: (j, i)),
         pl.BlockSpec((8, columns), lambda i, j: (i, j)),
     ]
-    return _run("line_amaxes", kernel, [x], [_tile((rows, columns))], out, specs, interpret)
+    return _run("line_amaxes", kernel, sizes, [x], [], list(zip(out, specs, strict=True)))
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("fmt", "dtype"))
 def quantize_lines(
     x: jax.Array,
     row_inverse: jax.Array,
@@ -110,19 +98,12 @@ def quantize_lines(
     fmt: Format,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, as by `quantize_tensor`.
+    """Return ``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, as by `quantize_tensor`.
 
-    Args:
-      x, fmt, dtype, interpret: see `quantize_tensor`.
-      row_inverse, column_inverse: reciprocals of scales, f32[M, 1] and f32[1, N].
-
-    Returns:
-      f8[M, N] twice.
+    The inverses are f32[M, 1] and f32[1, N].
     """
-    rows, columns = _divisors(x)
-    tile = _tile((rows, columns))
+    rows, columns = sizes = divisor(x.shape[0]), divisor(x.shape[1])
 
     def kernel(by_row, by_column, x, q, q_other):
         for i, j in _squares(rows, columns):
@@ -134,14 +115,13 @@ def quantize_lines(
     specs = [
         pl.BlockSpec((rows, 1), lambda i, j: (i, 0)),
         pl.BlockSpec((1, columns), lambda i, j: (0, j)),
-        tile,
     ]
-    out, operands = [jax.ShapeDtypeStruct(x.shape, fmt.dtype)] * 2, [row_inverse, column_inverse, x]
-    return _run("quantize_lines", kernel, operands, specs, out, [tile, tile], interpret)
+    operands, results = [row_inverse, column_inverse, x], [_result(x, sizes, fmt.dtype)] * 2
+    return _run("quantize_lines", kernel, sizes, operands, specs, results)
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype"))
 def quantize_blocks(
     x: jax.Array,
     fmt: Format,
@@ -149,25 +129,19 @@ def quantize_blocks(
     scale_rounding: ScaleRounding,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`x` in blocks of ``1 x block`` along its rows, and in blocks of ``block x 1``. ::
+    """Return `x` in blocks of ``1 x block`` along its rows, and in blocks of ``block x 1``. ::
 
         q[i, j]       = cast(x[i, j] / s[j // block, i])
         q_other[i, j] = cast(x[i, j] / s_other[i // block, j])
 
     The scales are those of `scaling.scale_from_amax`; a block with a NaN or Inf becomes NaN.
 
-    Args:
-      x, fmt, dtype, interpret: see `quantize_tensor`.
-      block: 128 or 32.
-      scale_rounding: see `scaling.scale_from_amax`.
-
     Returns:
       ``q`` f8[M, N], ``s`` [N / block, M], ``q_other`` f8[M, N], ``s_other`` [M / block, N]; scales
       in f32, or in uint8, E8M0 codes, where the rounding gives E8M0.
     """
-    (m, n), (rows, columns) = x.shape, _sizes(x)
+    rows, columns = sizes = _sizes(x)
 
     def kernel(x, q, s, q_other, s_other, by_row, by_column):
         for i, j in _squares(rows, columns):
@@ -185,26 +159,17 @@ def quantize_blocks(
             q_other[i, j] = _cast(values * inverse, fmt, scale_rounding)
 
     scale = _scale_dtype(scale_rounding)
-    codes, tile = jax.ShapeDtypeStruct(x.shape, fmt.dtype), _tile((rows, columns))
-    out = [
-        codes,
-        jax.ShapeDtypeStruct((n // block, m), scale),
-        codes,
-        jax.ShapeDtypeStruct((m // block, n), scale),
-    ]
-    of_rows, of_columns = (columns // block, rows), (rows // block, columns)
-    specs = [
-        tile,
-        pl.BlockSpec(of_rows, lambda i, j: (j, i)),
-        tile,
-        pl.BlockSpec(of_columns, lambda i, j: (i, j)),
-    ]
-    scratch = [pltpu.VMEM(shape, jnp.int32) for shape in (of_rows, of_columns)]
-    return _run(f"quantize_blocks_{block}", kernel, [x], [tile], out, specs, interpret, scratch)
+    codes = _result(x, sizes, fmt.dtype)
+    of_rows = _result(x, sizes, scale, block, transposed=True)
+    of_columns = _result(x, sizes, scale, block)
+    shapes = (columns // block, rows), (rows // block, columns)
+    scratch = [pltpu.VMEM(shape, jnp.int32) for shape in shapes]
+    results = [codes, of_rows, codes, of_columns]
+    return _run(f"quantize_blocks_{block}", kernel, sizes, [x], [], results, scratch)
 
 
 @of_varying
-@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype"))
 def quantize_tiles(
     x: jax.Array,
     fmt: Format,
@@ -212,17 +177,13 @@ def quantize_tiles(
     scale_rounding: ScaleRounding,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`x` in blocks of ``block x block``, which serve sums over rows and over columns.
-
-    Args:
-      x, fmt, block, scale_rounding, dtype, interpret: see `quantize_blocks`.
+    """Return `x` in blocks of ``block x block``, which serve sums over rows and over columns.
 
     Returns:
       f8[M, N], and the scales ``[M / block, N]``, each repeated for the columns of its block.
     """
-    (m, n), (rows, columns) = x.shape, _sizes(x)
+    rows, columns = sizes = _sizes(x)
 
     def kernel(x, q, s, by_block):
         for i, j in _squares(rows, columns):
@@ -235,33 +196,37 @@ def quantize_tiles(
             inverse = _inverse(by_block[_blocks(i, block), j], block)
             q[i, j] = _cast(_read(x, dtype, i, j) * inverse, fmt, scale_rounding)
 
-    shape = (rows // block, columns)
-    out = [
-        jax.ShapeDtypeStruct(x.shape, fmt.dtype),
-        jax.ShapeDtypeStruct((m // block, n), _scale_dtype(scale_rounding)),
-    ]
-    specs = [_tile((rows, columns)), pl.BlockSpec(shape, lambda i, j: (i, j))]
-    scratch = [pltpu.VMEM(shape, jnp.int32)]
-    return _run(
-        f"quantize_tiles_{block}",
-        kernel,
-        [x],
-        [_tile((rows, columns))],
-        out,
-        specs,
-        interpret,
-        scratch,
-    )
+    results = [_result(x, sizes, fmt.dtype), _result(x, sizes, _scale_dtype(scale_rounding), block)]
+    scratch = [pltpu.VMEM((rows // block, columns), jnp.int32)]
+    return _run(f"quantize_tiles_{block}", kernel, sizes, [x], [], results, scratch)
 
 
-def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()):
-    """``kernel(*operands, *out)`` for each tile of the last operand, of which there is a spec."""
-    x, (rows, columns) = operands[-1], in_specs[-1].block_shape
+def _result(x, sizes, dtype, unit=1, transposed=False):
+    """Return the type of a result, and its part for a tile: a number for every `unit` of a column.
+
+    If `transposed`, for every `unit` of a row, as rows of the result.
+    """
+    (m, n), (rows, columns) = x.shape, sizes
+    if transposed:
+        part = pl.BlockSpec((columns // unit, rows), lambda i, j: (j, i))
+        return jax.ShapeDtypeStruct((n // unit, m), dtype), part
+    part = pl.BlockSpec((rows // unit, columns), lambda i, j: (i, j))
+    return jax.ShapeDtypeStruct((m // unit, n), dtype), part
+
+
+def _run(name, kernel, sizes, operands, in_specs, results, scratch=()):
+    """Return ``kernel(*operands, *results)`` for each tile of the last operand, of these `sizes`.
+
+    Args:
+      in_specs: of the other operands.
+      results: types and parts.
+    """
+    x, (rows, columns), (out, out_specs) = operands[-1], sizes, zip(*results, strict=True)
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(x.shape[0], rows), pl.cdiv(x.shape[1], columns)),
-        in_specs=in_specs,
-        out_specs=out_specs,
+        in_specs=[*in_specs, pl.BlockSpec(sizes, lambda i, j: (i, j))],
+        out_specs=list(out_specs),
         out_shape=[pltpu.HBM(a.shape, a.dtype) for a in out],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
@@ -273,8 +238,7 @@ def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()
             bytes_accessed=sum(a.size * np.dtype(a.dtype).itemsize for a in [*operands, *out]),
         ),
         name=f"jfp8_{name}",
-        interpret=interpret,
-    )(*in_hbm(operands, interpret))
+    )(*in_hbm(operands))
 
 
 def _sizes(x: jax.Array) -> tuple[int, int]:
@@ -284,15 +248,6 @@ def _sizes(x: jax.Array) -> tuple[int, int]:
     Tiles of their scales must be whole.
     """
     return min(x.shape[0], TILE), min(x.shape[1], TILE)
-
-
-def _divisors(x: jax.Array) -> tuple[int, int]:
-    """Rows and columns of a tile, where all of a tile counts."""
-    return divisor(x.shape[0]), divisor(x.shape[1])
-
-
-def _tile(sizes: tuple[int, int]) -> pl.BlockSpec:
-    return pl.BlockSpec(sizes, lambda i, j: (i, j))
 
 
 def _squares(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:

@@ -6,9 +6,9 @@ in a way that is not known while JAX traces, no kernel can run, and XLA quantize
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -69,35 +69,29 @@ def quantized_for_both(
     uses = [first] if second is None else [first, second]
     if quantizer is None or not _is_taken(array, quantizer, uses):
         return None
-    if kernels:
-        found = _BY_KERNELS[type(quantizer)](quantizer, x, state, axes)
-    elif isinstance(quantizer, Blockwise):
-        if not all(_multiplies_values(use.product) for use in uses):
+    by = _ByKernels(axes) if kernels else _ByXla()
+    if isinstance(quantizer, Blockwise):
+        if not kernels and not all(_multiplies_values(use.product) for use in uses):
             return None
-        if EXPLAINING.value is not None:
+        if not kernels and EXPLAINING.value is not None:
             return None  # by codes and scales, which a report names: the product is in bf16, too
-        found = _blockwise_by_xla(quantizer, x)
+        straight, other, largest = by.blocks(quantizer, x)
     elif isinstance(quantizer, Rowwise):
-        found = _lines(quantizer, x, _amaxes_by_xla, _cast_lines_by_xla)
+        straight, other, largest = _lines(quantizer, x, by)
     else:
-        found = _one_scale(quantizer, x, state, _cast_by_xla)
-    straight, other, largest = found
+        straight, other, largest = _one_scale(quantizer, x, state, by)
     if first.contracting == (0,):
         straight, other = other, straight
     return straight, None if second is None else other, largest
 
 
 def _is_taken(array: jax.Array, quantizer: Quantizer, uses: list[Use]) -> bool:
+    """Return whether this file does what `quantizer` does, to the same bytes."""
     if array.dtype == jnp.float16 or any(size % LANES or not size for size in array.shape):
         return False
-    alike = all(use.quantizer == quantizer and use.product.rotation is None for use in uses)
-    return alike and is_supported(quantizer)
-
-
-def is_supported(quantizer: Quantizer) -> bool:
-    """Whether this file does what `quantizer` does, to the same bytes."""
     return (
-        type(quantizer) in _BY_KERNELS
+        all(use.quantizer == quantizer and use.product.rotation is None for use in uses)
+        and type(quantizer) in (Unit, Current, Delayed, Rowwise, Blockwise)
         and quantizer.rounding == "nearest_even"
         and quantizer.fmt in HARDWARE_FORMATS
         and quantizer.block in (None, (128, 1), (128, 128), (32, 1), (32, 32))
@@ -111,16 +105,9 @@ def _multiplies_values(product: Product) -> bool:
 
 
 def _one_scale(
-    quantizer: Quantizer,
-    x: Matrix,
-    state: AmaxState | None,
-    cast: Callable[..., Any],
+    quantizer: Quantizer, x: Matrix, state: AmaxState | None, by: _ByXla | _ByKernels
 ) -> Quantized:
-    """By one scale for both directions.
-
-    Args:
-      cast: of `x`, the reciprocal of the scale, f32[], and the format: codes and amaxes.
-    """
+    """Quantize by one scale for both directions."""
     if isinstance(quantizer, Unit):
         scale = jnp.ones((), jnp.float32)
     elif isinstance(quantizer, Current):
@@ -136,144 +123,104 @@ def _one_scale(
         zero = lambda x: same_varying_axes((jnp.zeros((), jnp.float32), x))[0]
         observed = lax.cond(none_yet, lambda a: amax(x._replace(array=a).values()), zero, x.array)
         scale = quantizer.scale(observed, state)
-    data, largest = cast(x, reciprocal(scale), quantizer.fmt)
+    data, largest = by.cast(x, reciprocal(scale), quantizer.fmt)
     q = ScaledArray(data, scale)
     return q, q, largest
 
 
-def _lines(
-    quantizer: Rowwise, x: Matrix, amaxes: Callable[..., Any], cast: Callable[..., Any]
-) -> Quantized:
-    """By a scale for each row, and by one for each column.
-
-    Args:
-      amaxes: of `x`, those of its rows and columns, f32[m, 1] and f32[1, n].
-      cast: of `x`, the reciprocals of the scales and the format: codes by row and by column.
-    """
-    largest = amaxes(x)
+def _lines(quantizer: Rowwise, x: Matrix, by: _ByXla | _ByKernels) -> Quantized:
+    """Quantize by a scale for each row, and by one for each column."""
+    largest = by.amaxes(x)
     rounding = quantizer.scale_rounding
     scales = [scale_from_amax(a, quantizer.fmt, scale_rounding=rounding) for a in largest]
-    data = cast(x, *map(reciprocal, scales), quantizer.fmt)
+    rows, columns = map(reciprocal, scales)
+    data = by.cast_lines(x, rows, columns, quantizer.fmt)
     straight, other = map(ScaledArray, data, scales)
     return straight, other, largest[0].reshape(-1)
 
 
-# By XLA.
+class _ByXla:
+    """Quantize by XLA, which can divide the matrix."""
 
+    def cast(self, x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+        """Return codes and amaxes, by the reciprocal of the scale, f32[]."""
+        values = x.values()
+        return by_xla.cast(values, inverse, fmt), by_xla.amax(values).reshape(())
 
-def _cast_by_xla(x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    values = x.values()
-    return by_xla.cast(values, inverse, fmt), by_xla.amax(values).reshape(())
+    def amaxes(self, x: Matrix) -> tuple[jax.Array, jax.Array]:
+        """Return the amaxes of rows and of columns, f32[m, 1] and f32[1, n]."""
+        values = x.values()
+        return by_xla.amax(values, (1,)), by_xla.amax(values, (0,))
 
+    def cast_lines(
+        self, x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return codes by row and by column, by the reciprocals of the scales."""
+        values = x.values()
+        return by_xla.cast(values, rows, fmt), by_xla.cast(values, columns, fmt)
 
-def _amaxes_by_xla(x: Matrix) -> tuple[jax.Array, jax.Array]:
-    values = x.values()
-    return by_xla.amax(values, (1,)), by_xla.amax(values, (0,))
-
-
-def _cast_lines_by_xla(
-    x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
-) -> tuple[jax.Array, jax.Array]:
-    values = x.values()
-    return by_xla.cast(values, rows, fmt), by_xla.cast(values, columns, fmt)
-
-
-def _blockwise_by_xla(quantizer: Blockwise, x: Matrix) -> tuple[jax.Array, jax.Array, jax.Array]:
-    values, (along, across) = x.values(), quantizer.block_size
-    how = values, quantizer.fmt, along, quantizer.scale_rounding
-    if across > 1:
+    def blocks(self, quantizer: Blockwise, x: Matrix) -> Quantized:
+        values, (along, across) = x.values(), quantizer.block_size
+        how = values, quantizer.fmt, along, quantizer.scale_rounding
+        if across == 1:
+            return *by_xla.values_in_blocks(*how), by_xla.amax(values).reshape(())
         rounded = by_xla.values_in_tiles(*how)
         return rounded, rounded, by_xla.amax(values).reshape(())
-    return *by_xla.values_in_blocks(*how), by_xla.amax(values).reshape(())
 
 
-# By kernels.
+@dataclass(frozen=True)
+class _ByKernels:
+    """Quantize by Pallas kernels, with the results of `_ByXla`; codes and scales of blocks."""
 
+    axes: OfMatrix | None  # over which the matrix is divided; None: it is not
 
-def _cast_by_kernel(
-    axes: OfMatrix | None, x: Matrix, inverse: jax.Array, fmt: Format
-) -> tuple[jax.Array, jax.Array]:
-    from jfp8.kernels.tpu.quantize_kernels import quantize_tensor
+    def cast(self, x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+        from jfp8.kernels.tpu.quantize_kernels import quantize_tensor
 
-    array, dtype = x
+        def cast(array, inverse):
+            data, bits = quantize_tensor(array, inverse, fmt, dtype=x.dtype)
+            return data, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
 
-    def cast(array, inverse):
-        data, bits = quantize_tensor(array, inverse, fmt, dtype=dtype)
-        return data, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
+        quantize = on_each(self.axes, cast, "i j, ONE ONE -> i j, PART")
+        return quantize(x.array, inverse.reshape(1, 1))
 
-    return on_each(axes, cast, "i j, ONE ONE -> i j, PART")(array, inverse.reshape(1, 1))
+    def amaxes(self, x: Matrix) -> tuple[jax.Array, jax.Array]:
+        from jfp8.kernels.tpu.quantize_kernels import line_amaxes
 
+        def amaxes(array):
+            found = [jnp.max(bits, 0) for bits in line_amaxes(array, dtype=x.dtype)]
+            if self.axes is not None:  # the rest of a row is where other columns are
+                parts = zip(found, self.axes[::-1], strict=True)
+                found = [lax.pmax(bits, apart) if apart else bits for bits, apart in parts]
+            rows, columns = (lax.bitcast_convert_type(bits, jnp.float32) for bits in found)
+            return rows[:, None], columns[None]
 
-def _amaxes_by_kernel(axes: OfMatrix | None, x: Matrix) -> tuple[jax.Array, jax.Array]:
-    from jfp8.kernels.tpu.quantize_kernels import line_amaxes
+        return on_each(self.axes, amaxes, "i j -> i ONE, ONE j")(x.array)
 
-    array, dtype = x
+    def cast_lines(
+        self, x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
+    ) -> tuple[jax.Array, jax.Array]:
+        from jfp8.kernels.tpu.quantize_kernels import quantize_lines
 
-    def amaxes(array):
-        found = [jnp.max(bits, 0) for bits in line_amaxes(array, dtype=dtype)]
-        if axes is not None:  # the rest of a row is where other columns are
-            found = [lax.pmax(b, apart) if apart else b for b, apart in zip(found, axes[::-1])]
-        rows, columns = (lax.bitcast_convert_type(bits, jnp.float32) for bits in found)
-        return rows[:, None], columns[None]
+        cast = partial(quantize_lines, fmt=fmt, dtype=x.dtype)
+        rule = "i j, i ONE, ONE j -> i j, i j"
+        return on_each(self.axes, cast, rule)(x.array, rows, columns)
 
-    return on_each(axes, amaxes, "i j -> i ONE, ONE j")(array)
+    def blocks(self, quantizer: Blockwise, x: Matrix) -> Quantized:
+        from jfp8.kernels.tpu.quantize_kernels import quantize_blocks, quantize_tiles
 
-
-def _cast_lines_by_kernel(
-    axes: OfMatrix | None, x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
-) -> tuple[jax.Array, jax.Array]:
-    from jfp8.kernels.tpu.quantize_kernels import quantize_lines
-
-    array, dtype = x
-    cast = partial(quantize_lines, fmt=fmt, dtype=dtype)
-    rule = "i j, i ONE, ONE j -> i j, i j"
-    return on_each(axes, cast, rule)(array, rows, columns)
-
-
-def _one_scale_by_kernel(
-    quantizer: Quantizer, x: Matrix, state: AmaxState | None, axes: OfMatrix | None
-) -> Quantized:
-    return _one_scale(quantizer, x, state, partial(_cast_by_kernel, axes))
-
-
-def _rowwise_by_kernel(
-    quantizer: Rowwise, x: Matrix, state: AmaxState | None, axes: OfMatrix | None
-) -> Quantized:
-    del state
-    amaxes, cast = (partial(f, axes) for f in (_amaxes_by_kernel, _cast_lines_by_kernel))
-    return _lines(quantizer, x, amaxes, cast)
-
-
-def _blockwise_by_kernel(
-    quantizer: Blockwise, x: Matrix, state: AmaxState | None, axes: OfMatrix | None
-) -> Quantized:
-    from jfp8.kernels.tpu import quantize_kernels as quantize
-
-    del state
-    array, dtype = x
-    along, across = quantizer.block_size
-    kernel = quantize.quantize_blocks if across == 1 else quantize.quantize_tiles
-    how = {"fmt": quantizer.fmt, "block": along, "scale_rounding": quantizer.scale_rounding}
-    if across > 1:
-        rule = f"i j -> i j, i/{along} j"
-        data, scale = on_each(axes, partial(kernel, **how, dtype=dtype), rule)(array)
-        q = ScaledArray(data, _e8m0(scale[:, ::along]))
-        return q, q, amax(x.values())
-    rule = f"i j -> i j, j/{along} i, i j, i/{along} j"
-    blocks = on_each(axes, partial(kernel, **how, dtype=dtype), rule)
-    data, s, data_other, s_other = blocks(array)
-    straight, other = ScaledArray(data, _e8m0(s.T)), ScaledArray(data_other, _e8m0(s_other))
-    return straight, other, amax(x.values())
+        along, across = quantizer.block_size
+        how = {"fmt": quantizer.fmt, "block": along, "scale_rounding": quantizer.scale_rounding}
+        kernel = partial(quantize_blocks if across == 1 else quantize_tiles, **how, dtype=x.dtype)
+        if across > 1:
+            data, scale = on_each(self.axes, kernel, f"i j -> i j, i/{along} j")(x.array)
+            q = ScaledArray(data, _e8m0(scale[:, ::along]))
+            return q, q, amax(x.values())
+        rule = f"i j -> i j, j/{along} i, i j, i/{along} j"
+        data, s, data_other, s_other = on_each(self.axes, kernel, rule)(x.array)
+        straight, other = ScaledArray(data, _e8m0(s.T)), ScaledArray(data_other, _e8m0(s_other))
+        return straight, other, amax(x.values())
 
 
 def _e8m0(scale: jax.Array) -> jax.Array:
     return codes_to_format(scale, E8M0FNU) if scale.dtype == jnp.uint8 else scale
-
-
-_BY_KERNELS: dict[type[Quantizer], Callable[..., Quantized]] = {
-    Unit: _one_scale_by_kernel,
-    Current: _one_scale_by_kernel,
-    Delayed: _one_scale_by_kernel,
-    Rowwise: _rowwise_by_kernel,
-    Blockwise: _blockwise_by_kernel,
-}

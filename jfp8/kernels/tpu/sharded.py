@@ -34,7 +34,6 @@ class Layout:
     y: OfMatrix
 
     def operands(self, kind: Kind) -> tuple[OfMatrix, OfMatrix]:
-        """Those of the operands of one of the three products."""
         return {
             "fprop": (self.lhs, self.rhs),
             "dgrad": (self.y, self.rhs),
@@ -42,7 +41,6 @@ class Layout:
         }[kind]
 
     def result(self, kind: Kind) -> OfMatrix:
-        """That of its result."""
         return {"fprop": self.y, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
 
 
@@ -82,10 +80,8 @@ def layout_of_matrices(
 def on_each(axes: OfMatrix | None, function: Callable[..., Any], rule: str) -> Callable[..., Any]:
     """`function` on each TPU, of its part of a matrix; None: of the matrix.
 
-    Args:
-      axes: over which the matrix is divided.
-      rule: as for `divided`, with ``i`` and ``j`` for its rows and columns. ``PART`` is a dimension
-        with entries of each part.
+    In `rule`, as for `divided`, ``i`` and ``j`` are its rows and columns, and ``PART`` a dimension
+    with entries of each part.
     """
     if axes is None:
         return function
@@ -107,14 +103,7 @@ def by_parts(function: Callable[..., Any], operands: Any, results: Any) -> Calla
 
 
 class Division(NamedTuple):
-    """How one of the three products is shared out.
-
-    Attributes:
-      first, second: over which axes its operands have to be divided, which are exchanged if they
-        are not.
-      summed: axes over which parts of the sum are added up.
-      result: over which axes the result is divided when they are.
-    """
+    """Hold the axes over which operands and result of a product are sharded, and its sum."""
 
     first: OfMatrix
     second: OfMatrix
@@ -131,9 +120,7 @@ def division_of(
     of them has divided, if its axes have nothing else to do: the other then takes its part of what
     it has. Otherwise what is divided is gathered, such as the weights of FSDP.
 
-    Args:
-      contracting: the dimension of each operand that is summed over.
-      order: the transposition of the result, see `Dot`.
+    `contracting` are the dimensions that are summed over, `order` is the result's, see `Dot`.
     """
     operands, result = layout.operands(kind), layout.result(kind)
     (first, second), (a, b) = operands, contracting

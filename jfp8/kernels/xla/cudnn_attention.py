@@ -25,7 +25,8 @@ import jax.numpy as jnp
 
 from jfp8.products.flash.blocks import Softmax
 from jfp8.products.flash.mask import Visible
-from jfp8.products.flash.numerics import Numerics, Quantized, weights_factor
+from jfp8.products.flash.numerics import Quantized, numerics_of, weights_factor
+from jfp8.products.flash.plan import AttentionSpec
 from jfp8.quantizers.quantizer import Delayed
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import reciprocal
@@ -36,28 +37,28 @@ LARGEST = {9: 256, 10: 128}  # heads, by major compute capability
 _FIRST_VERSION, _BROKEN_VERSION = 90100, 91000
 
 
-def refusal(
-    numerics: Numerics, visible: Visible, depth: int, has_state: bool, gpu: Gpu | None
-) -> str | None:
+def refusal(spec: AttentionSpec, gpu: Gpu | None) -> str | None:
     """Why cuDNN does not compute this, on `gpu`; None if it does."""
     reason = _why_not_here(gpu)
     if reason is not None:
         return reason
     for name in ("mask", "bias", "window"):
-        if getattr(visible, name) is not None:
+        if getattr(spec.visible, name) is not None:
             return f"a {name}: cuDNN's attention in FP8 has is_causal only"
-    if visible.lengths != (None, None):
+    if spec.visible.lengths != (None, None):
         return "lengths of sequences: cuDNN's attention in FP8 has is_causal only"
+    depth = spec.depth
     largest = LARGEST[9] if gpu is None or gpu.capability is None else LARGEST[gpu.capability[0]]
     if depth % 16 or depth > largest:
         return f"heads of {depth} numbers: they must be a multiple of 16, and at most {largest}"
+    numerics = numerics_of(spec.recipe)
     stored = numerics.query.first, numerics.key.first, numerics.value.first
     if not all(isinstance(q, Delayed) and q.fmt == E4M3FN for q in stored):
         return (
             "a recipe without amax histories for Q, K and V in E4M3FN: cuDNN has one scale for "
             "each tensor, which looks ahead unless it is from a history. Use DelayedScaling()"
         )
-    if not has_state:
+    if not spec.has_state:
         return (
             "attention without state: one scale for each tensor, from the tensor itself, looks "
             "ahead. Pass the amax histories as state"

@@ -14,14 +14,7 @@ from jfp8.kernels.operands import dtype_of_partial_sums, factors_by_kernels
 from jfp8.kernels.partitioning import divided_sum
 from jfp8.kernels.xla.bf16_dot import exact_product
 from jfp8.matmul.as_matrices import as_matrices
-from jfp8.matmul.spec import (
-    HARDWARE_FORMATS,
-    MatmulSpec,
-    Numbers,
-    free_dims,
-    layout_of,
-    times,
-)
+from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, Numbers, free_dims, layout_of, times
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.device import Gpu
 
@@ -80,9 +73,8 @@ def cuda(
                 y = y * factor.astype(first)
             return y
 
-        if (
-            isinstance(spec.device, Gpu) and not spec.device.kind
-        ):  # for `jax.export`, which cannot store a rule for the compiler
+        # `jax.export` cannot store a rule for the compiler.
+        if isinstance(spec.device, Gpu) and not spec.device.kind:
             return product(spec.dtype, lhs, rhs, *single)
         # A sum that is divided among devices is scaled by each, in the call, not after all.
         rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))

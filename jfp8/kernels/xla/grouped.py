@@ -16,7 +16,7 @@ from jax import lax
 
 from jfp8.kernels.backend import Backend, check_not_refused, facts_of
 from jfp8.kernels.cuda_backends import backend_in_rounds, known_gpu
-from jfp8.kernels.platforms import on_cuda
+from jfp8.kernels.only_on import on_cuda
 from jfp8.kernels.xla import f8_dot
 from jfp8.matmul.spec import MatmulSpec, scale_products, to_output, varies_along
 from jfp8.products.operation import Kind, Operand
