@@ -1,6 +1,7 @@
 """What every test runs under: 8 virtual CPU devices, no silent rank promotion, 32-bit numbers."""
 
 import gc
+import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -8,14 +9,23 @@ import zlib
 from collections import Counter
 
 # Read once, when JAX starts its CPU backend, so they stand before the first import of JAX. The
-# programs of tests run once, on small arrays: what LLVM would gain is less than what it takes.
-# A flag that is in the environment already stays as it is.
-FLAGS = {
-    "--xla_force_host_platform_device_count": 8,
+# programs of tests run once, on small arrays: what LLVM would gain is less than what it takes, and
+# MLIR's emitters of fusions take more time than all else of XLA. A flag that is in the environment
+# stays as it is; with an optimization level there, programs are compiled as users have them.
+FLAGS = {"--xla_force_host_platform_device_count": 8}
+COMPILED_CHEAPLY = {
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": "true",
 }
+# Later ones know no emitters but those, and end with an error where a flag is unknown.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    COMPILED_CHEAPLY |= {
+        "--xla_cpu_use_fusion_emitters": "false",
+        "--xla_cpu_parallel_codegen_split_count": 1,
+    }
 given = os.environ.get("XLA_FLAGS", "")
+if "--xla_backend_optimization_level" not in given:
+    FLAGS |= COMPILED_CHEAPLY
 missing = [f"{name}={value}" for name, value in FLAGS.items() if name not in given]
 os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
