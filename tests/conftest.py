@@ -1,21 +1,33 @@
 """What every test runs under: 8 virtual CPU devices, no silent rank promotion, 32-bit numbers."""
 
+import ctypes
 import gc
+import importlib.metadata
 import importlib.util
 import mmap
 import os
+import sys
 import zlib
 from collections import Counter
 
 # Read once, when JAX starts its CPU backend, so they stand before the first import of JAX. The
-# programs of tests run once, on small arrays: what LLVM would gain is less than what it takes.
-# A flag that is in the environment already stays as it is.
-FLAGS = {
-    "--xla_force_host_platform_device_count": 8,
+# programs of tests run once, on small arrays: what LLVM would gain is less than what it takes, and
+# MLIR's emitters of fusions take more time than all else of XLA. A flag that is in the environment
+# stays as it is; with an optimization level there, programs are compiled as users have them.
+FLAGS = {"--xla_force_host_platform_device_count": 8}
+COMPILED_CHEAPLY = {
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": "true",
 }
+# Later ones know no emitters but those, and end with an error where a flag is unknown.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    COMPILED_CHEAPLY |= {
+        "--xla_cpu_use_fusion_emitters": "false",
+        "--xla_cpu_parallel_codegen_split_count": 1,
+    }
 given = os.environ.get("XLA_FLAGS", "")
+if "--xla_backend_optimization_level" not in given:
+    FLAGS |= COMPILED_CHEAPLY
 missing = [f"{name}={value}" for name, value in FLAGS.items() if name not in given]
 os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
@@ -138,6 +150,13 @@ def has_grown() -> bool:
     return many_maps or gc.get_count()[0] > MANY_OBJECTS
 
 
+def release_memory() -> None:
+    """Return freed memory to the system: of 1.7 GB glibc keeps 1.2 until it is told."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def little_memory() -> Iterator[None]:
     """Drops compiled programs and garbage between files, where a process has grown."""
@@ -145,3 +164,4 @@ def little_memory() -> Iterator[None]:
     if has_grown():
         jax.clear_caches()
         gc.collect()
+        release_memory()

@@ -15,14 +15,11 @@ from flax import nnx
 
 import jfp8
 from jfp8.debug import ComparedGradient, ComparedProduct, Comparison, ProductError
+from support.arrays import normal
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 ALL = {"exempt": ()}
 TWO = ("current", "mxfp8")
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def fake_quantized(x, dtype, axis=None):

@@ -17,15 +17,12 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jfp8
+from support.arrays import normal
 
 P = PartitionSpec
 DTYPES = {"E4M3FN": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
 MATMUL = (((1,), (0,)), ((), ()))
 multiply = partial(jfp8.scaled_dot_general, dimension_numbers=MATMUL, recipe="current")
-
-
-def normal(shape, seed=0, scale=1.0):
-    return np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32)
 
 
 def only(rows, tensor, path=None):

@@ -21,62 +21,10 @@ from jfp8.layers.linen.attention import EinsumProduct, MultiHeadDotProductAttent
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from support.arrays import assert_same, cosine, relative_error
+from support.layers import KEY, apply, exact_product, fake_product, init, normal
 
-KEY = jax.random.key(7)
 PROJECTIONS = ["key", "out", "query", "value"]
-
-
-def normal(shape, seed=0, scale=1.0) -> jax.Array:
-    draw = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(draw * scale, jnp.float32)
-
-
-def relative_error(y, reference) -> float:
-    y, reference = np.asarray(y, np.float64), np.asarray(reference, np.float64)
-    return float(np.linalg.norm(y - reference) / np.linalg.norm(reference))
-
-
-def cosine(y, reference) -> float:
-    y, reference = np.asarray(y, np.float64).ravel(), np.asarray(reference, np.float64).ravel()
-    return float(y @ reference / (np.linalg.norm(y) * np.linalg.norm(reference)))
-
-
-def assert_trees_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
-def on_grid(x, dtype) -> jax.Array:
-    """Values of `x` on the grid of `dtype` that its own amax gives."""
-    largest = float(jnp.finfo(dtype).max)
-    scale = jnp.max(jnp.abs(x)) / largest
-    scale = jnp.where(scale == 0, 1, scale)
-    return jnp.clip(x / scale, -largest, largest).astype(dtype).astype(jnp.float32) * scale
-
-
-def exact_product(equation, a, b):
-    return jnp.einsum(equation, a, b, precision="highest")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fake_product(equation, a, b):
-    """An einsum of e4m3 operands, whose gradients are those of its products with e5m2 ones."""
-    return _forward(equation, a, b)[0]
-
-
-def _forward(equation, a, b):
-    q_a, q_b = (on_grid(x, jnp.float8_e4m3fn) for x in (a, b))
-    return exact_product(equation, q_a, q_b), (q_a, q_b)
-
-
-def _backward(equation, operands, dy):
-    _, vjp = jax.vjp(functools.partial(exact_product, equation), *operands)
-    return vjp(on_grid(dy, jnp.float8_e5m2))
-
-
-fake_product.defvjp(_forward, _backward)
 
 
 def exact_attention(q, k, v, mask):
@@ -101,21 +49,6 @@ def attention(params, query, keys, values, mask, product, inside):
     context = inside(q, k, v, mask)
     y = product("abhd,hdo->abo", context, params["out"]["kernel"])
     return y + params["out"]["bias"][None, None] if "bias" in params["out"] else y
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def init(layer, *inputs):
-    return layer.init(KEY, *inputs)
-
-
-@functools.partial(
-    jax.jit,
-    static_argnums=0,
-    static_argnames=("deterministic", "mutable", "sow_weights", "capture_intermediates"),
-)
-def apply(layer, variables, *inputs, **how):
-    """Compiled, once for equal layers: much faster than one operation at a time."""
-    return layer.apply(variables, *inputs, **how)
 
 
 OTHER_INITS = {
@@ -154,7 +87,7 @@ def test_parameters_are_those_of_flax(options):
         return variables, params["params"], y, expected
 
     variables, params, y, expected = run(X, KEYS)
-    assert_trees_equal(variables["params"], params)
+    assert_same(variables["params"], params)
     assert sorted(variables["fp8"]) == sorted(variables["fp8_sink"]) == PROJECTIONS
     assert y.dtype == expected.dtype
     # Two products in a row, sqrt(2) times the error of one; large scores add to it.
@@ -168,7 +101,7 @@ def test_decoding_step_by_step_is_that_of_flax():
     options = {"num_heads": 2, "decode": True}
     layers = MultiHeadDotProductAttention(**options), nn.MultiHeadDotProductAttention(**options)
     variables = [init(layer, X) for layer in layers]
-    assert_trees_equal(variables[0]["cache"], variables[1]["cache"])
+    assert_same(variables[0]["cache"], variables[1]["cache"])
     params = {"params": variables[0]["params"]}
     caches = [{"cache": v["cache"]} for v in variables]
     steps = [jax.jit(functools.partial(layer.apply, mutable=["cache"])) for layer in layers]
@@ -442,7 +375,7 @@ def test_einsum_product_for_the_hooks_of_flax():
     hooks = dict.fromkeys(["qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"], make)
     layer, stock = (nn.MultiHeadDotProductAttention(2, **how) for how in (hooks, {}))
     variables = init(layer, X)
-    assert_trees_equal(variables, init(stock, X))
+    assert_same(variables, init(stock, X))
     y, expected = (apply(m, variables, X) for m in (layer, stock))
     assert 1e-3 < relative_error(y, expected) < 0.1
 

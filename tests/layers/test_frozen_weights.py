@@ -13,6 +13,7 @@ import pytest
 import jfp8
 from jfp8 import ScaledArray, recipes
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from support.arrays import relative_error
 
 KEY = jax.random.key(0)
 CURRENT, DELAYED = Float8CurrentScaling(), DelayedScaling()
@@ -60,10 +61,6 @@ def value_and_gradient(function, x, *args):
     y, vjp = jax.vjp(lambda x: function(x, *args), x)
     dy = jax.random.normal(jax.random.key(9), y.shape)
     return y, vjp(dy.astype(y.dtype))[0]
-
-
-def relative_error(a, b) -> float:
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 @pytest.mark.slow

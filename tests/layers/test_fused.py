@@ -18,76 +18,18 @@ import pytest
 import jfp8
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
-
-KEY = jax.random.key(7)
-
-
-def normal(shape, seed=0, scale=1.0) -> jax.Array:
-    draw = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(draw * scale, jnp.float32)
-
-
-def relative_error(y, reference) -> float:
-    y, reference = np.asarray(y, np.float64), np.asarray(reference, np.float64)
-    return float(np.linalg.norm(y - reference) / np.linalg.norm(reference))
-
-
-def cosine(y, reference) -> float:
-    y, reference = np.asarray(y, np.float64).ravel(), np.asarray(reference, np.float64).ravel()
-    return float(y @ reference / (np.linalg.norm(y) * np.linalg.norm(reference)))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def init(layer, *inputs):
-    return layer.init(KEY, *inputs)
-
-
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("deterministic",))
-def apply(layer, variables, *inputs, **how):
-    """Compiled, once for equal layers: much faster than one operation at a time."""
-    return layer.apply(variables, *inputs, **how)
-
-
-def random_params(layer, *inputs):
-    """Parameters of which none is zero or one."""
-    shapes = jax.eval_shape(layer.init, KEY, *inputs)["params"]
-    leaves, structure = jax.tree.flatten(shapes)
-    drawn = [(normal(a.shape, i, 0.4) + 0.1).astype(a.dtype) for i, a in enumerate(leaves)]
-    return jax.tree.unflatten(structure, drawn)
-
-
-def shapes_of(tree):
-    return jax.tree.map(jnp.shape, tree)
-
-
-def on_grid(x, dtype) -> jax.Array:
-    """Values of `x` on the grid of `dtype` that its own amax gives."""
-    largest = float(jnp.finfo(dtype).max)
-    scale = jnp.max(jnp.abs(x)) / largest
-    return jnp.clip(x / scale, -largest, largest).astype(dtype).astype(jnp.float32) * scale
-
-
-def exact_product(equation, a, b):
-    return jnp.einsum(equation, a, b, precision="highest")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fake_product(equation, a, b):
-    """An einsum of e4m3 operands, whose gradients are those of its products with e5m2 ones."""
-    return _forward(equation, a, b)[0]
-
-
-def _forward(equation, a, b):
-    q_a, q_b = (on_grid(x, jnp.float8_e4m3fn) for x in (a, b))
-    return exact_product(equation, q_a, q_b), (q_a, q_b)
-
-
-def _backward(equation, operands, dy):
-    _, vjp = jax.vjp(functools.partial(exact_product, equation), *operands)
-    return vjp(on_grid(dy, jnp.float8_e5m2))
-
-
-fake_product.defvjp(_forward, _backward)
+from support.arrays import cosine, relative_error
+from support.layers import (
+    KEY,
+    apply,
+    exact_product,
+    fake_product,
+    init,
+    normal,
+    quantizations,
+    random_params,
+    shapes_of,
+)
 
 
 def assert_all_close(ours, oracle, unrounded, *args, dy):
@@ -219,25 +161,6 @@ def test_dense_takes_the_initialisers_it_is_given():
     assert {p.dtype.name for p in params.values()} == {"bfloat16"}
 
 
-def quantizations(function, *args) -> list[tuple[int, ...]]:
-    """The shapes of all arrays that `function` rounds to 8 bits, in order."""
-    shapes = []
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "convert_element_type":
-                if equation.params["new_dtype"] == jnp.uint8:
-                    shapes.append(equation.outvars[0].aval.shape)
-            for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
-                if hasattr(inner, "jaxpr"):
-                    visit(inner.jaxpr)
-                elif hasattr(inner, "eqns"):
-                    visit(inner)
-
-    visit(jax.make_jaxpr(function)(*args).jaxpr)
-    return shapes
-
-
 @pytest.mark.slow
 def test_a_normalised_activation_is_quantized_once_for_all_that_read_it():
     x = normal((5, 16))
@@ -351,18 +274,6 @@ def test_mlp_can_give_the_normalised_input():
     y, given = apply(mlp, params, X)
     assert relative_error(given, nn.LayerNorm().init_with_output(KEY, X)[0]) < 1e-6
     np.testing.assert_array_equal(y, apply(mlp.clone(return_layernorm_output=False), params, X))
-
-
-@pytest.mark.slow
-def test_mlp_in_bf16_is_close_to_f32():
-    mlp = LayerNormMLP(64, activation="swiglu")
-    params = {"params": init(mlp, X)["params"]}
-    y = apply(mlp.clone(dtype=jnp.bfloat16), params, X.astype(jnp.bfloat16))
-    assert y.dtype == jnp.bfloat16
-    expected = apply(mlp, params, X)
-    assert expected.dtype == jnp.float32
-    # bf16 moves one in about 32 values to the next e4m3 number, of four operands.
-    assert 1e-4 < relative_error(y, expected) < 0.05
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ The oracle is fake quantization in numpy: values rounded by ml_dtypes, multiplie
 from __future__ import annotations
 
 import functools
-import math
 
 import flax.core
 import flax.linen as nn
@@ -20,6 +19,7 @@ import jfp8
 from jfp8.linen import DotGeneral
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.unscaled import Unscaled
+from support.arrays import assert_same, cosine, relative_error
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 FORMAT_MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -57,23 +57,6 @@ def assert_is_product(y, equation, a, b, plus=0.0):
     roundings = 4 * float(jnp.finfo(y.dtype).eps) * (np.abs(exact) + np.abs(plus))
     assert y.shape == exact.shape
     assert np.all(np.abs(np.asarray(y, np.float64) - exact - plus) <= slack + roundings)
-
-
-def relative_error(y, reference) -> float:
-    y, reference = np.asarray(y, np.float64), np.asarray(reference, np.float64)
-    return float(np.linalg.norm(y - reference) / np.linalg.norm(reference))
-
-
-def cosine(y, reference) -> float:
-    y, reference = np.asarray(y, np.float64).ravel(), np.asarray(reference, np.float64).ravel()
-    return float(y @ reference / (np.linalg.norm(y) * np.linalg.norm(reference)))
-
-
-def assert_trees_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(f32(x), f32(y))
 
 
 def only_product(tree):
@@ -189,7 +172,7 @@ def test_layer_is_flax_with_quantized_operands(case):
         return initial, params, y, expected, stock.apply({"params": no_kernel}, x)
 
     initial, params, y, expected, bias = run(x)
-    assert_trees_equal(*initial)
+    assert_same(*initial)
     assert y.dtype == expected.dtype
     assert y.shape == expected.shape
     assert relative_error(y, expected) < 0.06
@@ -212,8 +195,8 @@ def test_dot_general_cls_is_the_same_layer(case):
         return [(m.init(KEY, x), m.init_with_output(KEY, x)[0]) for m in (hooked, ours)]
 
     (variables, y), (expected_variables, expected) = run(normal(shape))
-    assert_trees_equal(variables, expected_variables)
-    assert_trees_equal(y, expected)
+    assert_same(variables, expected_variables)
+    assert_same(y, expected)
     assert amax(y) > 0
 
 
@@ -253,8 +236,8 @@ def test_einsum_equation_may_come_with_the_call():
     equation = "ab,bc->ac"
     late, early = jfp8.Einsum((16, 4)), jfp8.Einsum((16, 4), equation)
     variables = late.init(KEY, X, equation)
-    assert_trees_equal(variables, early.init(KEY, X))
-    assert_trees_equal(late.apply(variables, X, equation), early.apply(variables, X))
+    assert_same(variables, early.init(KEY, X))
+    assert_same(late.apply(variables, X, equation), early.apply(variables, X))
 
 
 @pytest.mark.slow
@@ -310,37 +293,6 @@ def test_empty_batch(layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_with_our_products_keeps_flax_parameters(masked):
-    products = functools.partial(DotGeneral, recipe=DelayedScaling(amax_history_len=4))
-    options = {"num_heads": 2, "qkv_features": 8, "out_features": 6}
-    stock = nn.MultiHeadDotProductAttention(**options)
-    ours = stock.clone(qkv_dot_general_cls=products, out_dot_general_cls=products)
-    x, kv = normal((2, 3, 16)), normal((2, 5, 16), 1)
-    mask = nn.make_attention_mask(jnp.ones((2, 3)), jnp.ones((2, 5)).at[1, 2:].set(0))
-    mask = mask if masked else None
-
-    @jax.jit
-    def run(x, kv):
-        variables, params = (m.init(KEY, x, kv, mask=mask) for m in (ours, stock))
-        expected, y = (m.apply(params, x, kv, mask=mask) for m in (stock, ours))
-        others = [name for name in variables if name != "params"]
-        _, updated = ours.apply(variables, x, kv, mask=mask, mutable=others)
-        return variables, params["params"], y, expected, updated["fp8"]
-
-    variables, params, y, expected, fp8 = run(x, kv)
-    assert_trees_equal(variables["params"], params)
-    assert set(variables["fp8"]) == set(variables["fp8_sink"]) == {"query", "key", "value", "out"}
-    # Two products in a row, so sqrt(2) times the error of one.
-    assert 1e-3 < relative_error(y, expected) < 0.06 * math.sqrt(2)
-    assert cosine(y, expected) > 0.996
-    np.testing.assert_array_equal(history(fp8["query"], "lhs"), [amax(x), 0, 0, 0])
-    np.testing.assert_array_equal(history(fp8["value"], "lhs"), [amax(kv), 0, 0, 0])
-    out_kernel = amax(params["out"]["kernel"])
-    np.testing.assert_array_equal(history(fp8["out"], "rhs"), [out_kernel, 0, 0, 0])
-
-
-@pytest.mark.slow
 def test_gradients_are_products_of_quantized_tensors():
     """dgrad and wgrad of a layer with a batch dimension and a permuted result."""
     layer = jfp8.Einsum((3, 5, 6), "bgi,gij->jbg")
@@ -380,7 +332,7 @@ def test_clone_uses_the_new_recipe(layer):
     assert_is_product(clone.apply(variables, x), "ab,bc->ac", q_x, q_w)
     params = {"params": variables["params"]}
     clipped = original.apply(params, x)
-    assert_trees_equal(clone.clone(recipe=Unscaled()).apply(params, x), clipped)
+    assert_same(clone.clone(recipe=Unscaled()).apply(params, x), clipped)
     assert relative_error(clipped, x @ variables["params"]["kernel"]) > 0.2
 
 
@@ -538,7 +490,7 @@ def test_nn_jit_does_not_retrace():
     for _ in range(3):
         again, _ = TracedModel().apply(variables, X, mutable=["fp8"])
     assert not TRACES
-    assert_trees_equal(again, y)
+    assert_same(again, y)
     assert_is_product(y, MATRIX, *(fake_quantize(t, E4M3) for t in (X, kernel_of(variables))))
     TracedModel(recipe=Unscaled()).apply({"params": variables["params"]}, X)
     assert [Unscaled()] == TRACES, "but another recipe is another program"
@@ -597,7 +549,7 @@ class TestPromise1TwoCollections:
     def test_the_sink_changes_no_value(self):
         variables = with_history(dense_variables(), lhs=[9.0], rhs=[3.0])
         without = {k: v for k, v in variables.items() if k != "fp8_sink"}
-        assert_trees_equal(DENSE.apply(variables, X), DENSE.apply(without, X))
+        assert_same(DENSE.apply(variables, X), DENSE.apply(without, X))
 
     @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Unscaled()])
     def test_recipes_without_state_make_no_collections(self, recipe):
@@ -662,7 +614,7 @@ class TestPromise2CollectionsDecideWhatIsDelayed:
         variables = with_history(dense_variables(), lhs=[1.0])
         before = jax.tree.map(np.array, variables)
         DENSE.apply(variables, X)
-        assert_trees_equal(variables, before)
+        assert_same(variables, before)
 
 
 def only_fp8(params, state, x):
@@ -898,22 +850,13 @@ class TestPromise4RightUnderTransformations:
         looped_step = step_of(lambda v: weighted_sum(loop, v))
         for _ in range(2):
             variables["fp8"], by_layer["fp8"] = stacked_step(variables), looped_step(by_layer)
-            assert_trees_equal(unstacked(variables["fp8"]), by_layer["fp8"])
+            assert_same(unstacked(variables["fp8"]), by_layer["fp8"])
         fp8 = variables["fp8"]["layers"]
         newest = history(fp8, "grad")[:, :2]
         assert len(np.unique(newest[:, 0])) == 3, "every layer has its own"
         assert np.all(newest > 0)
         assert not np.any(history(fp8, "grad")[:, 2:])
         np.testing.assert_array_equal(history(fp8, "lhs")[0, :2], [amax(X)] * 2)
-
-    @pytest.mark.slow
-    def test_scan_over_stacked_layers_like_batch_stats(self):
-        variables = jax.jit(Deep("scan").init)(KEY, X)
-        fp8 = Deep("scan").apply(variables, X, mutable=["fp8", "fp8_sink"])[1]["fp8"]["layers"]
-        assert_newest(fp8, rhs=[amax(k) for k in variables["params"]["layers"]["kernel"]])
-        lhs = history(fp8, "lhs")
-        assert lhs[0, 0] == amax(X)
-        assert len(np.unique(lhs[:, 0])) == 3
 
     PEAKS = (2.0, 3.0, 4.1, 7.9)  # the last two share a power of two: their mean would be below 7.9
     XS = jnp.stack([peaking((8, 16), p, i) for i, p in enumerate(PEAKS)])

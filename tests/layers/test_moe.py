@@ -16,6 +16,7 @@ from jfp8 import ScaledArray, recipes
 from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot, Router
 from jfp8.products.ragged import routing
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from support.arrays import relative_error
 
 KEY = jax.random.key(5)
 TOKENS, FEATURES, HIDDEN, EXPERTS = 36, 16, 24, 5
@@ -24,12 +25,6 @@ E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # mantissa bits, smallest expone
 
 def tokens(shape=(TOKENS, FEATURES), seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def error(actual, expected):
-    """Relative Frobenius error."""
-    expected = np.asarray(expected, np.float64)
-    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
 
 
 # The oracle: every expert computes every token, and a mask picks what counts. Its products are of
@@ -135,13 +130,13 @@ def test_block_is_that_of_every_expert_for_every_token(k, activation, renormaliz
         lambda p, x: oracle(p, x, k, activation, renormalize=weights), params, x
     )
     # A hidden value at a tie of the rounding may go the other way, by a step of 2^-4 at most.
-    assert error(y, y_expected) < 2e-3
+    assert relative_error(y, y_expected) < 2e-3
     assert float(loss) == pytest.approx(float(loss_expected), rel=1e-6)
     for a, b in zip(*map(jax.tree.leaves, (gradients, expected)), strict=True):
         assert a.shape == b.shape
-        assert error(a, b) < 4e-3
+        assert relative_error(a, b) < 4e-3
     exact, _ = oracle(params, x, k, activation, renormalize=weights, product=in_f32)
-    assert 0.01 < error(y, exact) < 0.1
+    assert 0.01 < relative_error(y, exact) < 0.1
 
 
 def test_a_disabled_region_computes_in_high_precision():
@@ -150,7 +145,7 @@ def test_a_disabled_region_computes_in_high_precision():
     with jfp8.autocast(enabled=False):
         y = applied(model)(params, x)
     exact, _ = oracle(params, x, 2, "swiglu", renormalize=True, product=in_f32)
-    assert error(y, exact) < 1e-5
+    assert relative_error(y, exact) < 1e-5
 
 
 @pytest.mark.slow
@@ -166,7 +161,7 @@ def test_no_token_is_dropped_when_all_choose_the_same_expert(expert):
     expected, loss = oracle(params, x, 1, "swiglu", renormalize=False)
     assert float(loss) == EXPERTS
     assert np.all(np.any(np.asarray(y), axis=1))
-    assert error(y, expected) < 2e-3
+    assert relative_error(y, expected) < 2e-3
 
 
 @pytest.mark.slow
@@ -351,7 +346,7 @@ def test_mutable_histories_are_kept_up_by_apply():
     # The second call saw the history of the first: what is beyond it saturates.
     top = np.clip(2 * x[:18], -seen, seen)
     exact = np.concatenate([top[:7] @ w[0], top[7:] @ w[2]])
-    assert error(y[:18], exact) < 0.06
+    assert relative_error(y[:18], exact) < 0.06
     assert not np.any(y[18:])
 
 
@@ -492,7 +487,7 @@ def test_saved_activations():
 
     np.testing.assert_array_equal(saving.apply(variables, x), model.apply(variables, x))
     ours, theirs = gradient(saving), gradient(model)
-    assert 0 < error(ours["wi"]["kernel"], theirs["wi"]["kernel"]) < 0.1
+    assert 0 < relative_error(ours["wi"]["kernel"], theirs["wi"]["kernel"]) < 0.1
 
 
 @pytest.mark.slow
@@ -504,7 +499,7 @@ def test_dtypes():
     assert y.dtype == jnp.bfloat16
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     expected, _ = oracle(wide, x, 2, "swiglu", renormalize=True)
-    assert error(y, expected) < 0.06
+    assert relative_error(y, expected) < 0.06
 
 
 @pytest.mark.slow
@@ -514,7 +509,7 @@ def test_other_recipes(name):
     x = tokens()
     y = applied(model)(params, x)
     exact, _ = oracle(params, x, 2, "swiglu", renormalize=True, product=in_f32)
-    assert 0.01 < error(y, exact) < (0.35 if name == "nvfp4" else 0.2)
+    assert 0.01 < relative_error(y, exact) < (0.35 if name == "nvfp4" else 0.2)
 
 
 @pytest.mark.slow
@@ -537,7 +532,7 @@ def test_on_one_device_nothing_is_rounded_twice():
     found = run(lambda p, x: model.apply({"params": p}, x), params, x)
     for a, b in zip(*map(jax.tree.leaves, (found, run(sorted_first, params, x))), strict=True):
         assert np.abs(b).max() > 0
-        assert error(a, b) < 1e-5
+        assert relative_error(a, b) < 1e-5
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 import jfp8.nnx
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from support.arrays import cosine, relative_error
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
@@ -48,17 +49,6 @@ def normal(seed, shape, dtype=jnp.float32):
 
 def input_of(name, seed=1):
     return normal(seed, LAYERS[name][2])
-
-
-def distance(a, b):
-    """Relative Frobenius distance."""
-    a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
-
-
-def cosine(a, b):
-    a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
-    return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
 def fake(x, fmt, amax=None):
@@ -130,7 +120,7 @@ def test_drop_in(name):
     y, reference = call(ours, x), call(stock, x)
     assert y.shape == reference.shape
     assert y.dtype == reference.dtype
-    assert 1e-3 < distance(y, reference) < 0.06
+    assert 1e-3 < relative_error(y, reference) < 0.06
     assert cosine(y, reference) > 0.998
     with jfp8.autocast(enabled=False):
         y = call(ours, x)
@@ -148,7 +138,7 @@ def test_forward_and_gradients_are_those_of_fake_quantization(name):
     found, wanted = run(ours, x, dy), expected(stock, x, dy)
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
-        assert distance(found[key], value) < 2e-6, key
+        assert relative_error(found[key], value) < 2e-6, key
 
 
 @pytest.mark.slow
@@ -165,13 +155,13 @@ def test_histories_set_the_scales(name):
 
     without_sink = expected(stock, x, dy, 6.0, 1.5, None)["kernel"]
     found = run(nnx.view(ours, use_running_average=True), x, dy)["kernel"]
-    assert distance(found, without_sink) < 2e-6
+    assert relative_error(found, without_sink) < 2e-6
 
     with_sink = expected(stock, x, dy, 6.0, 1.5, 300.0)["kernel"]
     step = nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x: (layer(x) * dy).sum()))
     _, grads = step(ours, x)
-    assert distance(grads["kernel"].get_value(), with_sink) < 2e-6
-    assert distance(without_sink, with_sink) > 1e-3
+    assert relative_error(grads["kernel"].get_value(), with_sink) < 2e-6
+    assert relative_error(without_sink, with_sink) > 1e-3
 
 
 def test_products_as_hooks_of_flax_layers():
@@ -196,7 +186,7 @@ def test_regions_and_recipes():
     default.eval()
     own.eval()
     y = {"default": call(default, x), "own": call(own, x)}
-    assert distance(y["own"], y["default"]) > 1e-3
+    assert relative_error(y["own"], y["default"]) > 1e-3
     with jfp8.autocast(e5m2):
         np.testing.assert_array_equal(call(default, x), y["own"])
     with jfp8.autocast(DelayedScaling()):
@@ -216,8 +206,8 @@ def test_a_region_reaches_a_jitted_call():
     fp8 = apply(layer, x)
     with jfp8.autocast(enabled=False):
         plain = apply(layer, x)
-    assert distance(fp8, plain) > 1e-3
-    assert distance(plain, call(made(nnx, "Linear"), x)) < 1e-6
+    assert relative_error(fp8, plain) > 1e-3
+    assert relative_error(plain, call(made(nnx, "Linear"), x)) < 1e-6
 
 
 @pytest.mark.slow
@@ -246,7 +236,7 @@ def test_dtypes(name):
     assert layer.kernel.get_value().dtype == jnp.float32
     y, reference = call(layer, x), call(made(nnx, name, dtype=jnp.bfloat16), x)
     assert y.dtype == jnp.bfloat16
-    assert distance(y, reference) < 0.06
+    assert relative_error(y, reference) < 0.06
     options = {"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32}
     ours, stock = (
         jax.eval_shape(call, made(package, name, **options), x) for package in (jfp8.nnx, nnx)
@@ -263,7 +253,7 @@ def test_trap_float16_sums_do_not_overflow():
     x = normal(0, (8, 64))
     _, grads = nnx.jit(nnx.value_and_grad(lambda layer, x: layer(x).sum()))(layer, x)
     stock = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    assert distance(call(layer, x), call(stock, x)) < 0.05
+    assert relative_error(call(layer, x), call(stock, x)) < 0.05
     assert np.isfinite(grads["kernel"].get_value()).all()
 
 
@@ -275,7 +265,7 @@ def test_a_mask_of_a_convolution_is_kept():
             for package in (jfp8.nnx, nnx)
         )
         x = normal(0, (2, 5, 4))
-        assert distance(call(ours, x), call(stock, x)) < 0.06
+        assert relative_error(call(ours, x), call(stock, x)) < 0.06
         ours.mask = jnp.ones((1, 4, 6))
         with pytest.raises(ValueError, match="(?i)mask .*shape"):
             ours(x)
@@ -299,7 +289,7 @@ def test_a_kernel_may_be_a_scaled_array(name):
     stock = made(nnx, name)
     stock.kernel.set_value(q.dequantize())
     with jfp8.autocast(enabled=False):
-        assert distance(call(layer, x), call(stock, x)) < 1e-2  # bf16
+        assert relative_error(call(layer, x), call(stock, x)) < 1e-2  # bf16
 
 
 @pytest.mark.representative(1)
@@ -330,7 +320,7 @@ def test_attention_is_drop_in():
     q, kv = normal(0, (2, 5, 8)), normal(1, (2, 6, 8))
     for args in ((q, kv), (q,)):
         recorded = nnx.clone(ours)
-        assert 1e-3 < distance(call(recorded, *args), call(stock, *args)) < 0.12
+        assert 1e-3 < relative_error(call(recorded, *args), call(stock, *args)) < 0.12
     products = [m for _, m in nnx.iter_modules(recorded) if isinstance(m, jfp8.nnx.DotGeneral)]
     assert len(products) == 4  # one for each projection, not one shared by three
     amaxes = [float(p.histories()["rhs"][0]) for p in products]
@@ -368,9 +358,9 @@ def test_attention_products_are_opt_in():
     x = normal(0, (2, 5, 8))
     without, with_products = attention(jfp8.nnx), attention(jfp8.nnx, attention_products=True)
     assert_same_params(with_products, attention(nnx))
-    assert 1e-4 < distance(call(with_products, x), call(without, x)) < 0.1
+    assert 1e-4 < relative_error(call(with_products, x), call(without, x)) < 0.1
     with jfp8.autocast(enabled=False):
-        assert distance(call(with_products, x), call(attention(nnx), x)) < 1e-6
+        assert relative_error(call(with_products, x), call(attention(nnx), x)) < 1e-6
 
 
 @pytest.mark.slow
@@ -383,7 +373,7 @@ def test_decoding_step_by_step():
     step = nnx.jit(lambda layer, x: layer(x, decode=True))
     steps = [step(ours, x[:, i : i + 1]) for i in range(4)]
     # Each step has scales of its own.
-    assert distance(jnp.concatenate(steps, axis=1), whole) < 0.1
+    assert relative_error(jnp.concatenate(steps, axis=1), whole) < 0.1
 
 
 # Mistakes.

@@ -14,6 +14,7 @@ from flax import nnx
 import jfp8
 import jfp8.nnx
 from jfp8.recipes.per_tensor import DelayedScaling
+from support.arrays import assert_same, normal
 
 KEY = jax.random.key(4)
 FEATURES, EXPERTS, HIDDEN = 16, 5, 24
@@ -24,10 +25,6 @@ OPTIONS = {
     "dtype": jnp.bfloat16,
     "recipe": DelayedScaling(amax_history_len=3),
 }
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 X, DY = normal((3, 6, FEATURES)), normal((3, 6, FEATURES), 1)
@@ -46,11 +43,6 @@ def both(**options):
 
 def params_of(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-
-def assert_same(ours, theirs):
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def assert_same_steps(options, steps):

@@ -16,13 +16,10 @@ from jax.sharding import AxisType
 import jfp8
 from jfp8.layers.linen.moe import MoE, Router
 from jfp8.products.ragged import routing
+from support.arrays import normal
 
 KEY = jax.random.key(2)
 T, G, K, FEATURES = 24, 5, 2, 8
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 LOGITS = normal((T, G))

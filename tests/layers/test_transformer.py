@@ -12,94 +12,35 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jfp8
 from jfp8.layers.linen.transformer import RelativePositionBiases, TransformerLayer
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.unscaled import Unscaled
+from support import layers
+from support.arrays import cosine, relative_error
+from support.layers import (
+    KEY,
+    apply,
+    exact_product,
+    fake_product,
+    init,
+    normal,
+    quantizations,
+    shapes_of,
+)
 
-KEY = jax.random.key(7)
 SIZES = {"hidden_size": 16, "mlp_hidden_size": 24, "num_attention_heads": 4}
-
-
-def normal(shape, seed=0, scale=1.0) -> jax.Array:
-    draw = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(draw * scale, jnp.float32)
-
-
-def relative_error(y, reference) -> float:
-    y, reference = np.asarray(y, np.float64), np.asarray(reference, np.float64)
-    return float(np.linalg.norm(y - reference) / np.linalg.norm(reference))
-
-
-def cosine(y, reference) -> float:
-    y, reference = np.asarray(y, np.float64).ravel(), np.asarray(reference, np.float64).ravel()
-    return float(y @ reference / (np.linalg.norm(y) * np.linalg.norm(reference)))
-
-
-def assert_trees_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-        np.testing.assert_array_equal(x, y)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def init(layer, *inputs):
-    return layer.init(KEY, *inputs)
-
-
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("deterministic",))
-def apply(layer, variables, *inputs, **how):
-    """Compiled, once for equal layers: much faster than one operation at a time."""
-    return layer.apply(variables, *inputs, **how)
 
 
 def random_params(layer, *inputs):
     """Parameters of which none is zero or one."""
     layer = layer.clone(deterministic=True)
-    shapes = jax.eval_shape(layer.init, KEY, *inputs)["params"]
-    leaves, structure = jax.tree.flatten(shapes)
-    drawn = [normal(a.shape, i, 0.3) + 0.05 for i, a in enumerate(leaves)]
-    return jax.tree.unflatten(structure, drawn)
-
-
-def shapes_of(tree):
-    return jax.tree.map(jnp.shape, tree)
+    return layers.random_params(layer, *inputs, scale=0.3, shift=0.05)
 
 
 # The oracle.
-
-
-def on_grid(x, dtype) -> jax.Array:
-    """Values of `x` on the grid of `dtype` that its own amax gives."""
-    largest = float(jnp.finfo(dtype).max)
-    scale = jnp.max(jnp.abs(x)) / largest
-    return jnp.clip(x / scale, -largest, largest).astype(dtype).astype(jnp.float32) * scale
-
-
-def exact_product(equation, a, b):
-    return jnp.einsum(equation, a, b, precision="highest")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fake_product(equation, a, b):
-    """An einsum of e4m3 operands, whose gradients are those of its products with e5m2 ones."""
-    return _forward(equation, a, b)[0]
-
-
-def _forward(equation, a, b):
-    q_a, q_b = (on_grid(x, jnp.float8_e4m3fn) for x in (a, b))
-    return exact_product(equation, q_a, q_b), (q_a, q_b)
-
-
-def _backward(equation, operands, dy):
-    _, vjp = jax.vjp(functools.partial(exact_product, equation), *operands)
-    return vjp(on_grid(dy, jnp.float8_e5m2))
-
-
-fake_product.defvjp(_forward, _backward)
 
 
 def rotated(x, windows, consecutive):
@@ -337,25 +278,6 @@ def test_fields_reach_every_product():
         jax.eval_shape(unknown.init, KEY, X, ENCODED)
 
 
-def quantizations(function, *args) -> list[tuple[int, ...]]:
-    """The shapes of all arrays that `function` rounds to 8 bits, in order."""
-    shapes = []
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "convert_element_type":
-                if equation.params["new_dtype"] == jnp.uint8:
-                    shapes.append(equation.outvars[0].aval.shape)
-            for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
-                if hasattr(inner, "jaxpr"):
-                    visit(inner.jaxpr)
-                elif hasattr(inner, "eqns"):
-                    visit(inner)
-
-    visit(jax.make_jaxpr(function)(*args).jaxpr)
-    return shapes
-
-
 @pytest.mark.slow
 def test_every_activation_is_quantized_once():
     layer = TransformerLayer(**SIZES, layer_type="decoder", mlp_activation="swiglu")
@@ -381,24 +303,6 @@ def changed_at(x, *place):
     return x.at[place].add(normal(x[place].shape, 8))
 
 
-@pytest.mark.slow
-def test_groups_of_queries_are_copies_of_keys_and_values():
-    grouped = TransformerLayer(**SIZES, num_gqa_groups=2, self_attn_mask_type="causal")
-    params = random_params(grouped, X)
-    qkv = params["self_attention"]["qkv"]
-    # [.., 2, q q k v, depth] -> [.., 4, q k v, depth]
-    copied = lambda p: jnp.stack(
-        [p[..., g, (i, 2, 3), :] for g in range(2) for i in range(2)], axis=-3
-    )
-    apart = {**qkv, "kernel": copied(qkv["kernel"]), "bias": copied(qkv["bias"])}
-    attention = {**params["self_attention"], "qkv": apart}
-    y = apply(grouped, {"params": params}, X)
-    expected = apply(
-        grouped.clone(num_gqa_groups=None), {"params": {**params, "self_attention": attention}}, X
-    )
-    assert relative_error(y, expected) < 1e-6
-
-
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("cross", [False, True])
 def test_the_future_has_no_influence(cross):
@@ -418,41 +322,6 @@ def test_the_future_has_no_influence(cross):
     assert np.all(np.any(changed[:, 4:] != y[:, 4:], axis=-1))
     past = apply(layer, params, changed_at(X, slice(None), 0), *encoded)
     assert np.all(np.any(past != y, axis=-1)), "but the past has"
-
-
-@pytest.mark.slow
-def test_the_future_gets_no_gradient():
-    """Current scales do couple the tokens, but nothing flows through a scale."""
-    layer = TransformerLayer(**SIZES, self_attn_mask_type="causal")
-    params = {"params": random_params(layer, X)}
-    dx = jax.jit(jax.grad(lambda x: jnp.sum(layer.apply(params, x)[:, 2])))(X)
-    assert not np.any(dx[:, 3:])
-    assert np.all(np.any(dx[:, :3] != 0, axis=-1))
-
-
-@pytest.mark.slow
-def test_an_encoder_sees_everything_unless_it_is_told_otherwise():
-    layer = TransformerLayer(**SIZES, recipe=Unscaled())
-    params = {"params": random_params(layer, X)}
-    y = apply(layer, params, X)
-    assert np.all(np.any(apply(layer, params, changed_at(X, slice(None), 5)) != y, axis=-1))
-    causal = np.tril(np.ones((6, 6), bool))
-    masked = apply(layer, params, X, attention_mask=causal)
-    expected = apply(layer.clone(self_attn_mask_type="causal"), params, X)
-    np.testing.assert_array_equal(masked, expected)
-
-
-@pytest.mark.slow
-def test_masks_are_true_where_attention_may_go():
-    """As in Flax, and the opposite of Transformer Engine's."""
-    layer = TransformerLayer(**SIZES, recipe=Unscaled())
-    params = {"params": random_params(layer, X)}
-    run = lambda x, mask: apply(layer, params, x, attention_mask=nn.make_attention_mask(*mask))
-    padding = jnp.ones((2, 6)).at[0, 4:].set(0)
-    mask = jnp.ones((2, 6)) > 0, padding > 0
-    y, changed = run(X, mask), run(changed_at(X, 0, 5), mask)
-    np.testing.assert_array_equal(changed[0, :5], y[0, :5])
-    assert np.any(run(changed_at(X, 1, 5), mask)[1, :5] != y[1, :5])
 
 
 @pytest.mark.slow
@@ -607,37 +476,6 @@ def test_bf16():
     # bf16 moves one in about 32 values to the next e4m3 number.
     assert 1e-4 < relative_error(y, expected) < 0.05
     assert 1e-4 < relative_error(wide, expected) < 0.05
-
-
-@pytest.mark.slow
-def test_it_learns_with_train_state():
-    """To copy the token before: what attention is for, and an MLP cannot do."""
-    layer = TransformerLayer(
-        **{**SIZES, "num_attention_heads": 1},
-        self_attn_mask_type="causal",
-        enable_relative_embedding=True,
-    )
-    x = jax.random.normal(KEY, (8, 6, 16))
-    tx = optax.adam(1e-2)
-    state = jfp8.TrainState.create(apply_fn=layer.apply, variables=init(layer, x), tx=tx)
-
-    def loss_fn(variables, x):
-        y = layer.apply(variables, x)
-        return jnp.mean((y[:, 1:] - x[:, :-1]) ** 2), {}
-
-    @jax.jit
-    def step(state, key):
-        loss, grads = jfp8.value_and_grad(loss_fn)(state, jax.random.normal(key, x.shape))
-        return state.apply_gradients(grads), loss
-
-    losses = []
-    for i in range(60):
-        state, loss = step(state, jax.random.key(i))
-        losses.append(float(loss))
-    assert losses[0] > 1.5, "the variance of the difference of two tokens is 2"
-    assert np.mean(losses[-5:]) < 0.5 * losses[0]
-    history = state.fp8["self_attention"]["qkv"]["DotGeneral_0"]["grad"]["amax_history"]
-    assert np.all(history > 0)
 
 
 # Errors.

@@ -13,12 +13,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jfp8.layers import norm_math, position_math, transformer_math
+from support.arrays import normal
 
 F32_EPS = 2.0**-23
-
-
-def normal(shape, seed=0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def assert_close(y, expected, ulps=8.0, dtype=jnp.float32):

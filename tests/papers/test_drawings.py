@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -104,42 +103,3 @@ def test_a_layer_has_the_error_of_its_worst_product(draw):
     assert [t.get_text() for t in ax.texts] == ["3", "4", "50", "900"]
     gradient = draw("error_map", "error_map", [found], "gradient")
     assert gradient.collections[0].get_array().tolist() == [[50.0, 25.0]]
-
-
-TOKENS, FEATURES = 64, 256
-NORMAL = np.random.default_rng(0).normal(size=(TOKENS, FEATURES)).astype(np.float32)
-
-
-def scaled(x, scale, dtype):
-    return ((x / scale).astype(dtype).astype(np.float32) * scale).reshape(TOKENS, FEATURES)
-
-
-def in_blocks(x, k, dtype, most):
-    """Round in blocks of `k`, with a power of two as the scale of each."""
-    x = x.reshape(-1, k)
-    return scaled(x, 2.0 ** np.ceil(np.log2(np.abs(x).max(1, keepdims=True) / most)), dtype)
-
-
-E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
-ROUNDED = {
-    "current": (8 + 32 / NORMAL.size, scaled(NORMAL, np.abs(NORMAL).max() / np.float32(448), E4M3)),
-    "rowwise": (8 + 32 / FEATURES, in_blocks(NORMAL, FEATURES, E4M3, 448)),
-    "block": (8 + 32 / 128, in_blocks(NORMAL, 128, E4M3, 448)),
-    "mxfp8": (8 + 8 / 32, in_blocks(NORMAL, 32, E4M3, 448)),
-    "mxfp4": (4 + 8 / 32, in_blocks(NORMAL, 32, E2M1, 6)),
-}
-
-
-@pytest.mark.slow
-def test_every_recipe_has_its_bits_and_its_error(draw):
-    ax = draw("error_against_bits", "error_against_bits", NORMAL)
-    texts = {t.xy: t.get_text().split(":")[0].split(", ") for t in ax.texts if hasattr(t, "xy")}
-    points = {name: xy for xy, names in texts.items() for name in names}
-    assert set(points) == {recipe.name for recipe in jfp8.recipes.RECIPES}
-    assert set(texts) == {tuple(point) for point in ax.lines[0].get_xydata().tolist()}
-    assert points["delayed"] == points["current"] == points["hybrid"]
-    exact = NORMAL.astype(np.float64)
-    for name, (bits, rounded) in ROUNDED.items():
-        features = np.linalg.norm(rounded - exact, axis=0) / np.linalg.norm(exact, axis=0)
-        error = np.sqrt(np.mean(features**2))
-        assert points[name] == (bits, pytest.approx(error, rel=2e-3)), name

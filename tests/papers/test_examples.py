@@ -77,13 +77,6 @@ def test_quickstart_is_short_enough_to_be_read():
 
 
 @pytest.mark.slow
-def test_train_lm_is_a_plain_script_that_runs_from_any_folder(tmp_path):
-    help_text = run_script("train_lm.py", "--help", cwd=tmp_path)
-    for option in ("--recipe", "--compare", "--fp8-head", "--loss-multiplier", "--resume"):
-        assert option in help_text
-
-
-@pytest.mark.slow
 def test_both_losses_fall_and_stay_close(compared):
     _, out, result = compared
     lines = read_metrics(out)
@@ -168,14 +161,6 @@ def test_float32_does_not_notice_a_loss_multiplier(train_lm, text, tmp_path):
         train_lm.main([*argv, "--loss-multiplier", multiplier, "--micro-batches", "2"])
         losses.append([line["loss"]["f32"] for line in read_metrics(tmp_path)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_every_product_in_fp8_without_scales(train_lm, text, tmp_path):
-    argv = [*SMALL.split(), "--steps", "2", "--data", str(text), "--out", str(tmp_path)]
-    result = train_lm.main([*argv, "--recipe", "unscaled", "--fp8-head"])
-    assert result["gap_percent"] is None
-    assert np.isfinite(result["validation_loss"]["fp8"])
 
 
 @pytest.mark.slow

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 import jfp8
-from support.scripts import imported, on_path
+from support.scripts import on_path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -79,14 +76,6 @@ def test_everything_is_run_once(parity, runs, command, monkeypatch):
     assert len(runs) == len(expected)
 
 
-def test_selection_brings_float32_along(runs, command):
-    command("--tasks images --recipes current --seeds 4 --steps 7")
-    assert runs == [
-        ("train_images.py", "float32", 4, 7),
-        ("train_images.py", "current", 4, 7),
-    ]
-
-
 def test_an_interrupted_command_goes_on_where_it_stopped(parity, runs, command, monkeypatch):
     train = parity.train
 
@@ -147,39 +136,12 @@ def test_other_steps_are_not_mixed_in(runs, command):
     assert runs[-1] == ("train_lm.py", "current", 0, 6)
 
 
-def test_other_versions_are_not_mixed_in(parity, runs, command, monkeypatch):
-    command("--tasks lm --recipes delayed --seeds 0")
-    version = jfp8.__version__
-    monkeypatch.setattr(jfp8, "__version__", "99.0")
-    with pytest.raises(SystemExit, match=f"jfp8 was {version} and is 99.0.*--fresh.*--results"):
-        command("--tasks lm --recipes delayed --seeds 1")
-    assert len(runs) == 2
-
-
-def test_other_data_are_not_mixed_in(parity, runs, command, monkeypatch):
-    before = command("--tasks images --recipes delayed --seeds 0")
-    train = parity.train
-    monkeypatch.setattr(parity, "train", lambda *args: {**train(*args), "data": "digits"})
-    with pytest.raises(SystemExit, match="data was made up and is digits"):
-        command("--tasks images --recipes delayed --seeds 1")
-    assert json.loads(command.path.read_text()) == before
-
-
 def test_a_file_of_something_else_is_left_alone(command):
     command.path.parent.mkdir()
     command.path.write_text('{"benchmark": "something else"}')
     with pytest.raises(SystemExit, match="something else than runs of this script: remove it"):
         command("")
     assert "something else" in command.path.read_text()
-
-
-def test_runs_on_other_cores_are_not_mixed_in(parity, runs, command):
-    """Also those of files from before cores were recorded."""
-    results = command("--tasks lm --recipes delayed --seeds 0")
-    del results["lm"]["conditions"]["cores_of_a_run"]
-    command.path.write_text(json.dumps(results))
-    with pytest.raises(SystemExit, match="cores_of_a_run was not recorded and is"):
-        command("--tasks lm --recipes delayed --seeds 1")
 
 
 def test_two_jobs_record_all_that_one_does(runs, command):
@@ -191,46 +153,6 @@ def test_two_jobs_record_all_that_one_does(runs, command):
     runs_of = together["lm"]["runs"]
     assert list(runs_of) == ["float32", "delayed", "current"]  # as the table has them
     assert [list(of_seeds) for of_seeds in runs_of.values()] == [["0", "1", "2"]] * 3
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
-def test_every_process_has_a_core_of_its_own(parity):
-    """Two jobs that wait for each other, so that they are two threads at the same time."""
-    side_by_side = imported("side_by_side", "benchmarks")
-    both = threading.Barrier(2, timeout=30)
-    code = "import os; print(*os.sched_getaffinity(0))"
-    here, cores = os.sched_getaffinity(0), {}
-
-    def process(job):
-        both.wait()
-        command = [sys.executable, "-c", code]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-
-    def ended(job, future):
-        cores[job] = future.result()
-
-    side_by_side.side_by_side(process, range(2), 2, ended)
-    assert [len(own) for own in cores.values()] == [1, 1]
-    assert len({own[0] for own in cores.values()}) == min(2, len(here))
-    assert os.sched_getaffinity(0) == here
-
-
-def test_what_has_not_begun_when_one_is_refused_never_does(parity):
-    side_by_side = imported("side_by_side", "benchmarks")
-    begun, told = [], threading.Event()
-
-    def work(item):
-        begun.append(item)
-        if item:  # the second waits until the first was refused
-            told.wait(30)
-
-    def refuse(item, future):
-        told.set()
-        raise SystemExit(f"{item} refused")
-
-    with pytest.raises(SystemExit, match="0 refused"):
-        side_by_side.side_by_side(work, range(100), 1, refuse)
-    assert len(begun) <= 3
 
 
 def test_gaps_are_between_equal_seeds(parity):
@@ -342,81 +264,6 @@ def test_the_picture(command, tmp_path):
         round((0.4 + 1.0 + 0.3 * 3) * 110),  # one panel of three rows: images have a run
         7 * 110,
     )
-
-
-def test_a_mixture_of_experts_has_its_own_table_and_panel(parity, command, capsys):
-    """Between those of the language model and of the images, as everywhere."""
-    runs = {
-        "float32": {"0": {"loss": 2.0}, "1": {"loss": 4.0}},
-        "delayed": {"0": {"loss": 2.02}, "1": {"loss": 4.08}},
-    }
-    canned = {**CANNED, "moe": {"conditions": {"data": "some text"}, "runs": runs}}
-    command.path.parent.mkdir()
-    command.path.write_text(json.dumps(canned))
-    command("--table")
-    tables = [part for part in capsys.readouterr().out.split("\n\n") if ": float32 has" in part]
-    assert [table.partition(" on ")[0] for table in tables] == [
-        "language model",
-        "mixture of experts",
-        "ResNet",
-        "ResNet",
-    ]
-    assert tables[1] == (
-        "mixture of experts on some text, loss: float32 has 2.0000 to 4.0000 over 2 seeds."
-    )
-    told = [
-        ax.get_legend().get_title().get_text() for ax in parity.draw(parity.read(command.path)).axes
-    ]
-    assert told == [
-        "Language model: loss, percent above float32",
-        "Mixture of experts: loss, percent above float32",
-    ]
-
-
-def test_the_picture_of_training_curves(parity, command, tmp_path, monkeypatch):
-    """Of seeds that float32 kept a curve of, at the steps at which its parts end.
-
-    What diverges or is far away is told in words.
-    """
-    from matplotlib import image
-    from matplotlib.axes import Axes
-
-    curve = lambda *losses: {"loss": losses[-1], "train_loss": list(losses)}
-    runs = {
-        "float32": {"0": curve(4.0, 2.0), "1": curve(4.0, 3.0), "2": {"loss": 2.0}},
-        "delayed": {"0": curve(4.0, 2.2), "1": curve(5.0, 3.0), "2": curve(9.0, 9.0)},
-        "current": {"0": curve(4.0, 2.0), "1": curve(4.0, 3.3)},
-        "nvfp4": {"0": curve(4.0, 20.0), "1": curve(4.0, 30.0)},
-        "control": {"0": curve(8.0, None), "1": curve(8.0, 8.0), "3": curve(9.0, 9.0)},
-    }
-    drawn, figures = {}, []
-    gap_curve = parity.training_curves.gap_curve
-
-    def watched(ax, label, *args):
-        gap_curve(ax, label, *args)
-        drawn[label] = ax.lines[0].get_xydata().round(9).tolist()
-
-    monkeypatch.setattr(parity.training_curves, "gap_curve", watched)
-    draw = parity.training_curves.draw
-    keep = lambda *given: figures.append(draw(*given)) or figures[-1]
-    monkeypatch.setattr(parity.training_curves, "draw", keep)
-    command.path.parent.mkdir()
-    command.path.write_text(json.dumps(CANNED))
-    with pytest.raises(SystemExit, match="no run of float32 kept its training curve"):
-        command(f"--curves {tmp_path / 'curves.png'}")
-    command.path.write_text(json.dumps({**CANNED, "lm": {"conditions": {}, "runs": runs}}))
-    command(f"--curves {tmp_path / 'curves.png'}")
-    assert drawn == {
-        "DelayedScaling()": [[25.0, 12.5], [50.0, 5.0]],
-        "Float8CurrentScaling()": [[25.0, 0.0], [50.0, 5.0]],
-    }
-    losses, *_ = figures[0].findobj(Axes)
-    assert [text.get_text().split("\n")[-2:] for text in losses.texts] == [
-        ["float32 (dotted) and", "2 others, on one line"],
-        ["(its gap, up to 900 %,", "is not drawn)"],
-        ["no scales, loss × 10⁻³", "(diverges)"],
-    ]
-    assert image.imread(tmp_path / "curves.png").shape[1] == 7 * 110
 
 
 @pytest.mark.parametrize("name", ["lm", "images", "moe"])

@@ -42,8 +42,8 @@ def test_pictures_of_notebooks_are_theirs(pictures, tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes() == (STATIC / f"{name}.png").read_bytes()
 
 
-QUICK = ("core", "memory", "roofline", "curves", "gaps", "long_run")
-SLOW = ("error_against_bits", "error_map", "sums")
+QUICK = ("core", "gaps")
+SLOW = ("memory", "roofline", "curves", "long_run", "error_against_bits", "error_map", "sums")
 
 
 @pytest.mark.parametrize(

@@ -177,24 +177,6 @@ def test_the_code_of_the_page_runs_in_one_piece(tmp_path):
 # What they are made of
 
 
-@pytest.mark.slow
-def test_a_dimension_that_does_not_divide_stays_whole(sharding):
-    mesh = sharding.make_mesh(2, 2, 2)
-    tree = {
-        "block_0": {"qkv": {"kernel": jnp.zeros((6, 9))}, "down": {"kernel": jnp.zeros((8, 6))}},
-        "block_1": {"out": {"kernel": jnp.zeros((6, 6))}},
-        "blocks": {"up": {"kernel": jnp.zeros((3, 4, 8))}, "norm": {"scale": jnp.zeros((3, 4))}},
-        "embed": {"embedding": jnp.zeros((256, 8))},
-    }
-    specs = sharding.specs_of(tree, mesh)
-    assert specs["block_0"]["qkv"]["kernel"] == P("fsdp", None)
-    assert specs["block_0"]["down"]["kernel"] == P(("tensor", "fsdp"), None)
-    assert specs["block_1"]["out"]["kernel"] == P(None, None)
-    assert specs["blocks"]["up"]["kernel"] == P(None, "fsdp", "tensor")
-    assert all(axis is None for axis in specs["blocks"]["norm"]["scale"])
-    assert all(axis is None for axis in specs["embed"]["embedding"])
-
-
 def test_a_device_that_differs_is_found(sharding):
     mesh = sharding.make_mesh(2, 2, 2)
     everywhere = NamedSharding(mesh, P())
@@ -215,27 +197,6 @@ def test_a_device_that_differs_is_found(sharding):
                 )
             }
         )
-
-
-@pytest.mark.slow
-def test_scanned_layers_compute_what_layers_compute(train_sharded):
-    """With the same parameters, stacked. Its own are others for every layer."""
-    Transformer = train_sharded.Transformer
-    sizes = {"width": 32, "layers": 3, "heads": 2, "max_length": 16}
-    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 256)
-    model = Transformer(**sizes)
-    params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
-    blocks = [params[f"block_{i}"] for i in range(3)]
-    stacked = {name: p for name, p in params.items() if not name.startswith("block_")}
-    stacked["blocks"] = jax.tree.map(lambda *ps: jnp.stack(ps), *blocks)
-    of_scan = Transformer(**sizes, scan_layers=True)
-    scanned = jax.jit(of_scan.apply)({"params": stacked}, tokens)
-    expected = jax.jit(model.apply)({"params": params}, tokens)
-    np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-5)
-    assert np.std(expected) > 0.1
-    own = jax.jit(of_scan.init)(jax.random.key(0), tokens)["params"]["blocks"]["up"]["kernel"]
-    assert own.shape == (3, 32, 128)
-    assert len({np.asarray(kernel).tobytes() for kernel in own}) == 3
 
 
 # Several processes

@@ -13,6 +13,7 @@ from jax import lax
 
 import jfp8
 from jfp8 import recipes, scaled_conv_general_dilated
+from support.arrays import relative_error
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -81,12 +82,6 @@ def value_and_gradients(function, lhs, rhs, dy):
     return run(lhs, rhs, dy)
 
 
-def error(actual, expected):
-    """Relative Frobenius error."""
-    expected = np.asarray(expected, np.float64)
-    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
-
-
 @pytest.mark.representative(4)
 @cases
 def test_all_three_convolutions_are_those_of_fake_quantized_operands(case):
@@ -96,8 +91,8 @@ def test_all_three_convolutions_are_those_of_fake_quantized_operands(case):
     quantized = [fake_quantized(*a) for a in ((lhs, E4M3), (rhs, E4M3), (dy, E5M2))]
     for a, e in zip(actual, value_and_gradients(plain, *quantized), strict=True):
         assert a.shape == e.shape
-        assert error(a, e) < 2e-6  # sums in f32 of at most 200 terms
-    assert error(actual[0], plain(lhs, rhs)) > 1e-3  # it was quantized
+        assert relative_error(a, e) < 2e-6  # sums in f32 of at most 200 terms
+    assert relative_error(actual[0], plain(lhs, rhs)) > 1e-3  # it was quantized
 
 
 @pytest.mark.slow
@@ -110,7 +105,7 @@ def test_finer_scales_run_over_the_matrices_of_patches(case, name):
     actual = value_and_gradients(quantized, lhs, rhs, dy)
     for a, e in zip(actual, value_and_gradients(plain, lhs, rhs, dy), strict=True):
         assert a.shape == e.shape
-        assert 1e-3 < error(a, e) < 0.08
+        assert 1e-3 < relative_error(a, e) < 0.08
 
 
 @pytest.mark.representative(3)
@@ -197,7 +192,7 @@ def test_conv_is_a_drop_in_for_flax(arguments):
     jax.tree.map(np.testing.assert_array_equal, variables["params"], expected["params"])
     assert set(variables) == {"params", "fp8", "fp8_sink"}
     y, exact = ours.apply(variables, x), flax.apply(expected, x)
-    assert 1e-3 < error(y, exact) < 0.06
+    assert 1e-3 < relative_error(y, exact) < 0.06
 
 
 @pytest.mark.slow

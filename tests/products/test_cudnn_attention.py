@@ -23,6 +23,7 @@ from jfp8.products.flash.plan import AttentionSpec
 from jfp8.scaling.sink import decode_amax, init_sink
 from jfp8.tracing import compat
 from jfp8.tracing.device import Gpu
+from support.arrays import relative_error
 
 RECIPE = recipes.DelayedScaling()
 AMAXES = {"query": 2.0, "key": 40.0, "value": 0.03}  # a scale in the wrong place shows
@@ -86,10 +87,6 @@ def attend(q, k, v, state, sink=None):
     return jfp8.scaled_dot_product_attention(q, k, v, state=state, sink=sink, **how)
 
 
-def distance(a, b):
-    return np.linalg.norm(np.asarray(a) - b) / np.linalg.norm(b)
-
-
 def test_the_scales_are_those_of_cudnn(with_cudnn):
     """Forward, from histories and without an entry, and the gradients; no token looks ahead."""
     q, k, v, grad = operands()
@@ -109,9 +106,9 @@ def test_the_scales_are_those_of_cudnn(with_cudnn):
     exact, wanted = by_jax(q, k, v)
     for entries in (True, False):
         out, (*gradients, sent) = attention(q, k, v, states(entries))
-        assert distance(out, exact) < 0.1
+        assert relative_error(out, exact) < 0.1
         for x, y in zip(gradients, wanted, strict=True):
-            assert distance(x, y) < 0.2
+            assert relative_error(x, y) < 0.2
         amaxes = decode_amax(sent["scores"])[0], decode_amax(sent["context"])[0]
         np.testing.assert_array_equal(amaxes[0][:2], [jnp.abs(x).max() for x in (q, k)])
         assert amaxes[1][1] == jnp.abs(v).max()

@@ -15,6 +15,7 @@ from jfp8 import E4M3FN, E5M2, recipes
 from jfp8.products.flash import dot_product
 from jfp8.products.flash.numerics import Numerics, numerics_of, quantize_tokens
 from jfp8.scaling import init_sink
+from support.arrays import relative_error
 
 ATTENTION = jfp8.scaled_dot_product_attention
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "hybrid", "direct_e5m2")
@@ -30,11 +31,6 @@ def operands(batch=2, queries=150, keys=150, heads=4, kv_heads=2, depth=16, seed
 def with_gradients(function, *arrays, grad):
     y, back = jax.vjp(function, *arrays)
     return [y, *back(grad)]
-
-
-def distance(a, b):
-    a, b = (np.asarray(x, np.float64) for x in (a, b))
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 CASES = {
@@ -128,10 +124,10 @@ def test_the_equations_of_a_block():
         )
     expected = blockwise(*data, *scales, 1 / 8)
     # A weight whose exponential differs in its last place may round to the next of 16 values.
-    assert distance(y, expected) < 1e-3
+    assert relative_error(y, expected) < 1e-3
     np.testing.assert_allclose(y, expected, rtol=0, atol=0.02 * np.abs(expected).max())
     in_f64 = np.asarray(jax.nn.dot_product_attention(q, k, v, is_causal=True)[0, :, 0])
-    assert distance(y, in_f64) > 0.01  # it did round
+    assert relative_error(y, in_f64) > 0.01  # it did round
 
 
 # Roundings of 2^-4 (e4m3) and 2^-3 (e5m2) at most, evenly spread: 2.6 and 5.1 % in the mean. A
@@ -148,7 +144,7 @@ def test_how_far_it_is_from_attention(recipe):
     reference = functools.partial(jax.nn.dot_product_attention, is_causal=True)
     expected = with_gradients(reference, q, k, v, grad=grad)
     forward, backward = BOUNDS.get(recipe, (0.055, 0.115))
-    distances = [distance(a, b) for a, b in zip(found, expected, strict=True)]
+    distances = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
     assert 0.01 < distances[0] < forward
     assert all(0.01 < d < backward for d in distances[1:])
 
@@ -229,8 +225,8 @@ def test_a_causal_query_sees_itself():
     """And the first query nothing else: its result is its value, rounded."""
     q, k, v, _ = operands(queries=3, keys=3, kv_heads=4)
     y = jax.jit(functools.partial(ATTENTION, is_causal=True, recipe="rowwise"))(q, k, v)
-    assert 0 < distance(y[:, 0], v[:, 0]) < 2**-4
-    assert distance(y[:, 1], v[:, 1]) > 0.1
+    assert 0 < relative_error(y[:, 0], v[:, 0]) < 2**-4
+    assert relative_error(y[:, 1], v[:, 1]) > 0.1
 
 
 def test_a_query_without_keys_gives_zero():
@@ -251,7 +247,7 @@ def test_tokens_without_gradient_do_not_drown_others():
     f = jax.jit(functools.partial(ATTENTION, recipe="current"))
     found = with_gradients(f, q, k, v, grad=grad)
     expected = with_gradients(jax.nn.dot_product_attention, q, k, v, grad=grad)
-    assert all(distance(a, b) < 0.13 for a, b in zip(found, expected, strict=True))
+    assert all(relative_error(a, b) < 0.13 for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
@@ -317,7 +313,7 @@ def test_dtypes(dtype):
     found = with_gradients(jax.jit(ATTENTION), *arrays[:3], grad=arrays[3])
     assert [x.dtype for x in found] == [dtype] * 4
     expected = with_gradients(jax.nn.dot_product_attention, *arrays[:3], grad=arrays[3])
-    assert all(0.005 < distance(a, b) < 0.12 for a, b in zip(found, expected, strict=True))
+    assert all(0.005 < relative_error(a, b) < 0.12 for a, b in zip(found, expected, strict=True))
 
 
 Q, K, V, _ = operands(queries=8, keys=9)

@@ -25,6 +25,7 @@ from jfp8.recipes.per_tensor import Float8CurrentScaling
 from jfp8.recipes.product import Product
 from jfp8.scaling.sink import decode_amax, init_sink
 from jfp8.tracing.device import Gpu
+from support.arrays import cosine, relative_error
 from support.devices import pretend
 
 E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
@@ -67,17 +68,6 @@ def groups_of(x, sizes):
     """The rows of each group."""
     ends = np.cumsum(sizes)
     return [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-def error(actual, expected):
-    """Relative Frobenius error."""
-    expected = np.asarray(expected, np.float64)
-    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
-
-
-def cosine(actual, expected):
-    a, b = (np.asarray(x, np.float64).ravel() for x in (actual, expected))
-    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
 # The oracle: fake quantization of matrices [rows, columns] in float32, values in float64. Each
@@ -247,7 +237,7 @@ def test_products_are_those_of_fake_quantized_groups(name, implementation):
     expected = oracle(name, lhs, rhs, SIZES, dy)
     for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape
-        assert error(a, b) < TOLERANCE.get(name, 2e-6)
+        assert relative_error(a, b) < TOLERANCE.get(name, 2e-6)
         assert cosine(a, b) > 1 - 1e-5
 
 
@@ -281,7 +271,7 @@ def test_a_tile_of_each_group_at_a_time(name, blackwell):
     actual = value_and_gradients(lhs, rhs, sizes, dy, recipe=recipe)
     for a, b in zip(actual, oracle(name, lhs, rhs, sizes, dy), strict=True):
         assert a.shape == b.shape
-        assert error(a, b) < 2e-6
+        assert relative_error(a, b) < 2e-6
         assert cosine(a, b) > 1 - 1e-5
 
 
@@ -323,7 +313,7 @@ def test_one_group_is_an_ordinary_product(name):
     dot = lambda a, b: jfp8.scaled_dot_general(a, b, (((1,), (0,)), ((), ())), recipe=recipe)
     y, vjp = jax.vjp(jax.jit(dot), lhs, rhs[0])
     for a, b in zip(actual, (y, *vjp(dy)), strict=True):
-        assert error(np.reshape(a, b.shape), b) < 1e-6
+        assert relative_error(np.reshape(a, b.shape), b) < 1e-6
 
 
 # Rows and tiles.
@@ -424,7 +414,7 @@ def test_an_outlier_in_one_group_does_not_cost_the_others_precision():
 
     def error_of_others(rhs):
         y, _ = value_and_gradient_by_lhs(lhs, rhs, sizes, dy)
-        return error(np.reshape(y, exact.shape)[others], exact[others])
+        return relative_error(np.reshape(y, exact.shape)[others], exact[others])
 
     assert error_of_others(rhs) < 0.05
     assert error_of_others(jfp8.quantize(rhs)) == 1.0
@@ -453,7 +443,7 @@ def test_histories_are_those_of_lhs_and_grad():
     )
     actual = value_and_gradients(lhs, rhs, sizes, dy, recipe=recipe, state=state, sink=init_sink())
     for a, b in zip(actual, expected, strict=True):
-        assert error(a, b) < 1e-6
+        assert relative_error(a, b) < 1e-6
     # Without a sink the gradient's history is not kept up, so it is not read either.
     _, d_lhs, _ = value_and_gradients(lhs, rhs, sizes, dy, recipe=recipe, state=state)
     unread = np.concatenate(
@@ -462,7 +452,7 @@ def test_histories_are_those_of_lhs_and_grad():
             for g, w in zip(groups_of(dy, sizes), ws, strict=True)
         ]
     )
-    assert error(d_lhs, unread) < 1e-6
+    assert relative_error(d_lhs, unread) < 1e-6
 
 
 @pytest.mark.slow
@@ -478,7 +468,7 @@ def test_equal_groups_round_apart_stochastically():
     )
     first, second = np.split(np.asarray(run(KEY)), 2)
     assert 0.3 < np.mean(first != second) < 0.7  # each lies on one of two neighbours
-    assert error(first, w[0]) < 0.06
+    assert relative_error(first, w[0]) < 0.06
     assert np.all(np.asarray(run(KEY)) == np.concatenate([first, second]))
 
 
@@ -510,8 +500,8 @@ def test_rhs_of_stored_bytes_is_used_as_it_is(scales):
     dys = groups_of(per_tensor(E5M2)(dy, 1, largest([dy[: sum(sizes)]])), sizes)
     expected = np.concatenate([x @ w for x, w in zip(xs, values, strict=True)])
     d_expected = np.concatenate([g @ w.T for g, w in zip(dys, values, strict=True)])
-    assert error(y[: sum(sizes)], expected) < 1e-6
-    assert error(d_lhs[: sum(sizes)], d_expected) < 1e-6
+    assert relative_error(y[: sum(sizes)], expected) < 1e-6
+    assert relative_error(d_lhs[: sum(sizes)], d_expected) < 1e-6
     assert not np.any(np.asarray(d_q.data, np.float32))
     assert scales == "e8m0" or not np.any(d_q.scale)  # a format without zero
     largest_value = np.max(np.abs(values))
@@ -555,9 +545,9 @@ def test_high_precision_operands():
         y, d_lhs, d_rhs = value_and_gradients(
             lhs, rhs, sizes, dy, recipe=recipe, implementation=implementation
         )
-        assert error(y[:61], expected[0]) < 1e-6
-        assert error(d_lhs[:61], expected[1]) < 1e-6
-        assert error(d_rhs, expected[2]) < 1e-6
+        assert relative_error(y[:61], expected[0]) < 1e-6
+        assert relative_error(d_lhs[:61], expected[1]) < 1e-6
+        assert relative_error(d_rhs, expected[2]) < 1e-6
 
 
 @pytest.mark.slow
@@ -576,10 +566,10 @@ def test_sums_are_rounded_as_in_an_ordinary_product(accumulation):
 
     y, d_lhs, d_rhs = ordinary(lhs[:150], rhs[0], dy[:150])
     for a, b in zip(actual, (y, d_lhs, d_rhs[None]), strict=True):
-        assert error(a[:150], b) < 2e-7
+        assert relative_error(a[:150], b) < 2e-7
     if accumulation == "hopper":
         exact, *_ = oracle("current", lhs, rhs, (150,), dy)
-        assert error(y, exact[:150]) > 1e-5
+        assert relative_error(y, exact[:150]) > 1e-5
 
 
 @pytest.mark.slow
@@ -624,7 +614,7 @@ def test_vmap_equals_loop():
     for i in range(2):
         alone = run(lhs[i], rhs[i], sizes[i], dy[i])
         for a, b in zip(together, alone, strict=True):
-            assert error(a[i], b) < 1e-6
+            assert relative_error(a[i], b) < 1e-6
 
 
 @pytest.mark.slow
@@ -651,9 +641,9 @@ def test_shard_map_over_tokens():
         )
         for i in (0, 32)
     ]
-    assert error(y, np.concatenate([p[0] for p in parts])) < 1e-6
-    assert error(d_lhs, np.concatenate([p[1] for p in parts])) < 1e-6
-    assert error(d_rhs, parts[0][2] + parts[1][2]) < 1e-6
+    assert relative_error(y, np.concatenate([p[0] for p in parts])) < 1e-6
+    assert relative_error(d_lhs, np.concatenate([p[1] for p in parts])) < 1e-6
+    assert relative_error(d_rhs, parts[0][2] + parts[1][2]) < 1e-6
 
 
 def test_products_are_found_by_their_names():

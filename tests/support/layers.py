@@ -1,0 +1,96 @@
+"""What the tests of layers have in common: their oracle is fake quantization, in float32.
+
+Its products have operands that were rounded by ml_dtypes, and straight-through gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KEY = jax.random.key(7)
+
+
+def normal(shape, seed=0, scale=1.0) -> jax.Array:
+    draw = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(draw * scale, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(layer, *inputs):
+    return layer.init(KEY, *inputs)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("deterministic", "mutable", "sow_weights", "capture_intermediates"),
+)
+def apply(layer, variables, *inputs, **options):
+    """Compiled, once for equal layers: much faster than one operation at a time."""
+    return layer.apply(variables, *inputs, **options)
+
+
+def random_params(layer, *inputs, scale=0.4, shift=0.1):
+    """Draw parameters of which none is zero or one."""
+    shapes = jax.eval_shape(layer.init, KEY, *inputs)["params"]
+    leaves, structure = jax.tree.flatten(shapes)
+    drawn = [(normal(a.shape, i, scale) + shift).astype(a.dtype) for i, a in enumerate(leaves)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def shapes_of(tree):
+    return jax.tree.map(jnp.shape, tree)
+
+
+def on_grid(x, dtype) -> jax.Array:
+    """Round `x` to the grid of `dtype` that its own amax gives."""
+    largest = float(jnp.finfo(dtype).max)
+    scale = jnp.max(jnp.abs(x)) / largest
+    scale = jnp.where(scale == 0, 1, scale)
+    return jnp.clip(x / scale, -largest, largest).astype(dtype).astype(jnp.float32) * scale
+
+
+def exact_product(equation, a, b):
+    return jnp.einsum(equation, a, b, precision="highest")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fake_product(equation, a, b):
+    """An einsum of e4m3 operands, whose gradients are those of its products with e5m2 ones."""
+    return _forward(equation, a, b)[0]
+
+
+def _forward(equation, a, b):
+    q_a, q_b = (on_grid(x, jnp.float8_e4m3fn) for x in (a, b))
+    return exact_product(equation, q_a, q_b), (q_a, q_b)
+
+
+def _backward(equation, operands, dy):
+    _, vjp = jax.vjp(functools.partial(exact_product, equation), *operands)
+    return vjp(on_grid(dy, jnp.float8_e5m2))
+
+
+fake_product.defvjp(_forward, _backward)
+
+
+def quantizations(function, *args) -> list[tuple[int, ...]]:
+    """Return the shapes of all arrays that `function` rounds to 8 bits, in order."""
+    shapes = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "convert_element_type":
+                if equation.params["new_dtype"] == jnp.uint8:
+                    shapes.append(equation.outvars[0].aval.shape)
+            for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
+                if hasattr(inner, "jaxpr"):
+                    visit(inner.jaxpr)
+                elif hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(jax.make_jaxpr(function)(*args).jaxpr)
+    return shapes
