@@ -157,7 +157,7 @@ def _on_one_device(
             grads,
             params=params,
             fp8_sink=_max_of_sinks(grads.fp8_sink, axis_name, n),
-            collections=jax.tree.map(lambda x: _mean_of_state(x, axis_name), grads.collections),
+            collections=jax.tree.map(partial(_mean_of_state, axis_name), dict(grads.collections)),
         )
 
     is_state = lambda node: isinstance(node, TrainState)
@@ -217,7 +217,7 @@ def _mean_of_value(x: Any, axis_name: AxisName) -> jax.Array:
     return mean.astype(x.dtype)
 
 
-def _mean_of_state(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def _mean_of_state(axis_name: AxisName, x: jax.Array) -> jax.Array:
     """Average floating arrays; anything else (counters, keys) is the same on all devices."""
     floating = jnp.issubdtype(x.dtype, jnp.inexact)
     return _mean_of_value(x, axis_name) if floating else x

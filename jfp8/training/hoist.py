@@ -113,7 +113,8 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
             source = jaxpr.eqns[made_by[source]].invars[0]
             if isinstance(source, Literal) or root[source] is None:
                 break
-            if is_small(source):  # other views of bytes that are kept cost nothing to make
+            # Other views of bytes that are kept, here or by the caller, cost nothing to make.
+            if is_small(source) or (source not in made_by and _dtype(source) in _NARROW):
                 return False
         return is_small(v)
 

@@ -82,7 +82,7 @@ def value_and_grad(
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         args = _checked(_positional(f, args, kwargs), wanted)
         products = _training_products(args)
-        before = {path: product.histories() for path, product in products.items()}
+        before = {path: product.intact_histories() for path, product in products.items()}
         trained = _trained_modules(args, wanted)
         with_sink = [path for path in products if path[:-1] in trained]
         noted: list[Uses] = []

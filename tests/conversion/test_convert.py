@@ -110,7 +110,8 @@ def trained(model, variables, batch, steps=1):
 
 def assert_histories_moved(fp8, products, steps=1):
     """All histories have one positive entry per step."""
-    roles = [node for node in jax.tree.leaves(fp8, is_leaf=lambda x: "amax_history" in x) if node]
+    is_state = lambda node: isinstance(node, dict) and "amax_history" in node
+    roles = [node for node in jax.tree.leaves(fp8, is_leaf=is_state) if is_state(node)]
     assert len(roles) == 3 * products
     for role in roles:
         history = np.asarray(role["amax_history"])

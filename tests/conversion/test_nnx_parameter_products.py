@@ -83,7 +83,7 @@ def histories(model):
     return {
         tuple(k for k in path if k not in ("op", "dot_general", "DotGeneral_w")): variable[...]
         for path, variable in found
-        if np.any(variable[...])
+        if np.any(variable[...]) and path[-1] != "check"
     }
 
 

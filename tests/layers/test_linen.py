@@ -527,8 +527,9 @@ class TestPromise1TwoCollections:
         variables = dense_variables()
         assert sorted(variables) == ["fp8", "fp8_sink", "params"]
         product = only_product(variables["fp8"])
-        assert sorted(product) == ["grad", "lhs", "rhs"]
-        for state in product.values():
+        assert sorted(product) == ["check", "grad", "lhs", "rhs"]
+        assert product["check"] == 0
+        for state in (product[role] for role in ROLES):
             assert jax.tree.map(jnp.shape, state) == {"amax_history": (4,), "amax": ()}
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(state))
         sink = only_product(variables["fp8_sink"])["amax"]

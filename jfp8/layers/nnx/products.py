@@ -139,18 +139,16 @@ class Product(nnx.Module):
             self.use_running_average = use_running_average
 
     def histories(self) -> dict[str, jax.Array]:
-        """Return the three amax histories; only of a product that has some.
+        """Return the three amax histories; only of a product that has some."""
+        return {role: self.fp8[role].get_value() for role in ROLES}
 
-        In training, with a sink, these are what they are; otherwise they are checked, see `intact`.
-        """
-        found = {role: self.fp8[role].get_value() for role in ROLES}
-        if self.fp8_sink is not None:
-            return found
-        return intact(found, self.fp8[CHECK].get_value()[..., 0])
+    def intact_histories(self) -> dict[str, jax.Array]:
+        """Return the histories if they are `intact`, else empty ones."""
+        return intact(self.histories(), self.fp8[CHECK].get_value()[..., 0])
 
     def set_histories(self, histories: dict[str, jax.Array]) -> None:
         """Replace the amax histories of the tensors that `histories` names."""
-        new = {**self.histories(), **histories}
+        new = {**self.intact_histories(), **histories}
         for role, history in new.items():
             self.fp8[role].set_value(history)
         self.fp8[CHECK].set_value(fingerprint(new)[..., None])
@@ -225,7 +223,8 @@ class Product(nnx.Module):
         # A region may bring a recipe that keeps no state, for as long as it lasts.
         if self.recipe is None and recipe.init_state() is None:
             return None
-        histories = self.histories()
+        # With a sink, `jfp8.nnx.value_and_grad` has looked at them.
+        histories = self.intact_histories() if self.fp8_sink is None else self.histories()
         leading = histories[ROLES[0]].shape[:-1]
         if leading:
             raise ValueError(
