@@ -274,8 +274,7 @@ class TrainState(flax.struct.PyTreeNode):
         params = keep_unless(finite, apply(self.params, updates), self.params)
 
         ends = _steps_end(self.opt_state, opt_state)
-        new_fp8 = close_step(self.fp8, amaxes, ends=ends)
-        fp8 = keep_unless(finite, new_fp8, self.fp8)
+        fp8 = keep_unless(finite, close_step(self.fp8, amaxes, ends=ends), self.fp8)
         after = loss_scale_in(opt_state)
         if before is not None and after is not None and fp8:
             fp8 = rescale_grad_histories(fp8, after / before)
