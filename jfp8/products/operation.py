@@ -55,6 +55,10 @@ class Options:
         that computes in bf16 would cast its kernel itself, and the gradient of a bf16 array is
         bf16: a rounding, and a pass over memory. Where the operation casts the kernel, its f32 sums
         are the gradient.
+      covers_now: whether a scale of rhs or of the gradient from a history also covers the amax of
+        the tensor itself. Both may jump between two steps: weights that began as zeros, the
+        gradients of a mean over a smaller batch. Activations do without, so that no token changes
+        the result for an earlier one.
       device: that the program is traced for; operations find it out, see `on_device_of`.
 
     Raises:
@@ -65,6 +69,7 @@ class Options:
     recipe: Recipe
     implementation: Implementation = None
     rhs_dtype: np.dtype | None = None
+    covers_now: bool = False
     device: Device = None
 
     def __post_init__(self) -> None:

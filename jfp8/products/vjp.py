@@ -40,12 +40,13 @@ from jfp8.products.operation import (
 from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
 from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
+from jfp8.quantizers.quantizer import Delayed, Quantizer
 from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
 from jfp8.scaling.granularity import PerAxis
-from jfp8.scaling.history import AmaxState, as_dicts, check_states
+from jfp8.scaling.history import AmaxState, as_dicts, check_states, observe
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import check_sink, encode_amax
@@ -55,6 +56,11 @@ from jfp8.tracing.compat import same_varying_axes
 # not, if all variables are trained as if they were parameters. So sinks are too small to count
 # there.
 SINK_UNIT = np.float32(2.0**-20)
+
+# With `Options.covers_now`, factors by which an amax may exceed its history before the scale covers
+# it, too: what rounding to E4M3 may take of the largest weights, and two for gradients, which
+# fluctuate, so that micro-batches have one scale.
+WEIGHT_MAY_GROW, GRADIENT_MAY_GROW = np.float32(1 + 2**-4), np.float32(2)
 
 # The names of products and rotations in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
@@ -186,7 +192,8 @@ def forward(
     rhs = operation.arrange("rhs", first_order_only(rhs, options=options))
     made = operation.made("lhs", lhs, *of) if of else None
     x = QuantizedOperand("lhs", lhs, history("lhs"), seed, operation, made=made)
-    w = QuantizedOperand("rhs", rhs, history("rhs"), seed, operation, options.rhs_dtype)
+    rhs_history = _covering(fprop.rhs, history("rhs"), rhs, options, WEIGHT_MAY_GROW)
+    w = QuantizedOperand("rhs", rhs, rhs_history, seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")
@@ -226,6 +233,7 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
     q_rhs = restore(rhs, getattr(dgrad.rhs, "fmt", None))
     dy = operation.arrange("grad", first_order_only(dy, options=options))
     made = operation.made("grad", dy, *of) if of else None
+    history = _covering(dgrad.lhs, history, dy, options, GRADIENT_MAY_GROW)
     g = QuantizedOperand("grad", dy, history, seed, operation, made=made)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
@@ -249,6 +257,23 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
 _multiply.defvjp(
     forward, lambda how, residuals, cotangents: (None, backward(how, residuals, cotangents[0]))
 )
+
+
+def _covering(
+    quantizer: Quantizer | None,
+    history: AmaxState | None,
+    x: Operand,
+    options: Options,
+    may_grow: np.float32,
+) -> AmaxState | None:
+    """Return `history`, which has seen `x` if its scale is to cover that; see `Options`."""
+    if history is None or not options.covers_now or isinstance(x, ScaledArray):
+        return history
+    if not isinstance(quantizer, Delayed):
+        return history
+    largest = amax(x)
+    jumps = largest > may_grow * quantizer.expected(history)
+    return observe(history, jnp.where(jumps, largest, 0.0))
 
 
 def _largest(*amaxes: jax.Array) -> jax.Array:

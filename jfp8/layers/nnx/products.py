@@ -184,7 +184,8 @@ class Product(nnx.Module):
             causal = recipe.is_causal(layer, history=state.histories is not None)
             ahead = note("ahead", "" if causal else "later positions")
             with note("recipe", recipe.name), ahead, uses_of(self.path):
-                options = Options(recipe, self.implementation, rhs_dtype)
+                covers_now = state.sink is not None and layer != "attention"
+                options = Options(recipe, self.implementation, rhs_dtype, covers_now)
                 y, observed = quantized(
                     lhs, rhs, options=options, state=state, out_sharding=out_sharding
                 )
