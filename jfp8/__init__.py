@@ -49,9 +49,9 @@ from jfp8.scaling.granularity import Block, PerAxis, PerTensor
 from jfp8.scaling.quantization import quantize
 from jfp8.scaling.trees import dequantize_tree, is_scaled_array
 from jfp8.tracing.device import for_platforms
+from jfp8.training.advance import advance
 from jfp8.training.data_parallel import data_parallel
 from jfp8.training.gather_weights import gather_weights
-from jfp8.training.histories import advance
 from jfp8.training.initialize import initialize
 from jfp8.training.state import Gradients, TrainState
 from jfp8.training.step import value_and_grad

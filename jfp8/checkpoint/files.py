@@ -10,6 +10,8 @@ from typing import Any
 from jfp8.checkpoint import atomic, orbax_directory, safetensors_file
 from jfp8.checkpoint.state_dict import flatten, is_spread, on_host, spelled, state_dict
 from jfp8.checkpoint.upgrade import upgrade
+from jfp8.training.skipped import warn_of_skipped
+from jfp8.training.state import TrainState
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> None:
@@ -36,6 +38,9 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
       TypeError: a leaf of another type, or not a tree.
       ImportError: Orbax is needed and not installed.
 
+    Warns:
+      UserWarning: the last 10 steps of a training state were skipped.
+
     >>> import jax.numpy as jnp, jfp8, pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "weights.safetensors"
     >>> jfp8.checkpoint.save(path, {"w": jfp8.quantize(jnp.array([1.0, 448.0]))})
@@ -45,6 +50,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     """
     target = _resolved(path)
     is_folder = _is_folder(target)
+    if isinstance(tree, TrainState):
+        warn_of_skipped(tree)
     state = on_host(state_dict(tree))
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_folder:

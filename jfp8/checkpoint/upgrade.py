@@ -31,6 +31,7 @@ from jfp8.optim.masters import init_masters
 from jfp8.optim.stored_state import is_stored
 from jfp8.optim.wrapping import has_master_weights
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.training.skipped import COUNTERS
 from jfp8.training.state import TrainState
 
 __all__ = ["CheckpointChange", "downgrade", "upgrade"]
@@ -146,13 +147,14 @@ def _model(
         given = {"params": given}
     # A model is taken out of a training state by leaving the rest where it is.
     if optimizer is None and "step" not in wanted:
-        given = {k: v for k, v in given.items() if k not in ("step", "opt_state")}
+        given = {k: v for k, v in given.items() if k not in (*COUNTERS, "opt_state")}
     if COLLECTION in given and COLLECTION not in wanted:
         state = given.pop(COLLECTION)
         given["fp8"] = as_fp8(state, wanted, (*path, COLLECTION), log)
     if afresh:
         log.change("Parameters alone: the step is 0, the optimizer starts afresh", path)
         given = {"step": 0, **given}
+    given = _with_counters(given, wanted)
     if optimizer is not None:
         before, after = given.pop(optimizer, {}), wanted.get(optimizer, {})
         if not afresh:
@@ -166,6 +168,14 @@ def _model(
     for name, value in given.items():
         new = put(new, (sources | places).get(name, (name,)), value)
     return new
+
+
+def _with_counters(given: Nested, wanted: Nested) -> Nested:
+    """Return a training state with the counters of the target; those of before lacked some."""
+    if "step" not in given:
+        return given
+    others = {name: child for name, child in given.items() if name not in COUNTERS[1:]}
+    return others | {name: given.get(name, 0) for name in COUNTERS[1:] if name in wanted}
 
 
 def _fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
@@ -299,7 +309,7 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
     state = dict(state)
     left_out = {"fp8", "fp8_sink", COLLECTION}
     if "opt_state" in state:
-        left_out |= {"opt_state", "step"}
+        left_out |= {"opt_state", *COUNTERS}
     collections = {
         name: at(state, place)
         for name, place in _collections(state).items()

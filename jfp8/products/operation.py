@@ -55,10 +55,8 @@ class Options:
         that computes in bf16 would cast its kernel itself, and the gradient of a bf16 array is
         bf16: a rounding, and a pass over memory. Where the operation casts the kernel, its f32 sums
         are the gradient.
-      covers_now: whether a scale of rhs or of the gradient from a history also covers the amax of
-        the tensor itself. Both may jump between two steps: weights that began as zeros, the
-        gradients of a mean over a smaller batch. Activations do without, so that no token changes
-        the result for an earlier one.
+      covers_now: whether scales of rhs and of the gradient from a history also cover an amax that
+        is far beyond it, see `scaling.history.covering`.
       device: that the program is traced for; operations find it out, see `on_device_of`.
 
     Raises:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
@@ -40,35 +39,23 @@ from jfp8.products.operation import (
 from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
 from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
-from jfp8.quantizers.quantizer import Delayed, Quantizer
 from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
 from jfp8.scaling.granularity import PerAxis
-from jfp8.scaling.history import AmaxState, as_dicts, check_states, observe
+from jfp8.scaling.history import AmaxState, as_dicts, check_states, covering
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.scales import amax
-from jfp8.scaling.sink import check_sink, encode_amax
+from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.compat import same_varying_axes
-
-# Code that reads a sink ignores the size of its entries. Clipping by the global gradient norm does
-# not, if all variables are trained as if they were parameters. So sinks are too small to count
-# there.
-SINK_UNIT = np.float32(2.0**-20)
-
-# With `Options.covers_now`, factors by which an amax may exceed its history before the scale covers
-# it, too: what rounding to E4M3 may take of the largest weights, and two for gradients, which
-# fluctuate, so that micro-batches have one scale.
-WEIGHT_MAY_GROW, GRADIENT_MAY_GROW = np.float32(1 + 2**-4), np.float32(2)
 
 # The names of products and rotations in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
 
-# Under these names, which policies of ``jax.checkpoint`` know, the backward pass keeps its bytes:
-# ``nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names("fp8_saved"))`` keeps one
-# for each element of an activation, and computes all else again: weights are quantized, or gathered
-# from other devices, a second time.
+# Names of the bytes that the backward pass keeps, for policies of ``jax.checkpoint``: under
+# ``save_only_these_names("fp8_saved")`` those of activations are kept, and all else is computed
+# again, so that weights are quantized, or gathered from other devices, a second time.
 SAVED = "fp8_saved"
 SAVED_WEIGHT = "fp8_saved_weight"
 
@@ -76,7 +63,7 @@ Kept = ScaledArray | jax.Array | None
 
 
 class How(NamedTuple):
-    """The way in which a product is computed, as far as it is known while JAX traces.
+    """What is known of a product while JAX traces.
 
     Attributes:
       carried: whether rhs is a `ScaledArray` with a carrier.
@@ -163,6 +150,9 @@ def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
+    elif options.covers_now and histories is not None:
+        grown = covering(histories["rhs"], amax(lax.stop_gradient(rhs)), "rhs")
+        histories = {**histories, "rhs": grown}
     operands = Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
     return How(options, carrier is not None, None if sink is None else begin_use(sink)), operands
 
@@ -192,8 +182,7 @@ def forward(
     rhs = operation.arrange("rhs", first_order_only(rhs, options=options))
     made = operation.made("lhs", lhs, *of) if of else None
     x = QuantizedOperand("lhs", lhs, history("lhs"), seed, operation, made=made)
-    rhs_history = _covering(fprop.rhs, history("rhs"), rhs, options, WEIGHT_MAY_GROW)
-    w = QuantizedOperand("rhs", rhs, rhs_history, seed, operation, options.rhs_dtype)
+    w = QuantizedOperand("rhs", rhs, history("rhs"), seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")
@@ -233,7 +222,8 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
     q_rhs = restore(rhs, getattr(dgrad.rhs, "fmt", None))
     dy = operation.arrange("grad", first_order_only(dy, options=options))
     made = operation.made("grad", dy, *of) if of else None
-    history = _covering(dgrad.lhs, history, dy, options, GRADIENT_MAY_GROW)
+    if options.covers_now and history is not None:
+        history = covering(history, amax(dy), "grad")
     g = QuantizedOperand("grad", dy, history, seed, operation, made=made)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
@@ -257,23 +247,6 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
 _multiply.defvjp(
     forward, lambda how, residuals, cotangents: (None, backward(how, residuals, cotangents[0]))
 )
-
-
-def _covering(
-    quantizer: Quantizer | None,
-    history: AmaxState | None,
-    x: Operand,
-    options: Options,
-    may_grow: np.float32,
-) -> AmaxState | None:
-    """Return `history`, which has seen `x` if its scale is to cover that; see `Options`."""
-    if history is None or not options.covers_now or isinstance(x, ScaledArray):
-        return history
-    if not isinstance(quantizer, Delayed):
-        return history
-    largest = amax(x)
-    jumps = largest > may_grow * quantizer.expected(history)
-    return observe(history, jnp.where(jumps, largest, 0.0))
 
 
 def _largest(*amaxes: jax.Array) -> jax.Array:
@@ -302,10 +275,7 @@ def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, 
 
 
 def save(q: Kept, name: str) -> Kept:
-    """Return `q`, with its data as uint8 codes, under a name.
-
-    Codes, since XLA:CPU widens f8 arrays to f16 where it stores them across a loop.
-    """
+    """Return `q` under a name, as uint8 codes: XLA:CPU stores f8 arrays as f16 across a loop."""
     if isinstance(q, ScaledArray):
         q = ScaledArray(codes_of(q.data), q.scale, q.block)
     return jax.tree.map(lambda x: checkpoint_name(x, name), q)

@@ -14,6 +14,7 @@ contradicts: `intact` then returns empty histories, and scales follow from the d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -164,6 +165,29 @@ def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
         "amax_history": ended_steps(state),
         "amax": jnp.maximum(running_amax(state), seen),
     }
+
+
+# What rounding to E4M3 may take of the largest weights; and two for gradients, which fluctuate, so
+# that all micro-batches have one scale.
+_MAY_GROW = {"rhs": np.float32(1 + 2**-4), "grad": np.float32(2)}
+
+
+@partial(jax.jit, static_argnums=2)
+def covering(state: AmaxState, amax: jax.Array, role: str) -> AmaxState:
+    """Return `state`, which has seen `amax` if that is far beyond the newest entry.
+
+    So a scale covers a tensor that jumps between two steps: weights that began as zeros, gradients
+    of a mean over a smaller batch. Activations do without: no token changes an earlier result.
+
+    Args:
+      state: the history of a tensor.
+      amax: f32[], of the tensor itself.
+      role: ``"rhs"`` or ``"grad"``.
+    """
+    newest = state["amax_history"][..., 0]
+    jumps = jnp.isfinite(amax) & (amax > _MAY_GROW[role] * newest)
+    seen = largest_of_devices(jnp.where(jumps, amax, 0.0), newest)
+    return {**state, "amax": jnp.maximum(state["amax"], seen)}
 
 
 def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -33,8 +33,10 @@ BINS = WIDTH - _SHIFT
 _FIRST = (0x00C00000 >> _SHIFT) - 1
 _SMALLEST_NORMAL, _INF = np.uint32(0x00800000), np.uint32(0x7F800000)
 
-# Times this, no norm of a tree with a sink in it sees the sink: its square is 0 in f32.
-SMALL = np.float32(2.0**-64)
+# Code that reads a sink ignores the size of its entries. Clipping by the global gradient norm does
+# not, if all variables are trained as if they were parameters. So sinks of matmuls are too small to
+# count there. Those of `Gradients`, times `SMALL`, count in no norm: the square is 0 in f32.
+SINK_UNIT, SMALL = np.float32(2.0**-20), np.float32(2.0**-64)
 
 # What `decode_amax` notes of a row, above its other bits.
 _POSITIVE, _NEGATIVE, _NAN = (np.uint32(1 << bit) for bit in (29, 30, 31))

@@ -1,22 +1,19 @@
-"""Amax histories between steps: `advance` closes one step for all products of a model."""
+"""Amax histories between steps: one entry each, for all products of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from jfp8.optim.finite import all_of, keep_unless
-from jfp8.optim.loss_scale_state import find_loss_scale
 from jfp8.scaling.history import (
     CHECK,
     AmaxState,
-    as_dicts,
     end_step,
     intact_states,
     observe,
@@ -26,72 +23,6 @@ from jfp8.scaling.history import (
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
 
 Collections = dict[str, Any]
-
-
-def advance(
-    fp8: Collections,
-    sink_cotangent: Collections | jax.Array | None = None,
-    *,
-    opt_states: tuple[optax.OptState, optax.OptState] | None = None,
-) -> Collections:
-    """End an optimizer step: every history gets one entry, the largest amax of the step.
-
-    For loops of your own; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable, for
-    the amaxes of activations and weights, and differentiate the loss with respect to the
-    ``fp8_sink`` collection, for those of gradients. If you accumulate or average gradients, do the
-    same with its cotangent. Call this once per optimizer step. Without `opt_states`, skip the call
-    when you skip the step.
-
-    Args:
-      fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated; or
-        the state of one product, as `scaled_dot_general` takes it.
-      sink_cotangent: the gradient with respect to the ``fp8_sink`` collection, or to the sink of
-        one product. A product that is missing from it (a frozen layer) keeps what `fp8` itself
-        recorded. None: all do.
-      opt_states: the optimizer's state before and after this step. Pass them if it contains a
-        `jfp8.loss_scale`: gradients are then S times as large, and their histories are rescaled
-        when S changes, since each growth of S would saturate gradients in the next step. A step
-        that was not finite then changes nothing else. Without a loss scale they make no difference.
-
-    Returns:
-      The new ``fp8`` collection, of the same structure. Non-finite amaxes do not enter it, and a
-      tensor that was all zero or did not take part keeps its history.
-
-    Raises:
-      ValueError: `sink_cotangent` has a product that `fp8` lacks; one of `opt_states` has a loss
-        scale and the other has none.
-
-    >>> import jax, jax.numpy as jnp, jfp8
-    >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
-    >>> v = model.init(jax.random.key(0), x)
-    >>> def loss(params, sink, fp8):
-    ...     variables = {"params": params, "fp8": fp8, "fp8_sink": sink}
-    ...     y, mutated = model.apply(variables, x, mutable=["fp8"])
-    ...     return y.sum(), mutated["fp8"]
-    >>> gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
-    >>> (grads, cotangent), fp8 = gradient(v["params"], v["fp8_sink"], v["fp8"])
-    >>> fp8 = jfp8.advance(fp8, cotangent)
-    >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
-    Array([1., 0., 0.], dtype=float32)
-    """
-    if not isinstance(sink_cotangent, Mapping):
-        sink_cotangent = {} if sink_cotangent is None else {"amax": sink_cotangent}
-    amaxes, overflow = decode_all(as_dicts(sink_cotangent))
-    old = _map_products(lambda product: {**product, **intact_states(product)}, as_dicts(fp8))
-    new = close_step(old, amaxes)
-    if opt_states is None:
-        return new
-    before, after = map(find_loss_scale, opt_states)
-    if before is None and after is None:
-        return new
-    if before is None or after is None:
-        raise ValueError(
-            "advance(opt_states=...): only one of the two states has a loss scale. Pass those of "
-            "one optimizer: opt_states=(opt_state, new_opt_state), of "
-            "updates, new_opt_state = tx.update(grads, opt_state, params)."
-        )
-    kept = keep_unless(after.grads_finite & ~overflow, new, old)
-    return rescale_grad_histories(kept, after.loss_scale / before.loss_scale)
 
 
 def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
@@ -151,10 +82,11 @@ def is_product(node: Any) -> bool:
     return set(node) - {CHECK} == set(ROLES) and all("amax_history" in node[r] for r in ROLES)
 
 
-def _map_products(function: Callable[[Any], Any], fp8: Any) -> Any:
+def map_products(function: Callable[[Any], Any], fp8: Any) -> Any:
+    """Apply `function` to the state of every product in `fp8`."""
     if is_product(fp8):
         return function(fp8)
-    return {name: _map_products(function, node) for name, node in fp8.items()}
+    return {name: map_products(function, node) for name, node in fp8.items()}
 
 
 def init_sinks(fp8: Collections) -> Collections:
@@ -163,7 +95,7 @@ def init_sinks(fp8: Collections) -> Collections:
     Leading axes of the histories (stacked layers) become leading axes of the sinks.
     """
     zeros = lambda product: {"amax": zero_sink(product[ROLES[0]]["amax_history"])}
-    return _map_products(zeros, fp8)
+    return map_products(zeros, fp8)
 
 
 def zero_sink(history: jax.Array) -> jax.Array:
@@ -192,7 +124,7 @@ def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
         new = {**states, "grad": grad}
         return sealed(new) if CHECK in product else new
 
-    return _map_products(rescale, fp8)
+    return map_products(rescale, fp8)
 
 
 def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Array:

@@ -26,7 +26,11 @@ def printed_gradients(grads: Any) -> str:
 
 def printed_state(state: Any) -> str:
     """Return what `TrainState` prints."""
-    parts = [f"step={printing.number(state.step)}", f"params=({_spelled_params(state.params)})"]
+    parts = [f"step={printing.number(state.step)}"]
+    if printing.number(state.skipped_steps) != "0":
+        in_a_row = f"the last {printing.number(state.skipped_in_a_row)} in a row"
+        parts.append(f"skipped_steps={printing.number(state.skipped_steps)} ({in_a_row})")
+    parts.append(f"params=({_spelled_params(state.params)})")
     if state.fp8:
         parts.append(f"fp8=({_spelled_products(state.fp8)})")
     parts.append(f"opt_state=({_spelled_optimizer(state.opt_state)})")

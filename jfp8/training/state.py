@@ -37,6 +37,7 @@ from jfp8.training.histories import (
 )
 from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state
+from jfp8.training.skipped import paths_not_finite, warn_of_skipped
 
 
 @partial(
@@ -73,6 +74,16 @@ class Gradients:
         """Print the contents, by size."""
         return printed_gradients(self)
 
+    def not_finite(self) -> list[str]:
+        """List what makes `TrainState.apply_gradients` skip the step, outside of ``jit``.
+
+        Returns:
+          Paths of gradients with a NaN, an Inf or a value beyond 2^62, such as
+          ``"params/Dense_0/bias"``; then of matmuls with an operand that has one, such as
+          ``"fp8_sink/Dense_0/DotGeneral_0"``.
+        """
+        return paths_not_finite(self.params, self.fp8_sink)
+
 
 class TrainState(flax.struct.PyTreeNode):
     """Parameters, amax histories and optimizer state, advanced together or not at all.
@@ -82,6 +93,8 @@ class TrainState(flax.struct.PyTreeNode):
 
     Attributes:
       step: i32[], number of calls of `apply_gradients`, skipped ones included.
+      skipped_steps: i32[], number of those that were skipped.
+      skipped_in_a_row: i32[], number of the last ones that were.
       params: the ``params`` collection.
       fp8: the ``fp8`` collection; ``{}`` for recipes without state.
       opt_state: state of `tx`.
@@ -91,6 +104,8 @@ class TrainState(flax.struct.PyTreeNode):
     """
 
     step: jax.Array
+    skipped_steps: jax.Array
+    skipped_in_a_row: jax.Array
     params: Any
     fp8: Collections
     opt_state: optax.OptState
@@ -120,21 +135,17 @@ class TrainState(flax.struct.PyTreeNode):
           unknown: refused, with the call to write.
 
         Raises:
-          TypeError: another argument, such as the ``params`` of Flax's ``TrainState.create``; an
-            NNX model.
-          ValueError: `variables` has no ``params``; it has ``_overwrite_with_gradient``; its
-            ``fp8_sink`` does not match its ``fp8``.
+          TypeError: another argument, such as Flax's ``params``; an NNX model.
+          ValueError: no ``params``; ``_overwrite_with_gradient``; sinks of another model.
         """
         if unknown or variables is None:
             given = ", ".join(sorted(unknown)) or "no variables"
-            hint = ""
-            if "loss_scale" in unknown:
-                hint = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
+            hint = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
             raise TypeError(
                 f"TrainState.create takes apply_fn, variables and tx, but got {given}. Pass all "
                 "that model.init returned, because amax histories stand beside the parameters: "
                 "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
-                f"{hint}"
+                f"{hint * ('loss_scale' in unknown)}"
             )
         if isinstance(variables, nnx.Module | nnx.State):
             raise TypeError(
@@ -170,6 +181,8 @@ class TrainState(flax.struct.PyTreeNode):
         warn_if_misplaced(opt_state, stacklevel=2)
         return cls(
             step=jnp.zeros((), jnp.int32),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            skipped_in_a_row=jnp.zeros((), jnp.int32),
             params=params,
             fp8=fp8,
             opt_state=opt_state,
@@ -208,7 +221,12 @@ class TrainState(flax.struct.PyTreeNode):
 
     @property
     def variables(self) -> Collections:
-        """Return the collections for ``apply``: histories are read, nothing is recorded."""
+        """Return the collections for ``apply``: histories are read, nothing is recorded.
+
+        Warns:
+          UserWarning: the last 10 steps were skipped.
+        """
+        warn_of_skipped(self)
         fp8 = {"fp8": self.fp8} if self.fp8 else {}
         return {"params": self.params, **fp8, **self.collections}
 
@@ -227,10 +245,10 @@ class TrainState(flax.struct.PyTreeNode):
 
         The step is skipped if a gradient or any operand of an FP8 product contains an Inf or NaN,
         or if a gradient is beyond 2^62, so that optimizers could not square it. Then parameters,
-        optimizer state, histories and other collections stay as they are, bit for bit; only `step`
-        counts on and the loss scale falls. When the loss scale changes, the histories of gradients
-        are rescaled. While ``optax.MultiSteps`` accumulates, the histories wait for its last
-        micro-step and get the largest amax of all.
+        optimizer state, histories and other collections stay as they are, bit for bit; only the
+        counters count on and the loss scale falls. When the loss scale changes, the histories of
+        gradients are rescaled. While ``optax.MultiSteps`` accumulates, the histories wait for its
+        last micro-step and get the largest amax of all.
 
         Args:
           grads: what `value_and_grad` returned, averaged over devices or not. Without histories
@@ -286,6 +304,8 @@ class TrainState(flax.struct.PyTreeNode):
             collections = {**collections, **new}
         return self.replace(
             step=self.step + 1,
+            skipped_steps=self.skipped_steps + ~finite,
+            skipped_in_a_row=jnp.where(finite, 0, self.skipped_in_a_row + 1),
             params=params,
             fp8=fp8,
             opt_state=opt_state,
@@ -303,6 +323,6 @@ def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | Non
 
     None: nothing accumulates, so every update is a step.
     """
-    states = zip(*(states_of(optax.MultiStepsState, s) for s in (before, after)), strict=True)
-    counted = [old.gradient_step != new.gradient_step for old, new in states]
+    states = states_of(optax.MultiStepsState, before), states_of(optax.MultiStepsState, after)
+    counted = [old.gradient_step != new.gradient_step for old, new in zip(*states, strict=True)]
     return functools.reduce(jnp.logical_or, counted) if counted else None

@@ -19,8 +19,9 @@ from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scale_state import loss_scale_in
 from jfp8.optim.wrapping import has_master_weights
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
+from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
-from jfp8.training.histories import Collections, add_recorded, as_dicts, init_sinks
+from jfp8.training.histories import Collections, add_recorded, init_sinks
 from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.state import Gradients, TrainState
 

@@ -27,9 +27,8 @@ import numpy as np
 from flax.core import meta
 from jax import lax
 
-from jfp8.products.vjp import SINK_UNIT
 from jfp8.scaling.history import AmaxState, push_amax, sealed
-from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, init_sink
+from jfp8.scaling.sink import ROLES, SINK_UNIT, WIDTH, decode_amax, init_sink
 
 StateCollection = Literal["fp8", "_overwrite_with_gradient"]
 OVERWRITTEN: StateCollection = "_overwrite_with_gradient"

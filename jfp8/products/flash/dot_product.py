@@ -21,13 +21,13 @@ from jfp8.products.flash.plan import AttentionSpec, plan_attention
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Observed
 from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
-from jfp8.products.vjp import SINK_UNIT, first_order_only
+from jfp8.products.vjp import first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState, check_states
-from jfp8.scaling.sink import check_sink, encode_amax
+from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import current_device, has_explicit_axes
 

@@ -1,0 +1,43 @@
+"""Steps that are skipped, which states count: said where a state is read, and why."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+
+from jfp8.optim.finite import all_squares_finite
+from jfp8.scaling.sink import decode_amax
+from jfp8.tracing.caller import user_level
+
+COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
+"""The fields of `TrainState` that count."""
+
+_MANY = 10
+
+
+def warn_of_skipped(state: Any) -> None:
+    """Warn if the last `_MANY` steps of `state` were skipped; do nothing under ``jit``."""
+    count = state.skipped_in_a_row
+    if isinstance(count, jax.core.Tracer) or not isinstance(count, jax.Array):
+        return
+    if count.is_fully_replicated and count.ndim == 0 and int(count) >= _MANY:
+        warnings.warn(
+            f"The last {int(count)} steps were skipped, because a gradient or an operand of an FP8 "
+            "matmul was NaN or Inf, or a gradient beyond 2^62: the parameters stand still. "
+            "grads.not_finite() lists where, for grads of jfp8.value_and_grad.",
+            stacklevel=user_level(),
+        )
+
+
+def paths_not_finite(params: Any, sinks: Any) -> list[str]:
+    """List the paths of gradients that are not finite, and of matmuls that saw such values."""
+    found = []
+    for path, leaf in jax.tree.leaves_with_path({"params": params}):
+        if not all_squares_finite([leaf]):
+            found.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+    for path, sink in jax.tree.leaves_with_path({"fp8_sink": sinks}):
+        if decode_amax(sink)[1].any():
+            found.append(jax.tree_util.keystr(path[:-1], simple=True, separator="/"))
+    return found

@@ -1,0 +1,94 @@
+"""Steps that are skipped are counted, and said where a state is read."""
+
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+
+import jfp8
+from support.arrays import assert_same
+
+X = jnp.ones((2, 4))
+
+
+class NormOfBias(nn.Module):
+    """The gradient of the norm of zeros is NaN, while the loss is finite."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jfp8.Dense(3)(x)
+
+
+def loss_fn(apply, broken, variables, x):
+    bias = variables["params"]["Dense_0"]["bias"]
+    return jnp.mean(apply(variables, x) ** 2) + (jnp.linalg.norm(bias) if broken else 0.0), {}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A state, and a compiled step that is skipped where its last argument is True."""
+    model = NormOfBias()
+    variables = model.init(jax.random.key(0), X)
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.adam(0.1))
+
+    @partial(jax.jit, static_argnums=1)
+    def step(state, broken):
+        _, grads = jfp8.value_and_grad(partial(loss_fn, model.apply, broken))(state, X)
+        return state.apply_gradients(grads), grads
+
+    return state, step
+
+
+def test_a_gradient_that_is_nan_is_counted_and_named(run):
+    state, step = run
+    bad, grads = step(state, True)
+    assert grads.not_finite() == ["params/Dense_0/bias"]
+    assert (int(bad.step), int(bad.skipped_steps), int(bad.skipped_in_a_row)) == (1, 1, 1)
+    assert "skipped_steps=1 (the last 1 in a row)" in repr(bad)
+    assert "skipped" not in repr(state)
+    rest = ("params", "fp8", "opt_state")
+    assert_same([getattr(bad, name) for name in rest], [getattr(state, name) for name in rest])
+    after, grads = step(bad, False)
+    assert (int(after.skipped_steps), int(after.skipped_in_a_row)) == (1, 0)
+    assert grads.not_finite() == []
+
+
+def test_an_operand_that_is_not_finite_is_named(run):
+    state, _ = run
+    _, grads = jfp8.value_and_grad(partial(loss_fn, state.apply_fn, False))(state, X * jnp.inf)
+    assert "fp8_sink/Dense_0/DotGeneral_0" in grads.not_finite()
+
+
+def test_ten_skipped_steps_in_a_row_are_said_once_a_state_is_read(run, tmp_path):
+    state, step = run
+    for _ in range(9):
+        state, _ = step(state, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.variables  # noqa: B018
+    state, _ = step(state, True)
+    message = "last 10 steps were skipped.*grads.not_finite"
+    with pytest.warns(UserWarning, match=message):
+        state.variables  # noqa: B018
+    with pytest.warns(UserWarning, match=message):
+        jfp8.checkpoint.save(tmp_path / "state.safetensors", state)
+
+
+def test_states_of_before_the_counters_load(run):
+    state, step = run
+    state, _ = step(state, False)
+    saved = {
+        name: child
+        for name, child in serialization.to_state_dict(state).items()
+        if not name.startswith("skipped")
+    }
+    restored = jfp8.checkpoint.upgrade(saved, state, strict=True)
+    assert_same(restored, state)
+    assert int(restored.skipped_steps) == 0
+    assert np.any(restored.params["Dense_0"]["kernel"])
