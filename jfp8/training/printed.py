@@ -32,7 +32,9 @@ def printed_state(state: Any) -> str:
         parts.append(f"skipped_steps={printing.number(state.skipped_steps)} ({in_a_row})")
     parts.append(f"params=({_spelled_params(state.params)})")
     if state.fp8:
-        parts.append(f"fp8=({_spelled_products(state.fp8)})")
+        begun = printing.number(state.step) != "0"
+        empty = ", all empty: scales are current" if begun and _are_empty(state.fp8) else ""
+        parts.append(f"fp8=({_spelled_products(state.fp8)}{empty})")
     parts.append(f"opt_state=({_spelled_optimizer(state.opt_state)})")
     if state.collections:
         parts.append(f"collections=({_spelled_collections(state.collections)})")
@@ -62,6 +64,12 @@ def _spelled_products(fp8: Any) -> str:
     lengths = sorted({x.shape[-1] for x in histories})
     products = printing.counted(sum(math.prod(x.shape[:-1]) for x in histories), "product")
     return f"{products} with amax histories of {' or '.join(map(str, lengths))} steps"
+
+
+def _are_empty(fp8: Any) -> bool:
+    """Return True if no history has an entry; False if the arrays have no values."""
+    leaves = [printing.on_host(leaf) for leaf in jax.tree.leaves(fp8)]
+    return all(leaf is not None and not leaf.any() for leaf in leaves)
 
 
 def _spelled_optimizer(opt_state: Any) -> str:

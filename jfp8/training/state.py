@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -325,4 +324,4 @@ def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | Non
     """
     states = states_of(optax.MultiStepsState, before), states_of(optax.MultiStepsState, after)
     counted = [old.gradient_step != new.gradient_step for old, new in zip(*states, strict=True)]
-    return functools.reduce(jnp.logical_or, counted) if counted else None
+    return jnp.any(jnp.stack(counted), axis=0) if counted else None

@@ -78,6 +78,7 @@ DENSE_CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A model with delayed scaling is trained without")
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("case", DENSE_CASES)
 def test_dense_is_normalisation_and_product_of_rounded_operands(case):
@@ -217,6 +218,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A model with delayed scaling is trained without")
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("activation", FORMULAS)
 def test_mlp_is_its_formula_with_rounded_operands(activation):

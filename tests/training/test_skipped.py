@@ -92,3 +92,10 @@ def test_states_of_before_the_counters_load(run):
     assert_same(restored, state)
     assert int(restored.skipped_steps) == 0
     assert np.any(restored.params["Dense_0"]["kernel"])
+
+
+def test_histories_that_stay_empty_are_said(run):
+    state, step = run
+    after, _ = step(state, False)
+    assert "all empty" not in repr(after) + repr(state)
+    assert "of 16 steps, all empty: scales are current)" in repr(after.replace(fp8=state.fp8))

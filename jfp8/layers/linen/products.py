@@ -48,7 +48,21 @@ from jfp8.scaling.history import (
 )
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.compat import outermost_scope
+from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import EXPLAINING, note
+
+_TRAINED = (
+    "A loss is differentiated with respect to the 'fp8' collection: an optimizer that takes all "
+    "variables trains amax histories like weights, and nothing records an amax. Use "
+    "jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx) with "
+    "jfp8.value_and_grad; in a loop of another trainer, the collection whose gradient replaces it: "
+    "jfp8.convert(model, recipe, state_collection='_overwrite_with_gradient')."
+)
+_WITHOUT_HISTORIES = (
+    "A model with delayed scaling is trained without its 'fp8' collection, so that every scale "
+    "comes from the tensor itself: current scaling. Pass all that model.init returned, as "
+    "jfp8.TrainState and jfp8.value_and_grad do, or ask for what you get: recipe='current'."
+)
 
 
 class ProductModule(nn.Module):
@@ -102,6 +116,8 @@ class ProductModule(nn.Module):
                 return plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         check_operand(lhs)
         state, records = self.begin(recipe)
+        if state.histories is None and not isinstance(rhs, ScaledArray):
+            rhs = self._warned_without_histories(recipe, rhs)
         with (
             self._noted(recipe, layer, state),
             uses_of(None if records else "/".join(self.path)),
@@ -120,12 +136,14 @@ class ProductModule(nn.Module):
         if EXPLAINING.value is None:
             yield
             return
-        causal = recipe.is_causal(layer, history=state.histories is not None)
+        has_histories = state.histories is not None
+        causal = recipe.is_causal(layer, history=has_histories)
+        needs = not has_histories and recipe.init_state() is not None
         path, product = self._place_in_model()
         with (
             note("path", path),
             note("product", product),
-            note("recipe", recipe.name),
+            note("recipe", f"{recipe.name}, no histories" if needs else recipe.name),
             note("ahead", "" if causal else "later positions"),
         ):
             yield
@@ -207,7 +225,9 @@ class ProductModule(nn.Module):
             return None
         if self.has_variable(*self._place("fp8", ROLES[0])):
             names = [*ROLES, CHECK] if self._has_check() and not is_training else ROLES
-            return intact_states({name: self._get("fp8", name) for name in names})
+            found = {name: self._get("fp8", name) for name in names}
+            seen = warned_if_differentiated(found["lhs"]["amax"], _TRAINED)
+            return intact_states({**found, "lhs": {**found["lhs"], "amax": seen}})
         if empty is None:
             return None
         # Parameters that are mutable for other reasons are no invitation.
@@ -216,6 +236,13 @@ class ProductModule(nn.Module):
         for name, value in {**empty, CHECK: jnp.zeros((), jnp.float32)}.items():
             self._put("fp8", name, value)
         return empty
+
+    @nn.nowrap
+    def _warned_without_histories(self, recipe: Recipe, rhs: jax.Array) -> jax.Array:
+        """Return `rhs`; to differentiate by it warns if the recipe needs histories."""
+        if self.is_initializing() or recipe.init_state() is None:
+            return rhs
+        return warned_if_differentiated(rhs, _WITHOUT_HISTORIES)
 
     @nn.nowrap
     def _put_state(self, state: dict[str, AmaxState]) -> None:
