@@ -49,6 +49,7 @@ from jfp8.scaling.granularity import Block, PerAxis, PerTensor
 from jfp8.scaling.quantization import quantize
 from jfp8.scaling.trees import dequantize_tree, is_scaled_array
 from jfp8.tracing.device import for_platforms
+from jfp8.tracing.listing import listing
 from jfp8.training.advance import advance
 from jfp8.training.data_parallel import data_parallel
 from jfp8.training.gather_weights import gather_weights
@@ -125,6 +126,4 @@ __all__ = [
     "value_and_grad",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = listing(__all__)

@@ -26,6 +26,7 @@ from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot
 from jfp8.layers.linen.products import ConvGeneralDilated, DotGeneral
 from jfp8.layers.linen.state_in_gradients import histories_in
 from jfp8.layers.linen.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.tracing.listing import listing
 
 __all__ = [
     "Conv",
@@ -47,3 +48,5 @@ __all__ = [
     "TransformerLayer",
     "histories_in",
 ]
+
+__dir__ = listing(__all__)

@@ -26,6 +26,7 @@ from jfp8.layers.nnx.products import (
     Product,
 )
 from jfp8.layers.nnx.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.tracing.listing import listing
 from jfp8.training.nnx import value_and_grad
 
 __all__ = [
@@ -54,3 +55,5 @@ __all__ = [
     "layers_of",
     "value_and_grad",
 ]
+
+__dir__ = listing(__all__)

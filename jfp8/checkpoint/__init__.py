@@ -13,6 +13,7 @@ from jfp8.checkpoint.fp8_style import Fp8Style
 from jfp8.checkpoint.torch_layout import Place, from_flax_params, to_flax_params
 from jfp8.checkpoint.transformer_engine import from_transformer_engine
 from jfp8.checkpoint.upgrade import downgrade, upgrade
+from jfp8.tracing.listing import listing
 
 __all__ = [
     "CheckpointChange",
@@ -30,3 +31,5 @@ __all__ = [
     "to_flax_params",
     "upgrade",
 ]
+
+__dir__ = listing(__all__)

@@ -28,5 +28,8 @@ more accurate: 40 dB for Gaussian blocks of any magnitudes, and for heavy tails.
 
 from jfp8.collectives.exchange import all_gather, pmean, reduce_scatter
 from jfp8.collectives.wire import E2M5, FINEST
+from jfp8.tracing.listing import listing
 
 __all__ = ["E2M5", "FINEST", "all_gather", "pmean", "reduce_scatter"]
+
+__dir__ = listing(__all__)

@@ -13,8 +13,7 @@ from jfp8.conversion import linen, linen_products, nnx_models
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.formats import FormatLike
 
 Model = TypeVar("Model", nn.Module, nnx.Module)
@@ -114,7 +113,7 @@ def convert_selected(
 
 
 @contextlib.contextmanager
-def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
+def autocast(recipe: RecipeLike = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
     """Make the Linen layers that are called in this region compute FP8 products.
 
     In it, Flax's own layers and products of parameters (see `convert`), and layers of jfp8 without

@@ -13,6 +13,7 @@ from jfp8.layers.kv_cache import dtype_or_format
 from jfp8.layers.linen.state_in_gradients import StateCollection, check_state_collection
 from jfp8.recipes.per_layer import PerLayer, check_recipes, path_matches
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format, FormatLike
 
 MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
@@ -32,7 +33,7 @@ class Edge(enum.Enum):
 Choice = str | type | Edge | Callable[[str, Any], bool]
 """A pattern of paths (``"Encoder_0/*"``), a type, an `Edge`, or ``(path, layer) -> bool``."""
 
-Recipes = Recipe | str | PerLayer | Mapping[str, Recipe | str | None]
+Recipes = RecipeLike | PerLayer | Mapping[str, RecipeLike | None]
 """A recipe or its name; or patterns of paths with those of the layers that they match."""
 
 EDGES: tuple[Choice, ...] = (Edge.IMAGE_INPUT, Edge.LOGITS)

@@ -19,6 +19,7 @@ from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
 from jfp8.debug.stats import Stats, stats
 from jfp8.debug.tensorboard import TensorBoardWriter, write_tensorboard
+from jfp8.tracing.listing import listing
 
 __all__ = [
     "Advice",
@@ -55,3 +56,5 @@ __all__ = [
     "write_jsonl",
     "write_tensorboard",
 ]
+
+__dir__ = listing(__all__)

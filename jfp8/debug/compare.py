@@ -38,7 +38,7 @@ from jfp8.products.seeds import rotation_seed
 from jfp8.recipes.in_effect import overriding
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.scales import amax
 from jfp8.tracing.notes import notes_of, product_path
@@ -152,8 +152,8 @@ class _Comparer(Observer):
 
 def compare(
     model: nn.Module | nnx.Module,
-    recipe_a: Recipe | str,
-    recipe_b: Recipe | str,
+    recipe_a: RecipeLike,
+    recipe_b: RecipeLike,
     batch: Any,
     *,
     variables: Mapping[str, Any] | None = None,

@@ -140,10 +140,23 @@ def nan_if_full(query: jax.Array, cache: KVCache) -> jax.Array:
     return jnp.where(cache.index <= cache.max_length, query, jnp.nan).astype(query.dtype)
 
 
-def check_self_attention(queries: int, keys: int) -> None:
-    """Raise ``ValueError`` unless keys are those of the positions of the queries."""
-    if queries != keys:
+def with_earlier(
+    cache: KVCache, query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[KVCache, tuple[jax.Array, ...], jax.Array]:
+    """Return what the next positions attend to: those before them, and themselves.
+
+    Returns:
+      the new cache; query, keys and values; and their mask, ``bool[..., 1, queries, keys]``.
+
+    Raises:
+      ValueError: keys that are not those of the positions of the queries.
+    """
+    *batch, length, _, _ = query.shape
+    if length != key.shape[-3]:
         raise ValueError(
-            f"decode=True is for self attention, but there are {queries} queries and {keys} keys. "
-            "Use a layer without decode=True to attend to other inputs."
+            f"decode=True is for self attention, but there are {length} queries and "
+            f"{key.shape[-3]} keys. Use a layer without decode=True to attend to other inputs."
         )
+    mask = visible(cache, length).reshape((1,) * (len(batch) + 1) + (length, -1))
+    cache = extended(cache, key, value)
+    return cache, (nan_if_full(query, cache), *keys_and_values(cache, value.dtype)), mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,16 @@ from jfp8.layers import transformer_math
 from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import through_both
 from jfp8.products.ragged import routing
+from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.experts import ExpertRows, can_be_divided, height_for
+from jfp8.products.ragged.experts import (
+    ExpertRows,
+    can_be_divided,
+    height_for,
+    observed_expert_dot,
+    plain_expert_dot,
+)
 from jfp8.products.ragged.routing import Routing
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
@@ -35,6 +43,22 @@ def expert_kernels(
       shape: of the kernel of one expert, ``[in, features]``.
     """
     return jax.vmap(lambda key: init(key, shape, dtype))(jax.random.split(key, num_experts))
+
+
+def grouped_products(
+    group_sizes: jax.Array | ExpertRows,
+    precision: Any,
+    preferred_element_type: jax.typing.DTypeLike | None,
+    multiply: Callable[..., Any] | None,
+) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
+    """Return the products of a ``RaggedDot`` with these arguments, in FP8 and in high precision."""
+    how: dict[str, Any] = {"preferred_element_type": preferred_element_type}
+    if isinstance(group_sizes, ExpertRows):
+        how |= {"rows": group_sizes}
+        in_fp8 = partial(observed_expert_dot, multiply=multiply, **how)
+        return in_fp8, partial(plain_expert_dot, **how)
+    how |= {"group_sizes": group_sizes}
+    return partial(observed_ragged_dot, **how), partial(lax.ragged_dot, precision=precision, **how)
 
 
 def router_logits(tokens: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -115,16 +139,17 @@ def through_experts(
     n = transformer_math.projections_of(activation)
     divided = can_be_divided(intermediate_dim, mesh, recipes)
     rows, back = ExpertRows(exchange, "lhs", divided, n), ExpertRows(exchange, "result", divided)
-    first = partial(wi, jnp.pad(tokens, [(0, more), (0, 0)]), rows)
+    # By name, for Flax's `nnx.tabulate`, which shows a dataclass only so.
+    first = partial(wi, jnp.pad(tokens, [(0, more), (0, 0)]), group_sizes=rows)
     apart = not is_one_operation or divided or saved_activations is not None
     if apart or not transformer_math.may_be_one_operation(recipes, tokens):
         parts, hidden = (mesh.tensor,) if divided else (), first()
         hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
         hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
-        y = wo(hidden.reshape(*hidden.shape[:2], intermediate_dim), back)
+        y = wo(hidden.reshape(*hidden.shape[:2], intermediate_dim), group_sizes=back)
     else:
         make, shape = transformer_math.Activation(activation), (n, intermediate_dim)
-        second = lambda hidden, **multiply: wo(hidden, back, **multiply)
+        second = lambda hidden, **multiply: wo(hidden, group_sizes=back, **multiply)
         y = through_both(first, second, make, (exchange.group.size, exchange.height, *shape))
     each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
     return jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)

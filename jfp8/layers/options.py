@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -94,17 +93,12 @@ def promoted(
     return [inputs, kernel, *bias]
 
 
-def check_names(layer: type, given: Iterable[str], allowed: Iterable[str]) -> None:
-    """Raise ``TypeError`` unless all `given` to the rest of a constructor are `allowed`.
+def pass_on(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Return `function` of those of `arguments` that it names.
 
-    The message also lists the parameters that the constructor of `layer` names itself.
+    Args:
+      function: such as ``super().__init__`` of a layer of Flax.
+      arguments: ``locals()`` of one with the same parameters and more.
     """
-    written = list(inspect.signature(layer.__init__).parameters)[1:-1]  # not self, nor the rest
-    known = list(dict.fromkeys((*written, *allowed)))
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(
-                f"{layer.__name__} has no option {name!r}.{hint} Options: {', '.join(known)}."
-            )
+    names = inspect.signature(function).parameters
+    return function(**{name: arguments[name] for name in names if name in arguments})

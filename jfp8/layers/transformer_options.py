@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,7 @@ from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import PRODUCT_OPTIONS, check_option, options_of
 from jfp8.layers.position_math import GroupMethod, Rotary
 from jfp8.matmul.spec import Implementation
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format
 
 
@@ -55,7 +55,7 @@ class TransformerOptions(Architecture):
 
     attention_products: bool = False
     saved_activations: Format | None = None
-    recipe: Recipe | str | None = None
+    recipe: RecipeLike | None = None
     implementation: Implementation = None
 
     def check_options(self) -> None:
@@ -75,7 +75,8 @@ class TransformerOptions(Architecture):
                 "group of queries shares one head of keys and values."
             )
 
-    def check_inputs(
+    # Flax's `nnx.tabulate` traces the methods without an underscore, as if they computed a layer.
+    def _check_inputs(
         self, inputs: jax.Array, encoded: jax.Array | None, encoder_decoder_mask: jax.Array | None
     ) -> None:
         """Raise ``ValueError`` unless the layer may be called with these arrays."""
@@ -115,7 +116,7 @@ class TransformerOptions(Architecture):
         groups = self.num_gqa_groups or self.num_attention_heads
         return (*input_shape[:-1], groups, self.hidden_size // self.num_attention_heads)
 
-    def self_attention_mask(
+    def _self_attention_mask(
         self, given: jax.Array | None, length: int, cache: KVCache | None = None
     ) -> tuple[jax.Array | None, bool]:
         """Return the mask of the self attention, with the one that the call was `given`.
@@ -160,6 +161,3 @@ class TransformerOptions(Architecture):
         if not self.enable_rotary_pos_emb:
             return None
         return self.rotary_pos_emb_windows, self.rotary_pos_emb_group_method
-
-
-OPTIONS = tuple(field.name for field in fields(TransformerOptions))

@@ -12,6 +12,7 @@ from jfp8.optim.stochastic_rounding import StochasticRoundingState, stochastic_r
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
 from jfp8.optim.stored_state import StoredState, store_state
 from jfp8.optim.wrapping import MasterWeightsState
+from jfp8.tracing.listing import listing
 
 __all__ = [
     "Blocks",
@@ -39,3 +40,5 @@ __all__ = [
     "store_state",
     "with_carriers",
 ]
+
+__dir__ = listing(__all__)

@@ -21,6 +21,7 @@ from jfp8.plot.heat_map import heat_map
 from jfp8.plot.histogram import histogram
 from jfp8.plot.loss_curves import loss_curves
 from jfp8.plot.number_line import number_line
+from jfp8.tracing.listing import listing
 
 __all__ = [
     "amax_history",
@@ -30,3 +31,5 @@ __all__ = [
     "loss_curves",
     "number_line",
 ]
+
+__dir__ = listing(__all__)

@@ -42,8 +42,7 @@ from jfp8.products.quantized_rhs import values_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.codes import decode
 from jfp8.scaling.history import AmaxState
@@ -60,7 +59,7 @@ def scaled_conv_general_dilated(
     dimension_numbers: Any = None,
     feature_group_count: int = 1,
     *,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: RecipeLike = DelayedScaling(),
     state: dict[str, AmaxState] | None = None,
     sink: jax.Array | None = None,
     key: jax.Array | None = None,
@@ -110,6 +109,37 @@ def scaled_conv_general_dilated(
     )
     result = {"preferred_element_type": preferred_element_type}
     return observed_convolution(lhs, rhs, window, options, State(state, sink, key), **result)[0]
+
+
+def convolutions(
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    precision: Any,
+    preferred_element_type: jax.typing.DTypeLike | None,
+    out_sharding: Any = None,
+) -> tuple[Callable[..., tuple[jax.Array, Observed]], Callable[..., jax.Array]]:
+    """Return `observed_convolution` and ``jax.lax.conv_general_dilated`` with these arguments."""
+    window = {
+        "padding": padding,
+        "lhs_dilation": lhs_dilation,
+        "rhs_dilation": rhs_dilation,
+        "dimension_numbers": dimension_numbers,
+    }
+    result = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+
+    def quantized(lhs: Any, rhs: Any, **given: Any) -> tuple[jax.Array, Observed]:
+        read = window_of(lhs, rhs, window_strides, groups=feature_group_count, **window)
+        return observed_convolution(lhs, rhs, read, **result, **given)
+
+    def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        kept = {"feature_group_count": feature_group_count, "precision": precision}
+        return lax.conv_general_dilated(lhs, rhs, window_strides, **window, **result, **kept)
+
+    return quantized, plain
 
 
 @in_mesh_of_arguments

@@ -41,7 +41,7 @@ from jfp8.products.quantized_rhs import rhs_as_matrices
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import explicit_mesh_of, has_explicit_axes, has_only_explicit_axes
@@ -52,7 +52,7 @@ def scaled_dot_general(
     rhs: jax.typing.ArrayLike | ScaledArray,
     dimension_numbers: lax.DotDimensionNumbers,
     *,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: RecipeLike = DelayedScaling(),
     state: dict[str, AmaxState] | None = None,
     sink: jax.Array | None = None,
     key: jax.Array | None = None,

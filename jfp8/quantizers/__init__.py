@@ -6,6 +6,7 @@ from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.quantization import block_scale, quantize
 from jfp8.scaling.scales import quantize_with_scale
+from jfp8.tracing.listing import listing
 
 __all__ = [
     "Blockwise",
@@ -21,3 +22,5 @@ __all__ = [
     "quantize",
     "quantize_with_scale",
 ]
+
+__dir__ = listing(__all__)

@@ -17,6 +17,9 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RECIPES, get
 from jfp8.recipes.rowwise import *
 from jfp8.recipes.unscaled import *
+from jfp8.tracing.listing import listing
 
 __all__ = ["RECIPES", "PerOperand", "Product", "Products", "Recipe", "from_json", "get"]
 __all__ += [recipe.__name__ for recipe in RECIPES]
+
+__dir__ = listing(__all__)

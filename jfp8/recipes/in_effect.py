@@ -15,7 +15,7 @@ import jax
 from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 
 _context = jax.make_user_context(None)
 _override = jax.make_user_context(None)
@@ -74,7 +74,7 @@ def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
     return region.recipe.for_layer("/".join(path.split("/")[region.depth :]))
 
 
-def recipes_in_effect(own: Recipe | str | None, paths: Sequence[str]) -> list[Recipe]:
+def recipes_in_effect(own: RecipeLike | None, paths: Sequence[str]) -> list[Recipe]:
     """Return the recipes of the products at `paths`, but for those in high precision."""
     own = None if own is None else check_recipe(own)
     found = (recipe_in_effect(own, path) for path in paths)

@@ -99,7 +99,14 @@ class Recipe:
 
     def __new__(cls, *args: Any, **fields: Any) -> Recipe:
         # Before Python's own message, which does not list the known fields.
-        _refuse_unknown(cls, fields)
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise TypeError(
+                    f"{cls.__name__} has no field {name!r}.{hint} Fields: {', '.join(known)}."
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -130,10 +137,8 @@ class Recipe:
         if type(self) is Recipe:  # abstract
             return repr(self)
         products, promises = self.resolved(), []
-        for name, kept in (
-            ("causal", self.is_causal),
-            ("batch-invariant", self.is_batch_invariant),
-        ):
+        kinds = {"causal": self.is_causal, "batch-invariant": self.is_batch_invariant}
+        for name, kept in kinds.items():
             later = "once there is a history" if kept(history=True) else "no"
             promises.append(f"{name}: {'yes' if kept() else later}")
         needs = "; needs a loss scale" if self.needs_loss_scale else ""
@@ -247,14 +252,3 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_plain(v) for v in value]
     return value
-
-
-def _refuse_unknown(cls: type, fields: dict[str, Any]) -> None:
-    known = [f.name for f in dataclasses.fields(cls)]
-    for name in fields:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(
-                f"{cls.__name__} has no field {name!r}.{hint} Fields: {', '.join(known)}."
-            )

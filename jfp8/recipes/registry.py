@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jfp8.recipes import blocks, intel, mxfp4, nvfp4, per_tensor, quartet_ii, rowwise, unscaled
 from jfp8.recipes.recipe import Recipe
@@ -13,6 +13,12 @@ _FAMILIES = (per_tensor, rowwise, blocks, mxfp4, nvfp4, quartet_ii, intel, unsca
 RECIPES: tuple[type[Recipe], ...] = tuple(
     getattr(family, name) for family in _FAMILIES for name in family.__all__
 )
+# The names of `RECIPES`, for type checkers and completion.
+RecipeName = Literal[
+    Literal["delayed", "current", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_4over6"],
+    Literal["nvfp4_row", "quartet_ii", "direct_e5m2", "hybrid", "unscaled"],
+]
+RecipeLike = Recipe | RecipeName
 
 
 def get(name: str, **fields: Any) -> Recipe:
@@ -43,15 +49,13 @@ def check_recipe(recipe: Any) -> Recipe:
         return recipe
     if isinstance(recipe, str):
         return get(recipe)
+    wrong = f" such as jfp8.recipes.DelayedScaling(), got {recipe!r}"
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
-        raise TypeError(
-            f"recipe must be a recipe object, got the class {recipe.__name__}. Make one, with "
-            f"parentheses: recipe={recipe.__name__}(). Or pass its name, as to "
-            f'jfp8.recipes.get("delayed"); names: {_names()}.'
-        )
+        name = recipe.__name__
+        wrong = f", got the class {name}. Make one, with parentheses: recipe={name}()"
     raise TypeError(
-        f"recipe must be a recipe object such as jfp8.recipes.DelayedScaling(), got {recipe!r}. "
-        f'Or a name, as for jfp8.recipes.get("delayed"); names: {_names()}.'
+        f"recipe must be a recipe object{wrong}. Or pass a name, as to "
+        f'jfp8.recipes.get("delayed"); names: {_names()}.'
     )
 
 

@@ -8,6 +8,7 @@ from jfp8.scaling.granularity import Block, Granularity, PerAxis, PerTensor, sca
 from jfp8.scaling.history import AmaxState, history_amax, init_amax_state, push_amax
 from jfp8.scaling.scales import amax, scale_from_amax
 from jfp8.scaling.sink import init_sink
+from jfp8.tracing.listing import listing
 
 __all__ = [
     "AmaxState",
@@ -23,3 +24,5 @@ __all__ = [
     "scale_from_amax",
     "scale_shape",
 ]
+
+__dir__ = listing(__all__)

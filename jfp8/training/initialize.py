@@ -40,7 +40,7 @@ def initialize(
     tx: optax.GradientTransformation,
     config: Mapping[str, Any] | str | None = None,
     *,
-    recipe: Recipe | str | Mapping[str, Any] = DelayedScaling(),
+    recipe: registry.RecipeLike | Mapping[str, Any] = DelayedScaling(),
     opt_level: OptLevel = "O0",
     axis_name: Any = None,
     exempt: Choice | Sequence[Choice] | None = None,

@@ -8,7 +8,8 @@ What a docstring has to say is checked by its sections, as `inspect` and `ast` s
   * what implements a rule that somebody else published: ``References``;
   * functions of `jfp8` itself: an example;
   * every class: ``Attributes`` (or ``Args``) with every field, and docstrings of public methods and
-    properties, which name every parameter.
+    properties, which name every parameter. Fields may be documented by a base of Flax, or by
+    another class that the docstring says to see.
 """
 
 from __future__ import annotations
@@ -185,7 +186,22 @@ def missing_in_class(cls: type) -> list[str]:
     documented = entries(said.get("Attributes", "")) | entries(said.get("Args", ""))
     if inspect.isfunction(vars(cls).get("__init__")):
         documented |= entries(sections(cls.__init__).get("Args", ""))
-    return [f"Attributes: {name}" for name in fields_of(cls) if name not in documented]
+    missing = set(fields_of(cls)) - documented.keys() - documented_elsewhere(cls)
+    return [f"Attributes: {name}" for name in sorted(missing)]
+
+
+def documented_elsewhere(cls: type) -> set[str]:
+    """Parameters of bases of Flax, and fields of the classes that the docstring says to see."""
+    of_flax = [base for base in cls.__mro__ if base.__module__.startswith("flax.nnx.nn.")]
+    found = {p.name for base in of_flax for p in parameters(base.__init__)}
+    for names in re.findall(r"\bsee\s+`([\w.]+)`(?:\s+and\s+`([\w.]+)`)?", cls.__doc__ or ""):
+        for name in filter(None, names):
+            other = CLASSES.get(name) or CLASSES.get(f"jfp8.nnx.{name}")
+            if other is None and name.startswith("jfp8.linen."):
+                other = getattr(jfp8.linen, name.removeprefix("jfp8.linen."))
+            said = {} if other is None else sections(other)
+            found |= entries(said.get("Attributes", "") + said.get("Args", "")).keys()
+    return found
 
 
 # Fields that Flax gives to every module, and one of its own that jfp8's layers set.

@@ -9,6 +9,7 @@ import json
 import pickle
 import re
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.quartet_ii import QuartetII
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeName
 from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.recipes.unscaled import Unscaled
 
@@ -117,6 +119,7 @@ samples = pytest.mark.parametrize("recipe", SAMPLES, ids=repr)
 
 def test_the_samples_cover_every_field_and_recipe():
     assert CLASSES == recipes.RECIPES
+    assert get_args(RecipeName) == tuple(NAMES)
     for cls in CLASSES:
         fields = dataclasses.fields(cls)
         assert {f.name for f in fields} == set(OTHER[cls])

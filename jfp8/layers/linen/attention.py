@@ -12,13 +12,7 @@ import flax.linen as nn
 import jax
 from flax.typing import PRNGKey
 
-from jfp8.layers.kv_cache import (
-    check_self_attention,
-    extended,
-    keys_and_values,
-    nan_if_full,
-    visible,
-)
+from jfp8.layers.kv_cache import with_earlier
 from jfp8.layers.linen.dot_product_attention import DotProductAttention, attention_fn_by, is_stock
 from jfp8.layers.linen.kv_cache import read_cache, write_cache
 from jfp8.layers.linen.layers import own_product
@@ -27,7 +21,7 @@ from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FormatLike
 
@@ -105,7 +99,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     True
     """
 
-    recipe: Recipe | str | None = None
+    recipe: RecipeLike | None = None
     implementation: Implementation = None
     attention_products: bool = False
     _: KW_ONLY
@@ -189,14 +183,10 @@ def cached(
         cache = read_cache(layer, key.shape, key.dtype if dtype is None else dtype)
         if cache is None:
             return attention_fn(query, key, value, **options)
-        *batch, length, _, _ = query.shape
-        check_self_attention(length, key.shape[-3])
-        seen = visible(cache, length).reshape((1,) * (len(batch) + 1) + (length, -1))
-        cache = extended(cache, key, value)
+        cache, operands, mask = with_earlier(cache, query, key, value)
         write_cache(layer, cache)
-        options["mask"] = both_masks(seen, options.get("mask"))
-        key, value = keys_and_values(cache, value.dtype)
-        return attention_fn(nan_if_full(query, cache), key, value, **options)
+        options["mask"] = both_masks(mask, options.get("mask"))
+        return attention_fn(*operands, **options)
 
     return {"decode": False, "attention_fn": attend}
 

@@ -14,8 +14,7 @@ from jfp8.layers.attention import attend, check_weights_stay_inside, plain_atten
 from jfp8.matmul.spec import Implementation
 from jfp8.products.flash.dot_product import SEPARATE, Projections
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
-from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.tracing.notes import note
 
 
@@ -37,7 +36,7 @@ class DotProductAttention(nn.Module):
     (2, 5, 4, 16)
     """
 
-    recipe: Recipe | str | None = None
+    recipe: RecipeLike | None = None
     implementation: Implementation = None
 
     def __call__(

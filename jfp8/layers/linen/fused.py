@@ -21,7 +21,7 @@ from jfp8.layers.transformer_math import Activation
 from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import through_both
 from jfp8.recipes.in_effect import recipes_in_effect
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format
 
 
@@ -142,7 +142,7 @@ class LayerNormMLP(nn.Module):
     bias_init: Initializer = nn.initializers.zeros
     return_layernorm_output: bool = False
     saved_activations: Format | None = None
-    recipe: Recipe | str | None = None
+    recipe: RecipeLike | None = None
     implementation: Implementation = None
     _: KW_ONLY
     state_collection: StateCollection = "fp8"

@@ -23,7 +23,7 @@ from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.options import check_use_bias, kernel_dtype
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 
 
 def own_product(layer: Any, product: type[ProductModule], hook: str) -> ProductOf:
@@ -54,7 +54,7 @@ def product_of(layer: Any, product: type[ProductModule]) -> ProductOf:
 class Fp8Layer:
     """The fields that the layers of this file have besides those of Flax's."""
 
-    recipe: Recipe | str | None = None
+    recipe: RecipeLike | None = None
     implementation: Implementation = None
     promote_dtype: Callable[..., Any] = promote_dtype
     _: KW_ONLY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any
@@ -11,18 +12,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
-from jax import lax
 
 from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.layers.options import pass_on
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
-from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.expert_mesh import expert_mesh
-from jfp8.products.ragged.experts import ExpertRows, observed_expert_dot, plain_expert_dot
+from jfp8.products.ragged.experts import ExpertRows
 from jfp8.recipes.in_effect import recipes_in_effect
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
 from jfp8.tracing.caller import user_level
@@ -44,7 +44,8 @@ class RaggedDot(ProductModule):
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        **multiply: Any,
+        *,
+        multiply: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """Return ``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
 
@@ -57,14 +58,7 @@ class RaggedDot(ProductModule):
           preferred_element_type: dtype of the result.
           multiply: see `observed_expert_dot`.
         """
-        result = {"preferred_element_type": preferred_element_type}
-        if isinstance(group_sizes, ExpertRows):
-            quantized = partial(observed_expert_dot, rows=group_sizes, **result, **multiply)
-            plain = partial(plain_expert_dot, rows=group_sizes, **result)
-            return self._multiply(quantized, plain, lhs, rhs, "moe")
-        how = {"group_sizes": group_sizes, **result}
-        quantized = partial(observed_ragged_dot, **how)
-        plain = partial(lax.ragged_dot, **how, precision=precision)
+        quantized, plain = pass_on(moe_math.grouped_products, locals())
         return self._multiply(quantized, plain, lhs, rhs, "moe")
 
 
@@ -86,14 +80,18 @@ class ExpertDense(nn.Module):
     param_dtype: Dtype = jnp.float32
     precision: Any = None
     kernel_init: Initializer = nn.linear.default_kernel_init
-    recipe: Recipe | str | None = None
+    recipe: RecipeLike | None = None
     implementation: Implementation = None
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows, **multiply: Any
+        self,
+        inputs: jax.Array,
+        group_sizes: jax.Array | ExpertRows,
+        *,
+        multiply: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """Apply the layer.
 
@@ -115,7 +113,7 @@ class ExpertDense(nn.Module):
         product = RaggedDot(
             self.recipe, self.implementation, state_collection=where, casts_kernel=True
         )
-        return product(x, kernel, group_sizes, self.precision, **multiply)
+        return product(x, kernel, group_sizes, self.precision, multiply=multiply)
 
 
 class Router(nn.Module):
@@ -277,7 +275,7 @@ class MoE(nn.Module):
     kernel_init: Initializer = nn.linear.default_kernel_init
     router_init: Initializer = nn.linear.default_kernel_init
     saved_activations: Format | None = None
-    recipe: Recipe | str | None = None
+    recipe: RecipeLike | None = None
     implementation: Implementation = None
     _: KW_ONLY
     state_collection: StateCollection = "fp8"

@@ -22,19 +22,18 @@ from jfp8.layers.linen.state_in_gradients import (
     check_state_collection,
 )
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_of
-from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, promoted
+from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, pass_on, promoted
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
-from jfp8.products.conv import observed_convolution
+from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import uses_of
 from jfp8.products.vjp import multiply_quantized
-from jfp8.products.window import window_of
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import (
     CHECK,
@@ -80,7 +79,7 @@ class ProductModule(nn.Module):
         jfp8 leave it to their product.
     """
 
-    recipe: Recipe | str | None = None
+    recipe: RecipeLike | None = None
     implementation: Implementation = None
     state_in_params: bool = False
     _: KW_ONLY
@@ -365,22 +364,7 @@ class ConvGeneralDilated(ProductModule):
           lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
           precision: of the convolution where FP8 is disabled (see `jfp8.autocast`).
         """
-        window = {
-            "padding": padding,
-            "lhs_dilation": lhs_dilation,
-            "rhs_dilation": rhs_dilation,
-            "dimension_numbers": dimension_numbers,
-        }
-        how = {"preferred_element_type": preferred_element_type}
-
-        def quantized(lhs: Any, rhs: Any, **given: Any) -> tuple[jax.Array, Observed]:
-            read = window_of(lhs, rhs, window_strides, groups=feature_group_count, **window)
-            return observed_convolution(lhs, rhs, read, **how, **given)
-
-        def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            kept = {"feature_group_count": feature_group_count, "precision": precision}
-            return lax.conv_general_dilated(lhs, rhs, window_strides, **window, **how, **kept)
-
+        quantized, plain = pass_on(convolutions, locals())
         return self._multiply(quantized, plain, lhs, rhs, "conv")
 
 
@@ -392,7 +376,7 @@ class ProductOf:
     """
 
     module: type[ProductModule]
-    recipe: Recipe | str | None
+    recipe: RecipeLike | None
     implementation: Implementation
     state_in_params: bool = False
     state_collection: StateCollection = "fp8"

@@ -247,7 +247,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
           Array of the shape and dtype of `inputs`.
         """
         self.check_options()
-        self.check_inputs(inputs, encoded, encoder_decoder_mask)
+        self._check_inputs(inputs, encoded, encoder_decoder_mask)
         rates = (self.hidden_dropout, self.attention_dropout, self.intermediate_dropout)
         # Only asked for if there is any dropout.
         fixed = not any(rates) or nn.merge_param("deterministic", self.deterministic, deterministic)
@@ -256,7 +256,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         attention = partial(LayerNormAttention, **options | {"dense": options["dense"] | where})
         cache = self._cache(inputs)
         length, mask = inputs.shape[-2], attention_mask
-        (mask, is_causal), bias = self.self_attention_mask(mask, length, cache), attention_bias
+        (mask, is_causal), bias = self._self_attention_mask(mask, length, cache), attention_bias
         if self.enable_relative_embedding:
             relative = RelativePositionBiases(
                 self.num_attention_heads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,29 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
+from flax.nnx.nn.linear import default_bias_init, default_kernel_init
+from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jfp8.layers.attention import attend, check_weights_stay_inside
-from jfp8.layers.kv_cache import (
-    check_self_attention,
-    extended,
-    init_kv_cache,
-    keys_and_values,
-    nan_if_full,
-    visible,
-)
+from jfp8.layers.kv_cache import init_kv_cache, with_earlier
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
+from jfp8.layers.nnx.layers import EMPTY
+from jfp8.layers.nnx.signatures import ExplicitModule, PrintsRecipe
+from jfp8.layers.options import pass_on
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
 from jfp8.products.flash.dot_product import SEPARATE, Projections
 from jfp8.recipes.in_effect import recipe_in_effect
-from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.formats import Format, FormatLike
 from jfp8.tracing.notes import note
 
 
-class DotProductAttention(nnx.Module):
+class DotProductAttention(PrintsRecipe):
     """``flax.nnx.dot_product_attention`` in FP8, forward and backward.
 
     For ``nnx.MultiHeadAttention(..., attention_fn=DotProductAttention())``. See
@@ -49,7 +46,7 @@ class DotProductAttention(nnx.Module):
     def __init__(
         self,
         *,
-        recipe: Recipe | str | None = None,
+        recipe: RecipeLike | None = None,
         implementation: Implementation = None,
         path: str = "",
     ) -> None:
@@ -80,61 +77,48 @@ class DotProductAttention(nnx.Module):
           ValueError: dropout, or a `module` that keeps the weights: there are none to drop or keep.
         """
         if recipe_in_effect(self.recipe, self.path) is None:
-            return nnx.dot_product_attention(
-                query,
-                key,
-                value,
-                bias,
-                mask,
-                broadcast_dropout,
-                dropout_rng,
-                dropout_rate,
-                deterministic,
-                dtype,
-                precision,
-                module,
-                promote_dtype,
-                is_causal,
-            )
+            return pass_on(nnx.dot_product_attention, locals())
         check_weights_stay_inside(0.0 if deterministic else dropout_rate, module is not None)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        return self.of_projected(query, key, value, bias, mask, is_causal=is_causal)
-
-    def of_projected(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | None,
-        mask: jax.Array | None,
-        *,
-        is_causal: bool,
-        projections: Projections = SEPARATE,
-    ) -> jax.Array:
-        """Compute attention in FP8 of operands of one dtype, in a region that does not disable it.
-
-        Args:
-          query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
-          projections: see `jfp8.products.flash.dot_product.attention_of_projections`.
-        """
-        recipe = recipe_in_effect(self.recipe, self.path)
-        assert recipe is not None
-        scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
-        with scope, note("path", self.path), note("recipe", recipe.name):
-            return attend(
-                query,
-                key,
-                value,
-                bias,
-                mask,
-                recipe=recipe,
-                implementation=self.implementation,
-                is_causal=is_causal,
-                projections=projections,
-            )
+        return of_projected(self, query, key, value, bias, mask, is_causal=is_causal)
 
 
-class MultiHeadAttention(nnx.MultiHeadAttention):
+def of_projected(
+    layer: DotProductAttention,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    is_causal: bool,
+    projections: Projections = SEPARATE,
+) -> jax.Array:
+    """Compute attention in FP8 of operands of one dtype, in a region that does not disable it.
+
+    Args:
+      layer: gives the recipe.
+      query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
+      projections: see `jfp8.products.flash.dot_product.attention_of_projections`.
+    """
+    recipe = recipe_in_effect(layer.recipe, layer.path)
+    assert recipe is not None
+    scope = jax.named_scope(layer.path) if layer.path else contextlib.nullcontext()
+    with scope, note("path", layer.path), note("recipe", recipe.name):
+        return attend(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            recipe=recipe,
+            implementation=layer.implementation,
+            is_causal=is_causal,
+            projections=projections,
+        )
+
+
+class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
     """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
 
     Takes every argument of ``nnx.MultiHeadAttention`` but those for its products; the ``nnx.Param``
@@ -142,9 +126,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     takes any number of next positions, where Flax's takes one.
 
     Args:
-      args, kwargs: as for ``nnx.MultiHeadAttention``.
       recipe, implementation: see `Linear`.
-      attention_products: as for `jfp8.linen.MultiHeadDotProductAttention`.
+      attention_products: as for `jfp8.linen.MultiHeadDotProductAttention`. For the others see
+        ``nnx.MultiHeadAttention``.
 
     Attributes:
       cache_dtype: of what `init_cache` makes, whatever it is told; None: what it is told.
@@ -163,20 +147,43 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def __init__(
         self,
-        *args: Any,
-        recipe: Recipe | str | None = None,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        broadcast_dropout: bool = True,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = default_bias_init,
+        out_bias_init: Initializer | None = None,
+        use_bias: bool = True,
+        attention_fn: Callable[..., jax.Array] = nnx.dot_product_attention,
+        decode: bool | None = None,
+        normalize_qk: bool = False,
+        qkv_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        out_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        ln_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+        kernel_metadata: Mapping[str, Any] = EMPTY,
+        out_kernel_metadata: Mapping[str, Any] = EMPTY,
+        bias_metadata: Mapping[str, Any] = EMPTY,
+        out_bias_metadata: Mapping[str, Any] = EMPTY,
+        query_ln_scale_metadata: Mapping[str, Any] = EMPTY,
+        key_ln_scale_metadata: Mapping[str, Any] = EMPTY,
+        recipe: RecipeLike | None = None,
         implementation: Implementation = None,
         attention_products: bool = False,
-        **kwargs: Any,
     ) -> None:
-        hooks = [f"{which}_dot_general{cls}" for which in ("qkv", "out") for cls in ("", "_cls")]
-        given = [name for name in hooks if kwargs.get(name) is not None]
-        if given:
-            raise ValueError(
-                f"jfp8.nnx.MultiHeadAttention computes its projections itself, so it does not take "
-                f"{', '.join(given)}. Pass recipe=..., or use flax.nnx.MultiHeadAttention."
-            )
-        super().__init__(*args, **kwargs)
+        pass_on(super().__init__, locals())
         for name in ("query", "key", "value", "out"):
             install(getattr(self, name), recipe=recipe, implementation=implementation)
         if attention_products:
@@ -214,14 +221,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             return super().__call__(inputs_q, inputs_k, inputs_v, decode=decode, **options)
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
-            *batch, length, _, _ = query.shape
-            check_self_attention(length, key.shape[-3])
-            seen = visible(cached, length).reshape((1,) * (len(batch) + 1) + (length, -1))
-            cache = extended(cached, key, value)
+            cache, operands, mask = with_earlier(cached, query, key, value)
             write_cache(self, cache)
-            given |= {"mask": both_masks(seen, given["mask"]), "is_causal": False}
-            key, value = keys_and_values(cache, value.dtype)
-            return attention_fn(nan_if_full(query, cache), key, value, **given)
+            given |= {"mask": both_masks(mask, given["mask"]), "is_causal": False}
+            return attention_fn(*operands, **given)
 
         # For this call only, so NNX need not know.
         object.__setattr__(self, "attention_fn", attend)
@@ -244,7 +247,7 @@ def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:
 def install_attention(
     layer: nnx.MultiHeadAttention,
     *,
-    recipe: Recipe | str | None,
+    recipe: RecipeLike | None,
     implementation: Implementation = None,
     path: str = "",
 ) -> None:

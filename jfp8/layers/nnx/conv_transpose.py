@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 from flax import nnx
-from jax import lax
 
 from jfp8.layers.conv_transpose import convolve_transposed
+from jfp8.layers.nnx.products import ConvGeneralDilated
 
 
 class HookedConvTranspose(nnx.ConvTranspose):
     """``flax.nnx.ConvTranspose`` that computes its convolution with `conv_general_dilated`.
 
-    Args:
-      *args, **kwargs: as for ``nnx.ConvTranspose``.
+    Attributes:
       conv_general_dilated: called like ``jax.lax.conv_general_dilated``.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        conv_general_dilated: Callable[..., jax.Array] = lax.conv_general_dilated,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.conv_general_dilated = conv_general_dilated
+    conv_general_dilated: ConvGeneralDilated
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Apply the layer.

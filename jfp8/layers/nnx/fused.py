@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
-from flax.typing import Initializer
+from flax.nnx.nn.linear import default_bias_init, default_kernel_init
+from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jfp8.layers import norm_math, transformer_math
-from jfp8.layers.nnx.layers import LinearGeneral
-from jfp8.layers.nnx.products import DotGeneral
+from jfp8.layers.nnx.layers import EMPTY, LinearGeneral
+from jfp8.layers.nnx.products import DotGeneral, reads_operands
+from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.norm_math import LayerNormType
-from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_names, check_option, options_of
+from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_option, options_of, pass_on
 from jfp8.layers.transformer_math import Activation
+from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import through_both
 from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format
 
 
@@ -29,11 +34,8 @@ class LayerNormLinear(LinearGeneral):
     of `jfp8.linen.LayerNormDense`.
 
     Args:
-      in_features, out_features, rngs, kwargs: as for `LinearGeneral`. The input is normalised over
-        its ``axis``, which the product sums over.
-      layernorm_type, epsilon, zero_centered_gamma, scale_init, ln_bias_init: as for
-        `jfp8.linen.LayerNormDense`.
-      return_layernorm_output, saved_activations: likewise.
+      axis: the input is normalised over these axes, which the product sums over. For the others
+        see `LinearGeneral` and `jfp8.linen.LayerNormDense`.
 
     Raises:
       ValueError: unknown `layernorm_type`; a hook for the product.
@@ -50,6 +52,20 @@ class LayerNormLinear(LinearGeneral):
         in_features: int | Sequence[int],
         out_features: int | Sequence[int],
         *,
+        axis: int | Sequence[int] = -1,
+        batch_axis: Mapping[int, int] = EMPTY,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        precision: PrecisionLike = None,
+        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        preferred_element_type: Dtype | None = None,
+        kernel_metadata: Mapping[str, Any] = EMPTY,
+        bias_metadata: Mapping[str, Any] = EMPTY,
+        recipe: RecipeLike | None = None,
+        implementation: Implementation = None,
         layernorm_type: LayerNormType = "layernorm",
         epsilon: float = 1e-6,
         zero_centered_gamma: bool = False,
@@ -58,10 +74,9 @@ class LayerNormLinear(LinearGeneral):
         return_layernorm_output: bool = False,
         saved_activations: Format | None = None,
         rngs: nnx.Rngs,
-        **kwargs: Any,
     ) -> None:
         check_option("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
-        super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+        pass_on(super().__init__, locals())
         self.layernorm_type = layernorm_type
         self.epsilon = epsilon
         self.zero_centered_gamma = zero_centered_gamma
@@ -74,16 +89,12 @@ class LayerNormLinear(LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> Any:
         """Apply the layer; see ``flax.nnx.LinearGeneral`` for the arguments and shapes."""
-        normalized = self.normalize(inputs)
+        normalized = self._normalize(inputs)
         y = super().__call__(normalized, out_sharding=out_sharding)
         return (y, normalized) if self.return_layernorm_output else y
 
-    def normalize(self, inputs: jax.Array) -> jax.Array:
-        """Return the normalized inputs, as the product takes them.
-
-        Args:
-          inputs: ``f32 | bf16 | f16`` array, normalized along the axes that the product sums over.
-        """
+    # Flax's `nnx.tabulate` has a row for each method that is called without an underscore.
+    def _normalize(self, inputs: jax.Array) -> jax.Array:
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
@@ -91,7 +102,7 @@ class LayerNormLinear(LinearGeneral):
         return norm_math.normalize(inputs, scale, bias, axes=self.axis, dtype=dtype, **options)
 
 
-class LayerNormMLP(nnx.Module):
+class LayerNormMLP(ExplicitModule):
     """Normalisation and the two products of a feed-forward block. ::
 
         y = dropout(activation(normalize(x) . wi)) . wo
@@ -100,12 +111,8 @@ class LayerNormMLP(nnx.Module):
 
     Args:
       in_features: features of the input and the result.
-      intermediate_dim, activation, intermediate_dropout_rate, return_layernorm_output: as for
+      rngs: stream ``params`` for initial values, ``dropout`` for dropout. For the others see
         `jfp8.linen.LayerNormMLP`.
-      rngs: stream ``params`` for initial values, ``dropout`` for dropout.
-      options: as for `LayerNormLinear`: ``layernorm_type``, ``epsilon``, ``zero_centered_gamma``,
-        ``saved_activations``; and, of both products, ``use_bias``, ``dtype``, ``param_dtype``,
-        ``kernel_init``, ``bias_init``, ``recipe``, ``implementation``.
 
     Raises:
       ValueError: unknown `activation` or `layernorm_type`; the message lists the known ones.
@@ -126,21 +133,33 @@ class LayerNormMLP(nnx.Module):
         activation: str = "gelu",
         intermediate_dropout_rate: float = 0.0,
         return_layernorm_output: bool = False,
+        layernorm_type: LayerNormType = "layernorm",
+        epsilon: float = 1e-6,
+        zero_centered_gamma: bool = False,
+        saved_activations: Format | None = None,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        recipe: RecipeLike | None = None,
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
-        **options: Any,
     ) -> None:
-        check_names(LayerNormMLP, options, (*NORM_OPTIONS, *PRODUCT_OPTIONS))
+        given = locals()
+        norm = {name: given[name] for name in NORM_OPTIONS}
+        dense = {name: given[name] for name in PRODUCT_OPTIONS}
         self.activation = activation
         self.return_layernorm_output = return_layernorm_output
         self.wi = LayerNormLinear(
             in_features,
             (transformer_math.projections_of(activation), intermediate_dim),
             return_layernorm_output=True,
-            **options,
+            **norm,
+            **dense,
             rngs=rngs,
         )
         self.dropout = dropout_or_none(intermediate_dropout_rate, rngs)
-        dense = {name: value for name, value in options.items() if name in PRODUCT_OPTIONS}
         self.wo = LinearGeneral(intermediate_dim, in_features, **dense, rngs=rngs)
 
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> Any:
@@ -154,7 +173,7 @@ class LayerNormMLP(nnx.Module):
           ``[..., in_features]``; or a pair, see `return_layernorm_output`.
         """
         if self._is_one_operation(inputs):
-            normalized, make = self.wi.normalize(inputs), Activation(self.activation)
+            normalized, make = self.wi._normalize(inputs), Activation(self.activation)
             first, second = partial(_product, self.wi, normalized), partial(_product, self.wo)
             shape = (*inputs.shape[:-1], *self.wi.out_features)
             y = through_both(first, second, make, shape)
@@ -173,7 +192,7 @@ class LayerNormMLP(nnx.Module):
         layers = [layer for kind, layer in known.items() if type(layer) is kind]
         products: list[Any] = [layer.dot_general for layer in layers]
         products = [product for product in products if isinstance(product, DotGeneral)]
-        if self.dropout is not None or len(products) < 2 or products[1].reads_operands():
+        if self.dropout is not None or len(products) < 2 or reads_operands(products[1]):
             return False
         found = [recipe_in_effect(product.recipe, product.path) for product in products]
         recipes = [] if self.wi.saved_activations is not None else [r for r in found if r]

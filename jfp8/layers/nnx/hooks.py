@@ -15,7 +15,7 @@ from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
 from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
 from jfp8.layers.options import promoted
 from jfp8.matmul.spec import Implementation
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.trees import dequantize_tree
 
 
@@ -90,7 +90,7 @@ def is_stacked(layer: Any) -> bool:
 def install(
     layer: Any,
     *,
-    recipe: Recipe | str | None,
+    recipe: RecipeLike | None,
     implementation: Implementation = None,
     path: str = "",
 ) -> None:

@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
+from flax.nnx.nn.linear import default_bias_init, default_kernel_init
+from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike, PromoteDtypeFn
 
 from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
-from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
+from jfp8.layers.nnx.hooks import install
+from jfp8.layers.nnx.signatures import ExplicitModule
+from jfp8.layers.options import pass_on
 from jfp8.matmul.spec import Implementation
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
+
+EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
-class Fp8Layer:
-    """What the layers of this file add to Flax's: a product of their own."""
-
-    def __init__(
-        self,
-        *args: Any,
-        recipe: Recipe | str | None = None,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        hook, name = hook_of(self), type(self).__name__
-        if hook is not None and not has_stock_product(self):
-            raise ValueError(
-                f"jfp8.nnx.{name} computes its product itself, so it does not take {hook.name}. "
-                f"Pass recipe=..., or use flax.nnx.{name}."
-            )
-        install(self, recipe=recipe, implementation=implementation)
-
-
-class Linear(Fp8Layer, nnx.Linear):
+class Linear(ExplicitModule, nnx.Linear):
     """``flax.nnx.Linear`` with its product, forward and backward, in FP8.
 
     Takes every argument of ``nnx.Linear`` but ``dot_general``; the ``nnx.Param`` state is that of
     ``nnx.Linear``, with the same initial values for the same `rngs`. The kernel may be a
-    `ScaledArray`. The other layers do likewise.
+    `ScaledArray`. The other layers do likewise, without Flax's arguments for the product.
 
     Args:
-      args, kwargs: as for ``nnx.Linear``.
       recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
         ``DelayedScaling()``.
-      implementation: see `jfp8.scaled_matmul`.
+      implementation: see `jfp8.scaled_matmul`. For the others see ``nnx.Linear``.
 
     >>> import jax.numpy as jnp, jfp8
     >>> from flax import nnx
@@ -52,34 +42,143 @@ class Linear(Fp8Layer, nnx.Linear):
     (2, 4)
     """
 
-
-class LinearGeneral(Fp8Layer, nnx.LinearGeneral):
-    """``flax.nnx.LinearGeneral`` with its product, forward and backward, in FP8.
-
-    Takes every argument of ``nnx.LinearGeneral`` but ``dot_general`` and ``dot_general_cls``, and
-    the `recipe` and `implementation` of `Linear`.
-    """
-
-
-class Conv(Fp8Layer, nnx.Conv):
-    """``flax.nnx.Conv`` with its convolution, forward and backward, in FP8.
-
-    Takes every argument of ``nnx.Conv`` but ``conv_general_dilated``, and the `recipe` and
-    `implementation` of `Linear`.
-    """
-
-
-class ConvTranspose(Fp8Layer, HookedConvTranspose):
-    """``flax.nnx.ConvTranspose`` with its convolution, forward and backward, in FP8.
-
-    Takes every argument of ``nnx.ConvTranspose``, and the `recipe` and `implementation` of
-    `Linear`.
-    """
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        preferred_element_type: Dtype | None = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = EMPTY,
+        bias_metadata: Mapping[str, Any] = EMPTY,
+        recipe: RecipeLike | None = None,
+        implementation: Implementation = None,
+    ) -> None:
+        pass_on(super().__init__, locals())
+        install(self, recipe=recipe, implementation=implementation)
 
 
-class Einsum(Fp8Layer, nnx.Einsum):
-    """``flax.nnx.Einsum`` with its product, forward and backward, in FP8.
+class LinearGeneral(ExplicitModule, nnx.LinearGeneral):
+    """``flax.nnx.LinearGeneral`` with its product, forward and backward, in FP8; see `Linear`."""
 
-    Takes every argument of ``nnx.Einsum`` but ``einsum_op``, and the `recipe` and `implementation`
-    of `Linear`.
-    """
+    def __init__(
+        self,
+        in_features: int | Sequence[int],
+        out_features: int | Sequence[int],
+        *,
+        axis: int | Sequence[int] = -1,
+        batch_axis: Mapping[int, int] = EMPTY,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        precision: PrecisionLike = None,
+        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        preferred_element_type: Dtype | None = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = EMPTY,
+        bias_metadata: Mapping[str, Any] = EMPTY,
+        recipe: RecipeLike | None = None,
+        implementation: Implementation = None,
+    ) -> None:
+        pass_on(super().__init__, locals())
+        install(self, recipe=recipe, implementation=implementation)
+
+
+class Conv(ExplicitModule, nnx.Conv):
+    """``flax.nnx.Conv`` with its convolution, forward and backward, in FP8; see `Linear`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None = 1,
+        *,
+        padding: PaddingLike = "SAME",
+        input_dilation: int | Sequence[int] | None = 1,
+        kernel_dilation: int | Sequence[int] | None = 1,
+        feature_group_count: int = 1,
+        use_bias: bool = True,
+        mask: jax.Array | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        preferred_element_type: Dtype | None = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = EMPTY,
+        bias_metadata: Mapping[str, Any] = EMPTY,
+        recipe: RecipeLike | None = None,
+        implementation: Implementation = None,
+    ) -> None:
+        pass_on(super().__init__, locals())
+        install(self, recipe=recipe, implementation=implementation)
+
+
+class ConvTranspose(ExplicitModule, HookedConvTranspose):
+    """``flax.nnx.ConvTranspose`` with an FP8 convolution, forward and backward; see `Linear`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None = None,
+        *,
+        padding: PaddingLike = "SAME",
+        kernel_dilation: int | Sequence[int] | None = None,
+        use_bias: bool = True,
+        mask: jax.Array | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        transpose_kernel: bool = False,
+        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        preferred_element_type: Dtype | None = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = EMPTY,
+        bias_metadata: Mapping[str, Any] = EMPTY,
+        recipe: RecipeLike | None = None,
+        implementation: Implementation = None,
+    ) -> None:
+        pass_on(super().__init__, locals())
+        install(self, recipe=recipe, implementation=implementation)
+
+
+class Einsum(ExplicitModule, nnx.Einsum):
+    """``flax.nnx.Einsum`` with its product, forward and backward, in FP8; see `Linear`."""
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: Sequence[int],
+        bias_shape: Sequence[int] | None = None,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        preferred_element_type: Dtype | None = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = EMPTY,
+        bias_metadata: Mapping[str, Any] = EMPTY,
+        recipe: RecipeLike | None = None,
+        implementation: Implementation = None,
+    ) -> None:
+        pass_on(super().__init__, locals())
+        install(self, recipe=recipe, implementation=implementation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,18 +11,17 @@ import jax.numpy as jnp
 from flax import errors, nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
-from jax import lax
 
 from jfp8.layers import moe_math, transformer_math
-from jfp8.layers.nnx.products import Product
-from jfp8.layers.options import promoted
+from jfp8.layers.nnx.products import Product, reads_operands
+from jfp8.layers.nnx.signatures import ExplicitModule, SignatureOfClass
+from jfp8.layers.options import pass_on, promoted
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
-from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.expert_mesh import expert_mesh
-from jfp8.products.ragged.experts import ExpertRows, observed_expert_dot, plain_expert_dot
+from jfp8.products.ragged.experts import ExpertRows
 from jfp8.recipes.in_effect import recipes_in_effect
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
 
@@ -42,26 +42,15 @@ class RaggedDot(Product):
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        **multiply: Any,
+        *,
+        multiply: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """Return ``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
-        result = {"preferred_element_type": preferred_element_type}
-
-        # A ragged product takes no out_sharding.
-        def quantized(lhs: Any, rhs: Any, *, out_sharding: None, **given: Any) -> Any:
-            if isinstance(group_sizes, ExpertRows):
-                return observed_expert_dot(lhs, rhs, group_sizes, **multiply, **result, **given)
-            return observed_ragged_dot(lhs, rhs, group_sizes, **result, **given)
-
-        def plain(lhs: Any, rhs: Any, *, out_sharding: None) -> jax.Array:
-            if isinstance(group_sizes, ExpertRows):
-                return plain_expert_dot(lhs, rhs, group_sizes, **result)
-            return lax.ragged_dot(lhs, rhs, group_sizes, **result, precision=precision)
-
-        return self._multiply(quantized, plain, lhs, rhs, None, "moe")
+        quantized, plain = pass_on(moe_math.grouped_products, locals())
+        return self._multiply(quantized, plain, lhs, rhs, "moe")
 
 
-class ExpertDense(nnx.Module):
+class ExpertDense(ExplicitModule):
     """A dense layer for each expert: ``y_i = x_i . kernel_e`` for each token i of expert e.
 
     The parameter is ``kernel``, ``[num_experts, in, features]``, which may be a `ScaledArray`.
@@ -84,7 +73,7 @@ class ExpertDense(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         precision: Any = None,
         kernel_init: Initializer = default_kernel_init,
-        recipe: Recipe | str | None = None,
+        recipe: RecipeLike | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -98,7 +87,11 @@ class ExpertDense(nnx.Module):
         self.ragged_dot.casts_kernel = True
 
     def __call__(
-        self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows, **multiply: Any
+        self,
+        inputs: jax.Array,
+        group_sizes: jax.Array | ExpertRows,
+        *,
+        multiply: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """Apply the layer.
 
@@ -110,11 +103,14 @@ class ExpertDense(nnx.Module):
         """
         promote = partial(dtypes.promote_dtype, dtype=self.dtype)
         x, kernel = promoted(promote, (inputs, self.kernel.get_value()), casts_kernel=True)
-        return self.ragged_dot(x, kernel, group_sizes, self.precision, **multiply)
+        how = {"group_sizes": group_sizes, "precision": self.precision, "multiply": multiply}
+        return self.ragged_dot(x, kernel, **how)
 
 
 class RouterBias(nnx.Variable):
     """The bias by which a `Router` balances its experts, ``f32[num_experts]``."""
+
+    __signature__ = SignatureOfClass()
 
 
 class Router(nnx.Module):
@@ -188,7 +184,7 @@ class Router(nnx.Module):
             ) from error
 
 
-class MoE(nnx.Module):
+class MoE(ExplicitModule):
     """A feed-forward block in which each token uses a few experts out of many.
 
     It computes what `jfp8.linen.MoE` does, with the same parameters: ``router/kernel``,
@@ -200,12 +196,7 @@ class MoE(nnx.Module):
 
     Args:
       in_features: features of the input and the result.
-      num_experts, intermediate_dim, num_experts_per_token, activation, renormalize: as for
-        `jfp8.linen.MoE`.
-      return_load_balancing_loss, dtype, param_dtype, kernel_init, router_init: likewise.
-      saved_activations, recipe, implementation, scores, bias_update_rate: likewise.
-      expert_axis, data_axes, tensor_axis, capacity_factor: likewise.
-      rngs: stream ``params`` for initial values.
+      rngs: stream ``params`` for initial values. For the others see `jfp8.linen.MoE`.
 
     Raises:
       ValueError: unknown `activation` or `scores`; more experts per token than there are; a
@@ -234,7 +225,7 @@ class MoE(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         router_init: Initializer = default_kernel_init,
         saved_activations: Format | None = None,
-        recipe: Recipe | str | None = None,
+        recipe: RecipeLike | None = None,
         implementation: Implementation = None,
         scores: routing.Scores = "softmax",
         bias_update_rate: float | None = None,
@@ -310,7 +301,7 @@ class MoE(nnx.Module):
             activation=self.activation,
             saved_activations=self.saved_activations,
             capacity_factor=self.capacity_factor,
-            is_one_operation=not self.wo.ragged_dot.reads_operands(),
+            is_one_operation=not reads_operands(self.wo.ragged_dot),
         )
         y = y.reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

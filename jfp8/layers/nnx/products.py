@@ -14,20 +14,20 @@ from flax import errors, nnx
 from flax.nnx.bridge.wrappers import current_linen_module
 from jax import lax
 
-from jfp8.layers.options import check_operand, kernel_dtype, kernel_values
+from jfp8.layers.nnx.signatures import PrintsRecipe, SignatureOfClass
+from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, pass_on
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
-from jfp8.products.conv import observed_convolution
+from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import uses_of
 from jfp8.products.vjp import multiply_quantized
-from jfp8.products.window import window_of
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import CHECK, AmaxState, fingerprint, intact, observe, push_amax
 from jfp8.scaling.scales import amax
@@ -44,6 +44,7 @@ class Fp8State(nnx.Variable):
     """
 
     __slots__ = ("_step",)  # no attribute of the graph: the next trace has variables of its own
+    __signature__ = SignatureOfClass()
 
     def step_under_way(self, history: jax.Array) -> AmaxState:
         """Return the steps before this one, and the largest amax that it has recorded so far.
@@ -73,8 +74,10 @@ class Fp8Sink(nnx.Variable):
     `jfp8.nnx.value_and_grad` attaches them for as long as it differentiates.
     """
 
+    __signature__ = SignatureOfClass()
 
-class Product(nnx.Module):
+
+class Product(PrintsRecipe):
     """What the modules of this file share: the recipe and the state.
 
     In training, calls record the amaxes of lhs and rhs, as ``BatchNorm`` updates its statistics:
@@ -101,7 +104,7 @@ class Product(nnx.Module):
     def __init__(
         self,
         *,
-        recipe: Recipe | str | None = None,
+        recipe: RecipeLike | None = None,
         implementation: Implementation = None,
         path: str = "",
         leading: Sequence[int] = (),
@@ -140,18 +143,15 @@ class Product(nnx.Module):
 
     def histories(self) -> dict[str, jax.Array]:
         """Return the three amax histories; only of a product that has some."""
-        return {role: self.fp8[role].get_value() for role in ROLES}
+        return _histories(self.fp8)
 
     def intact_histories(self) -> dict[str, jax.Array]:
         """Return the histories if they are `intact`, else empty ones."""
-        return intact(self.histories(), self.fp8[CHECK].get_value()[..., 0])
+        return _intact_histories(self.fp8)
 
     def set_histories(self, histories: dict[str, jax.Array]) -> None:
         """Replace the amax histories of the tensors that `histories` names."""
-        new = {**self.intact_histories(), **histories}
-        for role, history in new.items():
-            self.fp8[role].set_value(history)
-        self.fp8[CHECK].set_value(fingerprint(new)[..., None])
+        _set_histories(self.fp8, histories)
 
     def _multiply(
         self,
@@ -159,7 +159,6 @@ class Product(nnx.Module):
         plain: Callable[..., jax.Array],
         lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
-        out_sharding: Any,
         layer: Layer = "dense",
     ) -> jax.Array:
         """`quantized` of the operands under the recipe in effect, or `plain` if there is none.
@@ -174,29 +173,26 @@ class Product(nnx.Module):
         with scope, note("path", self.path):
             if recipe is None:
                 with note("reason", why_in_high_precision()):
-                    return plain(
-                        lhs, kernel_values(rhs, rhs_dtype, lhs.dtype), out_sharding=out_sharding
-                    )
+                    return plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
             check_operand(lhs)
             in_bytes = isinstance(rhs, ScaledArray)
             operands = None if in_bytes else (lhs, kernel_values(rhs, rhs_dtype, None))
-            state, records = self.begin(recipe, operands)
+            state, records = self._begin(recipe, operands)
             causal = recipe.is_causal(layer, history=state.histories is not None)
             ahead = note("ahead", "" if causal else "later positions")
             with note("recipe", recipe.name), ahead, uses_of(self.path):
                 covers_now = state.sink is not None and layer != "attention"
                 options = Options(recipe, self.implementation, rhs_dtype, covers_now)
-                y, observed = quantized(
-                    lhs, rhs, options=options, state=state, out_sharding=out_sharding
-                )
+                y, observed = quantized(lhs, rhs, options=options, state=state)
             if records:
-                self.end(state, observed)
+                self._end(state, observed)
             return y
 
-    def begin(
+    # Flax's `nnx.tabulate` traces the methods without an underscore, as if they computed a layer.
+    def _begin(
         self, recipe: Recipe, operands: tuple[jax.Array, jax.Array] | None
     ) -> tuple[State, bool]:
-        """Return the state for one use of the product; and whether `end` is to record that use.
+        """Return the state for one use of the product; and whether `_end` is to record that use.
 
         Args:
           recipe: in effect.
@@ -206,17 +202,11 @@ class Product(nnx.Module):
         if state is not None and self.fp8_sink is not None:
             sink = self.fp8_sink.get_value()
         records = state is not None and sink is None and not self.use_running_average
-        if state is not None and self.reads_operands() and operands is not None:
+        if state is not None and reads_operands(self) and operands is not None:
             # Scales of the call before would saturate what another use of the layer takes.
             by_role = zip(Observed._fields, operands, strict=True)
             state |= {role: observe(state[role], amax(x)) for role, x in by_role}
         return State(state, sink), records
-
-    def reads_operands(self) -> bool:
-        """Return whether `begin` looks at operands, because each call is a step."""
-        if self.fp8 is None or self.fp8_sink is not None or self.use_running_average:
-            return False
-        return is_eager() or is_in_a_body()
 
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         if self.fp8 is None or is_overridden():
@@ -225,7 +215,8 @@ class Product(nnx.Module):
         if self.recipe is None and recipe.init_state() is None:
             return None
         # With a sink, `jfp8.nnx.value_and_grad` has looked at them.
-        histories = self.intact_histories() if self.fp8_sink is None else self.histories()
+        read = _intact_histories if self.fp8_sink is None else _histories
+        histories = read(self.fp8)
         leading = histories[ROLES[0]].shape[:-1]
         if leading:
             raise ValueError(
@@ -236,11 +227,11 @@ class Product(nnx.Module):
             )
         return {r: self.fp8[r].step_under_way(history) for r, history in histories.items()}
 
-    def end(self, begun: State, observed: Observed) -> None:
+    def _end(self, begun: State, observed: Observed) -> None:
         """Make the largest amaxes of the step under way the newest entries of lhs and rhs.
 
         Args:
-          begun: what `begin` gave.
+          begun: what `_begin` gave.
           observed: the amaxes of this use.
 
         Raises:
@@ -256,7 +247,7 @@ class Product(nnx.Module):
         }
         new = {role: _push(step["amax_history"], step["amax"]) for role, step in seen.items()}
         try:
-            self.set_histories(new)
+            _set_histories(self.fp8, new)
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{self._name()} records amaxes in training, but here it is called inside a JAX "
@@ -270,6 +261,28 @@ class Product(nnx.Module):
 
     def _name(self) -> str:
         return f"{type(self).__name__} at {self.path!r}" if self.path else type(self).__name__
+
+
+def reads_operands(product: Product) -> bool:
+    """Return True if `product` looks at its operands before it multiplies: each call is a step."""
+    if product.fp8 is None or product.fp8_sink is not None or product.use_running_average:
+        return False
+    return is_eager() or is_in_a_body()
+
+
+def _histories(fp8: Any) -> dict[str, jax.Array]:
+    return {role: fp8[role].get_value() for role in ROLES}
+
+
+def _intact_histories(fp8: Any) -> dict[str, jax.Array]:
+    return intact(_histories(fp8), fp8[CHECK].get_value()[..., 0])
+
+
+def _set_histories(fp8: Any, histories: dict[str, jax.Array]) -> None:
+    new = {**_intact_histories(fp8), **histories}
+    for role, history in new.items():
+        fp8[role].set_value(history)
+    fp8[CHECK].set_value(fingerprint(new)[..., None])
 
 
 def _warn_inside_linen(path: str) -> None:
@@ -334,10 +347,11 @@ class DotGeneral(Product):
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
+            "out_sharding": out_sharding,
         }
         quantized = partial(observed_dot_general, **how, multiply=multiply)
         plain = partial(lax.dot_general, **how, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs, out_sharding)
+        return self._multiply(quantized, plain, lhs, rhs)
 
 
 class ConvGeneralDilated(Product):
@@ -366,32 +380,8 @@ class ConvGeneralDilated(Product):
         Args:
           out_sharding: of the result, for meshes with explicit axes.
         """
-        how: dict[str, Any] = {
-            "window_strides": window_strides,
-            "padding": padding,
-            "lhs_dilation": lhs_dilation,
-            "rhs_dilation": rhs_dilation,
-            "dimension_numbers": dimension_numbers,
-            "feature_group_count": feature_group_count,
-            "preferred_element_type": preferred_element_type,
-        }
-
-        def quantized(lhs: Any, rhs: Any, **given: Any) -> tuple[jax.Array, Observed]:
-            window = window_of(
-                lhs,
-                rhs,
-                window_strides,
-                padding,
-                lhs_dilation,
-                rhs_dilation,
-                dimension_numbers,
-                feature_group_count,
-            )
-            preferred = {"preferred_element_type": preferred_element_type}
-            return observed_convolution(lhs, rhs, window, **preferred, **given)
-
-        plain = partial(lax.conv_general_dilated, **how, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs, out_sharding, "conv")
+        quantized, plain = pass_on(convolutions, locals())
+        return self._multiply(quantized, plain, lhs, rhs, "conv")
 
 
 class EinsumOp(Product):
@@ -421,7 +411,7 @@ class EinsumOp(Product):
         preferred = {"preferred_element_type": preferred_element_type}
 
         def quantized(lhs: Any, rhs: Any, **options: Any) -> tuple[jax.Array, Observed]:
-            spec, seen = options.pop("out_sharding"), []
+            seen = []
 
             def dot_general(lhs: Any, rhs: Any, numbers: Any) -> jax.Array:
                 y, observed = observed_dot_general(lhs, rhs, numbers, **preferred, **options)
@@ -431,7 +421,7 @@ class EinsumOp(Product):
             terms = einsum.parse(equation, lhs.ndim, rhs.ndim)
             rhs_dtype = options["options"].rhs_dtype
             y = einsum.as_dot_general(terms, lhs, rhs, dot_general, rhs_dtype)
-            return y if spec is None else jax.sharding.reshard(y, spec), seen[0]
+            return y if out_sharding is None else jax.sharding.reshard(y, out_sharding), seen[0]
 
-        plain = partial(jnp.einsum, equation, **preferred, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs, out_sharding)
+        how = {"precision": precision, "out_sharding": out_sharding, **preferred}
+        return self._multiply(quantized, partial(jnp.einsum, equation, **how), lhs, rhs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,20 +14,20 @@ from flax.typing import Dtype, Initializer
 
 from jfp8.layers import position_math, transformer_math
 from jfp8.layers.kv_cache import NAMES, KVCache, init_kv_cache
-from jfp8.layers.nnx.attention import DotProductAttention
+from jfp8.layers.nnx.attention import DotProductAttention, of_projected
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP, dropout_or_none
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.nnx.layers import LinearGeneral
-from jfp8.layers.options import check_names
+from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.position_math import Rotary
-from jfp8.layers.transformer_options import OPTIONS, TransformerOptions
+from jfp8.layers.transformer_options import TransformerOptions
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.scaling.formats import FormatLike
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
-class RelativePositionBiases(nnx.Module):
+class RelativePositionBiases(ExplicitModule):
     """A learned bias of attention scores for each head and distance, as in T5.
 
     Args:
@@ -151,7 +152,7 @@ class LayerNormAttention(nnx.Module):
         attention = self.attention
         if attention is None or recipe_in_effect(attention.recipe, attention.path) is None:
             return None
-        return attention.of_projected
+        return partial(of_projected, attention)
 
     def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
         """What the ``nnx.Dropout`` would draw its numbers by; None: nothing is dropped."""
@@ -161,24 +162,17 @@ class LayerNormAttention(nnx.Module):
         return None if fixed else self.dropout.rngs()
 
 
-class TransformerLayer(TransformerOptions, nnx.Module):
+@dataclass(eq=False, repr=False)
+class TransformerLayer(TransformerOptions, ExplicitModule):
     """A layer of a Transformer: attention, attention to an encoder's output, and an MLP.
 
     It computes what `jfp8.linen.TransformerLayer` does, with the same parameters. Dropout follows
     ``model.eval()`` and ``model.train()``, as everywhere in NNX.
 
     Args:
-      hidden_size, mlp_hidden_size, num_attention_heads, num_gqa_groups: as for
-        `jfp8.linen.TransformerLayer`.
       encoded_features: features of the encoder's output; None: `hidden_size`.
-      rngs: stream ``params`` for initial values, ``dropout`` for dropout.
-      options: as for `jfp8.linen.TransformerLayer`, with its defaults: ``layer_type``,
-        ``self_attn_mask_type``, ``layernorm_type``, ``layernorm_epsilon``,
-        ``zero_centered_gamma``, ``mlp_activation``, ``hidden_dropout``, ``attention_dropout``,
-        ``intermediate_dropout``, ``enable_rotary_pos_emb``, ``rotary_pos_emb_windows``,
-        ``rotary_pos_emb_group_method``, ``enable_relative_embedding``, ``use_bias``, ``dtype``,
-        ``param_dtype``, ``kernel_init``, ``bias_init``, ``attention_products``,
-        ``saved_activations``, ``recipe``, ``implementation``.
+      rngs: stream ``params`` for initial values, ``dropout`` for dropout. For the others see
+        `jfp8.linen.TransformerLayer`.
 
     Raises:
       ValueError: a choice that is unknown, or sizes that do not fit.
@@ -191,20 +185,11 @@ class TransformerLayer(TransformerOptions, nnx.Module):
     (1, 5, 8)
     """
 
-    def __init__(
-        self,
-        hidden_size: int = TransformerOptions.hidden_size,
-        mlp_hidden_size: int = TransformerOptions.mlp_hidden_size,
-        num_attention_heads: int = TransformerOptions.num_attention_heads,
-        num_gqa_groups: int | None = None,
-        *,
-        encoded_features: int | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        check_names(TransformerLayer, options, OPTIONS)
-        sizes = (hidden_size, mlp_hidden_size, num_attention_heads, num_gqa_groups)
-        TransformerOptions.__init__(self, *sizes, **options)
+    _: KW_ONLY
+    encoded_features: InitVar[int | None] = None
+    rngs: InitVar[nnx.Rngs]
+
+    def __post_init__(self, encoded_features: int | None, rngs: nnx.Rngs) -> None:
         self.check_options()
         if self.layer_type == "encoder" and encoded_features is not None:
             raise ValueError(
@@ -213,15 +198,16 @@ class TransformerLayer(TransformerOptions, nnx.Module):
         self.relpos_bias = nnx.data(None)
         if self.enable_relative_embedding:
             self.relpos_bias = RelativePositionBiases(
-                num_attention_heads, param_dtype=self.param_dtype, dtype=self.dtype, rngs=rngs
+                self.num_attention_heads, param_dtype=self.param_dtype, dtype=self.dtype, rngs=rngs
             )
-        attention = partial(LayerNormAttention, hidden_size, **self.attention_options(), rngs=rngs)
+        size = self.hidden_size
+        attention = partial(LayerNormAttention, size, **self.attention_options(), rngs=rngs)
         self.self_attention = attention(rotary=self.rotary())
         self.encoder_decoder_attention = nnx.data(None)
         if self.layer_type == "decoder":
-            features = hidden_size if encoded_features is None else encoded_features
+            features = size if encoded_features is None else encoded_features
             self.encoder_decoder_attention = attention(encoded_features=features)
-        self.mlp = LayerNormMLP(hidden_size, mlp_hidden_size, **self.mlp_options(), rngs=rngs)
+        self.mlp = LayerNormMLP(size, self.mlp_hidden_size, **self.mlp_options(), rngs=rngs)
         self.dropout = dropout_or_none(self.hidden_dropout, rngs)
         self.decode = False
         for name in NAMES:
@@ -278,10 +264,10 @@ class TransformerLayer(TransformerOptions, nnx.Module):
         Returns:
           Array of the shape and dtype of `inputs`.
         """
-        self.check_inputs(inputs, encoded, encoder_decoder_mask)
+        self._check_inputs(inputs, encoded, encoder_decoder_mask)
         cache = self._cache(decode)
         length, mask = inputs.shape[-2], attention_mask
-        (mask, is_causal), bias = self.self_attention_mask(mask, length, cache), attention_bias
+        (mask, is_causal), bias = self._self_attention_mask(mask, length, cache), attention_bias
         if self.relpos_bias is not None:
             keys = length if cache is None else cache.max_length
             first = None if cache is None else cache.index

@@ -24,7 +24,7 @@ from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
 from jfp8.products.vjp import first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState, check_states
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: RecipeLike = DelayedScaling(),
     state: States | None = None,
     sink: Mapping[str, jax.Array] | None = None,
     implementation: str | None = None,

@@ -36,7 +36,7 @@ from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import decode
 from jfp8.scaling.history import AmaxState
@@ -53,7 +53,7 @@ def scaled_ragged_dot(
     rhs: jax.typing.ArrayLike | ScaledArray,
     group_sizes: jax.typing.ArrayLike,
     *,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: RecipeLike = DelayedScaling(),
     state: dict[str, AmaxState] | None = None,
     sink: jax.Array | None = None,
     key: jax.Array | None = None,

@@ -1,0 +1,69 @@
+"""How NNX layers look from outside: the parameters of their constructors, and their recipes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any, Self
+
+from flax import nnx
+from flax.nnx import reprlib
+
+from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.recipe import Recipe
+
+
+class SignatureOfClass:
+    """The ``__signature__`` of an NNX class: its constructor's, which Flax's metaclass hides.
+
+    `inspect.signature` reads it, and with it completion and documentation.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")  # an instance is called by __call__
+        signature = inspect.signature(owner.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class ExplicitModule(nnx.Module):
+    """A base of modules whose constructors name all that they take."""
+
+    __signature__: Any = SignatureOfClass()
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        # Before Python's own message, which does not list the known options.
+        known = inspect.signature(cls).parameters
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in known.values()):
+            for name in options:
+                if name not in known:
+                    raise _unknown(cls, name, list(known))
+        return super().__new__(cls)
+
+
+def _unknown(layer: type, name: str, known: list[str]) -> Exception:
+    """Return the error for an option that is not among the `known` ones of `layer`."""
+    flax = next((base for base in layer.__mro__ if base.__module__.startswith("flax.nnx.nn")), None)
+    if flax is not None and name in inspect.signature(flax.__init__).parameters:
+        return ValueError(
+            f"jfp8.nnx.{layer.__name__} computes its product itself, so it does not take {name}. "
+            f"Pass recipe=..., or use flax.nnx.{flax.__name__}."
+        )
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return TypeError(f"{layer.__name__} has no option {name!r}.{hint} Options: {', '.join(known)}.")
+
+
+class PrintsRecipe(ExplicitModule):
+    """A base of modules that print the recipe in effect, whoever has chosen it."""
+
+    recipe: Recipe | None
+    path: str
+
+    def __nnx_repr__(self) -> Generator[Any, Any, None]:
+        for part in super().__nnx_repr__():
+            if isinstance(part, reprlib.Attr) and part.key == "recipe":
+                part = replace(part, value=recipe_in_effect(self.recipe, self.path))
+            yield part

@@ -1,0 +1,10 @@
+"""What completion shows of a public module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+def listing(names: Sequence[str]) -> Callable[[], list[str]]:
+    """Return a module's ``__dir__``: its public `names`, without the files that they are from."""
+    return lambda: sorted(names)

@@ -1,0 +1,194 @@
+"""Constructors name what they take: for people, for completion and for type checkers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jfp8
+
+NAMES = [(module, name) for module in (jfp8.nnx, jfp8.linen) for name in module.__all__]
+# Flax's layers take their products by these.
+HOOK = re.compile(r".*dot_general(_cls)?|conv_general_dilated|einsum_op")
+OWN = {"recipe", "implementation", "attention_products"}
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{m.__name__}.{n}" for m, n in NAMES])
+def test_what_is_public_names_its_parameters(module, name):
+    value = getattr(module, name)
+    parameters = inspect.signature(value).parameters
+    assert "self" not in parameters
+    rest = [p.name for p in parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    # Users choose the names of what a variable of NNX says about itself.
+    is_variable = inspect.isclass(value) and issubclass(value, nnx.Variable)
+    assert rest == (["metadata"] if is_variable else [])
+    assert all(p.annotation is not p.empty for p in parameters.values())
+    assert (value.__doc__ or "").strip()
+
+
+@pytest.mark.parametrize(
+    "name", ["Linear", "LinearGeneral", "Conv", "ConvTranspose", "Einsum", "MultiHeadAttention"]
+)
+def test_layers_take_what_those_of_flax_take(name):
+    """The same parameters with the same defaults, in the same order where it matters."""
+    flax = inspect.signature(getattr(nnx, name).__init__).parameters
+    flax = {n: p for n, p in flax.items() if n != "self" and not HOOK.fullmatch(n)}
+    ours = inspect.signature(getattr(jfp8.nnx, name)).parameters
+    shared = {n: p for n, p in ours.items() if n not in OWN}
+    assert shared.keys() == flax.keys()
+    for n, p in flax.items():
+        assert shared[n].kind == p.kind, n
+        given, wanted = (
+            dict(d) if isinstance(d, Mapping) else d for d in (shared[n].default, p.default)
+        )
+        assert given == wanted, n
+    positional = lambda found: [n for n, p in found.items() if p.kind != p.KEYWORD_ONLY]
+    assert positional(ours) == positional(flax)
+
+
+def test_blocks_of_nnx_have_the_defaults_of_those_of_linen():
+    for name in ("LayerNormMLP", "MoE", "TransformerLayer", "RelativePositionBiases"):
+        ours = inspect.signature(getattr(jfp8.nnx, name)).parameters
+        linen = inspect.signature(getattr(jfp8.linen, name)).parameters
+        both = ours.keys() & linen.keys()
+        assert "param_dtype" in both
+        plain = lambda p: getattr(p.default, "__qualname__", p.default)
+        assert {n: plain(ours[n]) for n in both} == {n: plain(linen[n]) for n in both}
+        where = {"state_collection", "parent", "name", "deterministic", "decode", "cache_dtype"}
+        assert linen.keys() - ours.keys() <= where
+
+
+def test_subclasses_and_instances_have_signatures_of_their_own():
+    class Own(jfp8.nnx.Linear):
+        def __init__(self, size: int, *, rngs: nnx.Rngs, **options):
+            super().__init__(size, size, rngs=rngs, **options)
+
+    assert list(inspect.signature(Own).parameters) == ["size", "rngs", "options"]
+    layer = Own(3, rngs=nnx.Rngs(0), use_bias=False)
+    assert list(inspect.signature(layer).parameters) == ["inputs", "out_sharding"]
+    assert inspect.signature(Own.__init__) != inspect.signature(jfp8.nnx.Linear.__init__)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: jfp8.nnx.Linear(3, 4, kernal_init=3, rngs=nnx.Rngs(0)),
+            "Linear has no option 'kernal_init'. Did you mean .kernel_init.. Options: in_f",
+        ),
+        (
+            lambda: jfp8.nnx.DotGeneral(recipes="current"),
+            "no option 'recipes'. Did you mean 'recipe'",
+        ),
+        (
+            lambda: jfp8.nnx.MoE(8, 4, 16, xyz=1, rngs=nnx.Rngs(0)),
+            "MoE has no option 'xyz'. Options",
+        ),
+    ],
+)
+def test_unknown_options_are_refused_with_the_closest_one(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def pyrefly(page: Path) -> set[int]:
+    """Return the lines of `page` that pyrefly refuses."""
+    program = [str(Path(sys.executable).parent / "pyrefly"), "check", "--output-format", "json"]
+    program += ["--python-interpreter-path", sys.executable, str(page)]
+    done = subprocess.run(program, cwd=page.parents[2], capture_output=True, text=True, check=False)
+    errors = json.loads(done.stdout)["errors"]
+    return {error["line"] for error in errors if error["severity"] == "error"}
+
+
+def mypy(page: Path) -> set[int]:
+    """Return the lines of `page` that mypy refuses."""
+    program = [str(Path(sys.executable).parent / "mypy"), "--follow-imports=silent"]
+    program += ["--python-executable", sys.executable, f"--cache-dir={os.devnull}", str(page)]
+    environment = os.environ | {"MYPYPATH": str(page.parents[2])}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    return {int(line) for line in re.findall(rf"{page.name}:(\d+): error", done.stdout)}
+
+
+@pytest.mark.parametrize("checker", [pyrefly, mypy], ids=lambda checker: checker.__name__)
+def test_type_checkers_refuse_wrong_calls(checker):
+    if not (Path(sys.executable).parent / checker.__name__).exists():
+        pytest.skip(f"{checker.__name__} is not installed")
+    page = Path(__file__).parents[1] / "data/wrong_calls.py"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# refused")}
+    assert len(wrong) == 25
+    assert checker(page) == wrong
+
+
+# What layers print.
+
+
+class MLP(nnx.Module):
+    def __init__(self, linear, rngs):
+        self.up = linear(8, 16, rngs=rngs)
+        self.down = linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def recipes_printed(model) -> list[str]:
+    return re.findall(r"recipe=(.*),", str(model))
+
+
+def test_a_printed_model_shows_the_recipes_in_effect():
+    model = MLP(jfp8.nnx.Linear, nnx.Rngs(0))
+    assert recipes_printed(model) == ["DelayedScaling()"] * 2
+    with jfp8.autocast("mxfp8"):
+        assert recipes_printed(model) == ["MXFP8BlockScaling()"] * 2
+    with jfp8.autocast(enabled=False):
+        assert recipes_printed(model) == ["None"] * 2
+    own = {"up": "rowwise", "*": jfp8.recipes.DelayedScaling(margin=1)}
+    converted = jfp8.convert(MLP(nnx.Linear, nnx.Rngs(0)), recipe=own, exempt=())
+    assert recipes_printed(converted.up) == [repr(jfp8.recipes.get("rowwise"))]
+    assert recipes_printed(converted.down) == ["DelayedScaling(margin=1)"]
+    assert recipes_printed(jfp8.nnx.DotProductAttention(recipe="current")) == [
+        "Float8CurrentScaling()"
+    ]
+
+
+def layers_to_tabulate():
+    """Models, inputs, and paths that a table of each has."""
+    x, rngs = jnp.ones((2, 5, 8)), nnx.Rngs(0)
+    attention = {"decode": False, "attention_products": True, "rngs": rngs}
+    layer = {"enable_rotary_pos_emb": True, "self_attn_mask_type": "causal", "rngs": rngs}
+    return {
+        "jfp8": (MLP(jfp8.nnx.Linear, rngs), x, ["up", "down"]),
+        "converted": (jfp8.convert(MLP(nnx.Linear, rngs), exempt=()), x, ["up", "down"]),
+        "mlp": (jfp8.nnx.LayerNormMLP(8, 16, rngs=rngs), x, []),
+        "experts": (jfp8.nnx.MoE(8, 4, 16, rngs=rngs), x, ["router"]),
+        "attention": (jfp8.nnx.MultiHeadAttention(2, 8, **attention), x, ["query", "out"]),
+        "transformer": (jfp8.nnx.TransformerLayer(8, 16, 2, **layer), x, ["mlp"]),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["jfp8", "converted", "mlp", "experts", "attention", "transformer"]
+)
+def test_tabulate(name):
+    model, x, paths = layers_to_tabulate()[name]
+    wide = {"width": 300, "force_terminal": False}
+    table = nnx.tabulate(model, x, console_kwargs=wide)
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in table.splitlines()]
+    shown = [row[0] for row in rows if row and row[0]]
+    assert set(paths) <= set(shown)
+    count = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert re.search(rf"\b{count:,}\b", table)
+    # No row for what is no layer.
+    assert not [path for path in shown if re.search("histor|check|mask|normalize|begin|end$", path)]
