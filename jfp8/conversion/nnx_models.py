@@ -17,12 +17,11 @@ from jfp8.conversion.nnx import (
     reason_of,
     subclass_of,
 )
-from jfp8.conversion.nnx_parameters import convert_own, own_of, unsupported
+from jfp8.conversion.nnx_edges import edges_of
+from jfp8.conversion.nnx_parameters import convert_own, own_of, warn_if_unconverted
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
-from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.unconverted_warning import own_parameters, warn_of_nothing
+from jfp8.conversion.selection import Decision, Selection
 from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention, install_cache
-from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention, TransformerLayer
 from jfp8.scaling.formats import Format
@@ -45,14 +44,14 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
         attention=selection.attention,
     )
     for path, node in nodes_of(converted):
-        decision = decided.get("/".join(map(str, path)))
+        decision = decided.get(path)
         if has_hook_free(node) and decision is not None:
             setattr(node, REASON, decision.reason)
     convert_own(converted, selection)
     if selection.cache_dtype is not None:
         _convert_caches(converted, selection.cache_dtype)
     if not any(isinstance(node, Product) for _, node in nodes_of(converted)):
-        warn_of_nothing(model, "nnx", *_unconverted(converted, selection))
+        warn_if_unconverted(converted, selection, {})
     return converted
 
 
@@ -64,15 +63,14 @@ def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
     """
     found = False
     for path, node in nodes_of(converted):
-        name = "/".join(map(str, path))
         if isinstance(node, nnx.MultiHeadAttention):
-            install_cache(node, dtype, name)
+            install_cache(node, dtype, path)
             found = True
         elif any(isinstance(x, nnx.Cache) for x in vars(node).values()) or isinstance(
             node, TransformerLayer
         ):
             raise ValueError(
-                f"cache_dtype={dtype} does not reach the cache of {name!r}, a "
+                f"cache_dtype={dtype} does not reach the cache of {path!r}, a "
                 f"{type(node).__name__}, but only those of nnx.MultiHeadAttention. Leave out "
                 "cache_dtype. (Layers of jfp8 take the dtype in init_cache.)"
             )
@@ -90,57 +88,9 @@ def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
     Calls may find such products at the edges of the model.
     """
     layers = layers_of(model)
-    edges = _edges(model, layers)
+    edges = edges_of(model, layers, selection)
     own = ((own.path, node) for node, own in own_of(model) if not own.reason)
     return {path: selection.decide(path, node, edges.get(path)) for path, node in (*layers, *own)}
-
-
-def _edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str, Edge]:
-    """Find the layers at the edges of a model by where they are in it: nothing is traced.
-
-    The image enters by the first convolution, if it has at most 4 input channels. Logits leave by
-    the last linear layer that the model itself holds, or else by the last of all that is no part of
-    a list of layers. Layers that are stacked are in the middle of a model.
-    """
-    edges: dict[str, Edge] = {}
-    convolutions = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Conv)]
-    if convolutions and not is_stacked(convolutions[0][1]):
-        path, first = convolutions[0]
-        if first.in_features <= MAX_IMAGE_CHANNELS:
-            edges[path] = Edge.IMAGE_INPUT
-    kinds = (nnx.Linear, nnx.LinearGeneral)
-    linear = [path for path, x in layers if isinstance(x, kinds) and not is_stacked(x)]
-    depth = 2 if isinstance(model, nnx.Sequential) else 1
-    own = [path for path in linear if path.count("/") < depth]
-    single = [path for path in linear if not any(part.isdigit() for part in path.split("/"))]
-    if own or single:
-        edges[(own or single)[-1]] = Edge.LOGITS
-    return edges
-
-
-def _unconverted(converted: nnx.Module, selection: Selection) -> tuple[Any, Any]:
-    """Find the layers and the modules of which `warn_of_nothing` tells."""
-    nodes = {tuple(map(str, path)): node for path, node in nodes_of(converted)}
-    kinds: dict[str, type] = {}
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for path, variable in nnx.to_flat_state(nnx.state(converted, nnx.Param)):
-        path = tuple(map(str, path))
-        depth = _owner_depth(nodes, path)
-        node, value = nodes.get(path[:depth]), variable.get_value()
-        if node is not None and hook_of(node) is None and hasattr(value, "shape"):
-            place = "/".join(path[:depth])
-            kinds[place] = type(node)
-            shapes.setdefault(place, {})["/".join(path[depth:])] = tuple(value.shape)
-    return unsupported(converted, selection), own_parameters(kinds, shapes)
-
-
-def _owner_depth(nodes: dict[tuple[str, ...], Any], path: tuple[str, ...]) -> int:
-    """Count the parts of the path of a Variable that are the path of the module that uses it."""
-    for depth in range(len(path) - 1, 0, -1):
-        node = nodes.get(path[:depth])
-        if node is not None and not isinstance(node, (nnx.List, nnx.Dict)):
-            return depth
-    return 0
 
 
 def note_place(node: Any, path: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -77,13 +77,12 @@ def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
         known = is_known(type(node)) or hook_of(node) is not None
         if isinstance(node, Product) or (known and not has_adapter(node)):
             continue
-        place = "/".join(map(str, path))
         for keys, variable in _variables(node):
             value = variable.get_raw_value()
             matrix = len(getattr(value, "shape", ())) >= 2
             if matrix and jnp.issubdtype(value.dtype, jnp.floating):
                 reason = ADAPTER if isinstance(variable, nnx.LoRAParam) else ""
-                found.append((node, OwnParameter(place, keys, reason)))
+                found.append((node, OwnParameter(path, keys, reason)))
     return found
 
 
@@ -272,24 +271,27 @@ def _warn(model: Any, met: Any) -> None:
     products = {id(getattr(node, own.product, None)) for node, own in owned}
     if any(isinstance(node, Product) and id(node) not in products for _, node in nodes_of(model)):
         return
-    if not met.modules.issuperset(own.place for _, own in owned):
-        return
+    if met.modules.issuperset(own.place for _, own in owned):
+        warn_if_unconverted(model, type(model).jfp8_selection, met.stayed)
+
+
+def warn_if_unconverted(model: Any, selection: Selection, stayed: Mapping[str, Any]) -> None:
+    """Warn that `model` computes no product in FP8, and say why, unless the user asked for that.
+
+    Args:
+      stayed: products of own parameters, by path, with the type of the module, and why.
+    """
+    layers: dict[str, Any] = {}
     kinds, shapes = {}, {}
-    for node, own in owned:
-        if own.path not in met.stayed and not own.chosen:
-            kinds[own.place] = type(node)
-            shape = jnp.shape(at(node, own.keys).get_raw_value())
-            shapes.setdefault(own.place, {})[own.name] = shape
-    stayed = met.stayed | unsupported(model, type(model).jfp8_selection)
-    warn_of_nothing(model, "nnx", stayed, own_parameters(kinds, shapes))
-
-
-def unsupported(model: nnx.Module, selection: Selection) -> dict[str, tuple[type, Decision]]:
-    """Find the layers of `model` that stay as they are, and say why."""
-    found = {}
     for path, node in nodes_of(model):
         if (reason := reason_of(node)) is not None:
-            place = "/".join(map(str, path))
-            chosen = selection.decide(place, node, None).chosen
-            found[place] = type(node), Decision(None, reason, chosen)
-    return found
+            chosen = selection.decide(path, node, None).chosen
+            layers[path] = type(node), Decision(None, reason, chosen)
+        for own in getattr(node, _OWN, ()):
+            if own.chosen:
+                layers[own.path] = type(node), Decision(None, own.reason, True)
+            elif own.path not in stayed:
+                kinds[own.place] = type(node)
+                shape = jnp.shape(at(node, own.keys).get_raw_value())
+                shapes.setdefault(own.place, {})[own.name] = shape
+    warn_of_nothing(model, "nnx", {**stayed, **layers}, own_parameters(kinds, shapes))

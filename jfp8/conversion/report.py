@@ -172,7 +172,7 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
     def forward(params, rest, inputs, kwargs):
         copy = nnx.merge(graph, params, rest, copy=True)
         for path, node in list(nodes_of(copy)):
-            note_place(node, "/".join(map(str, path)))
+            note_place(node, path)
         return _total(copy(*inputs, **kwargs))
 
     return _traced(forward, (params, rest, inputs, kwargs))
