@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import flax.linen as nn
 import jax
 import numpy as np
+from flax import nnx
 from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from flax.traverse_util import flatten_dict
@@ -229,7 +230,8 @@ class _Met:
       kinds: the types of all modules, by path.
       converted: the paths of FP8 products and attention.
       stayed: see `warn_of_nothing`.
-      bridged: NNX classes of modules of ``nnx.bridge.to_linen``, which nothing reaches, by path.
+      bridged: NNX classes of modules in ``nnx.bridge.to_linen``, or held without, by path: nothing
+        reaches them.
       ahead: the recipes of layers whose scales see later positions, where the model masks these.
     """
 
@@ -255,9 +257,10 @@ class _Met:
             self.converted.add(path)
         if isinstance(module, DotProductAttention):
             self.attentions.append(path)
-        nnx_class = getattr(module, "nnx_class", None)  # of nnx.bridge.to_linen
-        if isinstance(nnx_class, type) and not selection.decide(path, module, None).chosen:
-            self.bridged[path] = nnx_class
+        found = {path: getattr(module, "nnx_class", None), **_held(path, module)}
+        for place, kind in found.items():
+            if isinstance(kind, type) and not selection.decide(place, module, None).chosen:
+                self.bridged[place] = kind
 
     def knows_all(self, params: Any) -> bool:
         """Whether all modules with parameters were called where that could be seen.
@@ -295,6 +298,18 @@ class _Met:
         own = own_parameters(kinds, _shapes(params))
         if not self.converted and warn_of_nothing(model, "linen", self.stayed, own):
             object.__setattr__(model, warned, True)
+
+
+def _held(path: str, module: nn.Module) -> dict[str, type]:
+    """Find the NNX modules that `module` holds as if they were layers of Linen."""
+    found: dict[str, type] = {}
+    for name, value in vars(module).items():
+        several = isinstance(value, (list, tuple))
+        held = {f"{name}_{i}": x for i, x in enumerate(value)} if several else {name: value}
+        for name, x in held.items():
+            if isinstance(x, nnx.Module) and not type(x).__module__.startswith("jfp8."):
+                found[f"{path}/{name}".lstrip("/")] = type(x)  # layers of jfp8 say it themselves
+    return found
 
 
 @contextlib.contextmanager

@@ -125,23 +125,23 @@ class TrainState(flax.struct.PyTreeNode):
           ValueError: `variables` has no ``params``; it has ``_overwrite_with_gradient``; its
             ``fp8_sink`` does not match its ``fp8``.
         """
+        parts = variables if isinstance(variables, tuple) else (variables,)  # of nnx.split
+        for part in (*unknown.values(), *parts):
+            if isinstance(part, nnx.Module | nnx.State | nnx.GraphDef):
+                raise TypeError(
+                    f"TrainState.create takes variables of Linen. It got an NNX "
+                    f"{type(part).__name__}, which holds its own state: nnx.Optimizer(model, tx, "
+                    "wrt=nnx.Param), with gradients from jfp8.nnx.value_and_grad(f)(model, x)."
+                )
         if unknown or variables is None:
             given = ", ".join(sorted(unknown)) or "no variables"
             hint = ""
             if "loss_scale" in unknown:
                 hint = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
             raise TypeError(
-                f"TrainState.create takes apply_fn, variables and tx, but got {given}. Pass all "
-                "that model.init returned, because amax histories stand beside the parameters: "
+                f"TrainState.create takes apply_fn, variables and tx, but got {given}.{hint} Pass "
+                "all that model.init returned, because amax histories stand beside the parameters: "
                 "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
-                f"{hint}"
-            )
-        if isinstance(variables, nnx.Module | nnx.State):
-            raise TypeError(
-                f"TrainState.create takes the variables of a Linen model, but got an NNX "
-                f"{type(variables).__name__}. An NNX model holds its own state: optimizer = "
-                "nnx.Optimizer(model, tx, wrt=nnx.Param), with gradients from "
-                "jfp8.nnx.value_and_grad(lambda model, x: ...)(model, x)."
             )
         collections = as_dicts(variables)
         if "params" not in collections:
