@@ -142,15 +142,11 @@ def _walk(node: Any, path: Keys, seen: set[int]) -> Iterator[tuple[Keys, Any]]:
     children = children_of(node)
     if isinstance(node, (nnx.Pytree, Mapping)):  # whose order a copy does not keep
         place = {name: i for i, name in enumerate(attributes_of(type(node)))}
-        last = len(place)
-        children = dict(sorted(children.items(), key=lambda x: (place.get(x[0], last), _key(x[0]))))
+        natural = lambda name: re.sub(r"\d+", lambda n: n[0].zfill(9), str(name))  # 9 before 10
+        order = lambda item: (place.get(item[0], len(place)), natural(item[0]))
+        children = dict(sorted(children.items(), key=order))
     for name, child in children.items():
         yield from _walk(child, (*path, name), seen)
-
-
-def _key(name: Any) -> list[Any]:
-    """Return what sorts names, and the numbers in them as numbers."""
-    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", str(name))]
 
 
 @functools.cache
@@ -173,13 +169,6 @@ def children_of(node: Any) -> dict[Any, Any]:
     # One level of any other container: lists, tuples, dataclasses.
     flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return {_name(keys[0]): child for keys, child in flat if keys}
-
-
-def at(node: Any, keys: Keys) -> Any:
-    """Return what `node` has under `keys`, one after the other."""
-    for name in keys:
-        node = children_of(node)[name]
-    return node
 
 
 def subclass_of(kind: type[nnx.Module], namespace: dict[str, Any]) -> type[nnx.Module]:

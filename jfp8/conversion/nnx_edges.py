@@ -5,8 +5,8 @@ Nothing is traced, and the order of attributes does not count: a copy of a model
 
 from __future__ import annotations
 
-import math
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -33,35 +33,40 @@ def edges_of(
     a list of layers; see `_logits`. Layers that are stacked are in the middle of a model.
     """
     edges: dict[str, Edge] = {}
-    convolutions = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Conv)]
-    if convolutions and not is_stacked(convolutions[0][1]):
-        path, first = convolutions[0]
-        if first.in_features <= MAX_IMAGE_CHANNELS:
+    for path, layer in [(p, layer) for p, layer in layers if isinstance(layer, nnx.Conv)][:1]:
+        if layer.in_features <= MAX_IMAGE_CHANNELS and not is_stacked(layer):
             edges[path] = Edge.IMAGE_INPUT
-    found = _logits(model, dict(layers))
+    found = _logits(model)
     if len(found) > 1 and Edge.LOGITS in selection.choices:
-        warnings.warn(_unclear(model, found), UserWarning, stacklevel=user_level())
+        warnings.warn(
+            f"jfp8.convert cannot tell which layer of {type(model).__name__} gives the logits, and "
+            f"takes all of these for it: {', '.join(map(repr, found))}. By default they stay in "
+            "high precision. Their shapes, names, and the code of their class do not say which it "
+            "is. Name it: `jfp8.convert(model, recipe, exempt=(jfp8.Edge.IMAGE_INPUT, "
+            f"{found[-1]!r}))`.",
+            stacklevel=user_level(),
+        )
     return edges | dict.fromkeys(found, Edge.LOGITS)
 
 
-def _logits(model: nnx.Module, layers: dict[str, nnx.Module]) -> list[str]:
+def _logits(model: nnx.Module) -> list[str]:
     """Find the layer that gives the logits; all that it may be, if nothing tells.
 
     It is the one whose features no layer reads, not even as one of several fused projections; or
-    the one that is called like a head; or the last in the code of the class.
+    the one that is called like a head; or the last in the code of the class. It may be in FP8.
     """
+    layers = {path: node for path, node in nodes_of(model) if hook_of(node) is not None}
     kinds = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
     linear = [path for path, x in layers.items() if isinstance(x, kinds) and not is_stacked(x)]
     if isinstance(model, nnx.Sequential):
         return [path for path in linear if path.count("/") < 2][-1:]
-    read = {_features(node)[0] for _, node in nodes_of(model) if hook_of(node) is not None}
+    read = {_features(layer)[0] for layer in layers.values()}
     is_read = lambda path: any(_features(layers[path])[1] in (n * k for n in read) for k in _FUSED)
     found = [path for path in linear if "/" not in path]
-    found = found or [p for p in linear if not any(part.isdigit() for part in p.split("/"))]
+    found = found or [path for path in linear if not re.search(r"(^|/)\d+(/|$)", path)]
     found = [path for path in found if not is_read(path)] or found
     found = [path for path in found if path.rpartition("/")[2] in _HEADS] or found
-    ordered = all(_has_order(model, path, found[-1]) for path in found[:-1])
-    return found[-1:] if ordered else found
+    return _last(model, found)
 
 
 def _features(layer: Any) -> tuple[int, int]:
@@ -71,21 +76,16 @@ def _features(layer: Any) -> tuple[int, int]:
     operands, _, result = (layer.einsum_str or "").replace(" ", "").partition("->")
     x, _, kernel = operands.partition(",")
     sizes = dict(zip(kernel, layer.kernel_shape))
-    reads = math.prod(n for axis, n in sizes.items() if axis not in result)
-    return reads, math.prod(n for axis, n in sizes.items() if axis in result and axis not in x)
+    reads = [n for axis, n in sizes.items() if axis not in result]
+    makes = [n for axis, n in sizes.items() if axis in result and axis not in x]
+    return int(np.prod(reads)), int(np.prod(makes))
 
 
-def _has_order(model: nnx.Module, *paths: str) -> bool:
-    """Tell whether the code of a class says which of two layers was made first."""
-    above = os.path.commonprefix([path.split("/") for path in paths])
-    known = attributes_of(type(dict(nodes_of(model)).get("/".join(above))))
-    return all(path.split("/")[len(above)] in known for path in paths)
-
-
-def _unclear(model: nnx.Module, found: Sequence[str]) -> str:
-    return (
-        f"jfp8.convert cannot tell which layer of {type(model).__name__} gives the logits, and "
-        f"takes all of these for it: {', '.join(map(repr, found))}. By default they stay in high "
-        "precision. Their shapes, names, and the code of their class do not say which it is. Name "
-        f"it: `jfp8.convert(model, recipe, exempt=(jfp8.Edge.IMAGE_INPUT, {found[-1]!r}))`."
-    )
+def _last(model: nnx.Module, paths: list[str]) -> list[str]:
+    """Return the last of `paths` in the code of a class; all, if no code has their order."""
+    for path in paths[:-1]:
+        above = os.path.commonprefix([path.split("/"), paths[-1].split("/")])
+        known = attributes_of(type(dict(nodes_of(model)).get("/".join(above))))
+        if not {x.split("/")[len(above)] for x in (path, paths[-1])}.issubset(known):
+            return paths
+    return paths[-1:]

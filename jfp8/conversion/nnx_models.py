@@ -8,15 +8,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jfp8.conversion.nnx import (
-    REASON,
-    convert_module,
-    has_hook_free,
-    layers_of,
-    nodes_of,
-    reason_of,
-    subclass_of,
-)
+from jfp8.conversion.linen_products import check_caching_layers
+from jfp8.conversion.nnx import REASON, convert_module, layers_of, nodes_of, reason_of, subclass_of
 from jfp8.conversion.nnx_edges import edges_of
 from jfp8.conversion.nnx_parameters import convert_own, own_of, warn_if_unconverted
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
@@ -25,7 +18,7 @@ from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention, i
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention, TransformerLayer
 from jfp8.scaling.formats import Format
-from jfp8.tracing.notes import note
+from jfp8.tracing.notes import layer_noted
 
 # While a report is made: the path, the type and the reason.
 _PLACE = "jfp8_place"
@@ -43,10 +36,8 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
         lambda path, layer: (decided.get(path) or selection.decide(path, layer, None)).recipe,
         attention=selection.attention,
     )
-    for path, node in nodes_of(converted):
-        decision = decided.get(path)
-        if has_hook_free(node) and decision is not None:
-            setattr(node, REASON, decision.reason)
+    for path, layer in layers_of(converted):  # those that are left
+        setattr(layer, REASON, decided[path].reason)
     convert_own(converted, selection)
     if selection.cache_dtype is not None:
         _convert_caches(converted, selection.cache_dtype)
@@ -61,11 +52,9 @@ def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
     Raises:
       ValueError: there is no attention of Flax, or something else that keeps a cache.
     """
-    found = False
     for path, node in nodes_of(converted):
         if isinstance(node, nnx.MultiHeadAttention):
             install_cache(node, dtype, path)
-            found = True
         elif any(isinstance(x, nnx.Cache) for x in vars(node).values()) or isinstance(
             node, TransformerLayer
         ):
@@ -74,12 +63,8 @@ def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
                 f"{type(node).__name__}, but only those of nnx.MultiHeadAttention. Leave out "
                 "cache_dtype. (Layers of jfp8 take the dtype in init_cache.)"
             )
-    if not found:
-        raise ValueError(
-            f"cache_dtype={dtype} is for models with nnx.MultiHeadAttention, and this model has no "
-            "such layer. Caches that other modules make, or that are arguments, stay as they are. "
-            "Leave out cache_dtype."
-        )
+    kinds = [type(node) for _, node in nodes_of(converted)]
+    check_caching_layers(dtype, kinds, nnx.MultiHeadAttention, "nnx.MultiHeadAttention")
 
 
 def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
@@ -89,7 +74,7 @@ def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
     """
     layers = layers_of(model)
     edges = edges_of(model, layers, selection)
-    own = ((own.path, node) for node, own in own_of(model) if not own.reason)
+    own = ((own.path, node) for node, own in own_of(model) if own.stays is None)
     return {path: selection.decide(path, node, edges.get(path)) for path, node in (*layers, *own)}
 
 
@@ -100,10 +85,8 @@ def note_place(node: Any, path: str) -> None:
         return
     reason = reason_of(node) or ""
     if isinstance(node, nnx.MultiHeadAttention):
-        given = "the layer was given its own attention_fn"
-        ours = isinstance(node, MultiHeadAttention)
-        stock = INSIDE_OF_OURS if ours else INSIDE_OF_ATTENTION
-        reason = stock if has_stock_attention(node) else given
+        stock = INSIDE_OF_OURS if isinstance(node, MultiHeadAttention) else INSIDE_OF_ATTENTION
+        reason = stock if has_stock_attention(node) else "the layer was given its own attention_fn"
     if isinstance(node, LayerNormAttention):
         reason = INSIDE_OF_OURS
     object.__setattr__(node, "__class__", _noting(kind))
@@ -116,7 +99,7 @@ def _noting(kind: type[nnx.Module]) -> type[nnx.Module]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         path, layer, reason = getattr(self, _PLACE)
-        with note("path", path), note("layer", layer), note("reason", reason):
+        with layer_noted(path, layer, reason):
             original: Any = kind.__call__  # or what nnx.jit made of it
             return original.__get__(self, kind)(*args, **kwargs)
 

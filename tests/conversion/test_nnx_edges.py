@@ -69,6 +69,14 @@ class TwoHeads(nnx.Module):
         self.auxiliary = nnx.Linear(D, 300, rngs=rngs)
 
 
+class HeadInFP8(nnx.Module):
+    """No other layer is taken for it."""
+
+    def __init__(self, rngs):
+        self.mix = nnx.Linear(D, D, rngs=rngs)
+        self.head = jfp8.nnx.Linear(D, 500, recipe="current", rngs=rngs)
+
+
 class Images(nnx.Module):
     def __init__(self, rngs):
         self.stem = nnx.Conv(3, D, 3, rngs=rngs)
@@ -96,6 +104,7 @@ STAY = {
     Wider: ["m"],
     Block: ["out"],
     TwoHeads: ["logits"],
+    HeadInFP8: [],
     Images: ["fc", "stem"],
     Wrapper: ["model/head"],
     sequence: ["layers/2"],
