@@ -127,3 +127,10 @@ __all__ = [
 ]
 
 __dir__ = listing(__all__)
+
+
+def __getattr__(name: str) -> object:
+    hint = ""
+    if name in nnx.__all__:
+        hint = f" The layer of NNX is jfp8.nnx.{name}; those of Linen are here, such as jfp8.Dense."
+    raise AttributeError(f"module 'jfp8' has no attribute {name!r}.{hint}", name=name)

@@ -23,11 +23,6 @@ def is_attention(eqn: Any) -> bool:
     return str(eqn.params.get("name", "")).startswith(ATTENTION_NAME)
 
 
-def hides_later_keys(eqn: Any) -> bool:
-    """Tell whether `eqn` is a pass of attention that is causal."""
-    return is_attention(eqn) and read_name(eqn.params["name"]).is_causal
-
-
 def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> Iterator[ProductRow]:
     """Return the rows of a pass of attention.
 
@@ -53,6 +48,8 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
     repeated = max(v.aval.size for v in eqn.outvars) // math.prod(by_query)
     flops = 2 * max(repeated, 1) * math.prod(by_score) * depth
     on_gpu = jax.default_backend() == "gpu"
+    name = lambda fmt: "f32" if fmt == WIDE else fmt
+    spelled = lambda fmt, shape: f"{name(fmt)}[{','.join(map(str, shape))}]"
     for n, (kind, lhs, rhs, out) in enumerate(products):
         operands = formats[2 * n], formats[2 * n + 1]
         narrow = WIDE not in operands
@@ -60,9 +57,9 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
             path=notes.get("path", ""),
             layer=notes.get("layer", ""),
             kind=kind if narrow else "forward" if which == "forward" else "backward",
-            lhs=_spelled(operands[0], lhs),
-            rhs=_spelled(operands[1], rhs),
-            out=_spelled(WIDE, out),
+            lhs=spelled(operands[0], lhs),
+            rhs=spelled(operands[1], rhs),
+            out=spelled(WIDE, out),
             fp8=narrow,
             recipe=notes.get("recipe", "") if narrow else "",
             implementation=cuda if on_gpu else "emulate",
@@ -71,7 +68,3 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
             times=times,
             flops=times * flops,
         )
-
-
-def _spelled(fmt: str, shape: tuple[int, ...]) -> str:
-    return f"{'f32' if fmt == WIDE else fmt}[{','.join(map(str, shape))}]"

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jfp8.conversion.attention_rows import hides_later_keys, is_attention
+from jfp8.conversion.attention_rows import is_attention
 from jfp8.conversion.edges import jaxprs_of
+from jfp8.products.flash.passes import read_name
 
 _ORDERS = {"ge", "gt", "le", "lt"}
 # Operations for which we know along which dimensions their results vary, given data-free operands.
@@ -67,7 +68,7 @@ def _compares_here(eqn: Any, given: list[_Varies]) -> tuple[bool, list[_Varies]]
     """Tell the same of one equation."""
     made: list[_Varies] = [None] * len(eqn.outvars)
     if is_attention(eqn):  # whose own comparisons, in loops or a kernel, are of no interest
-        return hides_later_keys(eqn), made
+        return read_name(eqn.params["name"]).is_causal, made
     if eqn.primitive.name in _ORDERS and None not in given:
         first, second = given
         if first and second and not first & second:
@@ -106,9 +107,6 @@ def _places(name: str, eqn: Any) -> dict[int, int] | None:
     if name == "transpose":
         return {d: i for i, d in enumerate(eqn.params["permutation"])}
     before, after = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))
-    if name == "squeeze":
-        left = [d for d in range(len(before)) if d not in eqn.params["dimensions"]]
-        return {d: i for i, d in enumerate(left)}
     left, right = ([d for d, n in enumerate(shape) if n > 1] for shape in (before, after))
     same = [before[d] for d in left] == [after[d] for d in right]
-    return dict(zip(left, right)) if name == "reshape" and same else None
+    return dict(zip(left, right)) if name in ("reshape", "squeeze") and same else None

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import flax.linen as nn
 import jax
 import numpy as np
+from flax import nnx
 from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from flax.traverse_util import flatten_dict
@@ -25,7 +26,6 @@ from jfp8.conversion.linen_products import (
     check_caching_layers,
     find_products,
     is_layer,
-    path_of,
     replace_caches,
     replace_products,
 )
@@ -126,7 +126,8 @@ class _Converted:
         inner = union_filters(mutable, ["params"]) if records else mutable
         with _intercepted(self, found, state_in_params=True) as met:
             # Parameters are recognised by identity, which arrays of NumPy lose in JAX's functions.
-            variables = jax.tree.map(_of_jax, placement.collections_into_params(variables, mutable))
+            of_jax = lambda x: jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
+            variables = jax.tree.map(of_jax, placement.collections_into_params(variables, mutable))
             out = run(variables, rngs, args, kwargs, inner)
         selection.check_patterns(_paths(params), [*names, *met.attentions])
         if kwargs.get("method") is None:
@@ -167,10 +168,6 @@ class _Converted:
         if cls.jfp8_on_init is not None:
             cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
-
-
-def _of_jax(leaf: Any) -> Any:
-    return jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:
@@ -229,7 +226,8 @@ class _Met:
       kinds: the types of all modules, by path.
       converted: the paths of FP8 products and attention.
       stayed: see `warn_of_nothing`.
-      bridged: NNX classes of modules of ``nnx.bridge.to_linen``, which nothing reaches, by path.
+      bridged: NNX classes of modules in ``nnx.bridge.to_linen``, or held without, by path: nothing
+        reaches them.
       ahead: the recipes of layers whose scales see later positions, where the model masks these.
     """
 
@@ -255,9 +253,10 @@ class _Met:
             self.converted.add(path)
         if isinstance(module, DotProductAttention):
             self.attentions.append(path)
-        nnx_class = getattr(module, "nnx_class", None)  # of nnx.bridge.to_linen
-        if isinstance(nnx_class, type) and not selection.decide(path, module, None).chosen:
-            self.bridged[path] = nnx_class
+        found = {path: getattr(module, "nnx_class", None), **_held(path, module)}
+        for place, kind in found.items():
+            if isinstance(kind, type) and not selection.decide(place, module, None).chosen:
+                self.bridged[place] = kind
 
     def knows_all(self, params: Any) -> bool:
         """Whether all modules with parameters were called where that could be seen.
@@ -270,7 +269,9 @@ class _Met:
         """Raise ``ValueError`` if keys and values are not stored as `selection` says."""
         if selection.cache_dtype is not None:
             if self.knows_all(params):
-                check_caching_layers(selection.cache_dtype, self.kinds.values())
+                layer = nn.MultiHeadDotProductAttention
+                spelled = "nn.MultiHeadDotProductAttention(decode=True)"
+                check_caching_layers(selection.cache_dtype, self.kinds.values(), layer, spelled)
             for given in variables:
                 check_cache_dtypes(selection.cache_dtype, given.get("cache", {}))
 
@@ -288,13 +289,25 @@ class _Met:
             if found:
                 object.__setattr__(model, warned, True)
                 warnings.warn(message(found), UserWarning, stacklevel=user_level())
-        if self.bridged or not self.knows_all(params):
+        if self.bridged or self.converted or not self.knows_all(params):
             return
         known = {*self.stayed, *(path.rpartition("/")[0] for path in self.products)}
         kinds = {path: kind for path, kind in self.kinds.items() if path not in known}
         own = own_parameters(kinds, _shapes(params))
-        if not self.converted and warn_of_nothing(model, "linen", self.stayed, own):
+        if warn_of_nothing(model, "linen", self.stayed, own):
             object.__setattr__(model, warned, True)
+
+
+def _held(path: str, module: nn.Module) -> dict[str, type]:
+    """Find the NNX modules that `module` holds as if they were layers of Linen."""
+    found: dict[str, type] = {}
+    for name, value in vars(module).items():
+        several = isinstance(value, (list, tuple))
+        held = {f"{name}_{i}": x for i, x in enumerate(value)} if several else {name: value}
+        for name, x in held.items():
+            if isinstance(x, nnx.Module) and not type(x).__module__.startswith("jfp8."):
+                found[f"{path}/{name}".lstrip("/")] = type(x)  # layers of jfp8 say it themselves
+    return found
 
 
 @contextlib.contextmanager
@@ -394,7 +407,7 @@ def _edges_of(
     def mark(next_fun, args, kwargs, context):
         if not is_layer(context):
             return next_fun(*args, **kwargs)
-        path = path_of(context.module)
+        path = "/".join(context.module.path)
         args, kwargs = edges.mark_input((args, kwargs), path)
         return edges.mark_output(next_fun(*args, **kwargs), path)
 

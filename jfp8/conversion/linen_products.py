@@ -44,13 +44,10 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.compat import not_interposed
-from jfp8.tracing.notes import note
+from jfp8.tracing.notes import layer_noted, note
 
-
-def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:
-    """Return the function that Flax runs for ``layer.__call__``, unwrapped."""
-    return inspect.unwrap(layer.__call__)
-
+# The function that Flax runs for the call of a layer.
+_own_call: Callable[[type[nn.Module]], Any] = lambda layer: inspect.unwrap(layer.__call__)
 
 # How Flax runs each layer, and the hook that makes its product; or what runs the layer instead.
 _HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., Any]]] = {
@@ -67,13 +64,10 @@ _ATTENTION = (_STOCK_ATTENTION, _own_call(MultiHeadDotProductAttention))
 
 def own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
     """Say what a `layer` of Flax was given to compute attention with; "" for nothing."""
-    given = [hook for hook in EINSUM_HOOKS if _has_own(layer, hook)]
+    has = lambda name: getattr(layer, name, None) is not None
+    given = [hook for hook in EINSUM_HOOKS if has(hook) or has(f"{hook}_cls")]
     given += [] if is_stock(layer.attention_fn) else ["attention_fn"]
     return f"the layer was given its own {' and '.join(given)}" if given else ""
-
-
-def _has_own(layer: nn.Module, hook: str) -> bool:
-    return getattr(layer, hook, None) is not None or getattr(layer, f"{hook}_cls", None) is not None
 
 
 def _function_of(context: nn.module.InterceptorContext) -> Any:
@@ -86,11 +80,6 @@ def is_layer(context: nn.module.InterceptorContext) -> bool:
     """Tell whether this is the call of a layer with a product that could be FP8."""
     # Of a lifted layer (nn.vmap, nn.remat) this is the call inside the transformation.
     return _function_of(context) in _HOOKS and not isinstance(context.module, nn.ConvLocal)
-
-
-def path_of(module: nn.Module) -> str:
-    """Return ``"Block_0/Dense_1"``."""
-    return "/".join(module.path)
 
 
 def replace_products(
@@ -109,7 +98,7 @@ def replace_products(
     def intercept(next_fun, args, kwargs, context):
         layer, function = context.module, _function_of(context)
         if function in _ATTENTION:
-            made = attention(f"{path_of(layer)}/attention".lstrip("/"), layer, own_attention(layer))
+            made = attention("/".join([*layer.path, "attention"]), layer, own_attention(layer))
             with _attention_by(made, layer):
                 return next_fun(*args, **kwargs)
         if function is _OPTIMIZED_CELL:  # which concatenates its kernels
@@ -123,18 +112,13 @@ def replace_products(
             ours = isinstance(given, ProductOf) and given.recipe is None  # a layer of jfp8
             own = getattr(layer, hook) is not None or not (given is None or ours)
         x = args[0] if args else next(iter(kwargs.values()))
-        path = path_of(layer)
+        path = "/".join(layer.path)
         made = choose(path, layer, x, f"the layer was given its own {hook}" if own else "")
         attributes: dict[str, Any] = {}
         if layer.promote_dtype is flax_promote_dtype:
             attributes["promote_dtype"] = promote_values if isinstance(made, str) else promote_dtype
         if isinstance(made, str):
-            with (
-                note("path", path),
-                note("layer", type(layer).__name__),
-                note("reason", made),
-                replaced(layer, **attributes),
-            ):
+            with layer_noted(path, type(layer).__name__, made), replaced(layer, **attributes):
                 return next_fun(*args, **kwargs)
         run, made = next_fun, dataclasses.replace(made, module=product)
         if isinstance(given, ProductOf):
@@ -177,13 +161,15 @@ def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..
     return intercept
 
 
-def check_caching_layers(kept: np.dtype | Format, kinds: Iterable[type]) -> None:
-    """Raise ``ValueError`` if no module of these `kinds` has a cache that `convert` reaches."""
-    if not any(issubclass(kind, nn.MultiHeadDotProductAttention) for kind in kinds):
+def check_caching_layers(
+    kept: np.dtype | Format, kinds: Iterable[type], layer: type, spelled: str
+) -> None:
+    """Raise ``ValueError`` if none of the `kinds` of modules is the `layer` with a cache."""
+    if not any(issubclass(kind, layer) for kind in kinds):
         raise ValueError(
-            f"cache_dtype={kept} is for models with nn.MultiHeadDotProductAttention(decode=True), "
-            "and this model has no such layer. Caches that other modules make, or that are "
-            "arguments, stay as they are. Leave out cache_dtype."
+            f"cache_dtype={kept} is for models with {spelled}, and this model has no such layer. "
+            "Caches that other modules make, or that are arguments, stay as they are. Leave out "
+            "cache_dtype."
         )
 
 
@@ -256,18 +242,14 @@ def _parameter_of(modules: tuple[nn.Module, ...], value: Any) -> Parameter | Non
 @contextlib.contextmanager
 def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
     """Let Flax's layers, and products of parameters, use `recipe` inside; see `autocast`."""
-    here = Region(recipe, enabled)
+    here, made = Region(recipe, enabled), ProductOf(DotGeneral, None, None)
 
     def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
         del path, layer, x
-        if own or region.current() != here:
-            return own
-        return ProductOf(DotGeneral, None, None)
+        return own if own or region.current() != here else made
 
     def found(product: ParameterProduct) -> jax.Array:
-        if region.current() != here:
-            return product.plain()
-        return by_choice(product, ProductOf(DotGeneral, None, None))
+        return by_choice(product, made) if region.current() == here else product.plain()
 
     with (
         region.entered(here),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +22,16 @@ from jfp8.recipes.recipe import Recipe
 # Of a layer that was left as it is: the reason, for reports.
 REASON = "jfp8_stays"
 
-Path = tuple[Any, ...]
+Keys = tuple[Any, ...]
 Module = TypeVar("Module", bound=nnx.Module)
 
 
 def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """List the layers of `module` that `convert_module` can convert, with their paths.
 
-    They are in the order in which attributes were set, which ``nnx.merge`` and transformed
-    constructors make alphabetical. A layer that is shared appears once. Layers whose product is no
-    longer Flax's, because they are of jfp8 or were given another, are left out.
+    They are in the order in which the code of their classes sets attributes, however the model was
+    made; what is set otherwise follows by name. A layer that is shared appears once. Layers whose
+    product is no longer Flax's, because they are of jfp8 or were given another, are left out.
 
     Args:
       module: any NNX model.
@@ -41,8 +45,7 @@ def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
     >>> [path for path, _ in jfp8.nnx.layers_of(model)]
     ['layers/0']
     """
-    nodes = nodes_of(module)
-    return [("/".join(map(str, path)), node) for path, node in nodes if has_hook_free(node)]
+    return [(path, node) for path, node in nodes_of(module) if has_hook_free(node)]
 
 
 def convert_module(
@@ -78,16 +81,16 @@ def convert_module(
     ('DotGeneral', 'function')
     """
     converted = nnx.clone(module, graph=True)
+    copies = dict(nodes_of(converted))
     for path, node in nodes_of(module):
-        name = "/".join(map(str, path))
         if has_hook_free(node):
-            recipe = decide(name, node)
+            recipe = decide(path, node)
             if recipe is not None:
-                install(at(converted, path), recipe=recipe, path=name)
+                install(copies[path], recipe=recipe, path=path)
         elif attention and isinstance(node, nnx.MultiHeadAttention):
-            recipe = decide(name, node) if has_stock_attention(node) else None
+            recipe = decide(path, node) if has_stock_attention(node) else None
             if recipe is not None:
-                install_attention(at(converted, path), recipe=recipe, path=name)
+                install_attention(copies[path], recipe=recipe, path=path)
     return converted
 
 
@@ -104,13 +107,13 @@ def has_adapter(node: Any) -> bool:
     return any(isinstance(child, nnx.LoRAParam) for child in children_of(node).values())
 
 
-def nodes_of(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
+def nodes_of(module: nnx.Module) -> Iterator[tuple[str, Any]]:
     """List the modules in `module`, and their paths, in the order of definition."""
     # What only a static attribute holds is no part of the graph: a copy would share it.
     in_graph = {id(node) for _, node in nnx.iter_modules(module, graph=True)}
     for path, node in _walk(module, (), set()):
         if id(node) in in_graph:
-            yield path, node
+            yield "/".join(map(str, path)), node
 
 
 def reason_of(node: Any) -> str | None:
@@ -129,15 +132,30 @@ def reason_of(node: Any) -> str | None:
     return f"{type(node).__name__} computes its own product"
 
 
-def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+def _walk(node: Any, path: Keys, seen: set[int]) -> Iterator[tuple[Keys, Any]]:
     """Walk all objects of NNX in `node`, parents first, in the order of definition."""
     if isinstance(node, nnx.Pytree):
         if id(node) in seen:
             return
         seen.add(id(node))
         yield path, node
-    for name, child in children_of(node).items():
+    children = children_of(node)
+    if isinstance(node, (nnx.Pytree, Mapping)):  # whose order a copy does not keep
+        place = {name: i for i, name in enumerate(attributes_of(type(node)))}
+        natural = lambda name: re.sub(r"\d+", lambda n: n[0].zfill(9), str(name))  # 9 before 10
+        order = lambda item: (place.get(item[0], len(place)), natural(item[0]))
+        children = dict(sorted(children.items(), key=order))
+    for name, child in children.items():
         yield from _walk(child, (*path, name), seen)
+
+
+@functools.cache
+def attributes_of(kind: type) -> tuple[str, ...]:
+    """List the attributes that the methods of a class set, in the order of their code."""
+    functions = (inspect.unwrap(x) for base in kind.__mro__[::-1] for x in vars(base).values())
+    codes = [function.__code__ for function in functions if inspect.isfunction(function)]
+    steps = (step for code in codes for step in dis.get_instructions(code))
+    return tuple(dict.fromkeys(step.argval for step in steps if step.opname == "STORE_ATTR"))
 
 
 def children_of(node: Any) -> dict[Any, Any]:
@@ -151,13 +169,6 @@ def children_of(node: Any) -> dict[Any, Any]:
     # One level of any other container: lists, tuples, dataclasses.
     flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return {_name(keys[0]): child for keys, child in flat if keys}
-
-
-def at(node: Any, path: Path) -> Any:
-    """Return what is at `path` in `node`."""
-    for name in path:
-        node = children_of(node)[name]
-    return node
 
 
 def subclass_of(kind: type[nnx.Module], namespace: dict[str, Any]) -> type[nnx.Module]:

@@ -8,25 +8,17 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jfp8.conversion.nnx import (
-    REASON,
-    convert_module,
-    has_hook_free,
-    layers_of,
-    nodes_of,
-    reason_of,
-    subclass_of,
-)
-from jfp8.conversion.nnx_parameters import convert_own, own_of, unsupported
+from jfp8.conversion.linen_products import check_caching_layers
+from jfp8.conversion.nnx import REASON, convert_module, layers_of, nodes_of, reason_of, subclass_of
+from jfp8.conversion.nnx_edges import edges_of
+from jfp8.conversion.nnx_parameters import convert_own, own_of, warn_if_unconverted
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
-from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.unconverted_warning import own_parameters, warn_of_nothing
+from jfp8.conversion.selection import Decision, Selection
 from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention, install_cache
-from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention, TransformerLayer
 from jfp8.scaling.formats import Format
-from jfp8.tracing.notes import note
+from jfp8.tracing.notes import layer_noted
 
 # While a report is made: the path, the type and the reason.
 _PLACE = "jfp8_place"
@@ -44,15 +36,13 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
         lambda path, layer: (decided.get(path) or selection.decide(path, layer, None)).recipe,
         attention=selection.attention,
     )
-    for path, node in nodes_of(converted):
-        decision = decided.get("/".join(map(str, path)))
-        if has_hook_free(node) and decision is not None:
-            setattr(node, REASON, decision.reason)
+    for path, layer in layers_of(converted):  # those that are left
+        setattr(layer, REASON, decided[path].reason)
     convert_own(converted, selection)
     if selection.cache_dtype is not None:
         _convert_caches(converted, selection.cache_dtype)
     if not any(isinstance(node, Product) for _, node in nodes_of(converted)):
-        warn_of_nothing(model, "nnx", *_unconverted(converted, selection))
+        warn_if_unconverted(converted, selection, {})
     return converted
 
 
@@ -62,26 +52,19 @@ def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
     Raises:
       ValueError: there is no attention of Flax, or something else that keeps a cache.
     """
-    found = False
     for path, node in nodes_of(converted):
-        name = "/".join(map(str, path))
         if isinstance(node, nnx.MultiHeadAttention):
-            install_cache(node, dtype, name)
-            found = True
+            install_cache(node, dtype, path)
         elif any(isinstance(x, nnx.Cache) for x in vars(node).values()) or isinstance(
             node, TransformerLayer
         ):
             raise ValueError(
-                f"cache_dtype={dtype} does not reach the cache of {name!r}, a "
+                f"cache_dtype={dtype} does not reach the cache of {path!r}, a "
                 f"{type(node).__name__}, but only those of nnx.MultiHeadAttention. Leave out "
                 "cache_dtype. (Layers of jfp8 take the dtype in init_cache.)"
             )
-    if not found:
-        raise ValueError(
-            f"cache_dtype={dtype} is for models with nnx.MultiHeadAttention, and this model has no "
-            "such layer. Caches that other modules make, or that are arguments, stay as they are. "
-            "Leave out cache_dtype."
-        )
+    kinds = [type(node) for _, node in nodes_of(converted)]
+    check_caching_layers(dtype, kinds, nnx.MultiHeadAttention, "nnx.MultiHeadAttention")
 
 
 def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
@@ -90,57 +73,9 @@ def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
     Calls may find such products at the edges of the model.
     """
     layers = layers_of(model)
-    edges = _edges(model, layers)
-    own = ((own.path, node) for node, own in own_of(model) if not own.reason)
+    edges = edges_of(model, layers, selection)
+    own = ((own.path, node) for node, own in own_of(model) if own.stays is None)
     return {path: selection.decide(path, node, edges.get(path)) for path, node in (*layers, *own)}
-
-
-def _edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str, Edge]:
-    """Find the layers at the edges of a model by where they are in it: nothing is traced.
-
-    The image enters by the first convolution, if it has at most 4 input channels. Logits leave by
-    the last linear layer that the model itself holds, or else by the last of all that is no part of
-    a list of layers. Layers that are stacked are in the middle of a model.
-    """
-    edges: dict[str, Edge] = {}
-    convolutions = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Conv)]
-    if convolutions and not is_stacked(convolutions[0][1]):
-        path, first = convolutions[0]
-        if first.in_features <= MAX_IMAGE_CHANNELS:
-            edges[path] = Edge.IMAGE_INPUT
-    kinds = (nnx.Linear, nnx.LinearGeneral)
-    linear = [path for path, x in layers if isinstance(x, kinds) and not is_stacked(x)]
-    depth = 2 if isinstance(model, nnx.Sequential) else 1
-    own = [path for path in linear if path.count("/") < depth]
-    single = [path for path in linear if not any(part.isdigit() for part in path.split("/"))]
-    if own or single:
-        edges[(own or single)[-1]] = Edge.LOGITS
-    return edges
-
-
-def _unconverted(converted: nnx.Module, selection: Selection) -> tuple[Any, Any]:
-    """Find the layers and the modules of which `warn_of_nothing` tells."""
-    nodes = {tuple(map(str, path)): node for path, node in nodes_of(converted)}
-    kinds: dict[str, type] = {}
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for path, variable in nnx.to_flat_state(nnx.state(converted, nnx.Param)):
-        path = tuple(map(str, path))
-        depth = _owner_depth(nodes, path)
-        node, value = nodes.get(path[:depth]), variable.get_value()
-        if node is not None and hook_of(node) is None and hasattr(value, "shape"):
-            place = "/".join(path[:depth])
-            kinds[place] = type(node)
-            shapes.setdefault(place, {})["/".join(path[depth:])] = tuple(value.shape)
-    return unsupported(converted, selection), own_parameters(kinds, shapes)
-
-
-def _owner_depth(nodes: dict[tuple[str, ...], Any], path: tuple[str, ...]) -> int:
-    """Count the parts of the path of a Variable that are the path of the module that uses it."""
-    for depth in range(len(path) - 1, 0, -1):
-        node = nodes.get(path[:depth])
-        if node is not None and not isinstance(node, (nnx.List, nnx.Dict)):
-            return depth
-    return 0
 
 
 def note_place(node: Any, path: str) -> None:
@@ -150,10 +85,8 @@ def note_place(node: Any, path: str) -> None:
         return
     reason = reason_of(node) or ""
     if isinstance(node, nnx.MultiHeadAttention):
-        given = "the layer was given its own attention_fn"
-        ours = isinstance(node, MultiHeadAttention)
-        stock = INSIDE_OF_OURS if ours else INSIDE_OF_ATTENTION
-        reason = stock if has_stock_attention(node) else given
+        stock = INSIDE_OF_OURS if isinstance(node, MultiHeadAttention) else INSIDE_OF_ATTENTION
+        reason = stock if has_stock_attention(node) else "the layer was given its own attention_fn"
     if isinstance(node, LayerNormAttention):
         reason = INSIDE_OF_OURS
     object.__setattr__(node, "__class__", _noting(kind))
@@ -166,7 +99,7 @@ def _noting(kind: type[nnx.Module]) -> type[nnx.Module]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         path, layer, reason = getattr(self, _PLACE)
-        with note("path", path), note("layer", layer), note("reason", reason):
+        with layer_noted(path, layer, reason):
             original: Any = kind.__call__  # or what nnx.jit made of it
             return original.__get__(self, kind)(*args, **kwargs)
 

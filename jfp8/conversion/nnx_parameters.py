@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfp8.conversion import edges
-from jfp8.conversion.nnx import at, children_of, has_adapter, nodes_of, reason_of, subclass_of
+from jfp8.conversion.nnx import children_of, has_adapter, nodes_of, reason_of, subclass_of
 from jfp8.conversion.parameter_products import (
     Parameter,
     ParameterProduct,
@@ -45,14 +45,12 @@ class OwnParameter:
     Attributes:
       place: the path of the module.
       keys: where the parameter is in the module.
-      reason: why its product stays as it is, if that is known; or "".
-      chosen: whether the user said so.
+      stays: why its product stays as it is, if that is known before it runs.
     """
 
     place: str
     keys: tuple[Any, ...]
-    reason: str = ""
-    chosen: bool = False
+    stays: Decision | None = None
 
     @property
     def name(self) -> str:
@@ -77,13 +75,12 @@ def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
         known = is_known(type(node)) or hook_of(node) is not None
         if isinstance(node, Product) or (known and not has_adapter(node)):
             continue
-        place = "/".join(map(str, path))
         for keys, variable in _variables(node):
             value = variable.get_raw_value()
             matrix = len(getattr(value, "shape", ())) >= 2
             if matrix and jnp.issubdtype(value.dtype, jnp.floating):
-                reason = ADAPTER if isinstance(variable, nnx.LoRAParam) else ""
-                found.append((node, OwnParameter(place, keys, reason)))
+                stays = Decision(None, ADAPTER) if isinstance(variable, nnx.LoRAParam) else None
+                found.append((node, OwnParameter(path, keys, stays)))
     return found
 
 
@@ -102,28 +99,27 @@ def convert_own(model: nnx.Module, selection: Selection) -> None:
     A product and its state is made for each parameter by which a module may multiply: what it does
     is seen when it is called.
     """
-    decided: dict[int, tuple[nnx.Module, list[OwnParameter]]] = {}
-    for node, own in own_of(model):
+    owned = own_of(model)
+    if not owned:
+        return
+    for node, _ in owned:
+        setattr(node, _OWN, ())
+    for node, own in owned:
         decision = selection.decide(own.path, node, None)
-        if not own.reason and decision.recipe is None:
-            own = dataclasses.replace(own, reason=decision.reason, chosen=decision.chosen)
-        if not own.reason and not hasattr(node, own.product):
+        if own.stays is None and decision.recipe is None:
+            own = dataclasses.replace(own, stays=decision)
+        if own.stays is None and not hasattr(node, own.product):
             product = DotGeneral(recipe=decision.recipe, path=own.place)
             setattr(node, own.product, nnx.data(product))
-        decided.setdefault(id(node), (node, []))[1].append(own)
-    if not decided:
-        return
-    for node, owned in decided.values():
-        setattr(node, _OWN, tuple(owned))
+        setattr(node, _OWN, (*getattr(node, _OWN), own))
         promote: Any = getattr(node, "promote_dtype", None)
         if hook_of(node) is not None and not isinstance(promote, ValuesOfScaledArrays):
             setattr(node, "promote_dtype", ValuesOfScaledArrays(promote))  # noqa: B010
     for path, node in list(nodes_of(model)):
         known = isinstance(node, Product) or is_known(type(node))
-        if path and known and id(node) not in decided:
-            continue
-        kind = getattr(type(node), "jfp8_original", type(node))
-        object.__setattr__(node, "__class__", _following(kind, selection))
+        if not path or not known or getattr(node, _OWN, ()):
+            kind = getattr(type(node), "jfp8_original", type(node))
+            object.__setattr__(node, "__class__", _following(kind, selection))
     setattr(model, _ROOT, True)
 
 
@@ -132,31 +128,24 @@ def _following(kind: type[nnx.Module], selection: Selection) -> type[nnx.Module]
     """Make the subclass of `kind` whose methods are followed."""
     namespace: dict[str, Any] = {"jfp8_original": kind, "jfp8_selection": selection}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
-        own = getattr(nnx.Module, name, None) is not function and not _is_private(name)
+        public = name == "__call__" or not name.startswith("_")
+        own = public and getattr(nnx.Module, name, None) is not function
         if own and not isinstance(inspect.getattr_static(kind, name), staticmethod):
             namespace[name] = _entering(function, name)
     return subclass_of(kind, namespace)
 
 
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and name != "__call__"
-
-
 @dataclasses.dataclass(frozen=True)
-class _Edges:
-    """Hold the paths of products whose results a model returns, and the log of one call."""
+class _Call:
+    """Hold the paths of products whose results a call of a model returns, and log the call.
 
-    returned: frozenset[str] = frozenset()
-    met: _Met | None = dataclasses.field(default=None, compare=False)
+    The log has the paths of modules that ran and of FP8 products, and why others are not FP8.
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class _Met:
-    """Collects the paths of modules that ran and of FP8 products, and why others are not FP8."""
-
-    modules: set[str] = dataclasses.field(default_factory=set)
-    converted: set[str] = dataclasses.field(default_factory=set)
-    stayed: dict[str, tuple[type, Decision]] = dataclasses.field(default_factory=dict)
+    returned: frozenset[str]
+    modules: set[str] = dataclasses.field(default_factory=set, compare=False)
+    converted: set[str] = dataclasses.field(default_factory=set, compare=False)
+    stayed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
 
 def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -169,15 +158,15 @@ def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         if here is not None and here.selection == edges.LOOKING.selection:
             return _followed(self, edges.mark_product, run)
         if here is not None and here.selection == selection:
-            assert isinstance(here.edges, _Edges)
+            assert isinstance(here.edges, _Call)
             return _followed(self, functools.partial(_computed, selection, here.edges), run)
-        found = _Edges(_returned(self, selection, name, args, kwargs), _Met())
+        found = _Call(_returned(self, selection, name, args, kwargs))
         recipe = DelayedScaling() if here is None else here.recipe
         inside = Region(recipe, here is None or here.enabled, selection, found)
         with region.entered(inside), _explaining_stacks():
             result = _followed(self, functools.partial(_computed, selection, found), run)
         if inside.enabled and name == "__call__":
-            _warn(self, found.met)
+            _warn(self, found)
         return result
 
     return method
@@ -202,18 +191,19 @@ def _explaining_stacks() -> Iterator[None]:
 
 def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run: Any) -> Any:
     """Call `run`, in which products of parameters in `module` are what `found` says."""
-    met = getattr(getattr(region.current(), "edges", None), "met", None)
-    if met is not None:
-        met.modules.update(own.place for own in getattr(module, _OWN, ()))
+    call = getattr(region.current(), "edges", None)
+    if isinstance(call, _Call):
+        call.modules.update(own.place for own in getattr(module, _OWN, ()))
     if any(inside is module for inside in followed_modules()):
         return run()
     modules, products, parameters = [], [], {}
     for _, node in nodes_of(module):
         modules.append(node)
         products += [node] if isinstance(node, Product) and node.fp8 is not None else []
+        variables = dict(_variables(node)) if hasattr(node, _OWN) else {}
         for own in getattr(node, _OWN, ()):
             parameter = Parameter(node, own.place, own.name)
-            for leaf in jax.tree.leaves(at(node, own.keys).get_raw_value()):
+            for leaf in jax.tree.leaves(variables[own.keys].get_raw_value()):
                 parameters[id(leaf)] = leaf, parameter
     lookup = lambda value: parameters.get(id(value), (None, None))[1]
 
@@ -225,20 +215,16 @@ def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run:
         return run()
 
 
-def _computed(selection: Selection, found: _Edges, product: ParameterProduct) -> jax.Array:
+def _computed(selection: Selection, call: _Call, product: ParameterProduct) -> jax.Array:
     """Compute `product` in FP8, or plain and with the reason for that."""
     module, path = product.parameter.module, product.parameter.path
     own = next(own for own in getattr(module, _OWN) if own.path == path)
-    decision = Decision(None, own.reason, own.chosen)
-    if not own.reason:
-        edge = Edge.LOGITS if path in found.returned else None
-        decision = selection.decide(path, module, edge)
+    edge = Edge.LOGITS if path in call.returned else None
+    decision = own.stays or selection.decide(path, module, edge)
     if decision.recipe is None:
-        if found.met is not None:
-            found.met.stayed[path] = type(module), decision
+        call.stayed[path] = type(module), decision
         return product.staying(decision.reason)
-    if found.met is not None:
-        found.met.converted.add(path)
+    call.converted.add(path)
     dot_general = getattr(module, own.product)
     if product.nth > 1:  # such as a gradient that the module takes itself: another kind of tensors
         dot_general = DotGeneral(recipe=decision.recipe, path=own.place)
@@ -264,32 +250,35 @@ def _returned(
     return edges.edge_layers(closed, 0)[1]
 
 
-def _warn(model: Any, met: Any) -> None:
+def _warn(model: Any, call: _Call) -> None:
     """Warn if `model`, which was called as a whole, computed no product in FP8."""
-    if met.converted or not getattr(model, _ROOT, False):
+    if call.converted or not getattr(model, _ROOT, False):
         return
     owned = [(node, own) for _, node in nodes_of(model) for own in getattr(node, _OWN, ())]
     products = {id(getattr(node, own.product, None)) for node, own in owned}
     if any(isinstance(node, Product) and id(node) not in products for _, node in nodes_of(model)):
         return
-    if not met.modules.issuperset(own.place for _, own in owned):
-        return
+    if call.modules.issuperset(own.place for _, own in owned):
+        warn_if_unconverted(model, type(model).jfp8_selection, call.stayed)
+
+
+def warn_if_unconverted(model: Any, selection: Selection, stayed: Mapping[str, Any]) -> None:
+    """Warn that `model` computes no product in FP8, and say why, unless the user asked for that.
+
+    Args:
+      stayed: products of own parameters, by path, with the type of the module, and why.
+    """
+    layers: dict[str, Any] = {}
     kinds, shapes = {}, {}
-    for node, own in owned:
-        if own.path not in met.stayed and not own.chosen:
-            kinds[own.place] = type(node)
-            shape = jnp.shape(at(node, own.keys).get_raw_value())
-            shapes.setdefault(own.place, {})[own.name] = shape
-    stayed = met.stayed | unsupported(model, type(model).jfp8_selection)
-    warn_of_nothing(model, "nnx", stayed, own_parameters(kinds, shapes))
-
-
-def unsupported(model: nnx.Module, selection: Selection) -> dict[str, tuple[type, Decision]]:
-    """Find the layers of `model` that stay as they are, and say why."""
-    found = {}
     for path, node in nodes_of(model):
         if (reason := reason_of(node)) is not None:
-            place = "/".join(map(str, path))
-            chosen = selection.decide(place, node, None).chosen
-            found[place] = type(node), Decision(None, reason, chosen)
-    return found
+            chosen = selection.decide(path, node, None).chosen
+            layers[path] = type(node), Decision(None, reason, chosen)
+        for own in getattr(node, _OWN, ()):
+            if own.stays is not None and own.stays.chosen:
+                layers[own.path] = type(node), own.stays
+            elif own.path not in stayed:
+                kinds[own.place] = type(node)
+                shape = jnp.shape(dict(_variables(node))[own.keys].get_raw_value())
+                shapes.setdefault(own.place, {})[own.name] = shape
+    warn_of_nothing(model, "nnx", {**stayed, **layers}, own_parameters(kinds, shapes))

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jfp8.tracing.compat import interposed, interposing
-from jfp8.tracing.notes import note
+from jfp8.tracing.notes import layer_noted
 
 # What gives the same numbers, or some of them, in another order or dtype.
 _SAME = {
@@ -94,11 +94,7 @@ class ParameterProduct:
 
     def staying(self, reason: str) -> jax.Array:
         """Compute `plain`, with the reason for that in reports."""
-        with (
-            note("path", self.parameter.place),
-            note("layer", type(self.parameter.module).__name__),
-            note("reason", reason),
-        ):
+        with layer_noted(self.parameter.place, type(self.parameter.module).__name__, reason):
             return self.plain()
 
     def by(self, dot_general: Callable[..., jax.Array]) -> jax.Array:
@@ -159,7 +155,9 @@ class Follower:
     def product(self, primitive: Any, values: Any, params: Any, sources: Any) -> jax.Array:
         """Compute ``dot_general`` of the `values`, which are made of the parameters `sources`."""
         first, second = sources
-        ordinary = all(_is_wide_float(value) for value in values)
+        dtypes = [jax.numpy.result_type(value) for value in values]
+        wide = [dtype.itemsize in (2, 4) for dtype in dtypes]
+        ordinary = all(wide) and all(jax.numpy.issubdtype(t, jax.numpy.floating) for t in dtypes)
         if (first is None) == (second is None) or not ordinary or params.get("out_sharding"):
             return primitive.bind(*values, **params)
         swapped = first is not None
@@ -204,12 +202,5 @@ def following(
 ) -> AbstractContextManager[None]:
     """Follow parameters in this context; for the arguments see `Follower`."""
     outer = interposing()
-    if not isinstance(outer, Follower):
-        return interposed(Follower(modules, parameter_of, found, enters))
-    known, sums = outer.known, outer.sums
-    return interposed(Follower(modules, parameter_of, found, enters, known, sums))
-
-
-def _is_wide_float(x: Any) -> bool:
-    dtype = jax.numpy.result_type(x)
-    return jax.numpy.issubdtype(dtype, jax.numpy.floating) and dtype.itemsize in (2, 4)
+    log: Any = (outer.known, outer.sums) if isinstance(outer, Follower) else ()
+    return interposed(Follower(modules, parameter_of, found, enters, *log))

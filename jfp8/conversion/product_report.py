@@ -7,7 +7,7 @@ import html
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,8 @@ def _table_of(lines: Lines) -> Table:
         share = f"{100 * sum(row.flops for row in of_line) / flops:5.1f} %" if of_line else ""
         recipes = _listed(row.recipe for row in fp8)
         backends = _listed(_backend(row)[0] for row in fp8)
-        table.append((name, *map(_mark, _three_products(of_line)), share, recipes, backends))
+        marks = (_listed(map(_precision, rows)) for rows in _three_products(of_line))
+        table.append((name, *marks, share, recipes, backends))
     return table
 
 
@@ -263,14 +264,10 @@ def _dimensions(spelled: str) -> tuple[str, ...]:
     return tuple(sorted(d for d in spelled.rstrip("]").partition("[")[2].split(",") if d != "1"))
 
 
-def _mark(rows: Rows) -> str:
-    return _listed("FP8" if row.fp8 else _high_precision(row) for row in rows)
-
-
-def _high_precision(row: ProductRow) -> str:
-    """Return the dtype of the operand that is not narrow: ``"f32"``."""
+def _precision(row: ProductRow) -> str:
+    """Return ``"FP8"``, or the dtype of the operand that is not narrow: ``"f32"``."""
     lhs, rhs = (x.partition("[")[0] for x in (row.lhs, row.rhs))
-    return rhs if lhs.startswith("e") else lhs
+    return "FP8" if row.fp8 else rhs if lhs.startswith("e") else lhs
 
 
 def _backend(row: ProductRow) -> tuple[str, str]:
@@ -279,7 +276,7 @@ def _backend(row: ProductRow) -> tuple[str, str]:
     return name, why
 
 
-def _listed(words: Iterator[str]) -> str:
+def _listed(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 

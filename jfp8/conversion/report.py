@@ -40,7 +40,7 @@ from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats
 from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.device import current_gpu, current_tpu
-from jfp8.tracing.notes import Kind, explaining, note, notes_of
+from jfp8.tracing.notes import Kind, explaining, layer_noted, notes_of
 
 _F8 = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
@@ -134,11 +134,8 @@ def _linen_jaxpr(
         module = context.module
         if module.scope is None or isinstance(module, ProductModule):  # without: it is being made
             return next_fun(*args, **kwargs)
-        with (
-            note("path", "/".join(module.path)),
-            note("layer", type(module).__name__),
-            note("reason", _inside_of_attention(module)),
-        ):
+        reason = _inside_of_attention(module)
+        with layer_noted("/".join(module.path), type(module).__name__, reason):
             return next_fun(*args, **kwargs)
 
     streams = {"params", "dropout", "fp8", *kwargs.pop("rngs", {})}
@@ -172,7 +169,7 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
     def forward(params, rest, inputs, kwargs):
         copy = nnx.merge(graph, params, rest, copy=True)
         for path, node in list(nodes_of(copy)):
-            note_place(node, "/".join(map(str, path)))
+            note_place(node, path)
         return _total(copy(*inputs, **kwargs))
 
     return _traced(forward, (params, rest, inputs, kwargs))
@@ -235,8 +232,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     # A loop may decode a weight before it begins: its dtype here is no longer that of the operand.
     names = _noted(eqn, "formats", "").split() or [_dtype_name(x) for x in (first, second)]
     narrow = _NARROW.issuperset(names)
-    inside = list(_equations(eqn))
-    flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
+    flops = 2 * out.size * int(terms) if terms else sum(map(_flops, _equations(eqn)))
     cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
     tpu = "" if current_tpu() is None else _noted(eqn, "tpu")
     expected = _expected_times(flops, (first, second, out), scales, narrow)

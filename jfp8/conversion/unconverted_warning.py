@@ -62,10 +62,10 @@ def bridged_message(bridged: Mapping[str, type]) -> str:
     """Say that NNX modules in a Linen model are not reached, and how to convert them."""
     kind = next(iter(bridged.values())).__name__
     return (
-        "jfp8.convert does not reach NNX modules inside nnx.bridge.to_linen, whose products stay "
-        f"in high precision: {_listed([_named(*item) for item in bridged.items()])}. Convert them "
-        "where they are made: nnx.bridge.to_linen(lambda *args, **kwargs: "
-        f"jfp8.convert({kind}(*args, **kwargs)), ...)."
+        "jfp8.convert does not reach NNX modules in a Linen model, whose products stay in high "
+        f"precision: {_listed([_named(*item) for item in bridged.items()])}. Convert them where "
+        "they are made, in the bridge that makes their parameters those of the model: "
+        f"nnx.bridge.to_linen(lambda *args, **kwargs: jfp8.convert({kind}(*args, **kwargs)), ...)."
     )
 
 

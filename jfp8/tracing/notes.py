@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Literal, get_args
 
@@ -28,6 +29,13 @@ def note(kind: Kind, text: str) -> AbstractContextManager[object]:
     if EXPLAINING.value is None or not text:
         return contextlib.nullcontext()
     return jax.named_scope(f"{kind}={text.replace(';', ',')};")
+
+
+@contextlib.contextmanager
+def layer_noted(path: str, layer: str, reason: str) -> Iterator[None]:
+    """Note the path and the type of a layer, and why its product stays as it is, if it does."""
+    with note("path", path), note("layer", layer), note("reason", reason):
+        yield
 
 
 def notes_of(name_stack: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -191,11 +191,12 @@ def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[An
     """Return `args`, or raise for a Linen state or model, or a batch without examples."""
     for entry in wanted:
         given = args[entry.argnum]
-        if isinstance(given, TrainState | nn.Module):
+        variables = isinstance(given, Mapping) and given.keys() >= {"params", "fp8"}
+        if variables or isinstance(given, TrainState | nn.Module):
+            kind = "tree of variables" if variables else type(given).__name__
             raise TypeError(
-                f"jfp8.nnx.value_and_grad differentiates NNX models, but got a Linen "
-                f"{type(given).__name__}. Use jfp8.value_and_grad(loss_fn)(state, batch), where "
-                "state is a jfp8.TrainState."
+                f"jfp8.nnx.value_and_grad differentiates NNX models, but got a Linen {kind}. Use "
+                "jfp8.value_and_grad(loss_fn)(state, batch), where state is a jfp8.TrainState."
             )
     is_model = lambda node: isinstance(node, nnx.Pytree)
     leaves = jax.tree.leaves(args, is_leaf=is_model)

@@ -137,34 +137,7 @@ class TrainState(flax.struct.PyTreeNode):
           TypeError: another argument, such as Flax's ``params``; an NNX model.
           ValueError: no ``params``; ``_overwrite_with_gradient``; sinks of another model.
         """
-        if unknown or variables is None:
-            given = ", ".join(sorted(unknown)) or "no variables"
-            hint = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
-            raise TypeError(
-                f"TrainState.create takes apply_fn, variables and tx, but got {given}. Pass all "
-                "that model.init returned, because amax histories stand beside the parameters: "
-                "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
-                f"{hint * ('loss_scale' in unknown)}"
-            )
-        if isinstance(variables, nnx.Module | nnx.State):
-            raise TypeError(
-                f"TrainState.create takes the variables of a Linen model, but got an NNX "
-                f"{type(variables).__name__}. An NNX model holds its own state: optimizer = "
-                "nnx.Optimizer(model, tx, wrt=nnx.Param), with gradients from "
-                "jfp8.nnx.value_and_grad(lambda model, x: ...)(model, x)."
-            )
-        collections = as_dicts(variables)
-        if "params" not in collections:
-            raise ValueError(
-                f"variables has the collections {sorted(collections)}, but no 'params'. Pass all "
-                "that model.init(...) returned, not variables['params']."
-            )
-        if collections.get(OVERWRITTEN):
-            raise ValueError(
-                f"variables has state in {OVERWRITTEN!r}, which jfp8.TrainState does not replace "
-                "by its gradient. Make the model with state_collection='fp8', or use "
-                "flax.training.train_state.TrainState.create(params=variables, ...)."
-            )
+        collections = _collections(variables, unknown)
         params, fp8 = collections.pop("params"), collections.pop("fp8", {})
         sinks = collections.pop("fp8_sink", None)
         shapes = jax.tree.map(jnp.shape, jax.eval_shape(init_sinks, fp8))
@@ -310,6 +283,40 @@ class TrainState(flax.struct.PyTreeNode):
             opt_state=opt_state,
             collections=collections,
         )
+
+
+def _collections(variables: Any, unknown: Mapping[str, Any]) -> Collections:
+    """Return what `TrainState.create` takes as `variables`, or raise: see there."""
+    parts = variables if isinstance(variables, tuple) else (variables,)  # of nnx.split
+    for part in (*unknown.values(), *parts):
+        if isinstance(part, nnx.Module | nnx.State | nnx.GraphDef):
+            raise TypeError(
+                f"TrainState.create takes variables of Linen. It got an NNX {type(part).__name__}, "
+                "which holds its own state: nnx.Optimizer(model, tx, wrt=nnx.Param), with "
+                "gradients from jfp8.nnx.value_and_grad(f)(model, x)."
+            )
+    if unknown or variables is None:
+        given, hint = ", ".join(sorted(unknown)) or "no variables", ""
+        if "loss_scale" in unknown:
+            hint = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
+        raise TypeError(
+            f"TrainState.create takes apply_fn, variables and tx, but got {given}.{hint} Pass "
+            "all that model.init returned, because amax histories stand beside the parameters: "
+            "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
+        )
+    collections = as_dicts(variables)
+    if "params" not in collections:
+        raise ValueError(
+            f"variables has the collections {sorted(collections)}, but no 'params'. Pass all "
+            "that model.init(...) returned, not variables['params']."
+        )
+    if collections.get(OVERWRITTEN):
+        raise ValueError(
+            f"variables has state in {OVERWRITTEN!r}, which jfp8.TrainState does not replace "
+            "by its gradient. Make the model with state_collection='fp8', or use "
+            "flax.training.train_state.TrainState.create(params=variables, ...)."
+        )
+    return collections
 
 
 def _has_stored(params: Any) -> bool:

@@ -121,7 +121,7 @@ def test_containers():
             return self.shared(third(second(first(self.z["a"](self.z["b"](x))))))
 
     model, x = Model(nnx.Rngs(0)), normal(0, (3, D))
-    paths = ["z/b", "z/a", "plain/y/0", "plain/y/1/0", "plain/x"]
+    paths = ["z/a", "z/b", "plain/x", "plain/y/0", "plain/y/1/0"]
     assert [path for path, _ in layers_of(model)] == paths
     converted = convert_module(model, everything)
     assert converted.shared is converted.z["b"]

@@ -438,3 +438,24 @@ def test_nnx_modules_in_linen_models_are_told():
         )
         advised = jfp8.convert(Bridged(make), "current", exempt=())
         assert jfp8.report(advised, advised.init(KEY, X), X).fp8_fraction == 1
+
+
+def test_nnx_layers_in_the_place_of_linen_layers_are_told():
+    """`init` returns no parameters of theirs."""
+    rngs = nnx.Rngs(0)
+    layer = lambda: nnx.Linear(X.shape[-1], X.shape[-1], rngs=rngs)
+
+    class Holder(nn.Module):
+        layer: nnx.Linear
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(self.layer(x))
+
+    for model, place in (
+        (nn.Sequential([nn.Dense(X.shape[-1]), layer(), nn.Dense(8)]), "layers_1"),
+        (nn.Sequential([Holder(layer()), nn.Dense(8)]), "layers_0/layer"),
+    ):
+        converted = jfp8.convert(model, "current", exempt=())
+        with pytest.warns(UserWarning, match=rf"Linear at '{place}'.*nnx\.bridge\.to_linen"):
+            converted.init(KEY, X)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -407,6 +408,43 @@ def test_linen_in_nnx_in_linen_under_remat_in_a_scan():
     history = histories_in(bridged)["lhs"]["amax_history"]
     assert history.shape == (2, 16)
     np.testing.assert_array_equal(history[0, :4], [3 * AMAX, 2 * AMAX, AMAX, 0])
+
+
+# Loops that keep what `apply` returns.
+
+
+def kept_after(model, scales):
+    """The variables after steps as Kauldron's: all are differentiated, only ``params`` updated."""
+    variables = model.init(KEY, X)
+
+    def loss(variables, scale):
+        y, kept = model.apply(variables, scale * X, mutable=True)
+        return jnp.mean((y - Y) ** 2), kept
+
+    for scale in np.float32(scales):
+        (_, kept), grads = jax.value_and_grad(loss, has_aux=True)(variables, scale)
+        descend = lambda param, grad: param - 0.1 * grad
+        params = jax.tree.map(descend, variables["params"], grads["params"])
+        variables = {**kept, "params": params}
+    return variables
+
+
+@pytest.mark.parametrize(
+    "make", [jfp8.Dense, lambda n, **given: jfp8.convert(nn.Dense(n), **given)]
+)
+def test_a_loop_that_keeps_the_collection_is_told_what_to_type(make):
+    exempt = {} if make is jfp8.Dense else {"exempt": ()}
+    model = make(4, state_collection=OWG, **exempt)
+    with pytest.warns(UserWarning, match=r"Kauldron.*leave out state_collection") as caught:
+        variables = kept_after(model, [1, 3])
+    assert {warning.filename for warning in caught} == {__file__}
+    history = histories_in(variables[OWG])["DotGeneral_0"]["lhs"]["amax_history"]
+    np.testing.assert_array_equal(history, np.zeros(16))
+
+    # What it says: the default, or for a loop that replaces the collection a filter.
+    fp8 = kept_after(make(4, **exempt), [1, 3])["fp8"]["DotGeneral_0"]
+    np.testing.assert_array_equal(fp8["lhs"]["amax_history"][:3], [3 * AMAX, AMAX, 0])
+    model.apply(variables, X, mutable=flax.core.DenyList(OWG))
 
 
 # Errors.

@@ -413,12 +413,49 @@ LINEN = jfp8.Dense(4, recipe="delayed")
             "The batch has no examples",
         ),
         (
+            lambda: jfp8.TrainState.create(
+                apply_fn=lambda x: x,
+                variables=nnx.split(nnx.Linear(16, 4, rngs=nnx.Rngs(0))),
+                tx=optax.sgd(0.1),
+            ),
+            TypeError,
+            r"got an NNX GraphDef.*nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)",
+        ),
+        (
+            lambda: jfp8.TrainState.create(
+                apply_fn=lambda x: x,
+                params=nnx.state(nnx.Linear(16, 4, rngs=nnx.Rngs(0))),
+                tx=optax.sgd(0.1),
+            ),
+            TypeError,
+            r"got an NNX State.*nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)",
+        ),
+        (
+            lambda: jfp8.nnx.value_and_grad(loss_of(jfp8.Dense(4)))(
+                jfp8.Dense(4).init(jax.random.key(0), X), X, Y
+            ),
+            TypeError,
+            r"Linen tree of variables\. Use jfp8\.value_and_grad\(loss_fn\)\(state, batch\)",
+        ),
+        (lambda: jfp8.Linear(16, 4), AttributeError, r"jfp8\.nnx\.Linear.*jfp8\.Dense"),
+        (
             lambda: jfp8.debug.advice([]).of("outlier"),
             ValueError,
             "no fault 'outlier'. Faults: .*outliers",
         ),
     ],
-    ids=["NNX to create", "state to nnx", "Linen to nnx", "empty", "empty NNX", "fault"],
+    ids=[
+        "NNX to create",
+        "state to nnx",
+        "Linen to nnx",
+        "empty",
+        "empty NNX",
+        "split to create",
+        "NNX params to create",
+        "variables to nnx",
+        "Linear",
+        "fault",
+    ],
 )
 def test_wrong_calls_are_told_the_right_one(call, error, words):
     with pytest.raises(error, match=words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -12,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import meta, unfreeze
+from flax.core.scope import in_filter
 from flax.linen import dtypes
 from jax import lax
 
@@ -46,6 +48,7 @@ from jfp8.scaling.history import (
     sealed,
 )
 from jfp8.scaling.sink import ROLES, init_sink
+from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import outermost_scope
 from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import EXPLAINING, note
@@ -276,11 +279,12 @@ class ProductModule(nn.Module):
             if empty is not None and makes:
                 variable = state_in_gradients.init_overwritten(empty)
                 self._put(OVERWRITTEN, state_in_gradients.NAME, variable)
-            return None, None
-        if not self.has_variable(*place):
-            return None, None
-        variable = self._get(OVERWRITTEN, state_in_gradients.NAME)
-        return state_in_gradients.read_overwritten(variable, empty)
+        elif self.has_variable(*place):
+            if in_filter(getattr(outermost_scope(), "mutable", False), OVERWRITTEN):
+                warnings.warn(state_in_gradients.UNCHANGED, stacklevel=user_level())
+            variable = self._get(OVERWRITTEN, state_in_gradients.NAME)
+            return state_in_gradients.read_overwritten(variable, empty)
+        return None, None
 
     @nn.nowrap
     def _get(self, collection: str, name: str) -> Any:
