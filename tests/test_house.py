@@ -192,16 +192,16 @@ ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths
 ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=192, paths=())
 LINES_OF_A_JAXPR = 250
 LINES_OF_ROOMS = {
-    "tracing": 650,
+    "tracing": 700,
     "scaling": 2680,
     "quantizers": 800,
     "matmul": 890,
     "recipes": 1500,
     "products": 5400,
     "kernels": 8600,
-    "layers": 5460,
+    "layers": 5500,
     "optim": 2400,
-    "training": 2580,
+    "training": 2590,
     "checkpoint": 3050,
     "conversion": 3400,
     "debug": 3930,

@@ -117,6 +117,11 @@ def noting_uses(sinks: Any) -> Iterator[Uses]:
         _noting.reset(token)
 
 
+def are_noted() -> bool:
+    """Return True while uses are noted: in the loss of a loop of this library."""
+    return _noting.get() is not None
+
+
 @contextlib.contextmanager
 def uses_of(layer: str | None) -> Iterator[None]:
     """Return a context whose uses belong to `layer`; None: to a layer that records by itself."""

@@ -30,7 +30,7 @@ from jfp8.matmul.spec import Implementation
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
-from jfp8.products.undifferentiated_uses import uses_of
+from jfp8.products.undifferentiated_uses import are_noted, uses_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
@@ -228,8 +228,10 @@ class ProductModule(nn.Module):
         if self.has_variable(*self._place("fp8", ROLES[0])):
             names = [*ROLES, CHECK] if self._has_check() and not is_training else ROLES
             found = {name: self._get("fp8", name) for name in names}
-            seen = warned_if_differentiated(found["lhs"]["amax"], _TRAINED)
-            return intact_states({**found, "lhs": {**found["lhs"], "amax": seen}})
+            if not are_noted():
+                seen = warned_if_differentiated(found["lhs"]["amax"], _TRAINED)
+                found["lhs"] = {**found["lhs"], "amax": seen}
+            return intact_states(found)
         if empty is None:
             return None
         # Parameters that are mutable for other reasons are no invitation.
