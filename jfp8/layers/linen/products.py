@@ -273,16 +273,16 @@ class ProductModule(nn.Module):
     @nn.nowrap
     def _read_overwritten(self, recipe: Recipe) -> tuple[dict[str, AmaxState] | None, Any]:
         """Histories and sink from the variable whose gradient replaces it; None without one."""
-        empty, place = recipe.init_state(), self._place(OVERWRITTEN, state_in_gradients.NAME)
+        empty, key = recipe.init_state(), self._place(OVERWRITTEN, state_in_gradients.NAME)
         if empty is None and self.recipe is None:
             return None, None
         if self.is_initializing():
-            makes = self._is_mutable(OVERWRITTEN) and not self.has_variable(*place)
-            if empty is not None and makes:
+            if empty is not None and self._is_mutable(OVERWRITTEN) and not self.has_variable(*key):
                 variable = state_in_gradients.init_overwritten(empty)
                 self._put(OVERWRITTEN, state_in_gradients.NAME, variable)
-        elif self.has_variable(*place):
-            if in_filter(getattr(outermost_scope(), "mutable", False), OVERWRITTEN):
+        elif self.has_variable(*key):
+            call: Any = outermost_scope() or self.scope
+            if in_filter(call.mutable, OVERWRITTEN) and not call.get_flag("initializing", False):
                 warnings.warn(state_in_gradients.UNCHANGED, stacklevel=user_level())
             variable = self._get(OVERWRITTEN, state_in_gradients.NAME)
             return state_in_gradients.read_overwritten(variable, empty)
