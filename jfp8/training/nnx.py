@@ -15,7 +15,7 @@ from flax.nnx import filterlib
 
 from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
-from jfp8.optim.finite import all_finite, keep_unless, scaled
+from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, largest_of_devices
 from jfp8.scaling.sink import ROLES
@@ -114,7 +114,8 @@ def value_and_grad(
             gradient = _of_parts(gradient, f, like, micro_batches, batch_axes)
         (loss, aux), rows, grads = gradient(sinks, *args)
         decoded, overflow = decode_all(rows)
-        failed = ~all_finite((loss, grads)) | overflow
+        finite = all_finite(loss) & all_squares_finite(unscaled(grads, loss_scale))
+        failed = ~finite | overflow
         seen = dict(zip(with_sink, decoded, strict=True))
         for path, product in products.items():
             _end_step(product, before[path], seen.get(path), failed, loss_scale)
