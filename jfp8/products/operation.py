@@ -55,8 +55,6 @@ class Options:
         that computes in bf16 would cast its kernel itself, and the gradient of a bf16 array is
         bf16: a rounding, and a pass over memory. Where the operation casts the kernel, its f32 sums
         are the gradient.
-      covers_now: whether scales of rhs and of the gradient from a history also cover an amax that
-        is far beyond it, see `scaling.history.covering`.
       device: that the program is traced for; operations find it out, see `on_device_of`.
 
     Raises:
@@ -67,7 +65,6 @@ class Options:
     recipe: Recipe
     implementation: Implementation = None
     rhs_dtype: np.dtype | None = None
-    covers_now: bool = False
     device: Device = None
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
 from jfp8.scaling.granularity import PerAxis
-from jfp8.scaling.history import AmaxState, as_dicts, check_states, covering
+from jfp8.scaling.history import AmaxState, as_dicts, check_states
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
@@ -150,9 +150,6 @@ def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
-    elif options.covers_now and histories is not None:
-        grown = covering(histories["rhs"], amax(lax.stop_gradient(rhs)), "rhs")
-        histories = {**histories, "rhs": grown}
     operands = Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
     return How(options, carrier is not None, None if sink is None else begin_use(sink)), operands
 
@@ -222,8 +219,6 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
     q_rhs = restore(rhs, getattr(dgrad.rhs, "fmt", None))
     dy = operation.arrange("grad", first_order_only(dy, options=options))
     made = operation.made("grad", dy, *of) if of else None
-    if options.covers_now and history is not None:
-        history = covering(history, amax(dy), "grad")
     g = QuantizedOperand("grad", dy, history, seed, operation, made=made)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")

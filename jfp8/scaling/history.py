@@ -14,7 +14,6 @@ contradicts: `intact` then returns empty histories, and scales follow from the d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -167,27 +166,26 @@ def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
     }
 
 
-# What rounding to E4M3 may take of the largest weights; and two for gradients, which fluctuate, so
-# that all micro-batches have one scale.
-_MAY_GROW = {"rhs": np.float32(1 + 2**-4), "grad": np.float32(2)}
+@jax.jit
+def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
+    """Return the history of a weight with the amax that it will have in this step, if it grows.
 
-
-@partial(jax.jit, static_argnums=2)
-def covering(state: AmaxState, amax: jax.Array, role: str) -> AmaxState:
-    """Return `state`, which has seen `amax` if that is far beyond the newest entry.
-
-    So a scale covers a tensor that jumps between two steps: weights that began as zeros, gradients
-    of a mean over a smaller batch. Activations do without: no token changes an earlier result.
+    A history is one step behind. Weights that began as zeros, as those of LoRA, double in a step,
+    then grow by a half, by a third, and so on; the largest would be cut. So if the newest entry is
+    above the one before by more than 1/16, which rounding to E4M3 may take anyway, it becomes what
+    the same growth gives, at most twice.
 
     Args:
-      state: the history of a tensor.
-      amax: f32[], of the tensor itself.
-      role: ``"rhs"`` or ``"grad"``.
+      history: f32[..., H], newest first, of the weight.
+      other: of lhs, with as many entries unless the weight was zero.
     """
-    newest = state["amax_history"][..., 0]
-    jumps = jnp.isfinite(amax) & (amax > _MAY_GROW[role] * newest)
-    seen = largest_of_devices(jnp.where(jumps, amax, 0.0), newest)
-    return {**state, "amax": jnp.maximum(state["amax"], seen)}
+    if min(history.shape[-1], other.shape[-1]) < 2:
+        return history
+    newest, before = history[..., 0], history[..., 1]
+    was_zero = jnp.where((before == 0) & (other[..., 1] > 0), 2.0, 1.0)
+    growth = jnp.where(before > 0, newest / jnp.where(before > 0, before, 1.0), was_zero)
+    growth = jnp.where(growth > 1 + 2**-4, jnp.minimum(growth, 2.0), 1.0)
+    return lax.concatenate([(newest * growth)[..., None], history[..., 1:]], history.ndim - 1)
 
 
 def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from jfp8.scaling.history import (
     CHECK,
     AmaxState,
     end_step,
+    foreseen,
     intact_states,
     observe,
     running_amax,
@@ -110,6 +111,25 @@ def add_recorded(sinks: Any, fp8: Any) -> Any:
     amaxes = jnp.stack([running_amax(fp8[role]) for role in ROLES], axis=-1)
     rows = jnp.where(amaxes[..., None] > 0, encode_amax(amaxes), 0.0)
     return {"amax": sinks["amax"] + lax.stop_gradient(rows)}
+
+
+def foresee(fp8: Collections, examples: jax.Array, now: float | None) -> Collections:
+    """Return the histories that a step reads: of weights by `foreseen`, and of gradients of a mean.
+
+    Args:
+      examples: f32[], of the step before; 0 if unknown.
+      now: of this step; None if unknown.
+    """
+    ratio = jnp.maximum(examples / now, 1.0) if now else None
+
+    def next_of(product: Any) -> Any:
+        lhs, rhs, grad = (product[role] for role in ROLES)
+        history = foreseen(rhs["amax_history"], lhs["amax_history"])
+        read = {**product, "rhs": {**rhs, "amax_history": history}}
+        read["grad"] = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), grad)
+        return {**read, CHECK: jnp.zeros_like(product[CHECK])} if CHECK in product else read
+
+    return map_products(next_of, fp8)
 
 
 def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:

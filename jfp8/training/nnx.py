@@ -17,7 +17,7 @@ from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
-from jfp8.scaling.history import end_step, largest_of_devices
+from jfp8.scaling.history import end_step, foreseen, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
 from jfp8.training.micro_batches import over_micro_batches
@@ -96,7 +96,7 @@ def value_and_grad(
             here = training_products(args)
             for path, sink in zip(with_sink, sinks, strict=True):
                 here[path].fp8_sink = Fp8Sink(sink)
-                here[path].set_histories({"grad": rescaled(before[path]["grad"], loss_scale)})
+                here[path].set_histories(_to_read(before[path], loss_scale))
             try:
                 with noting_uses(sinks) as uses:
                     returned = f(*args)
@@ -114,7 +114,8 @@ def value_and_grad(
             gradient = _of_parts(gradient, f, like, micro_batches, batch_axes)
         (loss, aux), rows, grads = gradient(sinks, *args)
         decoded, overflow = decode_all(rows)
-        finite = all_finite(loss) & all_squares_finite(unscaled(grads, loss_scale))
+        of_loss = unscaled(grads, None if loss_scale is None else jnp.asarray(loss_scale))
+        finite = all_finite(loss) & all_squares_finite(of_loss)
         failed = ~finite | overflow
         seen = dict(zip(with_sink, decoded, strict=True))
         for path, product in products.items():
@@ -138,6 +139,12 @@ def _differentiated(entries: Any) -> tuple[tuple[nnx.DiffState, ...], tuple[nnx.
     )
     no_state = nnx.Not((Fp8State, Fp8Sink))
     return wanted, tuple(nnx.DiffState(w.argnum + 1, nnx.All(w.filter, no_state)) for w in wanted)
+
+
+def _to_read(histories: dict[str, jax.Array], loss_scale: Any) -> dict[str, jax.Array]:
+    """Return the histories of weight and gradient as the scaled loss reads them."""
+    weight = foreseen(histories["rhs"], histories["lhs"])
+    return {"rhs": weight, "grad": rescaled(histories["grad"], loss_scale)}
 
 
 def _put_back(kept: Sequence[tuple[nnx.Variable, Any]], failed: jax.Array) -> None:

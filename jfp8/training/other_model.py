@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jfp8.scaling.history import CHECK, as_dicts, intact_states, sealed
 from jfp8.scaling.sink import ROLES
@@ -68,3 +69,20 @@ def _resized(empty: Any, old: Any) -> Any:
         return empty
     kept = history[..., : slots.shape[-1]]
     return {**old, "amax_history": slots.at[..., : kept.shape[-1]].set(kept)}
+
+
+def instead_of_state(given: Any) -> str:
+    """Return the call to write, where `given` is not a `TrainState`."""
+    if isinstance(given, nnx.Module):
+        return (
+            f"jfp8.value_and_grad got an NNX model, {type(given).__name__}. Use "
+            "jfp8.nnx.value_and_grad(lambda model, x: ...)(model, x)."
+        )
+    return (
+        f"jfp8.value_and_grad(loss_fn) takes a jfp8.TrainState first, got {type(given).__name__}. "
+        "Make one of all that model.init returned:\n"
+        "    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)\n"
+        "    loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)\n"
+        "In a loop without it use jax.value_and_grad with respect to params and to the 'fp8_sink' "
+        "collection, whose gradient jfp8.advance takes."
+    )

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from flax.errors import ApplyScopeInvalidVariablesStructureError
 
 from jfp8.optim.finite import scaled, unscaled
@@ -21,8 +20,9 @@ from jfp8.optim.wrapping import has_master_weights
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
-from jfp8.training.histories import Collections, add_recorded, init_sinks
+from jfp8.training.histories import Collections, add_recorded, foresee, init_sinks
 from jfp8.training.micro_batches import over_parts_of_arguments
+from jfp8.training.other_model import instead_of_state
 from jfp8.training.state import Gradients, TrainState
 
 # Collections of Flax that need not be in the state: what a model returns of them is left out.
@@ -79,14 +79,16 @@ def value_and_grad(
 
     def compute(state: TrainState, *batch: Any, **named: Any) -> tuple[Any, Gradients]:
         if not isinstance(state, TrainState):
-            raise TypeError(_instead_of_state(state))
+            raise TypeError(instead_of_state(state))
         check_examples((batch, named), lambda: loss_fn(state.variables, *batch, **named))
         loss_scale = loss_scale_in(state.opt_state)
         differentiated = state.params
         if state.has_stored_params:
             by_values = has_master_weights(state.opt_state)
             differentiated = (carriers if by_values else without_stored)(state.params)
-        known = (differentiated, init_sinks(state.fp8), state.fp8)
+        examples = number_of_examples((batch, named), batch_axes or {}, micro_batches)
+        fp8 = foresee(state.fp8, state.examples, examples)
+        known = (differentiated, init_sinks(state.fp8), fp8)
         gradient = _gradient(
             partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.stored_params)
         )
@@ -97,7 +99,8 @@ def value_and_grad(
             *known, state.collections, (batch, named)
         )
         sink = jax.tree.map(lambda rows: rows * SMALL, sink)
-        gradients = Gradients(unscaled(grads, loss_scale), sink, collections)
+        carried = SMALL * jnp.array([examples, 1.0]) if examples and state.fp8 else None
+        gradients = Gradients(unscaled(grads, loss_scale), sink, collections, carried)
         return ((loss, aux) if has_aux else loss), gradients
 
     return compute
@@ -107,6 +110,19 @@ def check_micro_batches(n: Any) -> None:
     """Raise ``ValueError`` unless `n` is an int of at least 1."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"micro_batches must be an int of at least 1, got {n!r}.")
+
+
+def number_of_examples(
+    batch: Any, batch_axes: Mapping[str, None], micro_batches: int
+) -> float | None:
+    """Return the length of the leading axes of `batch`, in a micro-batch; None if they differ."""
+    sizes = {
+        leaf.shape[0]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if getattr(leaf, "shape", ())
+        and not batch_axes.keys() & {str(getattr(key, "key", "")) for key in path}
+    }
+    return sizes.pop() / micro_batches if len(sizes) == 1 else None
 
 
 def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,20 +246,3 @@ def check_examples(batch: Any, loss: Callable[[], Any] | None = None) -> None:
             "The batch has no examples: the leading axis of each of its arrays is 0, so that a "
             "mean over it is NaN. Leave such a batch out, or pad it and mask what was added."
         )
-
-
-def _instead_of_state(given: Any) -> str:
-    """Return the call to write, where `given` is not a `TrainState`."""
-    if isinstance(given, nnx.Module):
-        return (
-            f"jfp8.value_and_grad got an NNX model, {type(given).__name__}. Use "
-            "jfp8.nnx.value_and_grad(lambda model, x: ...)(model, x)."
-        )
-    return (
-        f"jfp8.value_and_grad(loss_fn) takes a jfp8.TrainState first, got {type(given).__name__}. "
-        "Make one of all that model.init returned:\n"
-        "    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)\n"
-        "    loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)\n"
-        "In a loop without it use jax.value_and_grad with respect to params and to the 'fp8_sink' "
-        "collection, whose gradient jfp8.advance takes."
-    )

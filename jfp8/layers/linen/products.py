@@ -124,8 +124,7 @@ class ProductModule(nn.Module):
             self._noted(recipe, layer, state),
             uses_of(None if records else "/".join(self.path)),
         ):
-            covers_now = state.sink is not None and layer != "attention"
-            options = Options(recipe, self.implementation, rhs_dtype, covers_now)
+            options = Options(recipe, self.implementation, rhs_dtype)
             y, observed = quantized(lhs, rhs, options=options, state=state)
         if records:
             self.end(state, observed)

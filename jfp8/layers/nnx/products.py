@@ -181,8 +181,7 @@ class Product(PrintsRecipe):
             causal = recipe.is_causal(layer, history=state.histories is not None)
             ahead = note("ahead", "" if causal else "later positions")
             with note("recipe", recipe.name), ahead, uses_of(self.path):
-                covers_now = state.sink is not None and layer != "attention"
-                options = Options(recipe, self.implementation, rhs_dtype, covers_now)
+                options = Options(recipe, self.implementation, rhs_dtype)
                 y, observed = quantized(lhs, rhs, options=options, state=state)
             if records:
                 self._end(state, observed)
