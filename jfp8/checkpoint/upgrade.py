@@ -174,8 +174,12 @@ def _with_counters(given: Nested, wanted: Nested) -> Nested:
     """Return a training state with the counters of the target; those of before lacked some."""
     if "step" not in given:
         return given
-    others = {name: child for name, child in given.items() if name not in COUNTERS[1:]}
-    return others | {name: given.get(name, 0) for name in COUNTERS[1:] if name in wanted}
+    known = {name: wanted.get(name) for name in COUNTERS[1:]}
+    kept = {name: child for name, child in given.items() if known.get(name, child) is not None}
+    if kept.keys() & known.keys():
+        return kept
+    missing = {n: leaf for n, leaf in known.items() if leaf is not None}
+    return kept | {name: np.zeros((), leaf.dtype) for name, leaf in missing.items()}
 
 
 def _fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
