@@ -83,14 +83,10 @@ def test_ten_skipped_steps_in_a_row_are_said_once_a_state_is_read(run, tmp_path)
 def test_states_of_before_the_counters_load(run):
     state, step = run
     state, _ = step(state, False)
-    saved = {
-        name: child
-        for name, child in serialization.to_state_dict(state).items()
-        if not name.startswith("skipped")
-    }
-    restored = jfp8.checkpoint.upgrade(saved, state, strict=True)
-    assert_same(restored, state)
-    assert int(restored.skipped_steps) == 0
+    new = ("skipped_steps", "skipped_in_a_row", "examples")
+    saved = serialization.to_state_dict(state)
+    restored = jfp8.checkpoint.upgrade({k: v for k, v in saved.items() if k not in new}, state)
+    assert_same(restored, state.replace(**{name: 0 * getattr(state, name) for name in new}))
     assert np.any(restored.params["Dense_0"]["kernel"])
 
 
