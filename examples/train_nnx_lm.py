@@ -3,9 +3,10 @@
     python examples/train_nnx_lm.py
 
 The model (`lm/nnx_model.py`) uses `jfp8.nnx.Linear` instead of `nnx.Linear`; the loop uses
-`jfp8.nnx.value_and_grad` instead of `nnx.value_and_grad`. Nothing else differs: the optimizer is
-`nnx.Optimizer`, the step is under `nnx.jit`, and amax histories are Variables of the model, with
-their own type. The text is the source code of Python's standard library.
+`jfp8.nnx.value_and_grad` instead of `nnx.value_and_grad`, and `jfp8.nnx.Optimizer`, which skips a
+step that is not finite. Nothing else differs: the step is under `nnx.jit`, and amax histories are
+Variables of the model, with their own type. The text is the source code of Python's standard
+library.
 More to try:
 
     train_nnx_lm.py --recipe current      # scales from each tensor itself: no histories
@@ -27,7 +28,7 @@ from lm.nnx_model import Transformer
 
 import jfp8
 
-State = tuple[Transformer, nnx.Optimizer]
+State = tuple[Transformer, jfp8.nnx.Optimizer]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,7 +53,7 @@ def make_state(args: argparse.Namespace, recipe: Any) -> State:
         rngs=nnx.Rngs(args.seed),
     )
     tx = training.make_optimizer(args.lr, args.steps)
-    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return model, jfp8.nnx.Optimizer(model, tx)
 
 
 def loss_fn(model: Transformer, windows: jax.Array) -> jax.Array:
@@ -105,7 +106,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     states, numbers = training.train(steps, states, batch_at, args.steps)
     products = [node for _, node in nnx.iter_graph(states["fp8"][0]) if is_delayed(node)]
     filled = sum(bool(product.histories()["grad"].any()) for product in products)
-    print(f"{filled} of {len(products)} histories of gradients have entries")
+    skipped = int(states["fp8"][1].skipped_steps[...])
+    print(f"{filled} of {len(products)} histories of gradients have entries; {skipped} steps skipped")
     losses = {run: validation_loss(model, validation) for run, (model, _) in states.items()}
     title = "Byte-level Transformer in Flax NNX"
     more = {"grad_histories": filled}
