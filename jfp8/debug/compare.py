@@ -122,14 +122,6 @@ class _Errors(Measurement):
                 powers += map(power, errors)
         return jnp.stack([*powers, amax])
 
-    @property
-    def weight(self) -> int | None:
-        return 2 if self.kind == "fprop" else None
-
-    @property
-    def forward(self) -> bool:
-        return self.kind == "fprop"
-
 
 def _values(operand: ScaledArray | jax.Array) -> jax.Array:
     return scaled_values(operand) if isinstance(operand, ScaledArray) else operand
@@ -147,7 +139,10 @@ class _Comparer(Observer):
         if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
             return y
         arrays, structure = jax.tree.flatten(operation)
-        return tap(y, first, second, *arrays, measure=_Errors(structure, kind, self.recipes))
+        forward = kind == "fprop"
+        weight = 2 if forward else None
+        errors = _Errors(structure, kind, self.recipes, weight=weight, forward=forward)
+        return tap(y, first, second, *arrays, measure=errors)
 
 
 def compare(

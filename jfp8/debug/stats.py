@@ -88,14 +88,6 @@ class _Losses(Measurement):
         histogram = _histogram(_sampled(magnitude), self.bins)
         return jnp.concatenate([jnp.stack([*sums, *powers, *maxima]), histogram])
 
-    @property
-    def weight(self) -> int | None:
-        return 1 if self.role == "rhs" else None
-
-    @property
-    def forward(self) -> bool:
-        return self.role in ("lhs", "rhs", "y")
-
 
 def _sampled(x: jax.Array) -> jax.Array:
     """Return at most `SAMPLE` elements: every n-th along the leading dimensions."""
@@ -121,7 +113,11 @@ class _Watcher(Observer):
         self, role: str, kinds: str, quantizer: Quantizer, x: jax.Array, q: ScaledArray
     ) -> ScaledArray:
         scales, structure = jax.tree.flatten(q.scale)
-        losses = _Losses(role, kinds, q.format, q.block, structure, quantizer.history_len)
+        losses = _Losses(
+            *(role, kinds, q.format, q.block, structure, quantizer.history_len),
+            weight=1 if role == "rhs" else None,
+            forward=role in ("lhs", "rhs", "y"),
+        )
         return replace(q, data=tap(q.data, x, *scales, measure=losses))
 
 
