@@ -225,18 +225,13 @@ def compare(
     by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     paths = [path for path, _ in jax.tree.leaves_with_path(by_name)]
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    losses, gradients = [], []
-    for recipe in recipes:
-        loss_of, params = under(recipe)
-        value, grads = jax.jit(jax.value_and_grad(loss_of))(params)
-        losses.append(float(value))
-        gradients.append(jax.tree.leaves(grads))
+    runs = [jax.jit(jax.value_and_grad(loss_of))(params) for loss_of, params in map(under, recipes)]
+    losses, gradients = zip((loss, reference), *runs, strict=True)
     return Comparison(
         *recipes,
         tuple(_compared_products(seen)),
-        tuple(map(_compared_gradient, names, jax.tree.leaves(reference), *gradients)),
-        float(loss),
-        *losses,
+        tuple(map(_compared_gradient, names, *map(jax.tree.leaves, gradients))),
+        *map(float, losses),
     )
 
 

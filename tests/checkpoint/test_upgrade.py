@@ -135,7 +135,8 @@ def adam_of(state):
 
 def test_downgrade_keeps_other_collections():
     state = fresh(optax.sgd(0.1)).replace(collections={"batch_stats": {"mean": jnp.ones(3)}})
-    for given in (state, serialization.to_state_dict(state), state.variables):
+    variables = {**state.variables, "fp8_sink": {}}
+    for given in (state, serialization.to_state_dict(state), variables):
         assert set(downgrade(given)) == {"params", "batch_stats"}
 
 
@@ -240,6 +241,8 @@ RECIPES = {
 def test_parameters_are_quantized_as_quantize_params_does(recipe, dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), saved_plain()[0].params)
     target = jfp8.quantize_params(variables_of(None)["params"], RECIPES[recipe])
+    if recipe == "delayed":  # whose scales are no powers of two, which shapes do not tell
+        target = jax.eval_shape(lambda: target)
     expected = jfp8.quantize_params(params, RECIPES[recipe])
     new, messages = told(upgrade, {"params": params}, {"params": target})
     for name in KERNELS:
