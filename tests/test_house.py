@@ -205,7 +205,7 @@ LINES_OF_ROOMS = {
     "checkpoint": 3030,
     "conversion": 3400,
     "debug": 3890,
-    "plot": 1170,
+    "plot": 1180,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.
