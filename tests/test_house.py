@@ -202,10 +202,10 @@ LINES_OF_ROOMS = {
     "layers": 5500,
     "optim": 2400,
     "training": 2960,
-    "checkpoint": 3050,
+    "checkpoint": 3040,
     "conversion": 3400,
-    "debug": 3930,
-    "plot": 1200,
+    "debug": 3890,
+    "plot": 1180,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

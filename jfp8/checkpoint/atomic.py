@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Create or replace the file `path`; `write` writes into the open file that it is given."""
     leftover = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.saving")
     for found in list(path.parent.iterdir()):

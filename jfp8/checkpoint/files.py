@@ -48,7 +48,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     >>> saved["data"].dtype.name, saved["data"].tolist(), saved["scale"].tolist()
     ('float8_e4m3fn', [1.0, 448.0], 1.0)
     """
-    target = _resolved(path)
+    target = Path(os.path.realpath(path))  # of a link, so that it stays one
     is_folder = _is_folder(target)
     if isinstance(tree, TrainState):
         warn_of_skipped(tree.skipped_in_a_row)
@@ -94,16 +94,14 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     >>> jfp8.checkpoint.load(path)
     {'histories': {'0': array([0., 0.], dtype=float32)}, 'step': 3}
     """
-    source = _resolved(path)
+    source = Path(os.path.realpath(path))
     is_folder = _is_folder(source)
     if not source.exists():
         raise FileNotFoundError(f"There is no checkpoint {source}.")
     if is_folder and source.is_file():
         raise ValueError(f"{source} is a file, but a checkpoint without suffix is a folder.")
     try:
-        if is_folder:
-            return orbax_directory.read(source)
-        return safetensors_file.read(source)
+        return orbax_directory.read(source) if is_folder else safetensors_file.read(source)
     except ValueError as error:
         raise ValueError(f"{source} is not a complete checkpoint: {error}.") from error
 
@@ -128,11 +126,6 @@ def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) 
     {'params': {'w': Array([0., 1.], dtype=float32)}}
     """
     return upgrade(load(path), target, strict=strict)
-
-
-def _resolved(path: str | os.PathLike[str]) -> Path:
-    """Follow links, so that the target of a link is replaced, not the link."""
-    return Path(os.path.realpath(path))
 
 
 def _is_folder(path: Path) -> bool:

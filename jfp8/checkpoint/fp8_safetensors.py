@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -91,8 +91,8 @@ def save_fp8_safetensors(
     """Write an FP8 checkpoint for PyTorch, which `load_fp8_safetensors` reads.
 
     Bytes and scales are written as they are: a checkpoint of one file becomes the same file again.
-    An existing config.json keeps everything but its
-    ``quantization_config``: copy the model's own into the folder first.
+    An existing config.json keeps everything but its ``quantization_config``: copy the model's own
+    into the folder first.
 
     Args:
       path: the folder.
@@ -178,7 +178,5 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, tree: dict[str, Any]) -> None:
-    def write(file: BinaryIO) -> None:
-        file.write(json.dumps(tree, indent=2).encode() + b"\n")
-
-    atomic.replace_file(path, write)
+    text = json.dumps(tree, indent=2).encode() + b"\n"
+    atomic.replace_file(path, lambda file: file.write(text))

@@ -42,14 +42,8 @@ _LONGEST_HEADER = 100_000_000  # of the library
 _MOST_DIMENSIONS = 64  # of NumPy
 _NAMES = {
     "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
     "float16": "F16",
     "float32": "F32",
     "float64": "F64",

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 
 from jfp8.checkpoint import histories, values
-from jfp8.checkpoint.changes import CheckpointChange, Log
+from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.flax_fp8_ops import COLLECTION, as_fp8
 from jfp8.checkpoint.optimizers import arranged, rescaled, unmastered
 from jfp8.checkpoint.tree import (
@@ -33,8 +33,6 @@ from jfp8.optim.wrapping import has_master_weights
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.training.skipped import COUNTERS
 from jfp8.training.state import TrainState
-
-__all__ = ["CheckpointChange", "downgrade", "upgrade"]
 
 
 def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:

@@ -99,11 +99,9 @@ def looks_ahead(
     def change_along(axis: int, first: int) -> float:
         """Return the change before `first` with the inputs from there on."""
         axes = (slice(None),) * axis
-        found = (
-            _change(results, _with_axes(f(changed), x, sequence_axis), (*axes, slice(first)))
-            for changed in _variants(x, (*axes, slice(first, None)))
-        )
-        return max(found)
+        others = _variants(x, (*axes, slice(first, None)))
+        found = (_with_axes(f(other), x, sequence_axis) for other in others)
+        return max(_change(results, new, (*axes, slice(first))) for new in found)
 
     n = x.shape[sequence_axis]
     later = max(change_along(sequence_axis, first) for first in sorted({1, n // 2, n - 1}))
@@ -119,9 +117,9 @@ def _variants(x: jax.Array, where: tuple[slice, ...]) -> Iterator[jax.Array]:
 
 
 def _with_axes(results: Any, x: jax.Array, sequence_axis: int) -> list[np.ndarray]:
-    leaves = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
     axes = x.shape[: sequence_axis + 1]
-    return [np.asarray(y, np.float64) for y in leaves if y.shape[: len(axes)] == axes]
+    arrays = (y for y in jax.tree.leaves(results) if isinstance(y, jax.Array))
+    return [np.asarray(y, np.float64) for y in arrays if y.shape[: len(axes)] == axes]
 
 
 def _change(

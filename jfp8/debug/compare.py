@@ -122,14 +122,6 @@ class _Errors(Measurement):
                 powers += map(power, errors)
         return jnp.stack([*powers, amax])
 
-    @property
-    def weight(self) -> int | None:
-        return 2 if self.kind == "fprop" else None
-
-    @property
-    def forward(self) -> bool:
-        return self.kind == "fprop"
-
 
 def _values(operand: ScaledArray | jax.Array) -> jax.Array:
     return scaled_values(operand) if isinstance(operand, ScaledArray) else operand
@@ -147,7 +139,10 @@ class _Comparer(Observer):
         if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
             return y
         arrays, structure = jax.tree.flatten(operation)
-        return tap(y, first, second, *arrays, measure=_Errors(structure, kind, self.recipes))
+        forward = kind == "fprop"
+        weight = 2 if forward else None
+        errors = _Errors(structure, kind, self.recipes, weight=weight, forward=forward)
+        return tap(y, first, second, *arrays, measure=errors)
 
 
 def compare(
@@ -230,18 +225,13 @@ def compare(
     by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     paths = [path for path, _ in jax.tree.leaves_with_path(by_name)]
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    losses, gradients = [], []
-    for recipe in recipes:
-        loss_of, params = under(recipe)
-        value, grads = jax.jit(jax.value_and_grad(loss_of))(params)
-        losses.append(float(value))
-        gradients.append(jax.tree.leaves(grads))
+    runs = [jax.jit(jax.value_and_grad(loss_of))(params) for loss_of, params in map(under, recipes)]
+    losses, gradients = zip((loss, reference), *runs, strict=True)
     return Comparison(
         *recipes,
         tuple(_compared_products(seen)),
-        tuple(map(_compared_gradient, names, jax.tree.leaves(reference), *gradients)),
-        float(loss),
-        *losses,
+        tuple(map(_compared_gradient, names, *map(jax.tree.leaves, gradients))),
+        *map(float, losses),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,6 +24,8 @@ class Measurement:
         so that they neither overflow nor vanish.
       maxima: the largest counts; none is negative, except those that start with ``"minus_"``.
       bins: number of counts at the end, added up.
+      weight: number of the tapped array that is the weight of a layer, if one is.
+      forward: whether it belongs to the forward pass, even where that is computed again.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()
@@ -31,19 +33,13 @@ class Measurement:
     maxima: ClassVar[tuple[str, ...]] = ()
     bins: ClassVar[int] = 0
 
+    _: KW_ONLY
+    weight: int | None = None
+    forward: bool = False
+
     def __call__(self, *arrays: jax.Array) -> jax.Array:
         """Measure the tapped arrays."""
         raise NotImplementedError
-
-    @property
-    def weight(self) -> int | None:
-        """Number of the tapped array that is the weight of a layer, if one is."""
-        return None
-
-    @property
-    def forward(self) -> bool:
-        """Whether it belongs to the forward pass, even where that is computed again."""
-        return False
 
     def merged(self, vectors: Any, xp: Any = jnp) -> Any:
         """Merge vectors along the first axis, by ``jax.numpy`` or ``numpy``."""

@@ -25,18 +25,16 @@ def calling(
     updates NNX objects among the arguments as `function` does.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx)
-    objects = [x for x in leaves if _is_nnx(x)]
-    others = [None if _is_nnx(x) else x for x in leaves]
+    objects = {i: x for i, x in enumerate(leaves) if _is_nnx(x)}
+    others = {i: x for i, x in enumerate(leaves) if i not in objects}
     graph, state = nnx.split(objects)
 
-    def pure(state: Any, others: list[Any]) -> Any:
+    def pure(state: Any, others: dict[int, Any]) -> Any:
         copies = nnx.merge(graph, state, copy=True)
-        _name_products(copies)
-        in_order = iter(copies)
-        given = [next(in_order) if _is_nnx(x) else y for x, y in zip(leaves, others, strict=True)]
+        _name_products(list(copies.values()))
+        given = [x for _, x in sorted({**others, **copies}.items())]
         args, kwargs = jax.tree.unflatten(structure, given)
-        results = function(*args, **kwargs)
-        return results, nnx.state(copies)
+        return function(*args, **kwargs), nnx.state(copies)
 
     (results, after), more = run(pure, state, others)
     nnx.update(objects, after)

@@ -143,15 +143,14 @@ def _reader_of(eqn: Any) -> Reader:
 
 def _read_tap(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
     vector_of = measure = eqn.params["measure"]
-    for _ in range(eqn.params["batched"]):
-        vector_of = partial(_merged_batch, measure, vector_of)
+    batched = eqn.params["batched"]
+    for _ in range(batched):
+        vector_of = jax.vmap(vector_of)
+    vector = vector_of(*_arrays(ins))
+    for _ in range(batched):
+        vector = measure.merged(vector)
     origins = frozenset() if measure.weight is None else ins[measure.weight].origins
-    place = Place(measure, stack, 0, (), origins)
-    return ins[:1], [(place, vector_of(*_arrays(ins)))]
-
-
-def _merged_batch(measure: Any, vector_of: Any, *arrays: jax.Array) -> jax.Array:
-    return measure.merged(jax.vmap(vector_of)(*arrays))
+    return ins[:1], [(Place(measure, stack, 0, (), origins), vector)]
 
 
 def _read_call(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:

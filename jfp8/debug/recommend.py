@@ -186,14 +186,15 @@ def recommend(
             "the same model."
         )
     saved = lambda path: (in_few[path].noise - other[path].noise) / max(flops[path], 1)
+    paths = sorted(in_few, key=saved, reverse=True)
     left, kept = (1 - share) * total, set()
-    for path in sorted(in_few, key=saved, reverse=True):
+    for path in paths:
         if flops[path] <= left and saved(path) > 0:
             kept.add(path)
             left -= flops[path]
     layers = (
         Proposed(path, flops[path] / total, path not in kept, in_few[path], other[path])
-        for path in sorted(in_few, key=saved, reverse=True)
+        for path in paths
     )
     return Recommendation(tuple(layers), few, otherwise)
 
@@ -235,13 +236,11 @@ def _two_recipes(
     own = {recipe.name: recipe for recipe in given}
 
     def bits(name: str) -> float:
-        rows = [
-            row for steps in groups[name].values() for g in steps.values() for row in g.values()
-        ]
-        return sum(format_called(row.format).bits for row in rows) / len(rows)
+        in_groups = (group for steps in groups[name].values() for group in steps.values())
+        formats = [row.format for group in in_groups for row in group.values()]
+        return sum(format_called(name).bits for name in formats) / len(formats)
 
-    names = sorted(groups, key=bits)
-    found = [own[name] if name in own else check_recipe(name) for name in names]
+    found = [own.get(name) or check_recipe(name) for name in sorted(groups, key=bits)]
     return found[0], found[1] if len(found) > 1 else None
 
 

@@ -127,9 +127,7 @@ class Summary:
         """Return head, modules and total, without empty columns."""
         total = self.total
         columns = [kind for kind in _COLUMNS if kind == "params" or getattr(total, kind).count]
-        table = [["module"]]
-        for kind in columns:
-            table[0] += [_COLUMNS[kind], "bytes"]
+        table = [["module", *(text for kind in columns for text in (_COLUMNS[kind], "bytes"))]]
         for row in (*self.at_depth(self.depth), total):
             table.append([row.path or "(the model itself)"])
             for amount in (getattr(row, kind) for kind in columns):
@@ -235,11 +233,10 @@ def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
     return tuple(sorted(rows.values(), key=_in_natural_order))
 
 
-def _in_natural_order(row: SummaryRow) -> list[list[tuple[int, str]]]:
+def _in_natural_order(row: SummaryRow) -> list[list[int | str]]:
     """Sort ``Block_2`` before ``Block_10``."""
-    parts = row.path.split("/") if row.path else []
-    number = lambda word: (int(word), "") if word.isdecimal() else (-1, word)
-    return [[number(word) for word in re.split(r"(\d+)", part)] for part in parts]
+    parts = [re.split(r"(\d+)", part) for part in row.path.split("/")]
+    return [[int(word) if word.isdecimal() else word for word in part] for part in parts]
 
 
 def _amount(value: Any) -> Amount:

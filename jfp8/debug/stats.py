@@ -37,14 +37,8 @@ class _Losses(Measurement):
     """Measure what quantizing did to a tensor, from its data, values and scales.
 
     ``signal`` and ``noise`` are ``sum(x^2)`` and ``sum((x' - x)^2)``; ``fill`` is the largest
-    ``|x| / (format.max * s)``; the bins count exponents of finite f32 numbers, biased.
-
-    Attributes:
-      role, kinds: see `jfp8.products.observers.Observer`.
-      fmt: format of the data.
-      block: `ScaledArray.block`.
-      scale: structure of `ScaledArray.scale`.
-      history: `jfp8.quantizers.Quantizer.history_len`.
+    ``|x| / (format.max * s)``; the bins count exponents of finite f32 numbers, biased. `role` and
+    `kinds` are those of `jfp8.products.observers.Observer`.
     """
 
     sums: ClassVar[tuple[str, ...]] = ("count", "nonfinite", "underflow", "overflow")
@@ -56,8 +50,8 @@ class _Losses(Measurement):
     kinds: str
     fmt: Format
     block: tuple[int, ...] | None
-    scale: Any
-    history: int
+    scale: Any  # structure of `ScaledArray.scale`
+    history: int  # `jfp8.quantizers.Quantizer.history_len`
 
     def __call__(self, data: jax.Array, x: jax.Array, *scales: jax.Array) -> jax.Array:
         q = ScaledArray(data, jax.tree.unflatten(self.scale, scales), self.block)
@@ -88,14 +82,6 @@ class _Losses(Measurement):
         histogram = _histogram(_sampled(magnitude), self.bins)
         return jnp.concatenate([jnp.stack([*sums, *powers, *maxima]), histogram])
 
-    @property
-    def weight(self) -> int | None:
-        return 1 if self.role == "rhs" else None
-
-    @property
-    def forward(self) -> bool:
-        return self.role in ("lhs", "rhs", "y")
-
 
 def _sampled(x: jax.Array) -> jax.Array:
     """Return at most `SAMPLE` elements: every n-th along the leading dimensions."""
@@ -121,7 +107,11 @@ class _Watcher(Observer):
         self, role: str, kinds: str, quantizer: Quantizer, x: jax.Array, q: ScaledArray
     ) -> ScaledArray:
         scales, structure = jax.tree.flatten(q.scale)
-        losses = _Losses(role, kinds, q.format, q.block, structure, quantizer.history_len)
+        losses = _Losses(
+            *(role, kinds, q.format, q.block, structure, quantizer.history_len),
+            weight=1 if role == "rhs" else None,
+            forward=role in ("lhs", "rhs", "y"),
+        )
         return replace(q, data=tap(q.data, x, *scales, measure=losses))
 
 
@@ -220,19 +210,17 @@ def observed(
 ) -> tuple[Any, Stats]:
     """Return ``function(*args, **kwargs)``, and the measurements at the taps of `observer`."""
     leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))}
 
-    def flat(*arrays: Any) -> Any:
-        given = iter(arrays)
-        filled = [next(given) if a else x for x, a in zip(leaves, is_array, strict=True)]
-        args, kwargs = jax.tree.unflatten(structure, filled)
+    def of_arrays(arrays: dict[int, Any]) -> Any:
+        given = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(structure, given)
         return function(*args, **kwargs)
 
-    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
     with observing(observer), explaining():
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
     closed = without_dead_code(closed)
-    outs, found = read(closed, arrays)
+    outs, found = read(closed, jax.tree.leaves(arrays))
     places, vectors = zip(*found) if found else ((), ())
     seen = Stats(vectors, places, report_of(closed))
     return jax.tree.unflatten(jax.tree.structure(shapes), outs), seen

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jfp8.debug.records import TensorStats
-from jfp8.plot.limits import saturates
+from jfp8.plot.histogram import saturates
 from jfp8.plot.rows import some_rows, steps_of
 from jfp8.plot.style import AMBER, BLACK, BLUE, VERMILION, axes_for, legend_above, tidy
 from jfp8.scaling.formats import Format, FormatLike, as_format, format_called

@@ -49,23 +49,17 @@ def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
             "jfp8.quantize(x.reshape(-1, x.shape[-1]), granularity=jfp8.Block((1, 32)))."
         )
     scale = _scales(q)
-    if scale.ndim == 0:
-        scale, block = scale.reshape(1, 1), q.shape
-    else:
-        block = q.block_sizes()
+    block = q.block_sizes() if scale.ndim else q.shape
+    scale = np.atleast_2d(scale)
     rows, columns = (
         np.minimum(np.arange(m + 1) * b, n)
         for m, b, n in zip(scale.shape, block, q.shape, strict=True)
     )
     positive = np.isfinite(scale) & (scale > 0)
     exponent = np.log2(np.where(positive, scale, 1.0))
-    height, width = (int(min(b, n)) for b, n in zip(block, q.shape, strict=True))
-    ax = axes_for(
-        ax,
-        7.0,
-        3.6,
-        f"Scales of a matrix of {q.shape[0]} × {q.shape[1]}, in blocks of {height} × {width}",
-    )
+    blocks = f"blocks of {rows[1]} × {columns[1]}"
+    title = f"Scales of a matrix of {q.shape[0]} × {q.shape[1]}, in {blocks}"
+    ax = axes_for(ax, 7.0, 3.6, title)
     masked = np.ma.masked_array(exponent, ~positive)
     mesh = ax.pcolormesh(columns, rows, masked, cmap="cividis", rasterized=True)
     if positive.all() and exponent.min() == exponent.max():
@@ -73,7 +67,7 @@ def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
     ax.patch.set(hatch="xxxx", edgecolor="0.4")  # shows where nothing is drawn
     ax.set_xlim(0, q.shape[1])
     ax.set_ylim(q.shape[0], 0)
-    ax.set_xlabel(f"column (blocks of {height} × {width})")
+    ax.set_xlabel(f"column ({blocks})")
     ax.set_ylabel("row")
     ax.locator_params(integer=True)
     ax.grid(visible=False)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jfp8.debug.records import TensorStats
-from jfp8.plot.limits import halfway_above_max, halfway_to_zero, saturates
 from jfp8.plot.style import (
     AMBER,
     BLUE,
@@ -223,3 +222,20 @@ def _shade(
     for edge, colour in ((low * zero, AMBER), (high * most, VERMILION)):
         ax.axvline(edge, color=colour, linewidth=1.5)
     return [low * zero / 2, high * most * 2]
+
+
+def halfway_to_zero(fmt: Format) -> float:
+    """Return half of the smallest value, which rounds to zero, since zero is even."""
+    return fmt.smallest_subnormal / 2
+
+
+def halfway_above_max(fmt: Format) -> float:
+    """Return the middle of the largest value and of its successor if it had one."""
+    return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+
+
+def saturates(data: np.ndarray, fmt: Format) -> np.ndarray:
+    """Decide if `data`, not negative, is too large to round to ``fmt.max``."""
+    tie = halfway_above_max(fmt)
+    # The tie itself goes to the even one of both codes.
+    return data > tie if fmt.max_code % 2 == 0 else data >= tie

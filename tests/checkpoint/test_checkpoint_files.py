@@ -36,8 +36,6 @@ from jfp8.optim.adam import adam
 from jfp8.optim.masters import master_weights
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
-from jfp8.recipes.per_tensor import DelayedScaling
-from support.checkpoints import assert_same
 
 FILE, FOLDER = "x.safetensors", "x"
 each_format = pytest.mark.parametrize("name", [FILE, FOLDER], ids=["safetensors", "orbax"])
@@ -78,21 +76,13 @@ def filled(make: Callable[[], Any]) -> Any:
 X = jnp.ones((2, 64))
 
 
-def train_state(recipe: Any = DelayedScaling(), tx: Any = None, quantize: bool = False) -> Any:
-    model = nn.Sequential([jfp8.Dense(64, recipe=recipe), nn.tanh, jfp8.Dense(8, recipe=recipe)])
+def train_state() -> Any:
+    """FP8 weights with masters, histories, a loss scale, and moments in expanded blocks."""
+    model = nn.Sequential([jfp8.Dense(64), nn.tanh, jfp8.Dense(8)])
     variables = model.init(jax.random.key(0), X)
-    if quantize:
-        variables = {**variables, "params": jfp8.quantize_params(variables["params"], recipe)}
-    tx = optax.chain(jfp8.loss_scale(), tx or optax.adamw(1e-3))
-    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
-
-
-def initialized(opt_level: str) -> Any:
-    model = nn.Sequential([nn.Dense(64), nn.BatchNorm(use_running_average=False), nn.Dense(8)])
-    model, tx = jfp8.initialize(
-        model, optax.adamw(1e-3), recipe="delayed", opt_level=opt_level, exempt=()
-    )
-    variables = model.init(jax.random.key(0), X)
+    variables = {**variables, "params": jfp8.quantize_params(variables["params"])}
+    tx = master_weights(adam(1e-3, preset="coat"), "float16_scaled")
+    tx = optax.chain(jfp8.loss_scale(), tx)
     return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
 
@@ -120,25 +110,6 @@ def scaled_arrays() -> Any:
         "mx": jfp8.quantize_params({"kernel": x}, MXFP8BlockScaling()),
         "two levels": jfp8.quantize_params({"kernel": x}, NVFP4BlockScaling()),
     }
-
-
-STATES: dict[str, Callable[[], Any]] = {
-    "delayed": train_state,
-    "no state": lambda: train_state(MXFP8BlockScaling()),
-    "O1": lambda: initialized("O1"),
-    "O2": lambda: initialized("O2"),
-    "moments of COAT": lambda: train_state(tx=adam(1e-3, preset="coat")),
-    "moments of torchao": lambda: train_state(tx=adam(1e-3, preset="torchao")),
-    **{
-        f"FP8 weights, master {master}": lambda master=master: train_state(
-            tx=master_weights(adam(1e-3, preset="msamp_o2"), master), quantize=True
-        )
-        for master in (None, "bfloat16", "float16_scaled", "float32")
-    },
-    "NNX": nnx_states,
-    "NNX, FP8 weights": lambda: jfp8.quantize_params(nnx.state(Net(nnx.Rngs(0)), nnx.Param)),
-    "ScaledArray": scaled_arrays,
-}
 
 
 def expected_state(tree: Any) -> Any:
@@ -178,11 +149,10 @@ def array_paths(tree: Any) -> int:
     return sum(isinstance(leaf, np.ndarray) for leaf in by_path(tree).values())
 
 
-@pytest.mark.slow
 @each_format
-@pytest.mark.parametrize("state", STATES)
-def test_every_state_comes_back_bit_for_bit(directory, state, name):
-    tree = filled(STATES[state])
+@pytest.mark.parametrize("make", [train_state, nnx_states, scaled_arrays])
+def test_every_state_comes_back_bit_for_bit(directory, make, name):
+    tree = filled(make)
     checkpoint.save(directory / name, tree)
     saved = checkpoint.load(directory / name)
     assert array_paths(saved) >= 4
@@ -232,7 +202,9 @@ def test_every_dtype_comes_back_bit_for_bit(directory, name):
 @each_format
 def test_what_is_no_array_comes_back(directory, name):
     fortran = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
     tree = {
+        "sharded": jax.device_put(jnp.arange(64.0), NamedSharding(mesh, PartitionSpec("data"))),
         "nothing": {},
         "deep": {"er": ({}, (), [1, 2.5, True, None, "a/b", -0.0, math.inf, math.nan])},
         "numbers": [np.float32(2.5), np.zeros((), np.int8), 2**63, -(2**63), jnp.bfloat16(3)],
@@ -250,17 +222,6 @@ def test_what_is_no_array_comes_back(directory, name):
     checkpoint.save(directory / name, tree)
     tree["big endian"] = np.arange(3, dtype="int32")
     assert_same_bits(checkpoint.load(directory / name), expected_state(tree))
-
-
-@pytest.mark.slow
-@each_format
-def test_arrays_of_several_devices_come_whole(directory, name):
-    assert jax.device_count() == 8
-    x = jnp.arange(64.0).reshape(16, 4)
-    mesh = jax.make_mesh((8,), ("data",))
-    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-    checkpoint.save(directory / name, {"x": sharded})
-    assert_same_bits(checkpoint.load(directory / name), {"x": np.asarray(x)})
 
 
 @each_format
@@ -404,17 +365,6 @@ def test_every_flipped_bit_of_a_safetensors_file_is_refused_or_changes_nothing(d
     assert refused >= 8 * len(content) - 10
 
 
-def test_every_byte_of_a_safetensors_header_as_every_other_byte(directory):
-    content = small_file()
-    end = 8 + int.from_bytes(content[:8], "little")
-    others = (0, 9, 32, 34, 44, 45, 48, 49, 57, 70, 73, 85, 91, 93, 123, 125, 127, 128, 255)
-    for position in range(end):
-        for other in {*others, (content[position] + 1) % 256} - {content[position]}:
-            changed = bytearray(content)
-            changed[position] = other
-            refusal(directory / "x.safetensors", bytes(changed))
-
-
 # Safetensors by hand
 
 
@@ -446,9 +396,7 @@ def entries(*values: Any) -> bytes:
 BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "0 bytes"),
     "seven bytes": (b"\x00" * 7, "7 bytes"),
-    "header longer than the file": (tensors({}, length=1000), "fewer than its header"),
     "header of 16 exabytes": (tensors({}, length=2**64 - 1), "fewer than its header"),
-    "no JSON": (tensors(b"{'a'}"), "not JSON"),
     "half a JSON": (tensors(b'{"a":'), "not JSON"),
     "no text": (tensors(b'{"\xff":{}}'), "not JSON"),
     "a list": (tensors([]), "not a dict"),
@@ -456,38 +404,24 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "a number of many digits": (tensors(b'{"a":' + b"9" * 10_000 + b"}"), "not JSON"),
     "name twice": (tensors(entries(tensor(), tensor()), b"\0"), "'a' is there twice"),
     "entry that is no dict": (tensors({"a": 1}), "not a dict of dtype"),
-    "no shape": (tensors({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"\0"), "not a dict of"),
     "more than three fields": (single(x=1), "not a dict of dtype"),
-    "field twice": (
-        tensors(b'{"a":{"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]}}', b"\0"),
-        "'shape' is there twice",
-    ),
-    "unknown dtype": (single("F7"), "dtype 'F7' is unknown"),
     "dtype that is a list": (single(["U8"]), "is unknown"),
     "objects of Python": (single("O"), "dtype 'O' is unknown"),
     "negative size": (single(shape=[-1, -1]), "not a list of sizes"),
-    "fraction of a size": (single(shape=[1.0]), "not a list of sizes"),
     "true as a size": (single(shape=[True]), "not a list of sizes"),
     "shape that is text": (single(shape="1"), "not a list of sizes"),
     "65 dimensions": (single(shape=[1] * 65), "65 dimensions"),
     "shape of 2^100 bytes": (single(shape=[2**50, 2**50]), "1 bytes hold"),
-    "2^64 + 1 bytes": (single(shape=[2**64 + 1]), "1 bytes hold"),
     "empty but absurd": (tensors({"a": tensor(shape=[0, 2**70], offsets=[0, 0])}), "a"),
-    "other number of bytes": (single("F32"), "1 bytes hold"),
     "half a byte": (tensors({"a": tensor("F4", shape=[3], offsets=[0, 2])}, b"\0\0"), "bytes hold"),
     "one offset": (single(offsets=[0]), "not two ints"),
     "offsets that are text": (single(offsets=["0", "1"]), "not two ints"),
-    "data behind the file": (single(shape=[9], offsets=[0, 9]), "bytes 0 to"),
     "data of 2^60 bytes": (single(shape=[2**60], offsets=[0, 2**60]), "bytes 0 to"),
     "data that ends before it begins": (single(shape=[0], offsets=[1, 0]), "bytes 1 to 0"),
     "data before the file": (single(offsets=[-1, 0]), "bytes -1 to 0"),
     "data of two arrays overlaps": (
         tensors({"a": tensor(shape=[2], offsets=[0, 2]), "b": tensor(offsets=[1, 2])}, b"\0\0"),
         "what comes before ends at 2",
-    ),
-    "data of two arrays is the same": (
-        tensors({"a": tensor(), "b": tensor()}, b"\0"),
-        "what comes before ends at 1",
     ),
     "a hole": (
         tensors({"a": tensor(), "b": tensor(offsets=[2, 3])}, b"\0\0\0"),
@@ -531,7 +465,6 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
         single(metadata=ours({"crc32": {"a": 0, "b": 0}})),
         "'b'",
     ),
-    "a ZIP file": (b"PK\x03\x04" + b"\0" * 100, "fewer than its header|not JSON"),
     "a pickle": (pickle.dumps({"a": 1}), "fewer than its header"),
 }
 
@@ -551,49 +484,6 @@ def test_bad_files_are_refused_before_memory_is_taken(directory):
             assert peak - before < 2**20 + 40 * len(content), attack
     finally:
         tracemalloc.stop()
-
-
-# What the library of the format takes: it does not look, or a state dict asks for more.
-STRICTER = ("twice", "fields", "hidden", "our", "node", "bool", "level", "below", "65", "check")
-
-
-def test_the_safetensors_library_refuses_the_same():
-    """So that these are what the format forbids, and no whims."""
-    safetensors = pytest.importorskip("safetensors")
-    for attack, (content, _) in BAD_TENSORS.items():
-        if not any(word in attack for word in STRICTER):
-            with pytest.raises(safetensors.SafetensorError):
-                safetensors.deserialize(content)
-
-
-class Bomb:
-    """What runs code when it is unpickled: it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.folder),))
-
-
-def test_no_file_runs_code(directory):
-    folder = directory / "exploded"
-    bomb = pickle.dumps(Bomb(folder))
-    pickle.loads(bomb)
-    folder.rmdir()
-    objects = np.array([Bomb(folder)], object)
-    for content in (
-        bomb,
-        objects.dumps(),
-        tensors({"a": tensor("O", [len(bomb)], [0, len(bomb)])}, bomb),
-    ):
-        (directory / FILE).write_bytes(content)
-        with pytest.raises(ValueError, match="not a complete checkpoint"):
-            checkpoint.load(directory / FILE)
-    assert not folder.exists()
-    for name in (FILE, FOLDER):
-        with pytest.raises(TypeError, match="'a' is an array of object"):
-            checkpoint.save(directory / name, {"a": objects})
 
 
 RUNNING = {"eval", "exec", "__import__", "import_module"}
@@ -651,9 +541,9 @@ def folder_refusal(path: Path) -> str | None:
 
 def damaged(content: bytes) -> Iterator[bytes]:
     """Cut off at some places, and with one of some bits flipped."""
-    yield from (content[:end] for end in {0, 1, len(content) // 2, len(content) - 1})
+    yield from (content[:end] for end in {0, len(content) // 2, len(content) - 1})
     yield b"[" * 100_000
-    for bit in range(0, 8 * len(content), 8 * len(content) // 30 or 1):
+    for bit in range(0, 8 * len(content), 8 * len(content) // 10 or 1):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         yield bytes(flipped)
@@ -674,29 +564,7 @@ def test_every_damage_to_a_folder_is_refused_or_changes_nothing(directory):
             (directory / "copy" / name).write_bytes(bad)
             (taken if folder_refusal(directory / "copy") is None else refused)[str(name)] += 1
     print(f"refused: {dict(refused)}, changed nothing: {dict(taken)}")
-    assert refused.total() > 130
-    gc.collect()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
-def test_damaged_folders_of_others_end_in_a_value_error_or_a_state(directory):
-    """As Orbax writes them by itself, without checksums. Its own checks find some of the damage."""
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(directory / "x", jax.tree.map(np.asarray, SMALL))
-    assert checkpoint.load(directory / "x")["params"]["codes"].tolist() == [1, 1, 1]
-    refused = 0
-    for file in sorted(file for file in (directory / "x").rglob("*") if file.is_file()):
-        for bad in damaged(file.read_bytes()):
-            copy_of_folder(directory / "x", directory / "copy")
-            (directory / "copy" / file.relative_to(directory / "x")).write_bytes(bad)
-            try:
-                checkpoint.load(directory / "copy")
-            except ValueError as error:
-                checked(str(error), directory / "copy")
-                refused += 1
-    assert refused > 50
+    assert refused.total() > 50
     gc.collect()
 
 
@@ -705,15 +573,15 @@ def test_folders_that_are_traps(directory):
     checkpoint.save(directory / "x", SMALL)
     outside = directory / "outside"
     outside.write_bytes(b"secret")
-    trap = copy_of_folder(directory / "x", directory / "trap")
-    (trap / "link").symlink_to(outside)
-    assert "neither a file nor a folder" in folder_refusal(trap)
-    trap = copy_of_folder(directory / "x", directory / "trap")
-    (trap / "link").symlink_to(directory)
-    assert "neither a file nor a folder" in folder_refusal(trap)
-    trap = copy_of_folder(directory / "x", directory / "trap")
-    os.mkfifo(trap / "pipe")
-    assert "neither a file nor a folder" in folder_refusal(trap)
+    make = (
+        lambda path: path.symlink_to(outside),
+        lambda path: path.symlink_to(directory),
+        os.mkfifo,
+    )
+    for make_trap in make:
+        trap = copy_of_folder(directory / "x", directory / "trap")
+        make_trap(trap / "entry")
+        assert "neither a file nor a folder" in folder_refusal(trap)
     (directory / "empty").mkdir()
     assert "For a CheckpointManager, pass the folder" in folder_refusal(directory / "empty")
     (directory / "file").write_bytes(b"")
@@ -768,6 +636,7 @@ def test_trees_that_cannot_be_saved(directory, name):
         ({"a": {"b": object()}}, TypeError, "'a/b' is of type object.*register_serialization"),
         ({"a": shape}, TypeError, "'a' is of type ShapeDtypeStruct"),
         ({"a": np.array(["x"])}, TypeError, "'a' is an array of <U1"),
+        ({"a": np.array([print], object)}, TypeError, "'a' is an array of object"),
         ({"a": 2**64}, ValueError, "'a' = 18446744073709551616 has more than the 64 bits"),
         (deep, ValueError, "nested deeper than 100"),
     ):
@@ -843,35 +712,6 @@ def test_restore_is_load_and_upgrade(directory):
     checkpoint.save(directory / FILE, {"params": {"kernel": kernel.T, "bias": kernel[0]}})
     with pytest.raises(ValueError, match="params/kernel"):
         checkpoint.restore(directory / FILE, variables)
-
-
-@pytest.mark.slow
-def test_training_goes_on_bit_for_bit(directory):
-    """In FP8 throughout: matmuls, gradients, moments. Step 1 overflows and is skipped."""
-    pytest.importorskip("orbax.checkpoint")
-    fresh = initialized("O2")
-    batches = [np.random.default_rng(i).normal(size=(32, 64)).astype(np.float32) for i in range(5)]
-    batches[1][3, 3] = np.inf
-
-    @jax.jit
-    def step(state, x):
-        def loss_fn(variables, x):
-            y, updates = state.apply_fn(variables, x, mutable=["batch_stats"])
-            return jnp.mean((y - jnp.sin(x[:, :8])) ** 2), updates
-
-        loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
-        return state.apply_gradients(grads), loss
-
-    states = [fresh]
-    for x in batches:
-        states.append(step(states[-1], x)[0])
-    for name in (FILE, FOLDER):
-        checkpoint.save(directory / name, states[3])
-        resumed = checkpoint.restore(directory / name, fresh, strict=True)
-        for x in batches[3:]:
-            resumed, loss = step(resumed, x)
-        assert np.isfinite(loss)
-        assert_same(resumed, states[-1])
 
 
 def test_arrays_of_safetensors_are_aligned_for_whoever_maps_the_file(directory):

@@ -44,14 +44,7 @@ OPTIMIZERS = {
     "stored": jfp8.optim.adamw(1e-2),
     "masters": master_weights(optax.adamw(1e-2), "float32"),
     "loss scale around": jfp8.loss_scale(optax.adamw(1e-2)),
-    "torchao": jfp8.optim.adamw(1e-2, preset="torchao"),
-    "masters of stored": master_weights(jfp8.optim.adamw(1e-2, preset="msamp_o2"), "bfloat16"),
 }
-ALL = [
-    pytest.param(name, marks=[pytest.mark.slow] if i > 4 else [])
-    for i, name in enumerate(OPTIMIZERS)
-]
-UNMASTERED = [case for case in ALL if not case.values[0].startswith("masters")]
 
 
 def kinds(messages):
@@ -137,78 +130,13 @@ def adam_of(state):
     return found
 
 
-# The same on both sides
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_the_same_is_taken_over_bit_for_bit(name):
-    state, saved = saved_of(name)
-    target = fresh(OPTIMIZERS[name], quantized=name.startswith("masters"))
-    for source in (state, saved, jax.tree.map(lambda x: x, saved)):
-        restored, messages = told(upgrade, source, target)
-        assert messages == []
-        assert_same(jax.tree.leaves(restored), jax.tree.leaves(state))
-    assert restored.tx is target.tx
-    assert jax.tree.structure(restored) == jax.tree.structure(target)
-    assert int(restored.step) == 3
-
-
-@pytest.mark.slow
-def test_shapes_are_target_enough():
-    state, saved = saved_of("O2")
-    target = jax.eval_shape(lambda x: x, fresh(OPTIMIZERS["O2"]))
-    restored, messages = told(upgrade, saved, target)
-    assert messages == []
-    assert_same(jax.tree.leaves(restored), jax.tree.leaves(state))
-
-
-# From a plain model, and back
-
-
-@pytest.mark.slow
-def test_a_plain_training_state_becomes_one_of_fp8_and_trains():
-    """The next loss is that of the plain model up to FP8, and falls as its does."""
-    plain, saved = saved_plain()
-    state, messages = told(upgrade, saved, fresh())
-    assert messages == [
-        "Amax histories that the checkpoint lacks start empty (current scaling until they fill): "
-        "fp8/layers_0/DotGeneral_0, fp8/layers_2/DotGeneral_0."
-    ]
-    assert int(state.step) == 3
-    assert_same(state.params, plain.params)
-    assert_same(state.opt_state, plain.opt_state)
-    _, expected = trained(plain, 20)
-    state, losses = trained(state, 20)
-    assert np.abs(losses[0] - expected[0]) < 0.02 * expected[0]
-    assert expected[-1] < 0.75 * expected[0]
-    assert np.abs(losses[-1] - expected[-1]) < 0.05 * (expected[0] - expected[-1])
-    history = state.fp8["layers_0"]["DotGeneral_0"]["lhs"]["amax_history"]
-    np.testing.assert_array_equal(history, np.full(16, np.abs(X).max()))
-    # And back: the plain model goes on from where the FP8 one was.
-    back, messages = told(upgrade, state, fresh_plain())
-    assert kinds(messages) == ["Amax histories that the target has no place for are dropped"]
-    assert_same(back.params, state.params)
-    assert_same(back.opt_state, state.opt_state)
-    assert back.step == 23
-    assert isinstance(back.step, int)
-
-
-@pytest.mark.slow
-def test_downgraded_variables_give_the_logits_of_the_plain_model():
-    state, saved = saved_of("plain")
-    logits = PLAIN.apply({"params": state.params}, X)
-    assert float(jnp.std(logits)) > 0.1
-    sinks = {**state.variables, "fp8_sink": {}}
-    for given in (state, saved, sinks, serialization.to_state_dict(state.variables)):
-        variables = downgrade(given)
-        assert set(variables) == {"params"}
-        np.testing.assert_array_equal(PLAIN.apply(variables, X), logits)
+# Back to a plain model
 
 
 def test_downgrade_keeps_other_collections():
     state = fresh(optax.sgd(0.1)).replace(collections={"batch_stats": {"mean": jnp.ones(3)}})
-    for given in (state, serialization.to_state_dict(state), state.variables):
+    variables = {**state.variables, "fp8_sink": {}}
+    for given in (state, serialization.to_state_dict(state), variables):
         assert set(downgrade(given)) == {"params", "batch_stats"}
 
 
@@ -256,20 +184,6 @@ def test_the_step_under_way_is_kept():
     restored, _ = told(upgrade, {**variables, "fp8": fp8}, variables)
     assert_same(restored["fp8"], fp8)
     assert_same(restored["fp8_sink"], variables["fp8_sink"])
-
-
-@pytest.mark.slow
-def test_delayed_to_blocks_and_back():
-    mx = jfp8.recipes.MXFP8BlockScaling()
-    state, _ = trained(fresh())
-    blocks, messages = told(upgrade, state, fresh(optax.adamw(1e-2), mx))
-    assert kinds(messages) == ["Amax histories that the target has no place for are dropped"]
-    assert blocks.fp8 == {}
-    assert_same(blocks.params, state.params)
-    delayed, messages = told(upgrade, blocks, fresh())
-    assert kinds(messages) == ["Amax histories that the checkpoint lacks start empty"]
-    assert_same(delayed.opt_state, blocks.opt_state)
-    assert not any(np.any(x) for x in jax.tree.leaves(delayed.fp8))
 
 
 def test_histories_of_another_structure_start_empty():
@@ -327,6 +241,8 @@ RECIPES = {
 def test_parameters_are_quantized_as_quantize_params_does(recipe, dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), saved_plain()[0].params)
     target = jfp8.quantize_params(variables_of(None)["params"], RECIPES[recipe])
+    if recipe == "delayed":  # whose scales are no powers of two, which shapes do not tell
+        target = jax.eval_shape(lambda: target)
     expected = jfp8.quantize_params(params, RECIPES[recipe])
     new, messages = told(upgrade, {"params": params}, {"params": target})
     for name in KERNELS:
@@ -368,35 +284,7 @@ def test_blocks_that_are_cut_short():
 # Optimizer states
 
 
-def bound_of(name, moment, x):
-    """How far rounding to nearest may be off, for each element of `x`."""
-    if name in ("plain", "loss scale", "loss scale around", "masters"):
-        return np.zeros_like(x)
-    if moment == "nu" and name in ("O2", "masters of stored"):
-        return np.maximum(np.abs(x) * 2.0**-11, np.abs(x).max() * 2.0**-40)
-    if moment == "nu" and name == "stored":
-        # Half a level. Of these a binade has 253 by the number of binades, to three bits.
-        binades = np.log2(np.abs(x).max(axis=1, keepdims=True) / x.min(axis=1, keepdims=True)) + 2
-        return x * (2.0 ** (0.5 * 1.25 * binades / 252) - 1)
-    if moment == "mu" and name == "stored":
-        # Expanded over what E4M3 spans, 16.6 binades: the power of a row is that by its own span,
-        # rounded down to a sixteenth, and its root divides the relative error.
-        amax = np.abs(x).max(axis=1, keepdims=True)
-        span = np.log2(amax / np.abs(x).min(axis=1, keepdims=True)) + 0.1
-        power = 16.6 / np.minimum(span, 48) - 1 / 16
-        y = 448 * (np.abs(x) / amax) ** (16.6 / (span - 0.1))  # at the least
-        error = np.maximum(2.0**-4, 2.0**-10 / y)
-        return np.abs(x) * ((1 - error) ** (-1 / power) - 1)
-    # E4M3: half of 2^-3, or half of the smallest value, 2^-9 / 448 of the amax of the block.
-    block = {"O2": 128, "torchao": 256, "masters of stored": x.size}[name]
-    rows = x if block != x.size else x.reshape(1, -1)
-    amax = np.abs(rows).max(axis=-1, keepdims=True)  # a row has 64 elements: one block
-    # msamp_o2 rounds its scale up to a power of two.
-    return np.maximum(np.abs(rows) * 2.0**-4, 2 * amax * 2.0**-10 / 448).reshape(x.shape)
-
-
-@pytest.mark.representative(3)
-@pytest.mark.parametrize("name", UNMASTERED)
+@pytest.mark.parametrize("name", ["loss scale around", "O2", "stored"])
 def test_moments_go_into_another_form_and_back(name):
     """From f32 to the form that the target keeps them in, and back to f32."""
     plain, saved = saved_plain()
@@ -411,15 +299,19 @@ def test_moments_go_into_another_form_and_back(name):
     fresh_structure = jax.tree.structure(fresh(OPTIMIZERS[name]).opt_state)
     assert jax.tree.structure(state.opt_state) == fresh_structure
     back, told_back = told(upgrade, serialization.to_state_dict(state), fresh_plain())
+    assert (back.step, type(back.step)) == (3, int)
     for moment in ("mu", "nu"):
         for layer in KERNELS:
             x = np.asarray(getattr(expected, moment)[layer]["kernel"])
             y = np.asarray(getattr(adam_of(back), moment)[layer]["kernel"])
-            assert np.all(np.abs(y - x) <= bound_of(name, moment, x) * 1.0001), (moment, layer)
+            # E4M3 rounds by 2^-4, and by 2^-10 / 448 of the largest element of a block, of 64 here.
+            # Blocks that are expanded to span more lose a bit.
+            relative = {"loss scale around": 0.0, "O2": 2.0**-4, "stored": 2.0**-3}[name]
+            smallest = 2.0**-18 * np.abs(x).max(axis=1, keepdims=True) * bool(relative)
+            bound = np.maximum(np.abs(x) * relative, smallest) * 1.0001
+            assert np.all(np.abs(y - x) <= bound), (moment, layer)
             assert np.any(y)
     there = {
-        "plain": [],
-        "loss scale": ["A loss scale begins, as the target has it"],
         "loss scale around": ["A loss scale begins, as the target has it"],
         "O2": [
             "Arrays saved as float32 become float8_e4m3fn with float32 scales",
@@ -429,7 +321,6 @@ def test_moments_go_into_another_form_and_back(name):
             "Arrays saved as float32 become float8_e4m3fn in expanded blocks",
             "Arrays saved as float32 become float8_e8m0fnu in expanded blocks",
         ],
-        "torchao": ["Arrays saved as float32 become float8_e4m3fn with float32 scales"],
     }[name]
     if name == "O2":  # its recipe needs one
         there = [*there, "A loss scale begins, as the target has it"]
@@ -659,6 +550,11 @@ def test_junk_at_any_node_is_an_error_that_names_it_or_is_told(name):
     """Every node of the state dict in turn: never anything but a ValueError or a message."""
     state, saved = saved_of(name)
     target = fresh(OPTIMIZERS[name], quantized=name == "masters")
+    for like in (target, jax.eval_shape(lambda x: x, target)):  # shapes are target enough
+        whole, messages = told(upgrade, saved, like)
+        assert messages == []
+        assert jax.tree.structure(whole) == jax.tree.structure(target)
+        assert_same(jax.tree.leaves(whole), jax.tree.leaves(state))
     paths = [("fp8", "layers_0")]
     stack = [((), saved)]
     while stack:

@@ -46,7 +46,9 @@ def test_errors_of_the_three_products_against_ml_dtypes():
     x = normal((64, 48)) * np.logspace(-3, 0, 48, dtype=np.float32)
     variables = One().init(jax.random.key(0), x)
     w = np.asarray(variables["params"]["Dense_0"]["kernel"], np.float64)
-    found = jfp8.debug.compare(One(), "current", "rowwise", x, variables=variables, **ALL)
+    x[3] *= 1000
+    rowwise = jfp8.recipes.RowwiseScaling(scale_rounding=None)
+    found = jfp8.debug.compare(One(), "current", rowwise, x, variables=variables, **ALL)
     fprop, wgrad = found.products
     assert (fprop.layer, fprop.product, wgrad.product) == ("Dense_0", "fprop", "wgrad")
     y = x.astype(np.float64) @ w
@@ -60,19 +62,8 @@ def test_errors_of_the_three_products_against_ml_dtypes():
     dw = fake_quantized(x, E4M3).T @ fake_quantized(dy, E5M2)
     assert wgrad.a.total == in_range(relative(dw, x.T @ dy))
     assert fprop.a.product < 2e-6
-    assert 0.005 < fprop.b.total < fprop.a.total * 1.5
-
-
-def test_rowwise_and_powers_of_two_against_ml_dtypes():
-    x = normal((32, 64))
-    x[3] *= 1000
-    variables = One().init(jax.random.key(0), x)
-    w = np.asarray(variables["params"]["Dense_0"]["kernel"])
-    recipe = jfp8.recipes.RowwiseScaling(scale_rounding=None)
-    found = jfp8.debug.compare(One(), recipe, "current", x, variables=variables, **ALL)
-    y = x.astype(np.float64) @ w
-    got = fake_quantized(x, E4M3, 1) @ fake_quantized(w, E4M3, 0)
-    assert found.products[0].a.total == pytest.approx(relative(got, y), rel=1e-3)
+    by_row = fake_quantized(x, E4M3, 1) @ fake_quantized(w, E4M3, 0)
+    assert fprop.b.total == in_range(relative(by_row, y))
 
 
 def test_representable_operands_have_no_cast_error():
@@ -88,41 +79,12 @@ def test_representable_operands_have_no_cast_error():
         assert error.total < 1e-6
 
 
-@pytest.mark.slow
-def test_accumulation_is_an_error_of_the_product():
-    x = np.abs(normal((32, 4096)))
-    hopper = jfp8.recipes.Float8CurrentScaling(accumulation="hopper")
-    found = jfp8.debug.compare(One(), hopper, "current", x, **ALL)
-    fprop = found.products[0]
-    assert fprop.a.cast == fprop.b.cast
-    assert fprop.a.product > 100 * fprop.b.product
-    assert fprop.a.product > 1e-4
-
-
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.relu(nn.Dense(64)(x))
         x = nn.relu(nn.Dense(64)(x))
         return nn.Dense(10)(x)
-
-
-@pytest.mark.slow
-def test_errors_do_not_add_up_from_layer_to_layer():
-    x = normal((32, 16))
-    found = jfp8.debug.compare(Net(), "current", "mxfp8", x, **ALL)
-    assert [(p.layer, p.product) for p in found.products] == [
-        ("Dense_0", "fprop"),
-        ("Dense_1", "fprop"),
-        ("Dense_2", "fprop"),
-        ("Dense_2", "dgrad"),
-        ("Dense_2", "wgrad"),
-        ("Dense_1", "dgrad"),
-        ("Dense_1", "wgrad"),
-        ("Dense_0", "wgrad"),
-    ]
-    assert all(0.005 < p.a.total < 0.12 for p in found.products)
-    assert found.worst(1)[0] == max(found.products, key=lambda p: max(p.a.total, p.b.total))
 
 
 @pytest.mark.slow
@@ -157,11 +119,17 @@ def test_losses_and_gradients_are_those_of_the_models_themselves():
         assert g.cosine_a == pytest.approx(a @ r / np.linalg.norm(a) / np.linalg.norm(r), abs=1e-4)
 
 
-@pytest.mark.slow
-def test_the_same_recipe_twice():
+def test_delayed_scaling_is_current_scaling_here():
+    """Without histories, on purpose: nothing warns of that."""
     found = jfp8.debug.compare(Net(), "delayed", "current", normal((8, 16)))
-    assert all(p.a == p.b for p in found.products)  # without a history, delayed is current
-    assert {p.layer for p in found.products} == {"Dense_0", "Dense_1"}  # logits stay
+    assert all(p.a == p.b for p in found.products)
+    assert [(p.layer, p.product) for p in found.products] == [  # logits stay
+        ("Dense_0", "fprop"),
+        ("Dense_1", "fprop"),
+        ("Dense_1", "dgrad"),
+        ("Dense_1", "wgrad"),
+        ("Dense_0", "wgrad"),
+    ]
 
 
 @pytest.mark.slow
@@ -180,12 +148,11 @@ class Block(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-def test_stacked_layers_have_a_row_each(remat):
+def test_stacked_layers_have_a_row_each():
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x):
-            block = nn.remat(Block, prevent_cse=False) if remat else Block
+            block = nn.remat(Block, prevent_cse=False)
             scanned = nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=3)
             return scanned(name="blocks")(x, None)[0]
 
@@ -209,26 +176,6 @@ def test_convolutions_and_mutable_collections():
     assert all(0 < p.a.total < 0.2 for p in found.products)
 
 
-@pytest.mark.slow
-def test_nnx_models():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(16, 32, rngs=rngs)
-            self.second = nnx.Linear(32, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(nnx.relu(self.first(x)))
-
-    model = Model(nnx.Rngs(0))
-    found = jfp8.debug.compare(model, "current", "nvfp4", normal((32, 16)))
-    assert [(p.layer, p.product) for p in found.products] == [
-        ("first", "fprop"),
-        ("first", "wgrad"),
-    ]
-    assert all(p.a.total < p.b.total for p in found.products)
-    assert found.gradients[0].path == "first/bias"
-
-
 def linen_layer(recipe):
     return jfp8.Dense(8, recipe=recipe)
 
@@ -245,14 +192,7 @@ def test_layers_with_a_recipe_of_their_own_take_part(make):
     without = jfp8.debug.compare(make(None), *TWO, x, **ALL)
     assert [row.product for row in own.products] == ["fprop", "wgrad"]
     assert own == without
-
-
-@pytest.mark.slow
-def test_partly_quantized_layers_show_each_product_once():
-    """This recipe leaves wgrad in high precision, and that alone was once compared."""
-    own = linen_layer(jfp8.recipes.RowwiseScaling(high_precision_wgrad=True))
-    found = jfp8.debug.compare(own, "current", "mxfp8", normal((4, 8)))
-    assert [row.product for row in found.products] == ["fprop", "wgrad"]
+    assert [gradient.path for gradient in own.gradients] == ["bias", "kernel"]
 
 
 def test_a_nan_under_either_recipe_is_worst():

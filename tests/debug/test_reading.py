@@ -28,20 +28,10 @@ class Size(Measurement):
     maxima: ClassVar = ("amax", "minus_amin")
 
     name: str = ""
-    of_weight: bool = False
-    in_forward: bool = True
 
     def __call__(self, x):
         a = jnp.abs(x)
         return jnp.stack([jnp.float32(x.size), jnp.sum((a / a.max()) ** 2), a.max(), -a.min()])
-
-    @property
-    def weight(self):
-        return 0 if self.of_weight else None
-
-    @property
-    def forward(self):
-        return self.in_forward
 
 
 def sizes(*xs):
@@ -50,8 +40,8 @@ def sizes(*xs):
     return [a.size, np.sum((a / a.max()) ** 2), a.max(), -a.min()]
 
 
-def tapped(x, name, of_weight=False):
-    return tap(x, measure=Size(name, of_weight))
+def tapped(x, name, weight=None):
+    return tap(x, measure=Size(name, weight=weight))
 
 
 X = np.array([1.0, -2.0, 3.0], np.float32)
@@ -61,8 +51,8 @@ WEIGHTS = np.arange(1, 13, dtype=np.float32).reshape(4, 3)
 def program(x, weights):
     @jax.checkpoint
     def layer(x, w):
-        w = tapped(w, "weight", of_weight=True)
-        return 2 * tapped(x, "carried", of_weight=True) + w, x[0]
+        w = tapped(w, "weight", weight=0)
+        return 2 * tapped(x, "carried", weight=0) + w, x[0]
 
     x, firsts = lax.scan(layer, x, weights, reverse=True)
     turn = lambda state: (state[0] + 1, 2 * tapped(state[1], "turn"))
@@ -107,7 +97,8 @@ def test_control_flow_stays_and_is_measured():
     assert [place for place, _ in read(closed, [X, WEIGHTS])[1]] == [place for place, _ in found]
 
 
-LAYER = Place(Size("weight", of_weight=True), "/path=mlp;/recipe=r;", 0, (), frozenset())
+WEIGHT = Size("weight", weight=0, forward=True)
+LAYER = Place(WEIGHT, "/path=mlp;/recipe=r;", 0, (), frozenset())
 STEPS, LAYERS = Loop(2, over_inputs=False), Loop(3, over_inputs=True)
 
 
@@ -138,7 +129,7 @@ def test_uses_of_a_layer_are_one():
         replace(LAYER, stack=f"{s}{LAYER.stack}")
         for s in ("transpose(f)/", "rematted_computation/")
     ]
-    gradient = replace(again[0], measure=Size("gradient", in_forward=False))
+    gradient = replace(again[0], measure=Size("gradient"))
     nowhere = [replace(LAYER, stack="", number=n) for n in (6, 7)]
     assert_rows(
         [LAYER, *again, LAYER, gradient, *nowhere],

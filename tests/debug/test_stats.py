@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jfp8
-from support.arrays import normal
+from support.arrays import assert_same, normal
 
 P = PartitionSpec
 DTYPES = {"E4M3FN": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
@@ -113,32 +113,24 @@ def test_current_scaling_against_ml_dtypes():
     assert rows[2].amax == 1.0
 
 
-@pytest.mark.slow
-def test_unscaled_overflow_counts_what_saturates_only():
-    """Up to half an ulp above the largest value, a cast rounds to it as it should."""
-    x = np.array([[448.0, 463.0, 464.0, 465.0, 1e6, -1e6, 2.0**-10, 2.0**-9]], np.float32)
-    w = np.eye(8, dtype=np.float32)
-    _, seen = stats_of(jfp8.recipes.Unscaled())(x, w)
-    row = only(seen.rows(), "lhs")
-    assert row.overflow == 3 / 8
-    assert row.underflow == 1 / 8  # 2^-10 is a tie, and goes to the even neighbour, which is 0
+# In E4M3, and without a scale: 464 is a tie above the largest value, and 2^-10 one above zero, and
+# both go to the even neighbour. What is not finite is counted, and left out of the rest.
+UNSCALED = [448.0, 463.0, 464.0, 465.0, 1e6, -1e6, 2.0**-10, 2.0**-9, 1.0, np.inf, -np.inf, np.nan]
+
+
+def test_a_cast_without_a_scale():
+    x = np.float32([UNSCALED])
+    _, seen = stats_of(jfp8.recipes.Unscaled())(x, np.eye(12, dtype=np.float32))
+    row = only(seen.rows(3), "lhs")
+    assert (row.overflow, row.underflow, row.nonfinite) == (3 / 12, 1 / 12, 3 / 12)
     assert row.headroom == pytest.approx(math.log2(448 / 1e6), rel=1e-6)
     check(row, x, 1.0)
+    assert str(row) == (
+        "step 3: lhs: E4M3FN, amax 1e+06, 8.33 % underflow, 25 % overflow, 25 % nonfinite, "
+        "SQNR 0.0 dB, headroom -11.12 bits"
+    )
 
 
-@pytest.mark.slow
-def test_nonfinite_elements_are_counted_and_left_out_of_the_rest():
-    x = normal((16, 8))
-    x[3, 2], x[4, 4], x[5, 5] = np.inf, -np.inf, np.nan
-    _, seen = stats_of(jfp8.recipes.Unscaled())(x, normal((8, 4), 1))
-    row = only(seen.rows(), "lhs")
-    assert row.nonfinite == 3 / 128
-    assert math.isfinite(row.amax)
-    assert math.isfinite(row.sqnr)
-    check(row, x, 1.0)
-
-
-@pytest.mark.slow
 def test_a_tie_above_the_largest_value_goes_to_the_even_side():
     x = np.array([[57344.0, 61439.0, 61440.0, 61441.0]], np.float32)
     recipe = jfp8.recipes.DirectE5M2()
@@ -146,28 +138,20 @@ def test_a_tie_above_the_largest_value_goes_to_the_even_side():
     assert only(seen.rows(), "lhs").overflow == 2 / 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1.0, 1e25])
-def test_squares_neither_overflow_nor_vanish(magnitude):
-    x = normal((32, 16)) * np.float32(magnitude)
-    _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, normal((16, 8), 1))
-    row = only(seen.rows(), "lhs")
-    check(row, x, np.float32(np.abs(x).max()) / np.float32(448))
-    assert 25 < row.sqnr < 40
+def test_squares_neither_overflow_nor_vanish():
+    measured = stats_of(jfp8.recipes.Float8CurrentScaling())
+    for magnitude in (1e-30, 1e-12, 1.0, 1e25, 0.0):
+        x = normal((32, 16)) * np.float32(magnitude)
+        row = only(measured(x, normal((16, 8), 1))[1].rows(), "lhs")
+        if magnitude:
+            check(row, x, np.float32(np.abs(x).max()) / np.float32(448))
+            assert 25 < row.sqnr < 40
+        else:
+            assert (row.amax, row.underflow, row.overflow, row.exponents) == (0, 0, 0, {})
+            assert row.headroom == math.inf
+            assert math.isnan(row.sqnr)
 
 
-@pytest.mark.slow
-def test_zeros_have_no_exponent_and_no_noise():
-    _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(
-        np.zeros((4, 8), np.float32), normal((8, 4))
-    )
-    row = only(seen.rows(), "lhs")
-    assert (row.amax, row.underflow, row.overflow, row.exponents) == (0, 0, 0, {})
-    assert row.headroom == math.inf
-    assert math.isnan(row.sqnr)
-
-
-@pytest.mark.slow
 def test_block_scales_have_a_range_and_one_headroom():
     x = normal((64, 64)) * np.logspace(-6, 0, 64, dtype=np.float32)[:, None]
     recipe = jfp8.recipes.MXFP8BlockScaling()
@@ -196,22 +180,11 @@ def test_two_level_scales():
 
 
 @pytest.mark.slow
-def test_rows_and_columns_have_a_row_each():
-    x = normal((16, 32))
-    x[3] *= 100
-    _, seen = stats_of(jfp8.recipes.RowwiseScaling())(x, normal((32, 8), 1))
-    by_row, by_column = (r for r in seen.rows() if r.tensor == "lhs")
-    assert by_row.sqnr > 30
-    assert by_column.scale_min > by_row.scale_min * 3  # every column has an outlier
-
-
-@pytest.mark.slow
 def test_stochastic_results_of_products_are_seen_too():
     _, seen = stats_of(jfp8.recipes.Hybrid())(normal((16, 32)), normal((32, 8)))
     assert {"y", "d_lhs"} & {r.tensor for r in seen.rows()}
 
 
-@pytest.mark.slow
 def test_large_tensors_have_a_sampled_histogram_and_exact_sums():
     x = normal((512, 256))
     _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, normal((256, 8), 1))
@@ -228,38 +201,27 @@ def test_large_tensors_have_a_sampled_histogram_and_exact_sums():
 # Nothing changes
 
 
-def model_and_state(recipe=None, tx=None):
-    model = nn.Sequential([jfp8.Dense(64, recipe=recipe), nn.relu, jfp8.Dense(16, recipe=recipe)])
+def state_of(model, tx=None):
     variables = model.init(jax.random.key(0), jnp.ones((1, 32)))
-    tx = tx or optax.chain(jfp8.loss_scale(), optax.adam(1e-3))
-    return model, jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+    return jfp8.TrainState.create(
+        apply_fn=model.apply, variables=variables, tx=tx or optax.sgd(1e-2)
+    )
 
 
-def train_step(model, micro_batches=1):
+def model_and_state():
+    model = nn.Sequential([jfp8.Dense(64), nn.relu, jfp8.Dense(16)])
+    return model, state_of(model, optax.chain(jfp8.loss_scale(), optax.adam(1e-3)))
+
+
+def train_step(model):
     def loss_fn(variables, x):
         return jnp.mean(model.apply(variables, x) ** 2), {}
 
     def step(state, x):
-        gradients = jfp8.value_and_grad(loss_fn, micro_batches=micro_batches)
-        loss, grads = gradients(state, x)
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
         return state.apply_gradients(grads), loss
 
     return step
-
-
-def assert_same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "mxfp8", "hybrid"])
-def test_results_are_those_of_the_step_itself(recipe):
-    model, state = model_and_state(jfp8.recipes.get(recipe))
-    step, x = train_step(model), normal((16, 32))
-    plain = jax.jit(step)(state, x)
-    results, _ = jax.jit(jfp8.debug.stats(step))(state, x)
-    assert_same_bits(plain, results)
 
 
 @pytest.mark.slow
@@ -292,8 +254,11 @@ def test_a_tap_alone_is_the_identity():
 
 @pytest.mark.slow
 def test_every_tensor_of_every_layer_in_the_order_of_the_program():
+    """Results are those of the step itself. Gradients are measured with the loss scale in them."""
     model, state = model_and_state()
-    _, seen = jax.jit(jfp8.debug.stats(train_step(model)))(state, normal((16, 32)))
+    step, x = train_step(model), normal((16, 32))
+    results, seen = jax.jit(jfp8.debug.stats(step))(state, x)
+    assert_same(jax.jit(step)(state, x), results)
     rows = seen.rows()
     assert [r.name for r in rows] == [
         "layers_0 lhs",
@@ -306,18 +271,9 @@ def test_every_tensor_of_every_layer_in_the_order_of_the_program():
     assert [r.order for r in rows] == sorted(r.order for r in rows)
     assert {r.recipe for r in rows} == {"delayed"}
     assert {r.history for r in rows} == {16}
-
-
-@pytest.mark.slow
-def test_gradients_carry_the_loss_scale_and_are_exact():
-    model, state = model_and_state()
-    x = normal((16, 32))
-    _, seen = jax.jit(jfp8.debug.stats(train_step(model)))(state, x)
     y = np.asarray(model.apply({"params": state.params}, x), np.float64)
-    loss_scale = float(state.opt_state[0].loss_scale)
-    assert only(seen.rows(), "grad", "layers_2").amax == pytest.approx(
-        np.abs(2 * y / y.size * loss_scale).max(), rel=1e-2
-    )
+    largest = np.abs(2 * y / y.size).max() * float(state.opt_state[0].loss_scale)
+    assert only(rows, "grad", "layers_2").amax == pytest.approx(largest, rel=1e-2)
 
 
 class Block(nn.Module):
@@ -342,22 +298,15 @@ def stacked(remat, recipe=None):
     return Model()
 
 
-def state_of(model, tx=None):
-    variables = model.init(jax.random.key(0), jnp.ones((1, 32)))
-    return jfp8.TrainState.create(
-        apply_fn=model.apply, variables=variables, tx=tx or optax.sgd(1e-2)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("remat", [True, False])
 def test_scan_over_layers_gives_a_row_for_each(recipe, remat):
     """Remat computes the forward pass twice, and it is counted once."""
     model = stacked(remat, jfp8.recipes.get(recipe))
     state, x = state_of(model), normal((16, 32))
     results, seen = jax.jit(jfp8.debug.stats(train_step(model)))(state, x)
-    assert_same_bits(results, jax.jit(train_step(model))(state, x))
+    assert_same(results, jax.jit(train_step(model))(state, x))
     rows = seen.rows()
     uses = {(r.tensor, r.products) for r in rows}
     assert len(rows) == 5 * len(uses)
@@ -371,22 +320,6 @@ def test_scan_over_layers_gives_a_row_for_each(recipe, remat):
             assert r.amax == np.abs(x).max()
     grads = [r.amax for r in rows if r.tensor == "grad" and r.products.startswith("dgrad")]
     assert len(set(grads)) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-def test_micro_batches_are_taken_together(remat):
-    model = stacked(remat)
-    state, x = state_of(model), normal((16, 32))
-    whole = jax.jit(jfp8.debug.stats(train_step(model)))(state, x)[1].rows()
-    parts = jax.jit(jfp8.debug.stats(train_step(model, micro_batches=4)))(state, x)[1].rows()
-    assert [(r.name, r.count) for r in sorted(parts, key=lambda r: r.name)] == [
-        (r.name, r.count) for r in sorted(whole, key=lambda r: r.name)
-    ]
-    first = lambda rows: [r for r in rows if r.tensor == "lhs" and r.index == (0,)][0]
-    assert first(parts).amax == first(whole).amax
-    assert first(parts).rms == pytest.approx(first(whole).rms, rel=1e-5)
-    assert first(parts).exponents == first(whole).exponents
 
 
 @pytest.mark.slow
@@ -434,7 +367,6 @@ def test_vmap_is_taken_together():
     assert row.mse == pytest.approx(error, rel=2e-5)
 
 
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_takes_devices_together(check_vma):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -454,26 +386,12 @@ def test_shard_map_takes_devices_together(check_vma):
     x, w = normal((16, 8)), normal((8, 4), 1)
     x[5] *= 20
     results, seen = jax.jit(jfp8.debug.stats(run))(x, w)
-    assert_same_bits(results, jax.jit(run)(x, w))
+    assert_same(results, jax.jit(run)(x, w))
     row = next(r for r in seen.rows() if r.tensor == "lhs")
     assert row.amax == np.abs(x).max()
     assert row.scale_max == pytest.approx(np.abs(x).max() / 448, rel=1e-6)
     assert row.scale_min < row.scale_max  # each device has its own
     assert row.count % x.size == 0
-
-
-@pytest.mark.slow
-def test_sharded_inputs_give_the_same_statistics():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    model, state = model_and_state()
-    x = normal((16, 32))
-    step = jax.jit(jfp8.debug.stats(train_step(model)))
-    alone = step(state, x)[1].rows()
-    sharded = step(state, jax.device_put(x, NamedSharding(mesh, P("data", "model"))))[1].rows()
-    for a, b in zip(alone, sharded, strict=True):
-        assert (a.name, a.count, a.exponents) == (b.name, b.count, b.exponents)
-        assert a.amax == pytest.approx(b.amax, rel=1e-5)
-        assert a.sqnr == pytest.approx(b.sqnr, abs=0.05)
 
 
 def test_explicit_meshes():
@@ -487,16 +405,17 @@ def test_explicit_meshes():
         assert only(seen.rows(), "lhs").amax == np.abs(np.asarray(x)).max()
 
 
+class TwoLayers(nnx.Module):
+    def __init__(self, linear):
+        self.first = linear(8, 16, rngs=nnx.Rngs(0))
+        self.second = linear(16, 4, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
 def test_nnx_models_in_their_functional_form():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(8, 16, rngs=rngs)
-            self.second = nnx.Linear(16, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(nnx.relu(self.first(x)))
-
-    model = jfp8.convert(Model(nnx.Rngs(0)), exempt=())
+    model = jfp8.convert(TwoLayers(nnx.Linear), exempt=())
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, rest, x):
@@ -512,14 +431,6 @@ def test_nnx_models_in_their_functional_form():
 def test_nnx_models_that_a_step_changes():
     """The same updates as without statistics, and names that nobody gave."""
 
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first = jfp8.nnx.Linear(8, 16, rngs=rngs)
-            self.second = jfp8.nnx.Linear(16, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(nnx.relu(self.first(x)))
-
     def step(model, optimizer, x):
         loss, grads = jfp8.nnx.value_and_grad(lambda m, x: jnp.sum(m(x) ** 2))(model, x)
         optimizer.update(model, grads)
@@ -527,7 +438,7 @@ def test_nnx_models_that_a_step_changes():
 
     losses, states = [], []
     for function in (step, jfp8.debug.stats(step)):
-        model = Model(nnx.Rngs(0))
+        model = TwoLayers(jfp8.nnx.Linear)
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
         run = nnx.jit(function)
         run(model, optimizer, normal((4, 8), 1))
@@ -535,7 +446,7 @@ def test_nnx_models_that_a_step_changes():
         states.append((nnx.state(model), nnx.state(optimizer)))
     loss, seen = losses[1]
     assert loss == losses[0]
-    assert_same_bits(*states)
+    assert_same(*states)
     rows = seen.rows()
     assert {(r.path, r.tensor) for r in rows} == {
         (path, tensor) for path in ("first", "second") for tensor in ("lhs", "rhs", "grad")
@@ -561,25 +472,6 @@ def test_functions_of_no_layer_have_rows_of_their_own():
     assert [r.tensor for r in seen.rows()] == ["lhs", "rhs", "lhs", "rhs"]
 
 
-@pytest.mark.slow
-def test_stats_are_a_pytree_of_arrays():
-    _, seen = jax.jit(jfp8.debug.stats(lambda x: multiply(x, x.T)))(normal((4, 4)))
-    again = jax.jit(lambda s: s)(seen)
-    assert again.rows() == seen.rows()
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(seen))
-
-
-@pytest.mark.slow
-def test_stats_of_two_traces_have_one_structure():
-    """So that they can be carried through a loop, or come from two branches."""
-    model = stacked(False)
-    state, x = state_of(model), normal((4, 32))
-    step = train_step(model)
-    first, second = (jfp8.debug.stats(jax.jit(step))(state, x)[1] for _ in range(2))
-    assert jax.tree.structure(first) == jax.tree.structure(second)
-    assert first.rows() == second.rows() != ()
-
-
 def test_rows_inside_of_jit_are_refused():
     run = jfp8.debug.stats(lambda x: multiply(x, x.T))
     with pytest.raises(TypeError, match="call rows\\(\\) outside of jax.jit"):
@@ -600,22 +492,10 @@ def test_rows_are_written_as_json_lines_and_read_back(tmp_path):
         jfp8.debug.read_jsonl(path)
 
 
-def test_a_row_prints_in_a_line():
-    x = np.array([[448.0, 1e6, 2.0**-12, 1.0]], np.float32)
-    _, seen = stats_of(jfp8.recipes.Unscaled())(x, np.eye(4, dtype=np.float32))
-    assert str(seen.rows(3)[0]) == (
-        "step 3: lhs: E4M3FN, amax 1e+06, 25 % underflow, 25 % overflow, SQNR 0.0 dB, "
-        "headroom -11.12 bits"
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
-def test_data_parallel_steps(axes):
+def test_data_parallel_steps():
     """Other axes of the mesh stay automatic inside of its shard_map."""
-    shape = (4,) if len(axes) == 1 else (4, 2)
-    devices = jax.devices()[: int(np.prod(shape))]
-    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     model, state = model_and_state()
     x = jax.device_put(normal((16, 32)), NamedSharding(mesh, P("data")))
 
@@ -626,7 +506,7 @@ def test_data_parallel_steps(axes):
         return state.apply_gradients(grads), loss
 
     results, seen = jax.jit(jfp8.debug.stats(step))(state, x)
-    assert_same_bits(results, jax.jit(step)(state, x))
+    assert_same(results, jax.jit(step)(state, x))
     row = only(seen.rows(), "lhs", "layers_0")
     assert row.count == x.size
     assert row.amax == np.abs(np.asarray(x)).max()

@@ -7,7 +7,6 @@ import io
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -57,42 +56,26 @@ def test_every_function_is_listed():
 
 
 @each_picture
-def test_axes_say_what_they_show(name):
+def test_axes_say_what_they_show_and_a_figure_of_its_own_has_a_title_that_fits(name):
     ax = PICTURES[name]()
     assert ax.get_xlabel()
     assert ax.get_ylabel() or [label.get_text() for label in ax.get_yticklabels()]
-
-
-@each_picture
-def test_a_figure_of_its_own_has_a_title_that_fits(name):
-    figure = PICTURES[name]().figure
+    figure = ax.figure
     assert len(figure.get_suptitle().split()) >= 4
     assert figure.get_suptitle()[0].isupper()
     figure.draw_without_rendering()
     assert figure._suptitle.get_window_extent().width < figure.bbox.width
 
 
-@pytest.mark.slow
-@each_picture
-def test_jupyter_shows_the_axes_as_a_picture(name):
-    ax = PICTURES[name]()
-    pixels = image.imread(io.BytesIO(ax._repr_png_()))
-    height, width, _ = pixels.shape
-    assert 150 < height < 1200
-    assert 300 < width <= 750  # 7 inches and a margin
-    luminance = pixels[..., :3] @ [0.2126, 0.7152, 0.0722]
-    assert luminance.max() > 0.99  # paper
-    assert luminance.min() < 0.1  # letters
-
-
 @pytest.mark.representative(1)
 @each_picture
-def test_nothing_is_left_behind(name):
+def test_jupyter_shows_the_axes_and_nothing_is_left_behind(name):
     import matplotlib.pyplot as plt
 
     before = dict(matplotlib.rcParams)
-    ax = PICTURES[name]()
-    ax._repr_png_()
+    height, width, _ = image.imread(io.BytesIO(PICTURES[name]()._repr_png_())).shape
+    assert 150 < height < 1200
+    assert 300 < width <= 750  # 7 inches and a margin
     assert plt.get_fignums() == []
     assert dict(matplotlib.rcParams) == before
 
@@ -173,20 +156,15 @@ def strokes(ax, i):
     return segments[:, 0, 0], np.ptp(segments[..., 1], axis=1) / 2
 
 
-def test_number_line_has_every_positive_value():
-    ax = plot.number_line(*VALUES)
-    assert [label.get_text() for label in ax.get_yticklabels()] == [fmt.name for fmt in VALUES]
-    assert ax.get_xscale() == "log"
-    for i, values in enumerate(VALUES.values()):
-        np.testing.assert_array_equal(strokes(ax, i)[0], values[values > 0])
-
-
-@pytest.mark.parametrize("limit", [0.25, 8, 1e6])
+@pytest.mark.parametrize("limit", [None, 0.25, 8, 1e6])
 def test_number_line_has_every_value_within_a_limit(limit):
+    """Without one, every positive value."""
     ax = plot.number_line(*VALUES, limit=limit)
-    assert ax.get_xscale() == "linear"
+    assert [label.get_text() for label in ax.get_yticklabels()] == [fmt.name for fmt in VALUES]
+    assert ax.get_xscale() == ("log" if limit is None else "linear")
     for i, values in enumerate(VALUES.values()):
-        np.testing.assert_array_equal(strokes(ax, i)[0], values[np.abs(values) <= limit])
+        inside = values > 0 if limit is None else np.abs(values) <= limit
+        np.testing.assert_array_equal(strokes(ax, i)[0], values[inside])
 
 
 @pytest.mark.parametrize("limit", [None, 1.0])
@@ -502,10 +480,9 @@ def test_heat_map_has_a_row_for_each_layer_and_a_column_for_each_step():
     assert "underflow of grad" in ax.figure.axes[1].get_ylabel()
 
 
-@pytest.mark.parametrize("value", ["underflow", "overflow", "nonfinite"])
-def test_heat_map_of_fractions_is_white_at_zero_and_darker_with_more(value):
+def test_heat_map_of_fractions_is_white_at_zero_and_darker_with_more():
     fractions = [0.0, 1e-8, 1e-4, 1e-3, 0.01, 0.1, 1.0]
-    ax = plot.heat_map([row(i, **{value: f}) for i, f in enumerate(fractions)], value)
+    ax = plot.heat_map([row(i, overflow=f) for i, f in enumerate(fractions)], "overflow")
     mesh = ax.collections[0]
     shades = mesh.cmap(mesh.norm(mapped(ax)))[0]
     lightness = [luminance(shade[:3]) for shade in shades]
@@ -614,7 +591,7 @@ def many_rows(layers=100, steps=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [3, 32, 33, 64, 65, 100, 400])
+@pytest.mark.parametrize("layers", [3, 32, 33, 65, 400])
 def test_heat_map_labels_do_not_touch(layers):
     ax = plot.heat_map(list(many_rows(layers)))
     figure = ax.figure
@@ -824,11 +801,6 @@ def test_block_scales_refuse():
     cube, empty = (jfp8.quantize(jnp.ones(shape)) for shape in ((2, 3, 4), (0, 4)))
     refuses(r"q has the shape \(2, 3, 4\). Quantize a matrix", plot.block_scales, cube)
     refuses(r"q has the shape \(0, 4\)", plot.block_scales, empty)
-
-
-def test_block_scales_takes_arrays_on_a_device_as_they_are():
-    q = jax.device_put(jfp8.quantize(MATRIX), jax.devices()[-1])
-    assert mapped(plot.block_scales(q)).shape == (1, 1)
 
 
 @pytest.mark.parametrize(

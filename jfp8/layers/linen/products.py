@@ -33,7 +33,7 @@ from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import are_noted, uses_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
-from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
+from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
@@ -243,7 +243,7 @@ class ProductModule(nn.Module):
     @nn.nowrap
     def _warned_without_histories(self, recipe: Recipe, rhs: jax.Array) -> jax.Array:
         """Return `rhs`; to differentiate by it warns if the recipe needs histories."""
-        if self.is_initializing() or recipe.init_state() is None:
+        if self.is_initializing() or is_overridden() or recipe.init_state() is None:
             return rhs
         return warned_if_differentiated(rhs, _WITHOUT_HISTORIES)
 
