@@ -252,6 +252,12 @@ def filters_of_lift() -> Sequence[Any]:
     return frame.f_locals[f"{way}_variable_filters"]
 
 
+def scopes_of_lift() -> Sequence[Any]:
+    """Return the scopes that a lift has just made of others, if it asks for these scopes' hash."""
+    frame = sys._getframe(2)
+    return frame.f_locals["scopes"] if frame.f_code.co_qualname == "_dup_scopes" else ()
+
+
 # Compiled functions of the region inside are not those of the region outside.
 _interposes = jax.make_user_context(False)
 

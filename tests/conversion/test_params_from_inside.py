@@ -169,6 +169,26 @@ class Lifted(nn.Module):
         return self.lift(Mapped)()(x)
 
 
+class LiftOfLift(nn.Module):
+    """Two lifts with no module between them, whose scopes nobody's method is called in."""
+
+    make: Any
+
+    @nn.compact
+    def __call__(self, x):
+        y, _ = self.make(self.is_initializing())(name="blocks")(x, None)
+        see_all(self)
+        return jnp.sum(y, 0) if y.ndim > x.ndim else y
+
+
+def mapped(target: Any, init: bool) -> Any:
+    # tanh is near 0.3 for weights, and 0.98 for the amax of x: a scale of it would saturate.
+    return nn.map_variables(target, "params", seen_tanh, init=init)
+
+
+scanned = functools.partial(nn.scan, **SCAN)
+
+
 class Lora(nn.Module):
     """Shares the scope of its layer, as in Flax's example of `nn.share_scope`."""
 
@@ -236,10 +256,19 @@ MODELS = {
         )
     ),
     "custom_vjp": CustomVjp(),
+    "map_variables of a scanned class": LiftOfLift(lambda init: mapped(scanned(Block), init)),
+    "scan of a mapped class": LiftOfLift(lambda init: scanned(mapped(Block, init))),
+    "remat of a mapped class": LiftOfLift(lambda init: nn.remat(mapped(Block, init))),
+    "mutable map_variables of scan and remat": LiftOfLift(
+        lambda _: nn.map_variables(
+            scanned(nn.remat(Block)), "params", seen_tanh, see, init=True, mutable=True
+        )
+    ),
 }
 
 
 DAILY = ("scan", "map_variables", "map_variables in scan", "map_variables of scan")
+DAILY += ("map_variables of a scanned class", "scan of a mapped class")
 
 
 def seen_by(call: Any, *args: Any) -> tuple[Any, list[Any]]:
@@ -295,6 +324,22 @@ def test_every_history_moves(name):
         found = amaxes(fp8, role)
         assert found
         assert all(np.all(amax > 0) for amax in found)
+
+
+@pytest.mark.parametrize(
+    "name", ["map_variables", "map_variables in scan", "scan of a mapped class"]
+)
+def test_mutable_histories_of_mapped_parameters_are_recorded(name):
+    """In a loop without `jfp8.TrainState`; by NumPy."""
+    converted = jfp8.convert(MODELS[name], exempt=())
+    variables = jax.jit(converted.init)(KEY, X)
+    variables.pop("fp8_sink")
+    (kernel,) = (k for k in jax.tree.leaves(variables["params"]) if k.shape[-2:] == (16, 16))
+    _, mutated = jax.jit(functools.partial(converted.apply, mutable=["fp8"]))(variables, X)
+    (found,) = amaxes(mutated["fp8"], "rhs")
+    np.testing.assert_allclose(found, np.abs(np.tanh(kernel)).max((-2, -1)), rtol=1e-6)
+    (found,) = amaxes(mutated["fp8"], "lhs")
+    np.testing.assert_allclose(np.ravel(found)[0], np.abs(X).max(), rtol=1e-6)
 
 
 def test_a_decorated_method_under_scan_keeps_its_state():

@@ -162,8 +162,9 @@ class ProductModule(nn.Module):
         else:
             sink = self._read_sink(recipe)
             histories = self._read_state(recipe, is_training=sink is not None)
-        records = histories is not None and self._is_mutable("fp8") and not self.is_initializing()
-        records = records and self.state_collection == "fp8"
+        place, _ = self._place("fp8", ROLES[0])
+        records = self.state_collection == "fp8" and self.is_mutable_collection(place)
+        records = records and histories is not None and not self.is_initializing()
         if histories is not None and records:
             step = resume_recorded if self._is_used_again() else end_recorded
             histories = {role: step(amaxes) for role, amaxes in histories.items()}
@@ -210,10 +211,6 @@ class ProductModule(nn.Module):
         return "/".join(self.path[:depth]), "/".join(self.path[depth:])
 
     @nn.nowrap
-    def _is_mutable(self, collection: str) -> bool:
-        return self.is_mutable_collection(self._place(collection, "")[0])
-
-    @nn.nowrap
     def _read_state(self, recipe: Recipe, is_training: bool) -> dict[str, AmaxState] | None:
         """Return the histories, made if they are missing and may be; None without them.
 
@@ -224,7 +221,8 @@ class ProductModule(nn.Module):
         # State of a layer whose recipe keeps none is a mistake, unless it is only there for now.
         if empty is None and self.recipe is None:
             return None
-        if self.has_variable(*self._place("fp8", ROLES[0])):
+        place = self._place("fp8", ROLES[0])
+        if self.has_variable(*place):
             names = [*ROLES, CHECK] if self._has_check() and not is_training else ROLES
             found = {name: self._get("fp8", name) for name in names}
             if not are_noted() and not self._is_mutable("fp8"):
@@ -234,7 +232,8 @@ class ProductModule(nn.Module):
         if empty is None:
             return None
         # Parameters that are mutable for other reasons are no invitation.
-        if not self._is_mutable("fp8") or (self.state_in_params and not self.is_initializing()):
+        is_invited = not self.state_in_params or self.is_initializing()
+        if not (is_invited and self.is_mutable_collection(place[0])):
             return None
         for name, value in {**empty, CHECK: jnp.zeros((), jnp.float32)}.items():
             self._put("fp8", name, value)
@@ -262,7 +261,7 @@ class ProductModule(nn.Module):
         """The sink, if the loss may be differentiated by it; None if its collection is mutable."""
         place = self._place("fp8_sink", "amax")
         if self.is_initializing():
-            if self._is_mutable("fp8_sink") and recipe.init_state() is not None:
+            if self.is_mutable_collection(place[0]) and recipe.init_state() is not None:
                 self._put("fp8_sink", "amax", init_sink())
             return None
         if self.is_mutable_collection("fp8_sink") or not self.has_variable(*place):
@@ -276,7 +275,8 @@ class ProductModule(nn.Module):
         if empty is None and self.recipe is None:
             return None, None
         if self.is_initializing():
-            if empty is not None and self._is_mutable(OVERWRITTEN) and not self.has_variable(*key):
+            makes = self.is_mutable_collection(key[0]) and not self.has_variable(*key)
+            if empty is not None and makes:
                 variable = state_in_gradients.init_overwritten(empty)
                 self._put(OVERWRITTEN, state_in_gradients.NAME, variable)
         elif self.has_variable(*key):

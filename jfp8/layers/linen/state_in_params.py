@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jfp8.layers.linen.state_in_gradients import NAME, OVERWRITTEN
 from jfp8.scaling.sink import ROLES, WIDTH
-from jfp8.tracing.compat import filters_of_lift
+from jfp8.tracing.compat import filters_of_lift, scopes_of_lift
 
 APART = "fp8_state"  # the collection in which a converted model sees what is in ``params``
 _STORED = tuple(f"@{collection}." for collection in ("fp8", "fp8_sink", OVERWRITTEN))
@@ -29,6 +29,12 @@ class StateApart(flax.core.Scope):
     So do transformations that lift all other collections beside ``params``, and may hand these to
     functions of the user's: ``nn.map_variables``, ``nn.vjp``.
     """
+
+    def __hash__(self) -> int:
+        """Return the hash of this scope; those that a lift has made of it become of this kind."""
+        for scope in scopes_of_lift():
+            keep_apart(scope)
+        return super().__hash__()
 
     def variables(self) -> Any:
         """Return the collections of this scope, as `state_apart`."""
@@ -62,14 +68,12 @@ class StateApart(flax.core.Scope):
 
 
 def keep_apart(scope: Any) -> Any:
-    """Turn `scope` and those around it, which Flax makes, into scopes `StateApart`."""
+    """Turn `scope`, which Flax made, into a `StateApart`."""
     if type(scope) is flax.core.Scope:
         scope.__class__ = StateApart
         # Out of these `APART` comes if it may be changed where they are called, which Flax tells.
         mapped = "".join(scope.debug_path[-1:]).startswith(("map_variables(", "vjp(", "jvp("))
-        if scope.parent is not None:
-            scope.mutable = keep_apart(scope.parent).mutable
-        elif in_filter(scope.mutable, "params") and not mapped:
+        if scope.parent is None and in_filter(scope.mutable, "params") and not mapped:
             scope.mutable = union_filters(scope.mutable, APART)
     return scope
 
