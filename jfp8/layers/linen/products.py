@@ -225,7 +225,7 @@ class ProductModule(nn.Module):
         if self.has_variable(*place):
             names = [*ROLES, CHECK] if self._has_check() and not is_training else ROLES
             found = {name: self._get("fp8", name) for name in names}
-            if not are_noted() and not self._is_mutable("fp8"):
+            if not are_noted() and not self.is_mutable_collection(place[0]):
                 seen = warned_if_differentiated(found["lhs"]["amax"], _TRAINED)
                 found["lhs"] = {**found["lhs"], "amax": seen}
             return intact_states(found)
