@@ -71,6 +71,10 @@ def value_and_grad(
       A function with the arguments of `f` that returns ``(loss, grads)`` or ``((loss, aux),
       grads)``, just as ``nnx.value_and_grad`` does; no FP8 state is in them.
 
+    Raises:
+      TypeError: a Linen model or state; an argument by keyword that `f` cannot take by position.
+      ValueError: `micro_batches` is no int of at least 1, or does not divide the batch.
+
     >>> import jax.numpy as jnp, jfp8
     >>> from flax import nnx
     >>> model = jfp8.nnx.Linear(3, 4, rngs=nnx.Rngs(0))
@@ -213,11 +217,9 @@ def _of_parts(
             return (grads, rows), (loss, nnx.state(merged, nnx.Not(nnx.Param)), aux)
 
         batch = {n: arg for n, arg, m in zip(names, args, holds, strict=True) if not m}
-        call, known = "jfp8.nnx.value_and_grad(f", (params, sinks)
-        varying = ((like, sinks), known, others, batch)
-        (grads, rows), (loss, others, aux) = over_micro_batches(
-            of_part, micro_batches, batch_axes or {}, call, *varying
-        )
+        how = (micro_batches, batch_axes or {}, "jfp8.nnx.value_and_grad(f")
+        varying = ((like, sinks), (params, sinks), others, batch)
+        (grads, rows), (loss, others, aux) = over_micro_batches(of_part, *how, *varying)
         nnx.update(models, others)
         return (loss, aux), rows, grads
 
