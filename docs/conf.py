@@ -26,6 +26,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_design",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
@@ -36,7 +37,7 @@ html_title = f"jfp8 {release}"
 # Pages are Markdown that also reads well where no site is built. Headings get anchors to link to.
 myst_heading_anchors = 3
 # Formulas between $$ become MathML, which browsers show without a script from elsewhere.
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
 html_math_renderer = "mathml"
 # Notebooks are shown as committed. The tests execute them.
 nb_execution_mode = "off"
@@ -78,6 +79,27 @@ def link_to_copies(app, docname, source):
     """Links to notebooks, `../notebooks/..`, lead to the copies; other files are downloads."""
     up = "../" * (docname.count("/") + 1)
     source[0] = source[0].replace(f"]({up}notebooks/", "](/notebooks/")
+
+
+# `**NNX**`, code, `**Linen**`, code: the same program twice. All tabs of the site switch together.
+TAB = r"\*\*(NNX|Linen)\*\*\n\n(```python\n.*?\n```\n)"
+
+
+def tabs(app, docname, source):
+    """Blocks of code under the names of Flax's two APIs become tabs."""
+
+    def tab(found):
+        name, code = found.groups()
+        return f":::{{tab-item}} {name}\n:sync: {name}\n\n{code}:::\n"
+
+    def tab_set(found):
+        return (
+            "::::{tab-set}\n:sync-group: flax\n\n"
+            + re.sub(TAB, tab, found[0], flags=re.S)
+            + "::::\n"
+        )
+
+    source[0] = re.sub(rf"(?:^{TAB}\n?)+", tab_set, source[0], flags=re.M | re.S)
 
 
 def link_names(app, doctree):
@@ -170,6 +192,7 @@ def setup(app):
     app.connect("autodoc-skip-member", skip_member)
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)  # before Napoleon
     app.connect("source-read", link_to_copies)
+    app.connect("source-read", tabs)
     app.connect("doctree-read", link_names)
     app.connect("doctree-read", link_papers)
     app.connect("doctree-resolved", name_pictures)

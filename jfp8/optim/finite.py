@@ -20,7 +20,7 @@ def scaled(tree: Any, loss_scale: jax.typing.ArrayLike | None) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) * loss_scale, tree)
 
 
-def unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
+def unscaled(tree: Any, loss_scale: jax.typing.ArrayLike | None) -> Any:
     """Divide `tree` by the loss scale, in f32; exact, because it is a power of two."""
     return tree if loss_scale is None else scaled(tree, 1.0 / loss_scale)
 

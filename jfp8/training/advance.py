@@ -36,9 +36,9 @@ def advance(
     Args:
       fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated; or
         the state of one product, as `scaled_dot_general` takes it.
-      sink_cotangent: the gradient with respect to the ``fp8_sink`` collection, or to the sink of
-        one product. A product that is missing from it (a frozen layer) keeps what `fp8` itself
-        recorded. None: all do.
+      sink_cotangent: the tree of gradients with respect to the ``fp8_sink`` collection, or that to
+        the sink of one product. A product that is missing from it (a frozen layer) keeps what `fp8`
+        itself recorded. None: all do.
       opt_states: the optimizer's state before and after this step. Pass them if it contains a
         `jfp8.loss_scale`: gradients are then S times as large, and their histories are rescaled
         when S changes, since each growth of S would saturate gradients in the next step. A step

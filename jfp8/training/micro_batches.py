@@ -81,9 +81,8 @@ def over_micro_batches(
         return (total, sink_so_far, collections), (loss, aux)
 
     differentiated, sinks = like
-    zeros = jax.tree.map(
-        lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), differentiated
-    )
+    wide_zeros = lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32))
+    zeros = jax.tree.map(wide_zeros, differentiated)
     (grads, sink, collections), (losses, aux) = jax.lax.scan(
         accumulate, (zeros, sinks, collections), parts, length=micro_batches
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,9 +17,11 @@ from flax.nnx import filterlib
 from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled, unscaled
+from jfp8.optim.fp8_params import carriers, with_carriers
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, foreseen, largest_of_devices
 from jfp8.scaling.sink import ROLES
+from jfp8.scaling.trees import is_scaled_array
 from jfp8.training.histories import decode_all, rescaled, zero_sink
 from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.state import TrainState
@@ -51,7 +54,7 @@ def value_and_grad(
     Args:
       f: as for ``nnx.value_and_grad``; left out, a decorator is returned.
       argnums: as for ``nnx.value_and_grad``: which arguments to differentiate with respect to; in
-        models among them, to the ``nnx.Param`` or what ``nnx.DiffState`` says.
+        models among them, to the ``nnx.Param`` or what ``nnx.DiffState`` says; also those in FP8.
       has_aux: whether `f` returns ``(loss, aux)``.
       loss_scale: a factor for the loss, a scalar that may change from step to step. The returned
         gradients are those of the scaled loss, as an optimizer with `jfp8.loss_scale` takes them;
@@ -67,6 +70,10 @@ def value_and_grad(
     Returns:
       A function with the arguments of `f` that returns ``(loss, grads)`` or ``((loss, aux),
       grads)``, just as ``nnx.value_and_grad`` does; no FP8 state is in them.
+
+    Raises:
+      TypeError: a Linen model or state; an argument by keyword that `f` cannot take by position.
+      ValueError: `micro_batches` is no int of at least 1, or does not divide the batch.
 
     >>> import jax.numpy as jnp, jfp8
     >>> from flax import nnx
@@ -89,7 +96,7 @@ def value_and_grad(
         products = training_products(args)
         before = {path: product.intact_histories() for path, product in products.items()}
         kept = [(x, x.get_value()) for x in _statistics(args, wanted)]
-        trained = _trained_modules(args, wanted)
+        trained = {path[:end] for path in _trained(args, wanted) for end in range(1, len(path))}
         with_sink = [path for path in products if path[:-1] in trained]
 
         def with_sinks(sinks: list[jax.Array], *args: Any) -> Any:
@@ -110,7 +117,7 @@ def value_and_grad(
         gradient = functools.partial(_gradient, with_sinks, (0, *shifted))
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
         if micro_batches > 1:
-            like = [nnx.state(args[w.argnum - 1], w.filter) for w in shifted]
+            like = [carriers(nnx.state(args[w.argnum - 1], w.filter)) for w in shifted]
             gradient = _of_parts(gradient, f, like, micro_batches, batch_axes)
         (loss, aux), rows, grads = gradient(sinks, *args)
         decoded, overflow = decode_all(rows)
@@ -133,10 +140,8 @@ def _differentiated(entries: Any) -> tuple[tuple[nnx.DiffState, ...], tuple[nnx.
 
     Those leave out histories, which filters by path would take for parameters.
     """
-    wanted = tuple(
-        entry if isinstance(entry, nnx.DiffState) else nnx.DiffState(entry, nnx.Param)
-        for entry in entries
-    )
+    filtered = lambda e: e if isinstance(e, nnx.DiffState) else nnx.DiffState(e, nnx.Param)
+    wanted = tuple(map(filtered, entries))
     no_state = nnx.Not((Fp8State, Fp8Sink))
     return wanted, tuple(nnx.DiffState(w.argnum + 1, nnx.All(w.filter, no_state)) for w in wanted)
 
@@ -162,16 +167,36 @@ def _gradient(f: Callable[..., Any], argnums: Any, sinks: list[jax.Array], *args
       argnums: what to differentiate with respect to: sinks, and arguments.
     """
     noted: list[Uses] = []
+    trained = _trained((sinks, *args), argnums[1:])
+    in_fp8 = {path: v for path, v in trained.items() if is_scaled_array(v.get_value())}
+    params = [variable.get_value() for variable in in_fp8.values()]
 
     def noting(sinks: list[jax.Array], *args: Any) -> Any:
-        uses, loss, aux = f(sinks, *args)
+        nodes = dict(nnx.iter_graph((sinks, *args), graph=True))
+        here = [nodes[path] for path in in_fp8]
+        with _holding(here, with_carriers(params, [v.get_value() for v in here])):
+            uses, loss, aux = f(sinks, *args)
         noted.append(uses)
         return loss, (aux, uses.amaxes())
 
-    (_, (aux, amaxes)), (cotangents, *grads) = nnx.value_and_grad(
-        noting, argnums=argnums, has_aux=True, graph=True, graph_updates=True
-    )(sinks, *args)
+    how: Any = {"has_aux": True, "graph": True, "graph_updates": True}
+    differentiate = nnx.value_and_grad(noting, argnums=argnums, **how)
+    with _holding(in_fp8.values(), carriers(params)):
+        (_, (aux, amaxes)), (cotangents, *grads) = differentiate(sinks, *args)
     return aux, noted[0].into(cotangents, amaxes), grads
+
+
+@contextlib.contextmanager
+def _holding(variables: Iterable[nnx.Variable], values: Any) -> Iterator[None]:
+    """Give `variables` other `values`, until the end."""
+    before = [(variable, variable.get_value()) for variable in variables]
+    try:
+        for variable, value in zip(variables, values, strict=True):
+            variable.set_value(value)
+        yield
+    finally:
+        for variable, value in before:
+            variable.set_value(value)
 
 
 def _of_parts(
@@ -199,11 +224,9 @@ def _of_parts(
             return (grads, rows), (loss, nnx.state(merged, nnx.Not(nnx.Param)), aux)
 
         batch = {n: arg for n, arg, m in zip(names, args, holds, strict=True) if not m}
-        call, known = "jfp8.nnx.value_and_grad(f", (params, sinks)
-        varying = ((like, sinks), known, others, batch)
-        (grads, rows), (loss, others, aux) = over_micro_batches(
-            of_part, micro_batches, batch_axes or {}, call, *varying
-        )
+        how = (micro_batches, batch_axes or {}, "jfp8.nnx.value_and_grad(f")
+        varying = ((like, sinks), (params, sinks), others, batch)
+        (grads, rows), (loss, others, aux) = over_micro_batches(of_part, *how, *varying)
         nnx.update(models, others)
         return (loss, aux), rows, grads
 
@@ -285,12 +308,9 @@ def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
     return bound.args
 
 
-def _warn_of_float16(
-    loss_scale: Any, loss: Any, args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]
-) -> None:
-    nodes = [node for w in wanted for _, node in nnx.iter_graph(args[w.argnum], graph=True)]
-    params = [node.get_value() for node in nodes if isinstance(node, nnx.Param)]
-    warn_of_float16(loss_scale, (loss, params), "jfp8.nnx.value_and_grad(f, loss_scale=scale)")
+def _warn_of_float16(scale: Any, loss: Any, args: tuple[Any, ...], wanted: Any) -> None:
+    params = [variable.get_value() for variable in _trained(args, wanted).values()]
+    warn_of_float16(scale, (loss, params), "jfp8.nnx.value_and_grad(f, loss_scale=scale)")
 
 
 def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[Any, ...]:
@@ -304,9 +324,8 @@ def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[An
                 f"jfp8.nnx.value_and_grad differentiates NNX models, but got a Linen {kind}. Use "
                 "jfp8.value_and_grad(loss_fn)(state, batch), where state is a jfp8.TrainState."
             )
-    is_model = lambda node: isinstance(node, nnx.Pytree)
-    leaves = jax.tree.leaves(args, is_leaf=is_model)
-    check_examples([leaf for leaf in leaves if not is_model(leaf)])
+    leaves = jax.tree.leaves(args, is_leaf=_is_node)
+    check_examples([leaf for leaf in leaves if not _is_node(leaf)])
     return args
 
 
@@ -319,12 +338,11 @@ def training_products(args: tuple[Any, ...]) -> dict[Path, Product]:
     }
 
 
-def _trained_modules(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> set[Path]:
-    """Find the paths of differentiated Variables in `args`, and all of their beginnings."""
-    found = set()
-    for entry in wanted:
-        predicate = filterlib.to_predicate(entry.filter)
-        for path, node in nnx.iter_graph(args[entry.argnum], graph=True):
-            if isinstance(node, nnx.Variable) and predicate(path, node):
-                found.update((entry.argnum, *path[:end]) for end in range(len(path)))
-    return found
+def _trained(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> dict[Path, nnx.Variable]:
+    """Find the differentiated Variables by their paths in `args`."""
+    return {
+        (entry.argnum, *path): node
+        for entry in wanted
+        for path, node in nnx.iter_graph(args[entry.argnum], graph=True)
+        if isinstance(node, nnx.Variable) and filterlib.to_predicate(entry.filter)(path, node)
+    }

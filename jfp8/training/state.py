@@ -209,12 +209,12 @@ class TrainState(flax.struct.PyTreeNode):
 
     @property
     def has_stored_params(self) -> bool:
-        """Return True if some parameters are `ScaledArray`s."""
+        """Return True if some parameters are stored as a `ScaledArray`."""
         return _has_stored(self.params)
 
     @property
     def stored_params(self) -> Any:
-        """Return the parameters, if some are `ScaledArray`s, else None."""
+        """Return the parameters, if some are stored as a `ScaledArray`, else None."""
         return self.params if self.has_stored_params else None
 
     def apply_gradients(self, grads: Gradients, **extra_args: Any) -> TrainState:

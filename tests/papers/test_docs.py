@@ -378,8 +378,20 @@ OTHERS = (
 NEWER = "# JAX 0.11.2 or later\n"
 
 
-def blocks_of(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+TABS = ("NNX", "Linen")  # one program, twice: docs/conf.py shows one of them at a time
+
+
+def blocks_of(page: Path, tab: str = "") -> list[str]:
+    """The code on a page; with `tab`, without that of the other one."""
+    found = re.findall(
+        r"(?:^\*\*(\w+)\*\*\n\n)?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    others = {*TABS} - {tab} if tab else set()
+    return [code for name, code in found if name not in others]
+
+
+def tabs_of(page: Path) -> list[str]:
+    return re.findall(r"^\*\*(NNX|Linen)\*\*\n\n```python\n", page.read_text(), re.MULTILINE)
 
 
 def is_ours(code: str) -> bool:
@@ -394,8 +406,14 @@ RUNNING = [
     for page in (*GUIDES, *DOCS.glob("api/*.md"))
     if page.name not in ("memory.md", "scaling_out.md") and any(map(is_ours, blocks_of(page)))
 ]
-each_running = pytest.mark.parametrize(
-    "page", RUNNING, ids=lambda page: str(page.relative_to(DOCS).with_suffix(""))
+PROGRAMS = [(page, tab) for page in RUNNING for tab in (TABS if tabs_of(page) else ("",))]
+each_program = pytest.mark.parametrize(
+    ("page", "tab"),
+    PROGRAMS,
+    ids=[
+        " ".join([str(page.relative_to(DOCS).with_suffix("")), tab]).strip()
+        for page, tab in PROGRAMS
+    ],
 )
 
 
@@ -409,15 +427,22 @@ def test_pages_have_code():
     assert without == elsewhere | tables | trainers
 
 
+def test_tabs_come_in_pairs():
+    tabs = {page.name: tabs_of(page) for page in RUNNING if tabs_of(page)}
+    assert {"index.md", "quickstart.md"} <= {*tabs}
+    assert all(found == [*TABS] * (len(found) // 2) for found in tabs.values())
+
+
 @pytest.mark.slow
-@each_running
-def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+@each_program
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"):  # as for whoever copies it
         scope = {"__name__": page.stem}
-        for number, code in enumerate(blocks_of(page)):
+        for number, code in enumerate(blocks_of(page, tab)):
             if is_ours(code) and not (code.startswith(NEWER) and jax.__version_info__ < (0, 11, 2)):
-                exec(compile(code, f"{page.name}, block {number}", "exec"), scope)
+                program = compile(code, f"{page.name}, block {number}", "exec", dont_inherit=True)
+                exec(program, scope)
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("coming_from/*.md")), ids=lambda page: page.stem)
@@ -443,7 +468,7 @@ def test_a_page_for_newcomers_has_a_table_and_both_sides(page):
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
-    for name in ("sphinx", "myst_nb", "furo", "sphinx_copybutton"):
+    for name in ("sphinx", "myst_nb", "furo", "sphinx_copybutton", "sphinx_design"):
         pytest.importorskip(name)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "html"]
     done = subprocess.run(
@@ -457,6 +482,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
     notebooks = {f"notebooks/{path.stem}" for path in ROOT.glob("notebooks/*.ipynb")}
     assert notebooks
     assert notebooks <= pages
+    switched = (tmp_path / "quickstart.html").read_text()
+    assert switched.count('data-sync-id="NNX"') == switched.count('data-sync-id="Linen"') == 5
     linen = (tmp_path / "api/linen.html").read_text()
     assert 'id="jfp8.Dense"' in linen
     assert "nn.Dense" in linen

@@ -1,0 +1,436 @@
+"""Linen next to NNX, the table of docs/works_with.md: a call and a test for each, in `ROWS`.
+
+Below them are the tests of NNX that stand in no other file.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from support.arrays import assert_same, relative_error
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "docs/works_with.md"
+
+# The call and its test, in Linen and in NNX.
+ROWS = {
+    "a step that is skipped and counted if not finite": (
+        "`state.apply_gradients(grads)`, `state.skipped_steps`",
+        "training/test_skipped.py::test_a_gradient_that_is_nan_is_counted_and_named",
+        "`jfp8.nnx.Optimizer(model, tx)`, `optimizer.skipped_steps`",
+        "training/test_nnx_steps.py::test_a_step_that_is_not_finite_changes_nothing",
+    ),
+    "micro-batches": (
+        "`jfp8.value_and_grad(f, micro_batches=4)`",
+        "training/test_train.py::test_micro_batches_are_the_same_step",
+        "`jfp8.nnx.value_and_grad(f, micro_batches=4)`",
+        "training/test_nnx_steps.py::test_parts_of_a_batch_train_as_the_whole",
+    ),
+    "loss scale": (
+        "`jfp8.loss_scale(tx)`; the state multiplies the loss",
+        "training/test_train.py::test_gradient_histories_follow_the_loss_scale_exactly",
+        (
+            "`jfp8.loss_scale(tx)`, `jfp8.nnx.value_and_grad(f, loss_scale=scale)` with "
+            "`scale = jfp8.scale_loss(1.0, optimizer.opt_state)`"
+        ),
+        "training/test_nnx_steps.py::test_an_overflow_lowers_the_loss_scale_and_changes_nothing_else",
+    ),
+    "data parallel": (
+        '`jfp8.data_parallel(jfp8.value_and_grad(f), "data")`',
+        "training/test_data_parallel.py::test_a_step_is_that_of_one_device_but_for_the_mean",
+        '`jfp8.data_parallel(jfp8.nnx.value_and_grad(f), "data")`',
+        "training/test_nnx_steps.py::test_parts_of_a_batch_train_as_the_whole",
+    ),
+    "FSDP, on automatic and explicit axes": (
+        "`jax.device_put(state, shardings)`",
+        "training/test_linen_and_nnx.py::test_fsdp_is_the_step_of_one_device",
+        "`nnx.update(model, jax.device_put(nnx.state(model), shardings))`",
+        "training/test_linen_and_nnx.py::test_fsdp_is_the_step_of_one_device",
+    ),
+    "FSDP that gathers bytes": (
+        '`jfp8.gather_weights(params, "fsdp", specs)`',
+        "training/test_gather_weights.py::test_the_same_loss_to_the_bit_and_one_byte_for_each_element",
+        "the same of `nnx.split(model, nnx.Param, ...)`, then `nnx.merge`",
+        "training/test_linen_and_nnx.py::test_gathered_weights",
+    ),
+    "FP8 moments": (
+        "`jfp8.optim.adamw(1e-3)`",
+        "training/test_resume.py::test_the_run_has_all_that_a_checkpoint_must_hold",
+        "`jfp8.nnx.Optimizer(model, jfp8.optim.adamw(1e-3))`",
+        "training/test_linen_and_nnx.py::test_state_in_fp8_trains_and_is_skipped",
+    ),
+    "FP8 parameters": (
+        "`jfp8.quantize_params(params)`, `jfp8.optim.master_weights(tx)`",
+        "optim/test_masters.py::test_trains_like_f32",
+        (
+            "`nnx.update(model, jfp8.quantize_params(nnx.state(model, nnx.Param)))`, "
+            "`jfp8.optim.master_weights(tx)`"
+        ),
+        "training/test_linen_and_nnx.py::test_state_in_fp8_trains_and_is_skipped",
+    ),
+    "a recipe for each layer": (
+        '`jfp8.convert(model, {"mlp/*": "mxfp8", "*": "delayed"})`',
+        "conversion/test_recipe_per_layer.py::test_each_layer_has_the_recipe_of_the_first_pattern_that_matches",
+        "the same",
+        "conversion/test_recipe_per_layer.py::test_nnx",
+    ),
+    "another recipe from a step on": (
+        "`state.with_model(jfp8.convert(model, recipe), x)`",
+        "training/test_phases.py::test_a_run_of_three_phases_and_one_that_was_killed",
+        (
+            "`new = jfp8.convert(plain, recipe)`, `nnx.update(new, "
+            "jfp8.checkpoint.upgrade(nnx.state(model), nnx.state(new)))`"
+        ),
+        "training/test_linen_and_nnx.py::test_another_recipe_from_a_step_on",
+    ),
+    "resume on another number of devices": (
+        "`jfp8.checkpoint.save(path, state)`, `jfp8.checkpoint.restore(path, state)`",
+        "training/test_linen_and_nnx.py::test_resumed_on_another_number_of_devices",
+        "the same of `nnx.state((model, optimizer))`, then `nnx.update`",
+        "training/test_linen_and_nnx.py::test_resumed_on_another_number_of_devices",
+    ),
+    "decoding": (
+        "`jfp8.TransformerLayer(..., decode=True)`",
+        "layers/test_decoding.py::test_a_cache_in_fp8_does_not_depend_on_how_the_tokens_came",
+        "`layer.init_cache(shape)`, `layer(x, decode=True)`",
+        "layers/test_decoding.py::test_a_cache_in_fp8_does_not_depend_on_how_the_tokens_came",
+    ),
+    "statistics and advice": (
+        "`record = jfp8.debug.Recorder(step)`, `jfp8.debug.advice(record.rows)`",
+        "training/test_linen_and_nnx.py::test_advice_names_the_layer",
+        "the same, `record(model, optimizer, batch)`",
+        "training/test_linen_and_nnx.py::test_advice_names_the_layer",
+    ),
+    "activations kept in FP8": (
+        "`jfp8.save_in_fp8(f)`",
+        "products/test_saved_activations.py::test_nothing_is_kept_but_bytes",
+        "the same",
+        "training/test_linen_and_nnx.py::test_a_function_that_saves_in_fp8_inside_a_module",
+    ),
+    "all in one call": (
+        '`jfp8.initialize(model, tx, opt_level="O2")`',
+        "training/test_initialize.py::test_every_level_trains_the_converted_model_like_f32",
+        "the same",
+        "training/test_linen_and_nnx.py::test_initialize",
+    ),
+    "a model that you did not write": (
+        "`jfp8.convert(model)`",
+        "conversion/test_convert.py::test_every_product_is_fp8_forward_and_backward",
+        "the same",
+        "conversion/test_nnx_convert.py::test_it_is_the_hand_made_model_and_the_original_is_untouched",
+    ),
+    "what is FP8, and why not": (
+        "`jfp8.report(model, variables, x)`",
+        "conversion/test_report.py::test_rows_of_an_mlp",
+        "`jfp8.report(model, x)`",
+        "conversion/test_nnx_convert.py::test_a_report_has_a_reason_for_every_product",
+    ),
+}
+
+
+def table() -> str:
+    """The table as the page shows it."""
+    lines = ["| | Linen | NNX |", "|---|---|---|"]
+    lines += [f"| {task} | {linen} | {of_nnx} |" for task, (linen, _, of_nnx, _) in ROWS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_shows_the_table():
+    assert f"\n\n{table()}\n" in PAGE.read_text(), f"Write it to {PAGE.name}:\n{table()}"
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_no_cell_is_empty_and_each_has_a_test_that_calls_it(task):
+    linen, linen_test, of_nnx, nnx_test = ROWS[task]
+    for call, test in ((linen, linen_test), (of_nnx, nnx_test)):
+        file, _, name = test.partition("::")
+        source = (TESTS / file).read_text()
+        tree = ast.walk(ast.parse(source))
+        assert name in {node.name for node in tree if isinstance(node, ast.FunctionDef)}
+        called = re.findall(r"[\w.]*\.(\w+)\(", linen if call.startswith("the same") else call)
+        assert called
+        assert [each for each in called if not re.search(rf"\b{each}\b", source)] == []
+    assert "nnx" in (TESTS / nnx_test.partition("::")[0]).read_text()
+
+
+# One model, twice
+
+WIDTH = 72  # eight devices divide it, and three; FP8 moments have 4096 elements or more
+X = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
+BATCH = {"x": X, "y": jnp.roll(X, 1, axis=0)}
+BAD = {**BATCH, "x": X.at[-1, 3].set(jnp.nan)}
+
+
+class Plain(nnx.Module):
+    """Two layers of Flax."""
+
+    def __init__(self, activation=nnx.relu, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x):
+        return self.last(self.activation(self.first(x)))
+
+
+def made(recipe="delayed", **options):
+    return jfp8.convert(Plain(**options), recipe, exempt=())
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def stepped(f):
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, grads = jfp8.nnx.value_and_grad(f)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+step = stepped(loss_fn)
+
+
+class InNnx:
+    """A model and its optimizer, with the methods of a `TrainState` that tests need."""
+
+    def __init__(self, seed=0):
+        self.model = made(seed=seed)
+        self.optimizer = jfp8.nnx.Optimizer(self.model, optax.adam(1e-2))
+
+    @property
+    def state(self):
+        return nnx.state((self.model, self.optimizer))
+
+    def put(self, state):
+        nnx.update((self.model, self.optimizer), state)
+
+    first, function = "first", staticmethod(step)
+
+    @property
+    def arguments(self):
+        return self.model, self.optimizer
+
+    def step(self, batch):
+        return step(*self.arguments, batch)
+
+    @property
+    def kernel(self):
+        return self.model.first.kernel[...]
+
+
+LINEN = jfp8.convert(nn.Sequential([nn.Dense(WIDTH), nn.relu, nn.Dense(WIDTH)]), exempt=())
+
+
+@jax.jit
+def linen_step(state, batch):
+    apply = lambda variables, batch: loss_fn(lambda x: LINEN.apply(variables, x), batch)
+    loss, grads = jfp8.value_and_grad(apply)(state, batch)
+    return state.apply_gradients(grads), loss
+
+
+class InLinen:
+    """The same in Linen."""
+
+    def __init__(self, seed=0):
+        variables = LINEN.init(jax.random.key(seed), X)
+        self.state = jfp8.TrainState.create(
+            apply_fn=LINEN.apply, variables=variables, tx=optax.adam(1e-2)
+        )
+
+    def put(self, state):
+        self.state = state
+
+    first, function = "layers_0", staticmethod(linen_step)
+
+    @property
+    def arguments(self):
+        return (self.state,)
+
+    def step(self, batch):
+        self.state, loss = linen_step(self.state, batch)
+        return loss
+
+    @property
+    def kernel(self):
+        return self.state.params["layers_0"]["kernel"]
+
+
+each_kind = pytest.mark.parametrize("kind", [InNnx, InLinen])
+
+
+def spread(tree, mesh):
+    """Every matrix along its rows, and the batch."""
+    spec = lambda x: P(mesh.axis_names[0]) if x.ndim == 2 else P()
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
+
+
+@pytest.mark.representative(2)
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@each_kind
+def test_fsdp_is_the_step_of_one_device(kind, axis):
+    single, sharded = kind(), kind()
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis,))
+    with jax.set_mesh(mesh):
+        sharded.put(spread(sharded.state, mesh))
+        losses = [float(sharded.step(spread(BATCH, mesh))) for _ in range(3)]
+    np.testing.assert_allclose(losses, [single.step(BATCH) for _ in range(3)], rtol=1e-3)
+    assert losses[-1] < 0.9 * losses[0]
+    shards = sharded.kernel.addressable_shards
+    assert [shard.data.shape for shard in shards] == [(WIDTH // 8, WIDTH)] * 8
+
+
+def test_gathered_weights():
+    def gathered(model, batch):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        whole = jfp8.gather_weights(params, "fsdp", P("fsdp"), recipe="current")
+        return loss_fn(nnx.merge(graphdef, whole, rest), batch)
+
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    single, sharded = InNnx(), InNnx()
+    by_bytes = stepped(gathered)
+    with jax.set_mesh(mesh):
+        params = nnx.state(sharded.model, nnx.Param)
+        nnx.update(sharded.model, jax.device_put(params, NamedSharding(mesh, P("fsdp"))))
+        arguments = sharded.model, sharded.optimizer, spread(BATCH, mesh)
+        text = by_bytes.lower(*arguments).compile().as_text()
+        losses = [float(by_bytes(*arguments)) for _ in range(3)]
+    np.testing.assert_allclose(losses, [single.step(BATCH) for _ in range(3)], rtol=0.02)
+    assert losses[-1] < 0.9 * losses[0]
+    assert re.search(rf"u8\[{WIDTH},{WIDTH}\]\S* all-gather", text)
+    history = sharded.model.first.dot_general.fp8["grad"][...]
+    assert np.count_nonzero(history) == 3
+
+
+@each_kind
+def test_resumed_on_another_number_of_devices(kind, tmp_path):
+    """On eight devices, then on three: the same bits, and the same next step."""
+    pytest.importorskip("orbax.checkpoint")
+    first, then = kind(), kind(seed=1)
+    first.put(spread(first.state, Mesh(jax.devices()[:8], ("data",))))
+    for _ in range(2):
+        first.step(BATCH)
+    jfp8.checkpoint.save(tmp_path / "step_2", first.state)
+    target = spread(then.state, Mesh(jax.devices()[:3], ("data",)))
+    then.put(jfp8.checkpoint.restore(tmp_path / "step_2", target, strict=True))
+    assert len(then.kernel.addressable_shards) == 3
+    assert_same(jax.device_get(then.kernel), jax.device_get(first.kernel))
+    found, expected = (jax.tree.leaves(jax.device_get(each.state)) for each in (then, first))
+    assert_same(found, expected)
+    np.testing.assert_allclose(then.step(BATCH), first.step(BATCH), rtol=1e-5)
+
+
+def test_another_recipe_from_a_step_on():
+    plain, model = Plain(), made()
+    optimizer = jfp8.nnx.Optimizer(model, optax.adam(1e-2))
+    for _ in range(3):
+        step(model, optimizer, BATCH)
+    shorter = jfp8.convert(plain, jfp8.recipes.DelayedScaling(amax_history_len=2), exempt=())
+    with pytest.warns(jfp8.checkpoint.CheckpointChange, match="histor"):
+        nnx.update(shorter, jfp8.checkpoint.upgrade(nnx.state(model), nnx.state(shorter)))
+    for role in ("lhs", "rhs", "grad"):
+        old, new = (m.last.dot_general.fp8[role][...] for m in (model, shorter))
+        assert_same(new, old[:2])
+        assert np.all(new > 0)
+    blocks = jfp8.convert(plain, "mxfp8", exempt=())
+    with pytest.warns(jfp8.checkpoint.CheckpointChange, match="dropped"):
+        nnx.update(blocks, jfp8.checkpoint.upgrade(nnx.state(shorter), nnx.state(blocks)))
+    assert_same(blocks.first.kernel[...], model.first.kernel[...])
+    written = jfp8.scaled_dot_general(
+        X, model.first.kernel[...], (((1,), (0,)), ((), ())), recipe="mxfp8"
+    )
+    np.testing.assert_allclose(blocks.first(X), written + model.first.bias[...][None], rtol=1e-6)
+    before = step(blocks, optimizer, BATCH)
+    assert float(step(blocks, optimizer, BATCH)) < float(before)
+    assert int(optimizer.step[...]) == 5
+
+
+@pytest.mark.parametrize("stored", ["moments", "parameters"])
+def test_state_in_fp8_trains_and_is_skipped(stored):
+    plain, model = InNnx(), made()
+    params = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    if stored == "moments":
+        optimizer = jfp8.nnx.Optimizer(model, jfp8.optim.adamw(1e-2))
+    else:
+        nnx.update(model, jfp8.quantize_params(params))
+        tx = jfp8.optim.master_weights(optax.adam(1e-2), "bfloat16")
+        optimizer = jfp8.nnx.Optimizer(model, tx)
+        start = jfp8.optim.init_masters(nnx.as_pure(optimizer.opt_state), nnx.as_pure(params))
+        nnx.update(optimizer.opt_state, nnx.state(start))
+    losses = [float(step(model, optimizer, BATCH)) for _ in range(3)]
+    state = lambda: jax.device_get(nnx.as_pure(nnx.state((model, optimizer.opt_state))))
+    before = state()
+    step(model, optimizer, BAD)
+    assert_same(state(), before)
+    assert int(optimizer.skipped_steps[...]) == 1
+    losses.append(float(step(model, optimizer, BATCH)))
+    assert losses[-1] < 0.9 * losses[0]
+    np.testing.assert_allclose(losses, [plain.step(BATCH) for _ in range(4)], rtol=0.03)
+    of = optimizer.opt_state if stored == "moments" else model
+    dtypes = [x.dtype.name for x in jax.tree.leaves(nnx.as_pure(nnx.state(of)))]
+    assert dtypes.count("float8_e4m3fn") == 2
+
+
+def test_gradients_by_parameters_in_fp8_are_those_by_their_values():
+    stored, wide = made("mxfp8"), made("mxfp8")
+    params = jfp8.quantize_params(nnx.state(wide, nnx.Param), "mxfp8")
+    nnx.update(stored, params)
+    nnx.update(wide, jfp8.checkpoint.downgrade(params))
+    compute = nnx.jit(jfp8.nnx.value_and_grad(loss_fn, micro_batches=4))
+    (found, grads), (loss, expected) = (compute(model, BATCH) for model in (stored, wide))
+    np.testing.assert_allclose(found, loss, rtol=1e-6)
+    assert relative_error(nnx.as_pure(grads), nnx.as_pure(expected)) < 1e-6
+    assert_same(stored.first.kernel[...], params["first"]["kernel"][...])
+    assert isinstance(stored.first.kernel[...], jfp8.ScaledArray)
+
+
+@pytest.mark.representative(1)
+@each_kind
+def test_advice_names_the_layer(kind):
+    run, batch = kind(), {**BATCH, "x": X.at[:, 7].multiply(1e5)}
+    record = jfp8.debug.Recorder(run.function, every=1)
+    record(*run.arguments, batch)
+    findings = jfp8.debug.advice(record.rows).findings
+    # One feature of 72 is 10^5 times as large as the others, and E4M3 has 2^17.
+    assert ("outliers", run.first + " lhs") in {(f.fault, f.tensor) for f in findings}
+
+
+def test_a_function_that_saves_in_fp8_inside_a_module():
+    def backward_of(activation):
+        model = made("mxfp8", activation=activation)
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        _, backward = jax.vjp(lambda params: nnx.merge(graphdef, params, rest)(X), params)
+        return backward(jnp.ones_like(X))[0], backward
+
+    (found, kept), (expected, wide) = map(backward_of, (jfp8.save_in_fp8(nnx.gelu), nnx.gelu))
+    assert 0 < relative_error(nnx.as_pure(found), nnx.as_pure(expected)) < 0.05
+    bytes_of = lambda backward: sum(x.nbytes for x in jax.tree.leaves(backward) if x.ndim > 1)
+    assert bytes_of(kept) < bytes_of(wide) - 2 * X.size
+
+
+def test_initialize():
+    model, tx = jfp8.initialize(Plain(), optax.adam(1e-2), opt_level="O2", exempt=())
+    optimizer = jfp8.nnx.Optimizer(model, tx)
+    losses = [float(step(model, optimizer, BATCH)) for _ in range(4)]
+    assert losses[-1] < 0.9 * losses[0]
+    moments = {x.dtype.name for x in jax.tree.leaves(nnx.as_pure(optimizer.opt_state))}
+    assert {"float8_e4m3fn", "float16"} <= moments
+    single = InNnx()
+    np.testing.assert_allclose(losses, [single.step(BATCH) for _ in range(4)], rtol=0.03)
