@@ -107,7 +107,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     products = [node for _, node in nnx.iter_graph(states["fp8"][0]) if is_delayed(node)]
     filled = sum(bool(product.histories()["grad"].any()) for product in products)
     skipped = int(states["fp8"][1].skipped_steps[...])
-    print(f"{filled} of {len(products)} histories of gradients have entries; {skipped} steps skipped")
+    print(f"{filled} of {len(products)} histories of gradients have entries")
+    print(f"{skipped} steps were skipped")
     losses = {run: validation_loss(model, validation) for run, (model, _) in states.items()}
     title = "Byte-level Transformer in Flax NNX"
     more = {"grad_histories": filled}

@@ -115,6 +115,9 @@ def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) 
         ``jax.ShapeDtypeStruct``: see `upgrade`.
       strict: refuse a checkpoint that would have to be changed, instead of warning.
 
+    Returns:
+      A tree of the structure of `target`.
+
     Raises:
       ValueError: as for `load`; something other than FP8 state differs, or anything if `strict`.
       FileNotFoundError, ImportError: as for `load`.

@@ -72,6 +72,9 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
         devices of its shardings. New states come from the target.
       strict: raise instead of changing anything.
 
+    Returns:
+      A tree of the structure of `target`.
+
     Raises:
       ValueError: something that is not FP8 state is missing, is extra, or has another shape or kind
         of dtype; with `strict`, also instead of every warning. The message names the paths.

@@ -95,10 +95,11 @@ def for_platforms(*platforms: str) -> AbstractContextManager[object]:
         with jfp8.for_platforms("cpu", "cuda"):
             exported = jax.export.export(jax.jit(f), platforms=["cpu", "cuda"])(x)
 
-    With several platforms each FP8 matmul is written once for each, behind one switch.
-
     Args:
       *platforms: any of ``"cpu"``, ``"cuda"``, ``"rocm"`` and ``"tpu"``.
+
+    Returns:
+      A context. For several platforms each FP8 matmul is written once for each, behind a switch.
 
     Raises:
       ValueError: no platform, or an unknown one.
