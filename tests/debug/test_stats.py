@@ -253,8 +253,8 @@ def test_a_tap_alone_is_the_identity():
 
 
 @pytest.mark.slow
-def test_every_tensor_of_every_layer_in_the_order_of_the_program():
-    """Results are those of the step itself. Gradients are measured with the loss scale in them."""
+def test_results_are_those_of_the_step_itself():
+    """And rows those of every tensor in its order; gradients have the loss scale in them."""
     model, state = model_and_state()
     step, x = train_step(model), normal((16, 32))
     results, seen = jax.jit(jfp8.debug.stats(step))(state, x)
