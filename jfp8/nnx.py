@@ -28,6 +28,7 @@ from jfp8.layers.nnx.products import (
 from jfp8.layers.nnx.transformer import RelativePositionBiases, TransformerLayer
 from jfp8.tracing.listing import listing
 from jfp8.training.nnx import value_and_grad
+from jfp8.training.nnx_optimizer import Optimizer
 
 __all__ = [
     "Conv",
@@ -46,6 +47,7 @@ __all__ = [
     "LinearGeneral",
     "MoE",
     "MultiHeadAttention",
+    "Optimizer",
     "Product",
     "RaggedDot",
     "RelativePositionBiases",

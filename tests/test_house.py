@@ -189,7 +189,7 @@ def test_a_training_step_on_a_cpu_imports_no_kernel():
 # Budgets, so that no later feature makes the core hard to read again. A change that needs a larger
 # one says why in its message. `python benchmarks/weight.py --files` shows what counts.
 ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths=())
-ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=192, paths=())
+ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=194, paths=())
 LINES_OF_A_JAXPR = 250
 LINES_OF_ROOMS = {
     "tracing": 700,
@@ -201,7 +201,7 @@ LINES_OF_ROOMS = {
     "kernels": 8600,
     "layers": 5500,
     "optim": 2400,
-    "training": 2590,
+    "training": 2910,
     "checkpoint": 3050,
     "conversion": 3400,
     "debug": 3930,

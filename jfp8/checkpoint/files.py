@@ -51,7 +51,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     target = _resolved(path)
     is_folder = _is_folder(target)
     if isinstance(tree, TrainState):
-        warn_of_skipped(tree)
+        warn_of_skipped(tree.skipped_in_a_row)
     state = on_host(state_dict(tree))
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_folder:

@@ -26,6 +26,7 @@ from jfp8.collectives.wire import AxisName
 from jfp8.scaling.sink import BINS, ROLES, SMALL, WIDTH, decode_amax, encode_amax
 from jfp8.training.histories import Collections, rescale_grad_histories
 from jfp8.training.micro_batches import without_batch_axis
+from jfp8.training.nnx_data_parallel import OfModel, on_arrays, put_into
 from jfp8.training.state import Gradients, TrainState
 
 
@@ -58,6 +59,9 @@ def data_parallel(
     whole batch: they are the same as in a run on one device, and fit any number of devices. An
     overflow on one device skips the step on all.
 
+    The state may be an NNX model, with `grad_fn` of `jfp8.nnx.value_and_grad`. It is updated as if
+    `grad_fn` had been called with the whole batch.
+
     The state, with its random keys, is the same on all devices along `axis_name` (what is sharded
     along it is gathered first). `grad_fn` may call ``jax.lax.axis_index(axis_name)``.
 
@@ -82,7 +86,7 @@ def data_parallel(
       each example, cannot be averaged and are refused.
 
     Raises:
-      TypeError: the state is or contains an NNX model.
+      TypeError: the state contains an NNX model, but is none.
       ValueError: there is no mesh, or none with `axis_name`; the number of devices does not divide
         the leading axis of an array of the batch, or those axes differ; an ``aux`` that cannot be
         averaged.
@@ -110,27 +114,31 @@ def data_parallel(
 
     def compute(state: Any, batch: Any) -> tuple[Any, Any]:
         is_model = lambda node: isinstance(node, nnx.Module)
+        model = state if is_model(state) else None
         for node in filter(is_model, jax.tree.leaves(state, is_leaf=is_model)):
+            if node is model:
+                break
             raise TypeError(
-                f"data_parallel takes arrays as its state, but got an NNX model, "
-                f"{type(node).__name__}, whose histories it could not update. Use "
-                "jfp8.collectives.pmean in an nnx.shard_map, or a Linen model with jfp8.TrainState."
+                f"data_parallel takes arrays or one NNX model as its state, but got a tree with a "
+                f"{type(node).__name__}. Pass the model itself: compute(model, batch)."
             )
         here = jax.sharding.get_abstract_mesh() if mesh is None else mesh
         n = _device_count(here, names)
         call = f"data_parallel(grad_fn, {axis_name!r}"
         whole = without_batch_axis(batch, batch_axes or {}, n, call)
         of_batch = jax.tree.map(lambda w: PartitionSpec() if w else PartitionSpec(axis_name), whole)
+        function, state = (grad_fn, state) if model is None else on_arrays(grad_fn, model, n)
         # Without check_vma, since loops in `grad_fn` need not know of the axis; and so nothing is
         # summed over devices but what is summed below.
-        return jax.shard_map(
-            partial(_on_one_device, grad_fn, mean_of_gradients, axis_name, n, whole),
+        value, grads = jax.shard_map(
+            partial(_on_one_device, function, mean_of_gradients, axis_name, n, whole),
             mesh=mesh,
             in_specs=(PartitionSpec(), of_batch),
             out_specs=PartitionSpec(),
             axis_names=set(names),
             check_vma=False,
         )(state, batch)
+        return value, grads if model is None else put_into(model, grads)
 
     return compute
 
@@ -151,13 +159,16 @@ def _on_one_device(
         return node.replace(fp8=rescale_grad_histories(node.fp8, jnp.float32(n)))
 
     def combined(grads: Any, params: Any) -> Any:
+        average = partial(_mean_of_state, axis_name)
+        if isinstance(grads, OfModel):
+            return OfModel(params, grads.histories, jax.tree.map(average, grads.others))
         if not isinstance(grads, Gradients):
             return params
         return replace(
             grads,
             params=params,
             fp8_sink=_max_of_sinks(grads.fp8_sink, axis_name, n),
-            collections=jax.tree.map(partial(_mean_of_state, axis_name), dict(grads.collections)),
+            collections=jax.tree.map(average, dict(grads.collections)),
         )
 
     is_state = lambda node: isinstance(node, TrainState)
@@ -166,7 +177,7 @@ def _on_one_device(
     parts = zip(jax.tree.leaves(batch), jax.tree.leaves(whole), strict=True)
     _check_value(value, {leaf.shape[0] for leaf, w in parts if not w}, axis_name)
     value = jax.tree.map(lambda x: _mean_of_value(x, axis_name), value)
-    is_gradients = lambda node: isinstance(node, Gradients)
+    is_gradients = lambda node: isinstance(node, Gradients | OfModel)
     params_of = lambda node: node.params if is_gradients(node) else node
     params = mean(jax.tree.map(params_of, grads, is_leaf=is_gradients))
     return value, jax.tree.map(combined, grads, params, is_leaf=is_gradients)

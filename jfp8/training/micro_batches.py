@@ -10,41 +10,68 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.scaling.sink import max_of_sinks
-from jfp8.training.histories import Collections
 from jfp8.training.hoist import split
 
 
-def over_micro_batches(
+def over_parts_of_arguments(
     gradient: Callable[..., Any],
     loss_fn: Callable[..., Any],
     micro_batches: int,
     batch_axes: Mapping[str, None],
     differentiated: Any,
-    sinks: Collections,
-    fp8: Collections,
-    collections: Collections,
+    sinks: Any,
+    fp8: Any,
+    collections: Any,
     batch: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Any:
-    """Average the results of `gradient` over parts of the batch, taken one by one."""
+    """Average the results of `gradient` over parts of the arguments of `loss_fn`."""
     bound = inspect.signature(loss_fn).bind(None, *batch[0], **batch[1])
+
+    def gradient_of_part(*known_and_part: Any) -> Any:
+        *known, part = known_and_part
+        bound.arguments.update(part)
+        return gradient(*known, (bound.args[1:], bound.kwargs))
+
+    call, like = "jfp8.value_and_grad(loss_fn", (differentiated, sinks)
     by_name = dict(list(bound.arguments.items())[1:])
-    call = f"jfp8.value_and_grad(loss_fn, micro_batches={micro_batches}"
-    whole = jax.tree.leaves(without_batch_axis(by_name, batch_axes, micro_batches, call))
-    leaves, structure = jax.tree.flatten(by_name)
+    varying = (like, (differentiated, sinks, fp8), collections, by_name)
+    return over_micro_batches(gradient_of_part, micro_batches, batch_axes, call, *varying)
+
+
+def over_micro_batches(
+    gradient: Callable[..., Any],
+    micro_batches: int,
+    batch_axes: Mapping[str, None],
+    call: str,
+    like: tuple[Any, Any],
+    known: tuple[Any, ...],
+    collections: Any,
+    batch: Mapping[str, Any],
+) -> Any:
+    """Average the results of `gradient` over parts of the batch, taken one by one.
+
+    Args:
+      gradient: ``(*known, collections, batch) -> (grads, sinks), (loss, collections, aux)``.
+      micro_batches, batch_axes: see `jfp8.value_and_grad`.
+      call: the beginning of the user's call, for errors.
+      like: arrays of the shapes of the gradients, and sinks of zeros.
+      known: what is the same for all parts.
+      collections: what each part hands to the next.
+      batch: by names.
+    """
+    call = f"{call}, micro_batches={micro_batches}"
+    whole = jax.tree.leaves(without_batch_axis(batch, batch_axes, micro_batches, call))
+    leaves, structure = jax.tree.flatten(batch)
     parts = {i: _split(x, micro_batches) for i, x in enumerate(leaves) if not whole[i]}
 
     def gradient_of_part(known: Any, varying: Any) -> Any:
         collections, part = varying
-        by_name = structure.unflatten([part.get(i, leaf) for i, leaf in enumerate(leaves)])
-        bound.arguments.update(by_name)
-        return gradient(*known, collections, (bound.args[1:], bound.kwargs))
+        of_part = structure.unflatten([part.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return gradient(*known, collections, of_part)
 
     # Weights are quantized here, once; the loop uses what is kept.
-    kept, compute_rest = split(
-        gradient_of_part,
-        (differentiated, sinks, fp8),
-        (collections, jax.tree.map(lambda x: x[0], parts)),
-    )
+    first = jax.tree.map(lambda x: x[0], parts)
+    kept, compute_rest = split(gradient_of_part, known, (collections, first))
 
     def accumulate(carry: Any, part: Any) -> tuple[Any, Any]:
         total, sink_so_far, collections = carry
@@ -53,12 +80,12 @@ def over_micro_batches(
         sink_so_far = jax.tree.map(max_of_sinks, sink_so_far, sink)
         return (total, sink_so_far, collections), (loss, aux)
 
+    differentiated, sinks = like
     zeros = jax.tree.map(
         lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), differentiated
     )
-    carry = (zeros, sinks, collections)
     (grads, sink, collections), (losses, aux) = jax.lax.scan(
-        accumulate, carry, parts, length=micro_batches
+        accumulate, (zeros, sinks, collections), parts, length=micro_batches
     )
     grads = jax.tree.map(lambda g: g / micro_batches, grads)
     loss = jnp.mean(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))

@@ -13,14 +13,16 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import filterlib
 
+from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
-from jfp8.optim.finite import all_finite, keep_unless, scaled
+from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
+from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.state import TrainState
-from jfp8.training.step import check_examples, warn_of_float16
+from jfp8.training.step import check_examples, check_micro_batches, warn_of_float16
 
 Path = tuple[Any, ...]
 
@@ -31,13 +33,16 @@ def value_and_grad(
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     loss_scale: jax.typing.ArrayLike | None = None,
+    micro_batches: int = 1,
+    batch_axes: Mapping[str, None] | None = None,
 ) -> Callable[..., Any]:
     """Differentiate as ``flax.nnx.value_and_grad``, and record the amaxes of gradients.
 
     A call is one step of every FP8 product among the differentiated arguments: it reads all three
     histories, gradients included, and each gets one entry, the largest amax of all its uses. If the
-    loss or a gradient is not finite, or an operand of a product was not, the histories stay as
-    they were.
+    loss or a gradient is not finite, or an operand of a product was not, the histories stay as they
+    were, and so do running statistics (``nnx.BatchStat``) and biases of routers; the gradients then
+    contain NaN, so that `jfp8.nnx.Optimizer` skips the step.
 
     Products in evaluation mode (``model.eval()``) record nothing. Products of frozen layers, whose
     parameters get no gradient, record lhs and rhs as any call does; no backward pass is added for
@@ -52,6 +57,12 @@ def value_and_grad(
         gradients are those of the scaled loss, as an optimizer with `jfp8.loss_scale` takes them;
         the returned loss is not scaled. Histories of gradients do not depend on the factor. If you
         scaled the loss in `f` instead, they would be outdated whenever the scale changes.
+      micro_batches: split every argument without a model into so many parts, along the leading axes
+        of its arrays (scalars stay whole); differentiate for one after the other, in a ``scan``,
+        and average losses and gradients, in f32. Weights are quantized once, and each history gets
+        one entry. ``aux`` has a leading axis of that size.
+      batch_axes: arguments, or keys in them, whose arrays have no batch axis and stay whole:
+        ``{"class_weights": None}``.
 
     Returns:
       A function with the arguments of `f` that returns ``(loss, grads)`` or ``((loss, aux),
@@ -65,30 +76,24 @@ def value_and_grad(
     ['bias', 'kernel']
     """
     if f is None:
-        return functools.partial(
-            value_and_grad, argnums=argnums, has_aux=has_aux, loss_scale=loss_scale
-        )
+        how: Any = {"argnums": argnums, "has_aux": has_aux, "loss_scale": loss_scale}
+        parts: Any = {"micro_batches": micro_batches, "batch_axes": batch_axes}
+        return functools.partial(value_and_grad, **how, **parts)
+    check_micro_batches(micro_batches)
     single = isinstance(argnums, int | nnx.DiffState)
-    wanted = tuple(
-        entry if isinstance(entry, nnx.DiffState) else nnx.DiffState(entry, nnx.Param)
-        for entry in ((argnums,) if single else argnums)
-    )
-    # The sinks come first. Filters by path would take histories for parameters.
-    shifted = tuple(
-        nnx.DiffState(w.argnum + 1, nnx.All(w.filter, nnx.Not((Fp8State, Fp8Sink)))) for w in wanted
-    )
+    wanted, shifted = _differentiated((argnums,) if single else argnums)
 
     @functools.wraps(f)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         args = _checked(_positional(f, args, kwargs), wanted)
-        products = _training_products(args)
+        products = training_products(args)
         before = {path: product.intact_histories() for path, product in products.items()}
+        kept = [(x, x.get_value()) for x in _statistics(args, wanted)]
         trained = _trained_modules(args, wanted)
         with_sink = [path for path in products if path[:-1] in trained]
-        noted: list[Uses] = []
 
-        def f_with_sinks(sinks: list[jax.Array], *args: Any) -> Any:
-            here = _training_products(args)
+        def with_sinks(sinks: list[jax.Array], *args: Any) -> Any:
+            here = training_products(args)
             for path, sink in zip(with_sink, sinks, strict=True):
                 here[path].fp8_sink = Fp8Sink(sink)
                 here[path].set_histories({"grad": rescaled(before[path]["grad"], loss_scale)})
@@ -98,33 +103,127 @@ def value_and_grad(
             finally:
                 for path in with_sink:
                     here[path].fp8_sink = None
-            noted.append(uses)
             loss, aux = returned if has_aux else (returned, None)
             _warn_of_float16(loss_scale, loss, args, wanted)
-            return scaled(loss, loss_scale), (loss, aux, uses.amaxes())
+            return uses, scaled(loss, loss_scale), (loss, aux)
 
+        gradient = functools.partial(_gradient, with_sinks, (0, *shifted))
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
-        (_, (loss, aux, amaxes)), (cotangents, *grads) = nnx.value_and_grad(
-            f_with_sinks, argnums=(0, *shifted), has_aux=True, graph=True, graph_updates=True
-        )(sinks, *args)
-
-        (uses,) = noted
-        decoded, overflow = decode_all(uses.into(cotangents, amaxes))
-        failed = ~all_finite((loss, grads)) | overflow
+        if micro_batches > 1:
+            like = [nnx.state(args[w.argnum - 1], w.filter) for w in shifted]
+            gradient = _of_parts(gradient, f, like, micro_batches, batch_axes)
+        (loss, aux), rows, grads = gradient(sinks, *args)
+        decoded, overflow = decode_all(rows)
+        finite = all_finite(loss) & all_squares_finite(unscaled(grads, loss_scale))
+        failed = ~finite | overflow
         seen = dict(zip(with_sink, decoded, strict=True))
         for path, product in products.items():
             _end_step(product, before[path], seen.get(path), failed, loss_scale)
+        _put_back(kept, failed)
+        # A saturating cast may hide an Inf from the gradients, which an optimizer looks at.
+        grads = jax.tree.map(lambda g: jnp.where(overflow, jnp.nan, g), grads)
         return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
 
     return compute
+
+
+def _differentiated(entries: Any) -> tuple[tuple[nnx.DiffState, ...], tuple[nnx.DiffState, ...]]:
+    """Return `entries` of ``argnums`` with filters; and the same behind a first argument of sinks.
+
+    Those leave out histories, which filters by path would take for parameters.
+    """
+    wanted = tuple(
+        entry if isinstance(entry, nnx.DiffState) else nnx.DiffState(entry, nnx.Param)
+        for entry in entries
+    )
+    no_state = nnx.Not((Fp8State, Fp8Sink))
+    return wanted, tuple(nnx.DiffState(w.argnum + 1, nnx.All(w.filter, no_state)) for w in wanted)
+
+
+def _put_back(kept: Sequence[tuple[nnx.Variable, Any]], failed: jax.Array) -> None:
+    """Give Variables the values that were kept, if bool[] `failed` on any device."""
+    for variable, value in kept:
+        anywhere = _on_any_device(failed, value)
+        variable.set_value(keep_unless(~anywhere, variable.get_value(), value))
+
+
+def _gradient(f: Callable[..., Any], argnums: Any, sinks: list[jax.Array], *args: Any) -> Any:
+    """Return ``(loss, aux)``, the sinks with all amaxes, and gradients.
+
+    Args:
+      f: ``(sinks, *args) -> uses, scaled loss, (loss, aux)``.
+      argnums: what to differentiate with respect to: sinks, and arguments.
+    """
+    noted: list[Uses] = []
+
+    def noting(sinks: list[jax.Array], *args: Any) -> Any:
+        uses, loss, aux = f(sinks, *args)
+        noted.append(uses)
+        return loss, (aux, uses.amaxes())
+
+    (_, (aux, amaxes)), (cotangents, *grads) = nnx.value_and_grad(
+        noting, argnums=argnums, has_aux=True, graph=True, graph_updates=True
+    )(sinks, *args)
+    return aux, noted[0].into(cotangents, amaxes), grads
+
+
+def _of_parts(
+    gradient: Callable[..., Any],
+    f: Callable[..., Any],
+    like: list[Any],
+    micro_batches: int,
+    batch_axes: Mapping[str, None] | None,
+) -> Callable[..., Any]:
+    """Return `gradient` of the means over parts of the batch: of all arguments without a model."""
+
+    def compute(sinks: list[jax.Array], *args: Any) -> tuple[Any, Any, Any]:
+        names = list(inspect.signature(f).bind(*args).arguments)
+        names = [*names, *map(str, range(len(names), len(args)))]
+        holds = [any(map(_is_node, jax.tree.leaves(arg, is_leaf=_is_node))) for arg in args]
+        models = tuple(arg for arg, is_model in zip(args, holds, strict=True) if is_model)
+        graphdef, params, others = nnx.split(models, nnx.Param, ...)
+
+        def of_part(params: Any, sinks: Any, others: Any, part: dict[str, Any]) -> Any:
+            merged = nnx.merge(graphdef, params, others)
+            here = iter(merged)
+            of_names = zip(names, holds, strict=True)
+            given = [next(here) if is_model else part[name] for name, is_model in of_names]
+            (loss, aux), rows, grads = gradient(sinks, *given)
+            return (grads, rows), (loss, nnx.state(merged, nnx.Not(nnx.Param)), aux)
+
+        batch = {n: arg for n, arg, m in zip(names, args, holds, strict=True) if not m}
+        call, known = "jfp8.nnx.value_and_grad(f", (params, sinks)
+        varying = ((like, sinks), known, others, batch)
+        (grads, rows), (loss, others, aux) = over_micro_batches(
+            of_part, micro_batches, batch_axes or {}, call, *varying
+        )
+        nnx.update(models, others)
+        return (loss, aux), rows, grads
+
+    return compute
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree)
+
+
+def _statistics(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> list[nnx.Variable]:
+    """List what follows the data in the models, besides histories."""
+    nodes = [node for w in wanted for _, node in nnx.iter_graph(args[w.argnum], graph=True)]
+    return [node for node in nodes if isinstance(node, nnx.BatchStat | RouterBias)]
 
 
 def _end_step(product: Product, before: Any, amaxes: Any, failed: jax.Array, scale: Any) -> None:
     """Give `product` its histories after a step, or leave it with those `before` a failed one."""
     amaxes, failed = _of_all_examples(amaxes, failed, before)
     after = product.histories() if amaxes is None else _pushed(before, amaxes, scale)
-    anywhere = largest_of_devices(failed.astype(jnp.float32), before["lhs"]) > 0
+    anywhere = _on_any_device(failed, before["lhs"])
     product.set_histories(keep_unless(~anywhere, after, before))
+
+
+def _on_any_device(flag: jax.Array, like: jax.Array) -> jax.Array:
+    """Return True if bool[] `flag` is, on any device that shares `like`."""
+    return largest_of_devices(flag.astype(jnp.float32), like) > 0
 
 
 @jax.custom_batching.custom_vmap
@@ -204,7 +303,7 @@ def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[An
     return args
 
 
-def _training_products(args: tuple[Any, ...]) -> dict[Path, Product]:
+def training_products(args: tuple[Any, ...]) -> dict[Path, Product]:
     """Find the products with state that are in training, by their paths in `args`."""
     return {
         path: node

@@ -17,16 +17,16 @@ COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 _MANY = 10
 
 
-def warn_of_skipped(state: Any) -> None:
-    """Warn if the last `_MANY` steps of `state` were skipped; do nothing under ``jit``."""
-    count = state.skipped_in_a_row
+def warn_of_skipped(count: Any) -> None:
+    """Warn if the last `_MANY` steps were skipped; `count` is i32[], a tracer under ``jit``."""
     if isinstance(count, jax.core.Tracer) or not isinstance(count, jax.Array):
         return
     if count.is_fully_replicated and count.ndim == 0 and int(count) >= _MANY:
         warnings.warn(
             f"The last {int(count)} steps were skipped, because a gradient or an operand of an FP8 "
             "matmul was NaN or Inf, or a gradient beyond 2^62: the parameters stand still. "
-            "grads.not_finite() lists where, for grads of jfp8.value_and_grad.",
+            "grads.not_finite() lists where, for grads of jfp8.value_and_grad; in a tree of NNX "
+            "jax.tree.map(jnp.isfinite, grads).",
             stacklevel=user_level(),
         )
 

@@ -198,7 +198,7 @@ class TrainState(flax.struct.PyTreeNode):
         Warns:
           UserWarning: the last 10 steps were skipped.
         """
-        warn_of_skipped(self)
+        warn_of_skipped(self.skipped_in_a_row)
         fp8 = {"fp8": self.fp8} if self.fp8 else {}
         return {"params": self.params, **fp8, **self.collections}
 

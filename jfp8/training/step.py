@@ -22,7 +22,7 @@ from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
 from jfp8.training.histories import Collections, add_recorded, init_sinks
-from jfp8.training.micro_batches import over_micro_batches
+from jfp8.training.micro_batches import over_parts_of_arguments
 from jfp8.training.state import Gradients, TrainState
 
 # Collections of Flax that need not be in the state: what a model returns of them is left out.
@@ -75,8 +75,7 @@ def value_and_grad(
     >>> state.apply_gradients(grads).step
     Array(1, dtype=int32)
     """
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
+    check_micro_batches(micro_batches)
 
     def compute(state: TrainState, *batch: Any, **named: Any) -> tuple[Any, Gradients]:
         if not isinstance(state, TrainState):
@@ -93,7 +92,7 @@ def value_and_grad(
         )
         if micro_batches > 1:
             options = (loss_fn, micro_batches, batch_axes or {})
-            gradient = partial(over_micro_batches, gradient, *options)
+            gradient = partial(over_parts_of_arguments, gradient, *options)
         (grads, sink), (loss, collections, aux) = gradient(
             *known, state.collections, (batch, named)
         )
@@ -102,6 +101,12 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), gradients
 
     return compute
+
+
+def check_micro_batches(n: Any) -> None:
+    """Raise ``ValueError`` unless `n` is an int of at least 1."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"micro_batches must be an int of at least 1, got {n!r}.")
 
 
 def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:

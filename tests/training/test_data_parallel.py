@@ -443,10 +443,10 @@ def test_trap_plain_jit_sends_gradients_in_f32():
         ),
         (
             lambda f: data_parallel(f, "data", mesh=MESH)(
-                nnx.Linear(2, 3, rngs=nnx.Rngs(0)), make_batch()
+                {"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))}, make_batch()
             ),
             TypeError,
-            "an NNX model, Linear, whose histories",
+            "but got a tree with a Linear. Pass the model itself",
         ),
     ],
 )

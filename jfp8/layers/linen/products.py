@@ -230,11 +230,10 @@ class ProductModule(nn.Module):
                 seen = warned_if_differentiated(found["lhs"]["amax"], _TRAINED)
                 found["lhs"] = {**found["lhs"], "amax": seen}
             return intact_states(found)
-        if empty is None:
+        if empty is None or not self.is_mutable_collection(place[0]):
             return None
         # Parameters that are mutable for other reasons are no invitation.
-        is_invited = not self.state_in_params or self.is_initializing()
-        if not (is_invited and self.is_mutable_collection(place[0])):
+        if self.state_in_params and not self.is_initializing():
             return None
         for name, value in {**empty, CHECK: jnp.zeros((), jnp.float32)}.items():
             self._put("fp8", name, value)
@@ -272,16 +271,17 @@ class ProductModule(nn.Module):
     @nn.nowrap
     def _read_overwritten(self, recipe: Recipe) -> tuple[dict[str, AmaxState] | None, Any]:
         """Histories and sink from the variable whose gradient replaces it; None without one."""
-        empty, place = recipe.init_state(), self._place(OVERWRITTEN, state_in_gradients.NAME)
+        empty, key = recipe.init_state(), self._place(OVERWRITTEN, state_in_gradients.NAME)
         if empty is None and self.recipe is None:
             return None, None
         if self.is_initializing():
-            makes = self.is_mutable_collection(place[0]) and not self.has_variable(*place)
+            makes = self.is_mutable_collection(key[0]) and not self.has_variable(*key)
             if empty is not None and makes:
                 variable = state_in_gradients.init_overwritten(empty)
                 self._put(OVERWRITTEN, state_in_gradients.NAME, variable)
-        elif self.has_variable(*place):
-            if in_filter(getattr(outermost_scope(), "mutable", False), OVERWRITTEN):
+        elif self.has_variable(*key):
+            call: Any = outermost_scope() or self.scope
+            if in_filter(call.mutable, OVERWRITTEN) and not call.get_flag("initializing", False):
                 warnings.warn(state_in_gradients.UNCHANGED, stacklevel=user_level())
             variable = self._get(OVERWRITTEN, state_in_gradients.NAME)
             return state_in_gradients.read_overwritten(variable, empty)

@@ -1,0 +1,89 @@
+"""`Optimizer`: that of Flax, which skips a step that is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jfp8.optim.finite import all_squares_finite, keep_unless, unscaled
+from jfp8.optim.fp8_params import apply_updates
+from jfp8.optim.loss_scale_state import find_loss_scale
+from jfp8.training.skipped import warn_of_skipped
+
+
+class Optimizer(nnx.Optimizer):
+    """`flax.nnx.Optimizer` that changes nothing in a step that is not finite, and counts it.
+
+    A step is skipped if a gradient contains an Inf or NaN, or is beyond 2^62, so that optimizers
+    could not square it. With gradients of `jfp8.nnx.value_and_grad` it is also skipped if an
+    operand of an FP8 matmul contains an Inf or NaN. Then parameters and the optimizer's state stay
+    as they are, bit for bit; only `step` counts on and the loss scale falls.
+
+    Attributes:
+      step: u32[], number of calls of `update`, skipped ones included.
+      skipped_steps: i32[], number of those that were skipped.
+      skipped_in_a_row: i32[], number of the last ones that were.
+      tx, opt_state, wrt: see `flax.nnx.Optimizer`.
+
+    >>> import jax.numpy as jnp, jfp8, optax
+    >>> from flax import nnx
+    >>> model = jfp8.nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    >>> optimizer = jfp8.nnx.Optimizer(model, optax.adam(1e-3))
+    >>> loss, grads = jfp8.nnx.value_and_grad(lambda m, x: m(x).sum())(model, jnp.ones((2, 3)))
+    >>> _ = optimizer.update(model, grads)
+    >>> int(optimizer.step[...]), int(optimizer.skipped_steps[...])
+    (1, 0)
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: nnx.filterlib.Filter = nnx.Param,
+    ):
+        """Create the optimizer's state.
+
+        Args:
+          model: an NNX module.
+          tx: an Optax optimizer.
+          wrt: which Variables of `model` are trained.
+        """
+        super().__init__(model, tx, wrt=wrt)
+        self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
+        self.skipped_in_a_row = nnx.OptState(jnp.zeros((), jnp.int32))
+
+    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> optax.Updates:
+        """Update `model` and the optimizer's state by one step, unless it is skipped.
+
+        Args:
+          model: the one that the optimizer was made for.
+          grads: of `jfp8.nnx.value_and_grad` or `flax.nnx.grad`, of the loss times its loss scale
+            if there is one.
+          kwargs: passed on to `tx`, such as ``value=loss`` for ``optax.polyak_sgd``.
+
+        Returns:
+          The updates, of the structure of the trained parameters; NaN in a step that was skipped.
+
+        Warns:
+          UserWarning: the last 10 steps were skipped. Not under ``jit``.
+        """
+        warn_of_skipped(self.skipped_in_a_row[...])
+        params = nnx.as_pure(nnx.state(model, self.wrt))
+        opt_state: Any = nnx.as_pure(self.opt_state)
+        taken = nnx.as_pure(nnx.state(grads, self.wrt))
+        scale = find_loss_scale(opt_state)
+        finite = all_squares_finite(unscaled(taken, None if scale is None else scale.loss_scale))
+        # NaN tells a loss scale in `tx` of a gradient that is finite, but too large.
+        taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), taken)
+        updates, new = self.tx.update(taken, opt_state, params, **nnx.as_pure(kwargs))
+        nnx.update(model, keep_unless(finite, apply_updates(params, updates), params))
+        nnx.update(self.opt_state, nnx.state(keep_unless(finite, new, opt_state)))
+        self.step[...] += 1
+        self.skipped_steps[...] += ~finite
+        self.skipped_in_a_row[...] = jnp.where(finite, 0, self.skipped_in_a_row[...] + 1)
+        return updates
