@@ -342,6 +342,28 @@ def test_mutable_histories_of_mapped_parameters_are_recorded(name):
     np.testing.assert_allclose(np.ravel(found)[0], np.abs(X).max(), rtol=1e-6)
 
 
+def test_functions_of_all_collections_do_not_scale_histories():
+    """`nn.map_variables` maps all collections unless told otherwise; by the stock model."""
+
+    class Quartered(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            quarter = lambda variables: jax.tree.map(lambda leaf: leaf / 4, variables)
+            init = self.is_initializing()
+            return nn.map_variables(nn.Dense, trans_in_fn=quarter, init=init)(16)(x)
+
+    converted = jfp8.convert(Quartered(), exempt=())
+    state = stepped(converted, converted.init(KEY, X), 2)
+
+    def loss(variables, x):
+        y = converted.apply(variables, x)
+        return jnp.sum(y), {}, y
+
+    (_, found), _ = jfp8.value_and_grad(loss, has_aux=True)(state, X)
+    assert relative_error(found, Quartered().apply({"params": state.params}, X)) < 0.05
+    assert all(np.all(amax > 0) for amax in amaxes(state.fp8, "grad"))
+
+
 def test_a_decorated_method_under_scan_keeps_its_state():
     """Its functions see the state there, but it must not get lost."""
     converted = jfp8.convert(Scanned(MappedMethodBlock), exempt=())

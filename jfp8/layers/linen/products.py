@@ -161,7 +161,8 @@ class ProductModule(nn.Module):
             histories, sink = self._read_overwritten(recipe)
         else:
             sink = self._read_sink(recipe)
-            histories = self._read_state(recipe, is_training=sink is not None)
+            is_mapped = self.scope is not None and "map_variables(" in self.scope.path_text
+            histories = self._read_state(recipe, checks=sink is None or is_mapped)
         place, _ = self._place("fp8", ROLES[0])
         records = self.state_collection == "fp8" and self.is_mutable_collection(place)
         records = records and histories is not None and not self.is_initializing()
@@ -192,11 +193,8 @@ class ProductModule(nn.Module):
         It may have within a lifted transformation, whose body may be traced once and run twice.
         """
         assert self.scope is not None
-        outermost = outermost_scope()
-        if outermost is not self.scope.root:
-            return True
-        mark = f"{self.scope.path_text} has recorded"
-        if outermost.name_reserved(mark):
+        outermost, mark = outermost_scope(), f"{self.scope.path_text} has recorded"
+        if outermost is not self.scope.root or outermost.name_reserved(mark):
             return True
         outermost.reserve(mark)
         return False
@@ -211,11 +209,11 @@ class ProductModule(nn.Module):
         return "/".join(self.path[:depth]), "/".join(self.path[depth:])
 
     @nn.nowrap
-    def _read_state(self, recipe: Recipe, is_training: bool) -> dict[str, AmaxState] | None:
+    def _read_state(self, recipe: Recipe, checks: bool) -> dict[str, AmaxState] | None:
         """Return the histories, made if they are missing and may be; None without them.
 
-        Trees that people have averaged are used without a sink, and checked. Training does without:
-        its next entry is right, and on a GPU the check takes five small kernels.
+        Trees that people have averaged, or that `nn.map_variables` maps, are checked. Training does
+        without: its next entry is right, and on a GPU the check takes five small kernels.
         """
         empty = recipe.init_state()
         # State of a layer whose recipe keeps none is a mistake, unless it is only there for now.
@@ -223,17 +221,16 @@ class ProductModule(nn.Module):
             return None
         place = self._place("fp8", ROLES[0])
         if self.has_variable(*place):
-            names = [*ROLES, CHECK] if self._has_check() and not is_training else ROLES
+            names = [*ROLES, CHECK] if checks and self._has_check() else ROLES
             found = {name: self._get("fp8", name) for name in names}
             if not are_noted() and not self.is_mutable_collection(place[0]):
                 seen = warned_if_differentiated(found["lhs"]["amax"], _TRAINED)
                 found["lhs"] = {**found["lhs"], "amax": seen}
             return intact_states(found)
-        if empty is None:
+        if empty is None or not self.is_mutable_collection(place[0]):
             return None
         # Parameters that are mutable for other reasons are no invitation.
-        is_invited = not self.state_in_params or self.is_initializing()
-        if not (is_invited and self.is_mutable_collection(place[0])):
+        if self.state_in_params and not self.is_initializing():
             return None
         for name, value in {**empty, CHECK: jnp.zeros((), jnp.float32)}.items():
             self._put("fp8", name, value)
