@@ -193,7 +193,7 @@ ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=198, paths=()
 LINES_OF_A_JAXPR = 250
 LINES_OF_ROOMS = {
     "tracing": 700,
-    "scaling": 2680,
+    "scaling": 2690,
     "quantizers": 800,
     "matmul": 890,
     "recipes": 1500,

@@ -108,6 +108,11 @@ def sealed(states: Mapping[str, AmaxState]) -> dict[str, Any]:
     return {**new, CHECK: fingerprint(new)}
 
 
+def recheck(check: jax.Array, old: Any, new: Any) -> jax.Array:
+    """Return the check of `new` histories, which vouches for them if `check` does for the `old`."""
+    return jnp.where(check == 0, check, fingerprint(new) + (check - fingerprint(old)))
+
+
 def history_amax(history: jax.Array, algo: str) -> jax.Array:
     """Return the amax that a history predicts; 0 if it is empty.
 
@@ -170,10 +175,9 @@ def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
 def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
     """Return the history of a weight with the amax that it will have in this step, if it grows.
 
-    A history is one step behind. Weights that began as zeros, as those of LoRA, double in a step,
-    then grow by a half, by a third, and so on; the largest would be cut. So if the newest entry is
-    above the one before by more than 1/16, which rounding to E4M3 may take anyway, it becomes what
-    the same growth gives, at most twice.
+    Weights that began as zeros, as those of LoRA, double in a step, then grow by a half, and so on;
+    a history one step behind would cut them. So if the newest entry is above the one before by more
+    than 1/16, which rounding may take anyway, it grows as much again, at most twofold.
 
     Args:
       history: f32[..., H], newest first, of the weight.

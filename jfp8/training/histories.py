@@ -18,6 +18,7 @@ from jfp8.scaling.history import (
     foreseen,
     intact_states,
     observe,
+    recheck,
     running_amax,
     sealed,
 )
@@ -114,20 +115,19 @@ def add_recorded(sinks: Any, fp8: Any) -> Any:
 
 
 def foresee(fp8: Collections, examples: jax.Array, now: float | None) -> Collections:
-    """Return the histories that a step reads: of weights by `foreseen`, and of gradients of a mean.
+    """Return the histories that a step of `now` examples reads, after one of f32[] `examples`.
 
-    Args:
-      examples: f32[], of the step before; 0 if unknown.
-      now: of this step; None if unknown.
+    Those of weights are `foreseen`, and gradients are those of a mean. 0 and None are unknown.
     """
     ratio = jnp.maximum(examples / now, 1.0) if now else None
 
     def next_of(product: Any) -> Any:
-        lhs, rhs, grad = (product[role] for role in ROLES)
+        old = {role: product[role] for role in ROLES}
+        lhs, rhs, grad = old.values()
         history = foreseen(rhs["amax_history"], lhs["amax_history"])
-        read = {**product, "rhs": {**rhs, "amax_history": history}}
-        read["grad"] = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), grad)
-        return {**read, CHECK: jnp.zeros_like(product[CHECK])} if CHECK in product else read
+        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), grad)
+        new = {"lhs": lhs, "rhs": {**rhs, "amax_history": history}, "grad": grad}
+        return {**new, CHECK: recheck(product[CHECK], old, new)} if CHECK in product else new
 
     return map_products(next_of, fp8)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jfp8.layers.nnx.signatures import SignatureOfClass
 from jfp8.optim.finite import all_squares_finite, keep_unless, unscaled
 from jfp8.optim.fp8_params import apply_updates
 from jfp8.optim.loss_scale_state import find_loss_scale
@@ -38,6 +39,8 @@ class Optimizer(nnx.Optimizer):
     >>> int(optimizer.step[...]), int(optimizer.skipped_steps[...])
     (1, 0)
     """
+
+    __signature__: Any = SignatureOfClass()
 
     def __init__(
         self,

@@ -173,8 +173,7 @@ class TrainState(flax.struct.PyTreeNode):
 
         Parameters, optimizer state, step and other collections stay. A product that has amax
         histories under both recipes goes on with theirs, which are of the same tensors; others
-        start empty, with current scaling until they fill. A compiled step that calls
-        ``state.apply_fn`` is traced again, by itself.
+        start empty, with current scaling until they fill. A compiled step is traced again.
 
         Args:
           model: of the same parameters, such as ``jfp8.convert(base, recipe)``.

@@ -824,7 +824,7 @@ class TestMechanics:
     def test_gradients_survive_jit_unchanged(self):
         grads = jfp8.value_and_grad(linear_loss)(create(), linear_batch())[1]
         assert_same(jax.jit(lambda g: g)(grads), grads)
-        assert set(vars(grads)) == {"params", "fp8_sink", "collections"}
+        assert set(vars(grads)) == {"params", "fp8_sink", "collections", "examples"}
 
 
 class TestAdvance:
