@@ -23,7 +23,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 def test_it_is_read_in_five_minutes():
-    assert len(README.split()) <= 900
+    assert len(README.split()) <= 750
 
 
 @pytest.mark.slow
