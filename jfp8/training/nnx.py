@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, foreseen, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.scaling.trees import is_scaled_array
+from jfp8.tracing.caller import user_level
 from jfp8.training.histories import decode_all, rescaled, zero_sink
 from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.state import TrainState
@@ -323,6 +325,15 @@ def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[An
             raise TypeError(
                 f"jfp8.nnx.value_and_grad differentiates NNX models, but got a Linen {kind}. Use "
                 "jfp8.value_and_grad(loss_fn)(state, batch), where state is a jfp8.TrainState."
+            )
+        nodes = [node for _, node in nnx.iter_graph(given, graph=True)]
+        types = {type(node) for node in nodes if isinstance(node, nnx.Variable)}
+        if any(nnx.variable_name_from_type(t, allow_register=True) == "fp8" for t in types):
+            warnings.warn(
+                "A Linen layer in this NNX model (nnx.bridge.ToNNX) keeps amax histories in its "
+                "'fp8' collection, which jfp8.nnx.value_and_grad does not update: its scales are "
+                "current. Use a layer of jfp8.nnx, or recipe='current', which keeps none.",
+                stacklevel=user_level(),
             )
     leaves = jax.tree.leaves(args, is_leaf=_is_node)
     check_examples([leaf for leaf in leaves if not _is_node(leaf)])

@@ -212,3 +212,13 @@ def test_linen_and_nnx_train_alike():
             in_linen = state.fp8[name]["DotGeneral_0"][role]["amax_history"]
             assert_same(layer.dot_general.fp8[role][...], in_linen)
             assert np.count_nonzero(in_linen) == 4
+
+
+def test_a_linen_layer_in_a_model_is_told_that_its_histories_stand_still():
+    model = nnx.bridge.ToNNX(jfp8.Dense(8, recipe=RECIPE), rngs=nnx.Rngs(0))
+    model.lazy_init(X)
+    with pytest.warns(UserWarning, match=r"nnx.bridge.ToNNX.*does not update"):
+        jfp8.nnx.value_and_grad(loss_fn)(model, BATCH)
+    current = nnx.bridge.ToNNX(jfp8.Dense(8, recipe="current"), rngs=nnx.Rngs(0))
+    current.lazy_init(X)
+    assert jfp8.nnx.value_and_grad(loss_fn)(current, BATCH)[0] > 0
