@@ -301,7 +301,7 @@ def _collections(variables: Any, unknown: Mapping[str, Any]) -> Collections:
         if isinstance(part, nnx.Module | nnx.State | nnx.GraphDef):
             raise TypeError(
                 f"TrainState.create takes variables of Linen. It got an NNX {type(part).__name__}, "
-                "which holds its own state: nnx.Optimizer(model, tx, wrt=nnx.Param), with "
+                "which holds its own state: jfp8.nnx.Optimizer(model, tx, wrt=nnx.Param), with "
                 "gradients from jfp8.nnx.value_and_grad(f)(model, x)."
             )
     if unknown or variables is None:
