@@ -172,7 +172,7 @@ def _model(
 
 
 def _with_counters(given: Nested, wanted: Nested) -> Nested:
-    """Return a training state with the counters of the target; those of before lacked some."""
+    """Return a training state with the counters of the target; older states lack some."""
     if "step" not in given:
         return given
     known = {name: wanted.get(name) for name in COUNTERS[1:]}

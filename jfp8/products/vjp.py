@@ -63,7 +63,7 @@ Kept = ScaledArray | jax.Array | None
 
 
 class How(NamedTuple):
-    """What is known of a product while JAX traces.
+    """Hold what is known of a product while JAX traces.
 
     Attributes:
       carried: whether rhs is a `ScaledArray` with a carrier.

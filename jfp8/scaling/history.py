@@ -175,7 +175,7 @@ def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
 def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
     """Return the history of a weight with the amax that it will have in this step, if it grows.
 
-    Weights that began as zeros, as those of LoRA, double in a step, then grow by a half, and so on;
+    Weights that began as zeros, as LoRA's do, double in a step, then grow by a half, and so on;
     a history one step behind would cut them. So if the newest entry is above the one before by more
     than 1/16, which rounding may take anyway, it grows as much again, at most twofold.
 

@@ -1,4 +1,4 @@
-"""What completion shows of a public module."""
+"""`listing`: a public module without its files, for completion."""
 
 from __future__ import annotations
 

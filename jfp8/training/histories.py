@@ -117,7 +117,7 @@ def add_recorded(sinks: Any, fp8: Any) -> Any:
 def foresee(fp8: Collections, examples: jax.Array, now: float | None) -> Collections:
     """Return the histories that a step of `now` examples reads, after one of f32[] `examples`.
 
-    Those of weights are `foreseen`, and gradients are those of a mean. 0 and None are unknown.
+    Weights are `foreseen`, and the loss is taken for a mean. 0 and None: the number is unknown.
     """
     ratio = jnp.maximum(examples / now, 1.0) if now else None
 

@@ -15,7 +15,7 @@ from jfp8.training.nnx import training_products
 
 
 class OfModel(NamedTuple):
-    """What a step gives of a model.
+    """Hold the results of a step of a model.
 
     Attributes:
       params: its gradients.
@@ -73,4 +73,4 @@ def _is_floating(x: Any) -> bool:
 
 def _rescale_histories(model: nnx.Module, factor: Any) -> None:
     for product in training_products((model,)).values():
-        product.set_histories({"grad": rescaled(product.histories()["grad"], factor)})
+        product.set_histories({"grad": rescaled(product.intact_histories()["grad"], factor)})

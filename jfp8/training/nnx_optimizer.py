@@ -1,4 +1,4 @@
-"""`Optimizer`: that of Flax, which skips a step that is not finite."""
+"""`Optimizer`: Flax's optimizer, but it skips a step that is not finite."""
 
 from __future__ import annotations
 
