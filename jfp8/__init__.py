@@ -17,6 +17,7 @@ from jfp8 import (
     recipes,
     scaling,
 )
+from jfp8.conversion.functions import Fp8Function
 from jfp8.conversion.models import autocast, convert
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.report import report
@@ -74,6 +75,7 @@ __all__ = [
     "Edge",
     "Einsum",
     "Format",
+    "Fp8Function",
     "Gradients",
     "LayerNormDense",
     "LayerNormMLP",

@@ -133,7 +133,12 @@ def exists(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     if attribute == "*" or name in modules():
         return True
-    return module in modules() and hasattr(importlib.import_module(module), attribute)
+    if module not in modules():
+        return False
+    if module.startswith("jfp8.integrations."):  # which import trainers that may not be here
+        source = (CHECKOUT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        return re.search(rf"^(def|class) {attribute}\b", source, re.MULTILINE) is not None
+    return hasattr(importlib.import_module(module), attribute)
 
 
 def test_what_scripts_import_exists():
@@ -192,18 +197,18 @@ ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths
 ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=198, paths=())
 LINES_OF_A_JAXPR = 250
 LINES_OF_ROOMS = {
-    "tracing": 700,
-    "scaling": 2690,
+    "tracing": 710,
+    "scaling": 2820,
     "quantizers": 800,
     "matmul": 890,
     "recipes": 1500,
     "products": 5400,
     "kernels": 8600,
-    "layers": 5500,
+    "layers": 5410,
     "optim": 2400,
     "training": 2980,
     "checkpoint": 3040,
-    "conversion": 3400,
+    "conversion": 4290,
     "debug": 3890,
     "plot": 1180,
 }

@@ -37,9 +37,9 @@ def mark_output(y: Any, path: str) -> Any:
     return jax.tree.map(lambda leaf: _marked(leaf, _OUTPUT + path), y)
 
 
-def mark_product(product: Any) -> Any:
-    """Compute a `ParameterProduct` as it is, with both ends marked."""
-    path = product.parameter.path
+def mark_product(product: Any, path: str = "") -> Any:
+    """Compute a `ParameterProduct` or `WeightMatmul` as it is, with both ends marked."""
+    path = path or product.parameter.path
     marked = dataclasses.replace(product, x=mark_input(product.x, path))
     return mark_output(marked.plain(), path)
 
@@ -72,7 +72,9 @@ def arrays_apart(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     return [leaves[i] for i in places], together
 
 
-def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str], frozenset[str]]:
+def edge_layers(
+    closed: ClosedJaxpr, n_parameters: int, *, of_loss: bool = False
+) -> tuple[frozenset[str], frozenset[str]]:
     """Return the paths of the layers that read only inputs, and of those that give a result.
 
     A layer gives a result of the model if no residual or other product comes after it, and no other
@@ -81,12 +83,15 @@ def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str],
     Args:
       closed: the model's jaxpr.
       n_parameters: how many of its inputs, the first ones, are parameters.
+      of_loss: whether its first result is a loss, in which targets and terms of other layers meet
+        the result of the model.
     """
     jaxpr = closed.jaxpr
     sources = _Sources()
     n = len(jaxpr.invars) - n_parameters
     outs = sources.of_jaxpr(jaxpr, [{_PARAMETER}] * n_parameters + [{_OTHER}] * n)
     ends = {next(iter(found)) for s in outs if len(found := s - {_PARAMETER}) == 1}
+    ends = outs[0] - {_PARAMETER} if of_loss else ends
     paths = ends - sources.used - {_OTHER}
     return frozenset(sources.first), frozenset(str(path) for path in paths)
 

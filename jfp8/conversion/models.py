@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import flax.linen as nn
 from flax import nnx
 
 from jfp8.conversion import linen, linen_products, nnx_models
+from jfp8.conversion.functions import Fp8Function, convert_function
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -19,6 +20,7 @@ from jfp8.scaling.formats import FormatLike
 Model = TypeVar("Model", nn.Module, nnx.Module)
 
 
+@overload
 def convert(
     model: Model,
     recipe: Recipes = DelayedScaling(),
@@ -28,8 +30,36 @@ def convert(
     attention: bool = False,
     state_collection: StateCollection = "fp8",
     cache_dtype: FormatLike | None = None,
-) -> Model:
-    """Return the same model with FP8 products in its layers, forward and backward.
+    weights: None = None,
+) -> Model: ...
+
+
+@overload
+def convert(
+    model: Callable[..., Any],
+    recipe: Recipes = DelayedScaling(),
+    *,
+    exempt: Choice | Sequence[Choice] | None = None,
+    only: Choice | Sequence[Choice] | None = None,
+    attention: bool = False,
+    state_collection: StateCollection = "fp8",
+    cache_dtype: FormatLike | None = None,
+    weights: int | Sequence[int] | None = None,
+) -> Fp8Function: ...
+
+
+def convert(
+    model: Any,
+    recipe: Recipes = DelayedScaling(),
+    *,
+    exempt: Choice | Sequence[Choice] | None = None,
+    only: Choice | Sequence[Choice] | None = None,
+    attention: bool = False,
+    state_collection: StateCollection = "fp8",
+    cache_dtype: FormatLike | None = None,
+    weights: int | Sequence[int] | None = None,
+) -> Any:
+    """Return the same model, or function, with FP8 matmuls, forward and backward.
 
     `model` itself does not change. The converted model has the same parameters, in names, shapes
     and initial values, so that checkpoints fit both. Layers of Flax, and products that a module
@@ -41,8 +71,13 @@ def convert(
 
     State is as for `jfp8.Dense`: ``init`` returns ``fp8`` and ``fp8_sink`` besides ``params``.
 
+    A function of arrays, of whatever library, becomes an `Fp8Function`: matmuls, convolutions and
+    ragged products of its weights with something else are FP8, also inside of ``jit``, ``scan``,
+    ``checkpoint``, ``cond`` and ``shard_map``. Its state is one more argument, whose gradient is
+    its next value: see "Without Flax" in the docs.
+
     Args:
-      model: a Linen or NNX module.
+      model: a Linen or NNX module; or a function of arrays, such as a loss.
       recipe: which quantizer each operand gets. Or a dict, ``{"layers_0/*": None, "*/attention/*":
         "mxfp8", "*": "nvfp4"}``: patterns of paths and the recipes of the layers that they match.
         The first that matches wins; None, as no match, leaves layers in high precision.
@@ -61,29 +96,46 @@ def convert(
       cache_dtype: how attention stores earlier keys and values for decoding: an FP8 format, or a
         wide dtype; see ``decode=True`` of `jfp8.TransformerLayer`. Of ``init_cache`` of NNX layers,
         it replaces the dtype. A call then takes any number of positions. None: as Flax does.
+      weights: of a function, the position of the argument that holds its weights, a pytree, or
+        several positions; default 0. A layer is called by the path of its weight there, and
+        `attention` means all matmuls of two activations.
 
     Returns:
-      A Linen module, an instance of a subclass of ``type(model)``; or an NNX module of the same
-      type that shares the arrays of `model`.
+      A Linen module, an instance of a subclass of ``type(model)``; an NNX module of the same type
+      that shares the arrays of `model`; or an `Fp8Function`.
 
     Raises:
       TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt`, `only` or
         `cache_dtype` is none of the above.
       ValueError: unknown `state_collection`, or one for an NNX model; a pattern or a type that
         matches no layer, or a pattern that only matches layers which one before it matches; a cache
-        that `cache_dtype` does not reach. For Linen models ``init`` and ``apply`` raise these,
-        because their layers exist only then.
+        that `cache_dtype` does not reach; `weights` for a model. For Linen models ``init`` and
+        ``apply`` raise these, for functions ``init``, because their layers exist only then.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
     >>> fp8_model = jfp8.convert(model, jfp8.recipes.Float8CurrentScaling())
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
+
+    >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w["up"]) @ w["down"])
+    >>> w, x = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))}, jnp.ones((2, 8))
+    >>> f = jfp8.convert(loss, "delayed", exempt=())
+    >>> state = f.init(w, x)
+    >>> value, (grads, state) = jax.value_and_grad(f, argnums=(0, 1))(w, state, x)
+    >>> sorted(state)
+    ['down', 'up']
     """
     if isinstance(recipe, nn.Module | nnx.Module):
         raise TypeError("recipe is a model, which comes first: jfp8.convert(model, recipe).")
     selection = select(recipe, exempt, only, attention, state_collection, cache_dtype)
-    return convert_selected(model, selection)
+    if callable(model) and not isinstance(model, nn.Module | nnx.Module | type):
+        return convert_function(model, selection, 0 if weights is None else weights)
+    if weights is not None:
+        raise ValueError(
+            f"weights={weights!r} is for functions; a model of Flax has parameters. Leave it out."
+        )
+    return convert_selected(cast(Any, model), selection)
 
 
 def convert_selected(

@@ -19,32 +19,9 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from jfp8.conversion.weight_walk import GATHERED, SAME
 from jfp8.tracing.compat import interposed, interposing
 from jfp8.tracing.notes import layer_noted
-
-# What gives the same numbers, or some of them, in another order or dtype.
-_SAME = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "dynamic_slice",
-    "mesh_cast",
-    "name",
-    "pvary",
-    "reduce_precision",
-    "reshape",
-    "reshard",
-    "rev",
-    "sharding_constraint",
-    "slice",
-    "split",
-    "squeeze",
-    "stop_gradient",
-    "transpose",
-}
-
-
-_GATHERED = {"all_gather", "all_gather_invariant"}  # from the devices that hold a part of each
 
 
 @dataclass(frozen=True)
@@ -145,10 +122,10 @@ class Follower:
                 with interposed(self):  # what is inside passes by here
                     return jaxpr_as_fun(body)(*values)
         result = primitive.bind(*values, **params)
-        if sources and sources[0] is not None and primitive.name in _SAME | _GATHERED:
+        if sources and sources[0] is not None and primitive.name in SAME | GATHERED:
             for value in result if primitive.multiple_results else [result]:
                 # One that is repeated is an activation, such as queries that are learned.
-                if np.size(value) <= np.size(values[0]) or primitive.name in _GATHERED:
+                if np.size(value) <= np.size(values[0]) or primitive.name in GATHERED:
                     self.known[id(value)] = (value, sources[0])
         return result
 

@@ -95,10 +95,13 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     elif isinstance(model, nnx.Module):
         with _asking_for_inputs("report(model, x)", inputs or kwargs):
             closed = _nnx_jaxpr(model, inputs, kwargs)
+    elif callable(model) and not isinstance(model, type):
+        with _asking_for_inputs("report(function, params, batch)", inputs):
+            closed = _function_jaxpr(model, inputs, kwargs)
     else:
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(
-            f"model must be a Flax Linen or NNX module, got {given}. For Linen: "
+            f"model must be a Flax Linen or NNX module, or a function, got {given}. For Linen: "
             "jfp8.report(MyModel(...), variables, x)."
         )
     found = report_of(closed, (inputs, kwargs))
@@ -173,6 +176,20 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
         return _total(copy(*inputs, **kwargs))
 
     return _traced(forward, (params, rest, inputs, kwargs))
+
+
+def _function_jaxpr(function: Any, inputs: Any, kwargs: dict[str, Any]) -> ClosedJaxpr:
+    places = getattr(function, "weights", (0,))
+
+    def forward(weights, others, kwargs):
+        arguments = list(others)
+        for i, given in zip(places, weights, strict=True):
+            arguments[i] = given
+        return _total(function(*arguments, **kwargs))
+
+    weights = [inputs[i] for i in places]
+    others = [None if i in places else given for i, given in enumerate(inputs)]
+    return _traced(forward, (weights, others, kwargs))
 
 
 def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:

@@ -8,6 +8,7 @@ from jfp8.scaling.granularity import Block, Granularity, PerAxis, PerTensor, sca
 from jfp8.scaling.history import AmaxState, history_amax, init_amax_state, push_amax
 from jfp8.scaling.scales import amax, scale_from_amax
 from jfp8.scaling.sink import init_sink
+from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.listing import listing
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "amax",
     "history_amax",
     "init_amax_state",
+    "init_overwritten",
     "init_sink",
     "push_amax",
+    "read_overwritten",
     "scale_from_amax",
     "scale_shape",
 ]

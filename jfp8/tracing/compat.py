@@ -165,6 +165,12 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def manual_axes(eqn: Any) -> frozenset[Any]:
+    """The axes of the mesh that a ``shard_map`` divides its operands by."""
+    names = ("newly_manual_axes", "manual_axes")  # JAX 0.10 has the first
+    return next(frozenset(eqn.params[name]) for name in names if name in eqn.params)
+
+
 def kernels_are_interpreted() -> bool:
     """Whether Pallas kernels are interpreted, as `plgpu.force_gpu_interpret_mode` makes them."""
     context = getattr(config, "pallas_tpu_interpret_mode_context_manager", None)

@@ -18,8 +18,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jfp8
-from jfp8.layers.linen.state_in_gradients import histories_in, init_overwritten
+from jfp8.layers.linen.state_in_gradients import histories_in
 from jfp8.products.ragged.dot import scaled_ragged_dot
+from jfp8.scaling.state_in_gradients import init_overwritten
 
 STATE = "_overwrite_with_gradient"
 

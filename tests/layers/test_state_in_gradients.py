@@ -20,9 +20,9 @@ from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
 
 import jfp8
-from jfp8.layers.linen.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.linen import histories_in
 from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 
 OWG = "_overwrite_with_gradient"
 KEY = jax.random.key(0)

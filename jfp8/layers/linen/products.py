@@ -17,9 +17,10 @@ from flax.core.scope import in_filter
 from flax.linen import dtypes
 from jax import lax
 
-from jfp8.layers.linen import state_in_gradients
 from jfp8.layers.linen.state_in_gradients import (
+    NAME,
     OVERWRITTEN,
+    UNCHANGED,
     StateCollection,
     check_state_collection,
 )
@@ -48,6 +49,7 @@ from jfp8.scaling.history import (
     sealed,
 )
 from jfp8.scaling.sink import ROLES, init_sink
+from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import outermost_scope
 from jfp8.tracing.differentiation import warned_if_differentiated
@@ -268,20 +270,18 @@ class ProductModule(nn.Module):
     @nn.nowrap
     def _read_overwritten(self, recipe: Recipe) -> tuple[dict[str, AmaxState] | None, Any]:
         """Histories and sink from the variable whose gradient replaces it; None without one."""
-        empty, key = recipe.init_state(), self._place(OVERWRITTEN, state_in_gradients.NAME)
+        empty, key = recipe.init_state(), self._place(OVERWRITTEN, NAME)
         if empty is None and self.recipe is None:
             return None, None
         if self.is_initializing():
             makes = self.is_mutable_collection(key[0]) and not self.has_variable(*key)
             if empty is not None and makes:
-                variable = state_in_gradients.init_overwritten(empty)
-                self._put(OVERWRITTEN, state_in_gradients.NAME, variable)
+                self._put(OVERWRITTEN, NAME, init_overwritten(empty))
         elif self.has_variable(*key):
             call: Any = outermost_scope() or self.scope
             if in_filter(call.mutable, OVERWRITTEN) and not call.get_flag("initializing", False):
-                warnings.warn(state_in_gradients.UNCHANGED, stacklevel=user_level())
-            variable = self._get(OVERWRITTEN, state_in_gradients.NAME)
-            return state_in_gradients.read_overwritten(variable, empty)
+                warnings.warn(UNCHANGED, stacklevel=user_level())
+            return read_overwritten(self._get(OVERWRITTEN, NAME), empty)
         return None, None
 
     @nn.nowrap

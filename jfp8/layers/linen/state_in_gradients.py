@@ -1,19 +1,6 @@
-"""State whose gradient is its new value, for training loops that know nothing of FP8.
+"""The collection ``_overwrite_with_gradient``: state whose gradient is its next value.
 
-Flax's ``TrainState``, and trainers such as MaxText, replace each variable of the collection
-``_overwrite_with_gradient`` by its gradient. So all state of a product is one such variable, and
-the gradient by it is what the product has to remember.
-
-JAX adds cotangents of several uses, and loops average them over micro-batches and devices. What is
-remembered must survive that, so it is written in ones and zeros, as in a sink: the entries that are
-not zero are the same after any positive combination. The variable is ``f32[3 * (2050 + 31 H)]``, a
-row each for lhs, rhs and grad:
-
-  * 2050 entries hold the amax of the last step, see `jfp8.scaling.sink`;
-  * 31 for each of the H steps before it hold the bits of that amax, the lowest first.
-
-The next step reads a history from both, the last amax in front. One dimension, so that layers can
-be stacked along any axis that vectors have.
+See `jfp8.scaling.state_in_gradients`.
 """
 
 from __future__ import annotations
@@ -23,12 +10,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.core import meta
-from jax import lax
 
-from jfp8.scaling.history import AmaxState, push_amax, sealed
-from jfp8.scaling.sink import ROLES, SINK_UNIT, WIDTH, decode_amax, init_sink
+from jfp8.scaling.history import sealed
+from jfp8.scaling.sink import ROLES
+from jfp8.scaling.state_in_gradients import read_overwritten, steps_of
 
 StateCollection = Literal["fp8", "_overwrite_with_gradient"]
 OVERWRITTEN: StateCollection = "_overwrite_with_gradient"
@@ -39,8 +25,6 @@ UNCHANGED = (  # a warning where the collection is mutable
     "state_collection there. In others, mutable=flax.core.DenyList('_overwrite_with_gradient')."
 )
 
-_BITS = 31  # an amax has no sign
-
 
 def check_state_collection(name: str) -> None:
     """Raise ``ValueError`` unless `name` is that of a collection in which state may be."""
@@ -49,40 +33,6 @@ def check_state_collection(name: str) -> None:
             f"state_collection must be 'fp8' or {OVERWRITTEN!r}; got {name!r}. The second is for "
             "loops that replace its variables by their gradients, such as Flax's own TrainState."
         )
-
-
-def init_overwritten(empty: Mapping[str, AmaxState]) -> jax.Array:
-    """Return the variable before the first step, where `empty` is ``recipe.init_state()``."""
-    length = max(empty[role]["amax_history"].shape[-1] for role in ROLES)
-    return jnp.zeros((len(ROLES) * (WIDTH + _BITS * length),), jnp.float32)
-
-
-def read_overwritten(
-    variable: jax.Array, empty: Mapping[str, AmaxState] | None = None
-) -> tuple[dict[str, AmaxState], jax.Array]:
-    """The histories that `variable` holds, and a sink whose gradient the next value comes from.
-
-    Args:
-      variable: f32[3 * (2050 + 31 H)].
-      empty: ``recipe.init_state()``, which gives the lengths; None: all have the longest.
-
-    Raises:
-      ValueError: `variable` has no such shape, or too few steps.
-    """
-    longest = _steps(variable.shape)
-    lengths = {r: empty[r]["amax_history"].shape[-1] if empty else longest or 0 for r in ROLES}
-    if not longest or max(lengths.values()) != longest:
-        needed = "" if empty is None else f"; {init_overwritten(empty).shape} is needed"
-        raise ValueError(
-            f"The state in {OVERWRITTEN!r} has shape {variable.shape}{needed}. It belongs to "
-            "another recipe, or to Flax's own FP8 layers. Make a new one with model.init."
-        )
-    histories, sink = _read(variable)
-    states = {
-        role: {"amax_history": row[: lengths[role]], "amax": jnp.zeros((), jnp.float32)}
-        for role, row in zip(ROLES, histories, strict=True)
-    }
-    return states, sink
 
 
 def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +63,7 @@ def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
             inner = histories_in(node)
             found |= inner if set(ROLES) <= set(inner) and name == NAME else {name: inner}
             continue
-        axes = [i for i, n in enumerate(jnp.shape(node)) if _steps((n,)) is not None]
+        axes = [i for i, n in enumerate(jnp.shape(node)) if steps_of((n,)) is not None]
         if name != NAME or len(axes) != 1:
             raise ValueError(
                 f"{OVERWRITTEN!r} holds {name!r} of shape {jnp.shape(node)}, which is no state of "
@@ -125,43 +75,3 @@ def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
             read = jax.vmap(read)
         found |= read(jnp.moveaxis(node, axes[0], -1))
     return found
-
-
-def _steps(shape: tuple[int, ...]) -> int | None:
-    """Return the H of a variable of this shape; None: it has no such shape."""
-    if len(shape) != 1 or shape[0] % len(ROLES):
-        return None
-    steps, rest = divmod(shape[0] // len(ROLES) - WIDTH, _BITS)
-    return steps if steps > 0 and rest == 0 else None
-
-
-@jax.custom_vjp
-def _read(variable: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the histories, f32[3, H], and an empty sink."""
-    return _read_forward(variable)[0]
-
-
-def _read_forward(variable):
-    rows = variable.reshape(len(ROLES), -1)
-    amaxes, _ = decode_amax(rows[:, :WIDTH])
-    older = rows[:, WIDTH:].reshape(len(ROLES), -1, _BITS)
-    ones = ((older > 0) | (older < 0)).astype(jnp.uint32)  # NaN is neither
-    patterns = jnp.sum(ones << _places(ones.shape), axis=-1, dtype=jnp.uint32)
-    histories = push_amax(lax.bitcast_convert_type(patterns, jnp.float32), amaxes)
-    return (histories, init_sink()), histories
-
-
-def _read_backward(histories, cotangents):
-    _, sink = cotangents  # in units of SINK_UNIT
-    patterns = lax.bitcast_convert_type(histories, jnp.uint32)[..., None]
-    bits = patterns >> _places((*histories.shape, _BITS)) & np.uint32(1)
-    older = bits.astype(jnp.float32).reshape(len(ROLES), -1) * SINK_UNIT
-    return (jnp.concatenate([sink, older], axis=-1).reshape(-1),)
-
-
-def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Return the place of each bit, along the last dimension."""
-    return lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-
-
-_read.defvjp(_read_forward, _read_backward)

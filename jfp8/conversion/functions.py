@@ -1,0 +1,398 @@
+"""Convert functions of arrays: their matmuls with weights become FP8, whatever library wrote them.
+
+The function is traced, and its program computed by a `Walk` that hands each matmul with a weight to
+jfp8. All that a matmul has to remember is one array, whose gradient is its next value (see
+`scaling.state_in_gradients`): so a loop only has to take the gradient by the state, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.conversion import edges
+from jfp8.conversion.causal import masks_later_positions
+from jfp8.conversion.product_rows import looks_ahead_message
+from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.conversion.weight_matmul import Source, WeightMatmul
+from jfp8.conversion.weight_walk import Walk
+from jfp8.layers.options import kernel_dtype
+from jfp8.products.conv import convolutions
+from jfp8.products.dot_general import observed_dot_general
+from jfp8.products.operation import Options, State
+from jfp8.products.ragged.dot import scaled_ragged_dot
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten, steps_of
+from jfp8.tracing.caller import user_level
+from jfp8.tracing.differentiation import warned_if_differentiated
+from jfp8.tracing.notes import EXPLAINING, layer_noted, note
+
+Histories = dict[str, jax.Array]
+
+_STANDS_STILL = (
+    "A function with delayed scaling is differentiated by its weights and not by its state, whose "
+    "gradient is its next value: no amax is recorded. Differentiate by both, and keep the second: "
+    "loss, (grads, state) = jax.value_and_grad(f, argnums=(0, 1))(params, state, batch)."
+)
+
+
+@dataclass(frozen=True)
+class Fp8Function:
+    """A function with FP8 matmuls: what `jfp8.convert` makes of a function.
+
+    Call it like the function, with the state after the last argument that holds weights; or without
+    one, if no matmul has a recipe that keeps amax histories.
+
+    Attributes:
+      function: the original.
+      selection: the arguments of `jfp8.convert`, checked.
+      weights: the positions of the arguments that hold weights.
+    """
+
+    function: Callable[..., Any]
+    selection: Selection
+    weights: tuple[int, ...] = (0,)
+
+    @property
+    def __name__(self) -> str:
+        """Return the name of the original, which JAX gives to compiled programs."""
+        return _name(self.function)
+
+    def init(self, *args: Any, **kwargs: Any) -> Histories:
+        """Return the state before the first step; only shapes of the arguments matter.
+
+        Args:
+          *args, **kwargs: of the function, without a state; arrays or ``jax.ShapeDtypeStruct`` s.
+
+        Returns:
+          ``{name of a matmul: f32[3 * (2050 + 31 H)]}``, zeros, with a leading axis for each
+          ``scan`` over stacked weights; ``{}`` if no recipe keeps histories.
+        """
+        plan = self._plan(_Traced.of(self, args, kwargs))
+        self.selection.check_patterns([matmul.name for matmul in plan.matmuls.values()])
+        return {
+            name: jnp.zeros((*map(operator.itemgetter(1), each.loops), *each.state.shape))
+            for each in plan.matmuls.values()
+            if (name := each.name) and each.state is not None
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function does, computed with FP8 matmuls."""
+        here = region.current()
+        if here is not None and not here.enabled:
+            return self.function(*self._without_state(args)[0], **kwargs)
+        arguments, given = self._without_state(args)
+        traced = _Traced.of(self, arguments, kwargs)
+        plan = self._plan(traced)
+        states = self._checked(plan, given, args)
+        plan.warn(self, traced)
+        compute = functools.partial(_computed, plan)
+        loops = {each.name: [place for place, _ in each.loops] for each in plan.matmuls.values()}
+        walk = Walk(compute, loops, self.selection.attention)
+        return traced.result(walk, states)
+
+    def _without_state(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+        """Take the state, a dict that `init` made, out of the arguments, if it is there."""
+        place = max(self.weights) + 1
+        given = args[place] if len(args) > place else None
+        if not _is_state(given):
+            return args, None
+        return args[:place] + args[place + 1 :], given
+
+    def _checked(self, plan: _Plan, given: Any, args: tuple[Any, ...]) -> Histories:
+        """Return the state that was given, or raise ``ValueError`` if it is another's."""
+        needed = {each.name: each for each in plan.matmuls.values() if each.state is not None}
+        given = {} if given is None else given
+        place = max(self.weights) + 1
+        if needed and not given:
+            got = type(args[place]).__name__ if len(args) > place else "nothing"
+            raise ValueError(
+                f"The recipe keeps amax histories, so argument {place} must be the state; got "
+                f"{got}. Make it once, state = f.init(params, batch), and call f(params, state, "
+                "batch). Its gradient is its next value: "
+                f"jax.value_and_grad(f, argnums=({place - 1}, {place})). Recipes without state, "
+                'such as "current", need none.'
+            )
+        if set(given) != set(needed):
+            missing, unknown = sorted(set(needed) - set(given)), sorted(set(given) - set(needed))
+            raise ValueError(
+                f"The state is that of other matmuls: it lacks {missing}, and has {unknown}. Make "
+                "it by init of this function, with arguments of the same structure."
+            )
+        return dict(given)
+
+    def _plan(self, traced: _Traced) -> _Plan:
+        """Find all matmuls with weights, and decide which become FP8."""
+        plan = _Plan(self.selection)
+        walk = Walk(plan.see, {}, self.selection.attention)
+        with region.entered(edges.LOOKING):
+            looked = jax.make_jaxpr(lambda *arrays: traced.run(walk, arrays, {}))(*traced.arrays)
+        first, ends = edges.edge_layers(looked, traced.n_weights, of_loss=traced.is_loss)
+        causal = masks_later_positions(looked, traced.arrays)
+        plan.decide(first, ends, causal)
+        return plan
+
+
+def convert_function(
+    function: Callable[..., Any], selection: Selection, weights: int | Sequence[int]
+) -> Fp8Function:
+    """Return `function` with FP8 matmuls; see `jfp8.convert`."""
+    if isinstance(function, Fp8Function):
+        function = function.function
+    held = (function, *(getattr(function, name, None) for name in ("__self__", "args")))
+    if any(np.ndim(x) >= 2 for x in jax.tree.leaves(held) if isinstance(x, jax.Array)):
+        raise TypeError(
+            f"{_name(function)} holds its weights itself, and functions take them as an argument: "
+            "jfp8.convert(lambda model, x: model(x), recipe), called with the model, its state and "
+            "x. For an Equinox module, jfp8.integrations.equinox.convert(model, recipe) does that."
+        )
+    places = (weights,) if isinstance(weights, int) else tuple(weights)
+    if not places or not all(isinstance(i, int) and i >= 0 for i in places):
+        raise ValueError(
+            f"weights={weights!r}: must be the position of the argument that holds the weights, "
+            "such as 0, or several positions."
+        )
+    return Fp8Function(function, selection, places)
+
+
+def _is_state(given: Any) -> bool:
+    """Tell whether an argument is what `Fp8Function.init` returned, or its shapes."""
+    if not isinstance(given, Mapping):
+        return False
+    return all(isinstance(k, str) and _is_overwritten(x) for k, x in given.items())
+
+
+def _is_overwritten(x: Any) -> bool:
+    """Tell whether `x` has the shape of a state whose gradient is its next value."""
+    return steps_of(getattr(x, "shape", ())[-1:]) is not None
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A traced function.
+
+    Attributes:
+      closed: its jaxpr.
+      arrays: the arguments that are arrays; the first `n_weights` are weights.
+      paths: of the weights.
+      together: makes the result of the arrays in it.
+      is_loss: whether the first array of the result is a number.
+    """
+
+    closed: Any
+    arrays: Sequence[Any]
+    n_weights: int
+    paths: tuple[str, ...]
+    together: Callable[[Any], Any]
+    is_loss: bool
+
+    @classmethod
+    def of(cls, converted: Fp8Function, args: tuple[Any, ...], kwargs: Any) -> _Traced:
+        """Trace the function of `converted`."""
+        if len(args) <= max(converted.weights):
+            raise TypeError(
+                f"{_name(converted.function)} was called with {len(args)} positional arguments, "
+                f"but its weights are argument {max(converted.weights)} (weights= of "
+                "jfp8.convert). Pass them by position."
+            )
+        of_weights = [args[i] for i in converted.weights]
+        rest = [None if i in converted.weights else arg for i, arg in enumerate(args)]
+        weights, whole_weights = edges.arrays_apart(of_weights)
+        others, whole_others = edges.arrays_apart((rest, kwargs))
+        paths = _paths_of(converted, of_weights)
+        outside: list[Any] = []
+
+        def flat(*arrays: Any) -> Any:
+            rest, kwargs = whole_others(arrays[len(weights) :])
+            for i, arg in zip(converted.weights, whole_weights(arrays[: len(weights)])):
+                rest[i] = arg
+            found, together = edges.arrays_apart(converted.function(*rest, **kwargs))
+            outside[:] = [together]
+            return found
+
+        arrays = [*weights, *others]
+        closed = jax.make_jaxpr(flat)(*arrays)
+        is_loss = bool(closed.out_avals) and closed.out_avals[0].ndim == 0
+        return cls(closed, arrays, len(weights), paths, outside[0], is_loss)
+
+    def run(self, walk: Walk, arrays: Sequence[Any], states: Histories) -> list[Any]:
+        """Compute the arrays of the result as `walk` says."""
+        sources: list[Source | None] = [None] * len(arrays)
+        for i, path in enumerate(self.paths):
+            if jnp.issubdtype(jnp.result_type(arrays[i]), jnp.floating):
+                sources[i] = Source(path)
+        closed = self.closed
+        return walk.run(closed.jaxpr, closed.consts, arrays, sources, states)[0]
+
+    def result(self, walk: Walk, states: Histories) -> Any:
+        """Compute the result as `walk` says; warn if histories will not follow the weights."""
+        arrays, rows = list(self.arrays), list(states.values())
+        if rows and EXPLAINING.value is None:
+            see = lambda x: warned_if_differentiated(x, _STANDS_STILL, *rows)
+            arrays[: self.n_weights] = map(see, map(jnp.asarray, arrays[: self.n_weights]))
+        return self.together(self.run(walk, arrays, states))
+
+
+def _paths_of(converted: Fp8Function, trees: Sequence[Any]) -> tuple[str, ...]:
+    """Return the path of each array in the arguments that hold weights: ``"layers/0/w"``."""
+    paths = []
+    for i, tree in zip(converted.weights, trees, strict=True):
+        name = _argument(converted.function, i)
+        for keys, leaf in jax.tree.leaves_with_path(tree):
+            if edges.arrays_apart(leaf)[0]:
+                path = jax.tree_util.keystr(keys, simple=True, separator="/")
+                above = (name,) if len(trees) > 1 or not path else ()
+                paths.append("/".join([*above, *([path] if path else [])]))
+    return tuple(paths)
+
+
+def _argument(function: Callable[..., Any], position: int) -> str:
+    try:
+        return list(inspect.signature(function).parameters)[position]
+    except (ValueError, TypeError, IndexError):
+        return f"weights_{position}"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A matmul of the program: its name, the loops that slice its state, its recipe and state."""
+
+    name: str
+    layer: str
+    decision: Decision
+    loops: tuple[Any, ...]
+    state: Any = None
+    looks_ahead: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What becomes of each matmul, by its `WeightMatmul.key`."""
+
+    selection: Selection
+    seen: dict[Any, tuple[str, WeightMatmul]] = field(default_factory=dict)
+    matmuls: dict[Any, _Planned] = field(default_factory=dict)
+    ahead: dict[str, str] = field(default_factory=dict)
+
+    def see(self, matmul: WeightMatmul) -> jax.Array:
+        """Note `matmul`, and compute it plainly with both ends marked."""
+        key, path = _key(matmul), matmul.source.path or _scope(matmul)
+        if key not in self.seen:
+            nth = 1 + sum(known[-1] == path for known, _ in self.seen.items())
+            self.seen[key] = (path if nth == 1 else f"{path}_{nth}"), matmul
+        return edges.mark_product(matmul, self.seen[key][0])
+
+    def decide(self, first: frozenset[str], ends: frozenset[str], causal: bool) -> None:
+        """Decide on each matmul that was seen."""
+        for key, (name, matmul) in self.seen.items():
+            kind = "conv" if matmul.primitive.startswith("conv") else "dense"
+            edge = Edge.LOGITS if name in ends else None
+            if kind == "conv" and name in first and _channels(matmul) <= MAX_IMAGE_CHANNELS:
+                edge = Edge.IMAGE_INPUT
+            weight = jax.ShapeDtypeStruct(np.shape(matmul.weight), matmul.weight.dtype)
+            decision = self.selection.decide(name, weight, edge)
+            state, ahead = None, False
+            if decision.recipe is not None:
+                empty = jax.eval_shape(decision.recipe.init_state)
+                state = None if empty is None else jax.eval_shape(init_overwritten, empty)
+                ahead = not decision.recipe.is_causal(kind, history=state is not None)
+                if causal and ahead:
+                    self.ahead[name] = decision.recipe.name
+            self.matmuls[key] = _Planned(
+                name, matmul.primitive, decision, matmul.source.loops, state, ahead
+            )
+
+    def warn(self, converted: Fp8Function, traced: _Traced) -> None:
+        """Warn where nothing becomes FP8, or a causal function looks ahead."""
+        if self.ahead:
+            warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
+        planned = self.matmuls.values()
+        if any(each.decision.recipe is not None or each.decision.chosen for each in planned):
+            return
+        stayed = "; ".join(f"{each.name}: {each.decision.reason}" for each in planned)
+        why = f"It found: {stayed}. exempt=() exempts none."
+        if not stayed:
+            why = (
+                "It found none with an operand made of the weights, argument "
+                f"{', '.join(map(str, converted.weights))}, by casts, slices and the like: see "
+                "weights=."
+            )
+        warnings.warn(
+            f"No matmul of {_name(converted.function)} is FP8: jfp8.convert changed nothing. {why}",
+            UserWarning,
+            stacklevel=user_level(),
+        )
+
+
+def _key(matmul: WeightMatmul) -> tuple[Any, ...]:
+    """Return the key of a matmul, the path last."""
+    return (*matmul.key, matmul.source.path or _scope(matmul))
+
+
+def _scope(matmul: WeightMatmul) -> str:
+    """Name a matmul of two activations by the scope that it is in."""
+    return "/".join(filter(None, [str(matmul.eqn.source_info.name_stack), matmul.primitive]))
+
+
+def _channels(matmul: WeightMatmul) -> int:
+    return np.shape(matmul.x)[matmul.eqn.params["dimension_numbers"].lhs_spec[1]]
+
+
+def _computed(plan: _Plan, matmul: WeightMatmul) -> jax.Array:
+    """Compute `matmul` as planned."""
+    planned = plan.matmuls[_key(matmul)]
+    recipe = planned.decision.recipe
+    if recipe is None:
+        with layer_noted(planned.name, planned.layer, planned.decision.reason):
+            return matmul.plain()
+    return _in_fp8(matmul, recipe, planned)
+
+
+def _in_fp8(matmul: WeightMatmul, recipe: Recipe, planned: _Planned) -> jax.Array:
+    histories, sink = None, None
+    if planned.state is not None:
+        histories, sink = read_overwritten(matmul.states[planned.name], recipe.init_state())
+    weight = matmul.weight if matmul.source.in_f32 is None else matmul.source.in_f32
+    options = Options(recipe, None, kernel_dtype(matmul.x, weight, casts_kernel=True))
+    state, dtype = State(histories, sink, None), matmul.eqn.outvars[0].aval.dtype
+    ahead = "later positions" if planned.looks_ahead else ""
+    with (
+        layer_noted(planned.name, planned.layer, ""),
+        note("recipe", recipe.name),
+        note("ahead", ahead),
+    ):
+        params = dict(matmul.eqn.params)
+        if matmul.primitive == "ragged_dot_general":
+            return scaled_ragged_dot(
+                matmul.x,
+                weight,
+                matmul.others[0],
+                recipe=recipe,
+                state=histories,
+                sink=sink,
+                preferred_element_type=dtype,
+            )
+        if matmul.primitive == "conv_general_dilated":
+            names = inspect.signature(convolutions).parameters
+            kept = {name: params[name] for name in names if name in params}
+            quantized, _ = convolutions(**{**kept, "preferred_element_type": dtype})
+            return quantized(matmul.x, weight, options=options, state=state)[0]
+        how = {"preferred_element_type": dtype}
+        dot = lambda x, w, numbers: observed_dot_general(
+            x, w, numbers, options, state, **how, out_sharding=params.get("out_sharding")
+        )[0]
+        return matmul.by(dot, weight)
