@@ -14,6 +14,7 @@ from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison,
 from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.run import Finding
 from jfp8.debug.mismatch import DecodingMismatch, decoding_mismatch
+from jfp8.debug.program import ProgramCheck, Quantized, check_program
 from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend
 from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
@@ -35,7 +36,9 @@ __all__ = [
     "LooksAhead",
     "Predicted",
     "ProductError",
+    "ProgramCheck",
     "Proposed",
+    "Quantized",
     "Recommendation",
     "Recorder",
     "Stats",
@@ -44,6 +47,7 @@ __all__ = [
     "advice",
     "assert_collectives",
     "attention_error",
+    "check_program",
     "collective_bytes",
     "compare",
     "decoding_mismatch",

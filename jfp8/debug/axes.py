@@ -1,0 +1,161 @@
+"""Follow the batch and the positions of an input through the arrays of a program.
+
+A dimension of an array is a product of factors: of the batch (``"sequences"``), of the positions,
+or of neither. `Axes` says which factors each dimension has; `moved_axes` what a primitive makes of
+them. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from jax import lax
+
+Role = Literal["positions", "sequences"]
+Factor: TypeAlias = tuple[Role | None, int]
+Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
+"""The factors of each dimension, outermost first; sizes of 1 are left out."""
+
+_REDUCTIONS = ("reduce_", "argmax", "argmin")
+_KEEPING = {"rev", "pad", "sort", "cumsum", "cummax", "cumprod", "cumlogsumexp"}
+_PARTS = {"slice", "dynamic_slice", "concatenate"}
+
+
+def plain_axes(shape: Sequence[int]) -> Axes:
+    """Return the axes of an array that has neither sequences nor positions."""
+    return tuple(((None, n),) if n > 1 else () for n in shape)
+
+
+def size_of(axes: Axes, role: Role) -> int:
+    """Return how many sequences or positions an array tells apart."""
+    return math.prod(n for dim in axes for found, n in dim if found == role)
+
+
+def moved_axes(eqn: Any, ins: Sequence[Axes | None]) -> Axes | None:
+    """Return the axes of the first result of `eqn`, whose operands have these; None: not known."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if not ins or ins[0] is None:
+        return None
+    rule = _RULES.get(name)
+    if rule is not None:
+        return rule(eqn, ins, shape)
+    if name.startswith(_REDUCTIONS):
+        gone = set(eqn.params["axes"])
+        return tuple(dim for i, dim in enumerate(ins[0]) if i not in gone)
+    if name in _KEEPING | _PARTS:
+        return _resized(ins[0], shape)
+    return together(ins, shape)
+
+
+def together(ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
+    """Return the axes of an elementwise result; None if an operand has another shape."""
+    whole = [axes for axes in ins if axes is not None and len(axes) == len(shape)]
+    if any(axes is None or len(axes) not in (0, len(shape)) for axes in ins):
+        return None
+    dims = []
+    for i, n in enumerate(shape):
+        found = [axes[i] for axes in whole if math.prod(m for _, m in axes[i]) == n]
+        named = [dim for dim in found if any(role for role, _ in dim)]
+        if not found:
+            return None
+        dims.append((named or found)[0])
+    return tuple(dims)
+
+
+def _resized(axes: Axes, shape: Sequence[int]) -> Axes:
+    """Return the axes of parts of an array: a dimension of another size keeps its role."""
+    dims = []
+    for dim, n in zip(axes, shape, strict=True):
+        roles = [role for role, _ in dim]
+        same = math.prod(m for _, m in dim) == n
+        dims.append(dim if same else ((roles[0] if roles else None, n),) if n > 1 else ())
+    return tuple(dims)
+
+
+def _reshape(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
+    del eqn
+    assert ins[0] is not None
+    left = [factor for dim in ins[0] for factor in dim]
+    dims = []
+    for n in shape:
+        dim: list[Factor] = []
+        while n > 1:
+            if not left:
+                return None
+            role, size = left.pop(0)
+            part = math.gcd(size, n)
+            if part == 1:
+                return None
+            if part < size:
+                left.insert(0, (role, size // part))
+            dim.append((role, part))
+            n //= part
+        dims.append(tuple(dim))
+    return tuple(dims)
+
+
+def _transpose(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
+    return tuple(ins[0][i] for i in eqn.params["permutation"])
+
+
+def _broadcast(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
+    dims = list(plain_axes(shape))
+    for i, place in enumerate(eqn.params["broadcast_dimensions"]):
+        if ins[0][i]:
+            dims[place] = ins[0][i]
+    return tuple(dims)
+
+
+def _dot(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
+    if ins[1] is None:
+        return None
+    summed, batch = eqn.params["dimension_numbers"]
+    n = len(batch[0])
+    shared = together([_take(ins[0], batch[0]), _take(ins[1], batch[1])], shape[:n])
+    free = [
+        dim
+        for axes, gone, kept in zip(ins[:2], summed, batch, strict=True)
+        for i, dim in enumerate(axes)
+        if i not in (*gone, *kept)
+    ]
+    return None if shared is None else (*shared, *free)
+
+
+def _take(axes: Axes, places: Sequence[int]) -> Axes:
+    return tuple(axes[i] for i in places)
+
+
+def _conv(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
+    numbers: lax.ConvDimensionNumbers = eqn.params["dimension_numbers"]
+    dims = list(plain_axes(shape))
+    for into, out in zip(numbers.lhs_spec, numbers.out_spec, strict=True):
+        if into != numbers.lhs_spec[1]:
+            roles = [role for role, _ in ins[0][into]]
+            dims[out] = ((roles[0], shape[out]),) if roles and shape[out] > 1 else ()
+    return tuple(dims)
+
+
+def _gather(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
+    """Rows of a table have the axes of their indices; so have elements of batches."""
+    if ins[1] is None:
+        return None
+    numbers = eqn.params["dimension_numbers"]
+    dims = list(plain_axes(shape))
+    places = [i for i in range(len(shape)) if i not in numbers.offset_dims]
+    for place, dim in zip(places, ins[1][:-1]):
+        dims[place] = dim
+    return tuple(dims)
+
+
+_RULES: dict[str, Any] = {
+    "broadcast_in_dim": _broadcast,
+    "conv_general_dilated": _conv,
+    "dot_general": _dot,
+    "gather": _gather,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "split": lambda eqn, ins, shape: _resized(ins[0], shape),
+    "transpose": _transpose,
+}

@@ -1,0 +1,354 @@
+"""`check_program`: what a program quantizes, how often, and what its scales depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from jfp8.conversion.edges import arrays_apart, arrays_in, jaxprs_of
+from jfp8.conversion.product_report import Report
+from jfp8.conversion.report import report_of
+from jfp8.debug.axes import Axes, Role, moved_axes, plain_axes, size_of
+from jfp8.products.vjp import PRODUCT_NAME
+from jfp8.scaling import formats
+from jfp8.tracing.compat import body_of, scan_sizes
+from jfp8.tracing.notes import explaining, notes_of, product_path
+
+_F8 = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
+_SAME = {
+    "copy",
+    "first_order_only",
+    "name",
+    "optimization_barrier",
+    "reshape",
+    "sharding_constraint",
+    "squeeze",
+    "transpose",
+    "warned_if_differentiated",
+}
+_ROLES: tuple[Role, ...] = ("positions", "sequences")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Hold a tensor that becomes an operand of FP8 matmuls.
+
+    Attributes:
+      paths: of the layers that multiply by it.
+      casts: its dtypes, from the value that was computed to FP8: ``("f32", "bf16", "e4m3fn")``.
+      times: how often it is quantized to this format in the trace, once if its layers share the
+        result. XLA may merge equal ones.
+      was_fp8: whether it had been rounded to FP8 before.
+    """
+
+    paths: tuple[str, ...]
+    casts: tuple[str, ...]
+    times: int
+    was_fp8: bool
+
+
+@dataclass(frozen=True)
+class ProgramCheck:
+    """Hold the result of `check_program`; prints as text.
+
+    Attributes:
+      report: every matmul, in FP8 or why not.
+      tensors: what is quantized.
+      later: layers in which a later position reaches an earlier result through a scale.
+      others: layers in which another sequence of the batch does.
+      unknown: layers for which the program does not tell.
+    """
+
+    report: Report
+    tensors: tuple[Quantized, ...]
+    later: tuple[str, ...]
+    others: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no scale carries a later position into an earlier result."""
+        return not self.later and not self.unknown
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether no scale carries one sequence into the result of another."""
+        return not self.others and not self.unknown
+
+    @property
+    def quantized_twice(self) -> tuple[Quantized, ...]:
+        """Return the tensors that are quantized more than once, or that were in FP8 before."""
+        return tuple(each for each in self.tensors if each.times > 1 or each.was_fp8)
+
+    def __str__(self) -> str:
+        listed = lambda paths: ", ".join(dict.fromkeys(paths)) or "none"
+        lines = [
+            str(self.report),
+            f"Later positions reach results through a scale in: {listed(self.later)}.",
+            f"Other sequences do in: {listed(self.others)}.",
+        ]
+        if self.unknown:
+            lines.append(f"The program does not tell for: {listed(self.unknown)}.")
+        for each in self.quantized_twice:
+            how = f"quantized {each.times} times" if each.times > 1 else "rounded to FP8 twice"
+            lines.append(f"{listed(each.paths)}: {' -> '.join(each.casts)}, {how}.")
+        return "\n".join(lines)
+
+
+def check_program(
+    f: Callable[..., Any], *args: Any, inputs: int = -1, sequence_axis: int | None = 1
+) -> ProgramCheck:
+    """Check a function from its traced program: nothing is computed.
+
+    It says which matmuls are FP8, and of each tensor that is quantized how it was cast, whether it
+    is quantized more than once, and whether its scale in the forward pass depends on later
+    positions, or on other sequences of the batch. A scale does if it is made from the data, such as
+    an amax, and holds for several positions; one from a history does not. Attention in FP8 is left
+    out: its scales never do.
+
+    Args:
+      f: a function, such as a loss, ``lambda x: model.apply(variables, x)``, or what `jfp8.convert`
+        made of one.
+      *args: arrays or shapes, in pytrees.
+      inputs: the position of the argument whose arrays are ``[batch, ..., positions, ...]``.
+      sequence_axis: the axis of positions in these; None: there are none.
+
+    Returns:
+      A `ProgramCheck`.
+
+    Raises:
+      ValueError: no array of the inputs has that axis.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> w, x = jnp.ones((16, 8)), jnp.ones((2, 4, 16))
+    >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    >>> check = jfp8.debug.check_program(jfp8.convert(loss, "current", exempt=()), w, x)
+    >>> check.later, check.is_batch_invariant
+    (('w',), False)
+    """
+    inputs %= len(args)
+    arrays, together = arrays_apart(args)
+    of_inputs = [i == inputs for i, arg in enumerate(args) for _ in arrays_apart(arg)[0]]
+    n_axes = 1 + (sequence_axis or 0)
+    is_input = [mine and np.ndim(x) >= n_axes for mine, x in zip(of_inputs, arrays, strict=True)]
+    if not any(is_input):
+        shapes = [np.shape(x) for x, mine in zip(arrays, of_inputs, strict=True) if mine]
+        raise ValueError(
+            f"No array of argument {inputs}, which has {shapes}, has an axis {sequence_axis} of "
+            "positions. Set inputs= or sequence_axis=."
+        )
+    is_weight = [
+        not mine and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+        for mine, x in zip(of_inputs, arrays, strict=True)
+    ]
+
+    def total(weights: Sequence[Any], others: Sequence[Any]) -> jax.Array:
+        given = iter(weights), iter(others)
+        return _total(f(*together([next(given[0 if mine else 1]) for mine in is_weight])))
+
+    weights = [x for x, mine in zip(arrays, is_weight, strict=True) if mine]
+    others = [x for x, mine in zip(arrays, is_weight, strict=True) if not mine]
+    with explaining():
+        forward = jax.make_jaxpr(total)(weights, others)
+        whole = jax.make_jaxpr(jax.value_and_grad(total))(weights, others) if weights else forward
+    values = [
+        _input_value(x, sequence_axis if mine else -1)
+        for keep in (True, False)
+        for x, mine, weight in zip(arrays, is_input, is_weight, strict=True)
+        if weight is keep
+    ]
+    reading = _Reading()
+    reading.run(forward.jaxpr, values, "")
+    later, sequences = (tuple(dict.fromkeys(reading.shared[role])) for role in _ROLES)
+    unknown = tuple(dict.fromkeys(reading.unknown))
+    return ProgramCheck(report_of(whole, args), reading.tensors(), later, sequences, unknown)
+
+
+def _total(y: Any) -> jax.Array:
+    floats = [x for x in arrays_in(y) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Say what is known of an array while the program is read.
+
+    Attributes:
+      axes: see `axes`; None: not known.
+      depends: whether it depends on the inputs.
+      mixed: the roles along which an amax of the inputs was made, that it no longer tells apart.
+      root: stands for the tensor of which this is a cast or another form.
+      casts: the dtypes that it had since it was computed.
+      was_fp8: whether it was rounded to FP8.
+    """
+
+    axes: Axes | None
+    depends: bool = False
+    mixed: frozenset[Role] = frozenset()
+    root: Any = field(default_factory=object)
+    casts: tuple[str, ...] = ()
+    was_fp8: bool = False
+
+
+def _input_value(x: Any, sequence_axis: int | None) -> _Value:
+    """Return the value of an argument; with an axis of -1 it has no batch."""
+    axes, casts = list(plain_axes(np.shape(x))), (_spelled(x.dtype),)
+    if sequence_axis == -1:
+        return _Value(tuple(axes), casts=casts)
+    places: dict[Role, int | None] = {"sequences": 0, "positions": sequence_axis}
+    for role, place in places.items():
+        if place is not None:
+            axes[place] = ((role, x.shape[place]),) if x.shape[place] > 1 else ()
+    return _Value(tuple(axes), depends=True, casts=casts)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Reads the forward pass, and collects what `check_program` tells."""
+
+    shared: dict[Role, list[str]] = field(default_factory=lambda: {role: [] for role in _ROLES})
+    unknown: list[str] = field(default_factory=list)
+    found: dict[Any, list[tuple[str, _Value, object]]] = field(default_factory=dict)
+
+    def tensors(self) -> tuple[Quantized, ...]:
+        """Return what became operands of FP8 matmuls."""
+        return tuple(
+            Quantized(
+                tuple(dict.fromkeys(path for path, _, _ in uses)),
+                uses[0][1].casts,
+                len({id(made) for _, _, made in uses}),
+                any(value.was_fp8 for _, value, _ in uses),
+            )
+            for uses in self.found.values()
+        )
+
+    def run(self, jaxpr: Jaxpr, values: Sequence[_Value], stack: str) -> list[_Value]:
+        """Read `jaxpr`, whose arguments are `values`; return its results."""
+        known: dict[Any, _Value] = dict(zip(jaxpr.invars, values, strict=True))
+        known.update((v, _Value(_plain(v))) for v in jaxpr.constvars)
+        read = lambda v: _Value(()) if isinstance(v, Literal) else known[v]
+        for eqn in jaxpr.eqns:
+            here = f"{stack}/{eqn.source_info.name_stack}"
+            results = self.equation(eqn, [read(v) for v in eqn.invars], here)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, ins: list[_Value], stack: str) -> list[_Value]:
+        name, called = eqn.primitive.name, str(eqn.params.get("name", ""))
+        if called.startswith(PRODUCT_NAME):
+            self.product(eqn, ins, stack)
+            return [_Value(value.axes, value.depends) for value in self.inside(eqn, ins, stack)]
+        if called == "quantized":
+            made = self.inside(eqn, ins, stack)
+            casts = (*ins[0].casts, _spelled(eqn.outvars[0].aval.dtype))
+            tensor = dataclasses.replace(ins[0], casts=casts)
+            roots = [(tensor, object()), *[value.root for value in made[1:]]]
+            return [dataclasses.replace(v, root=root) for v, root in zip(made, roots, strict=True)]
+        if any(True for _ in jaxprs_of(eqn)):
+            return self.inside(eqn, ins, stack)
+        if name == "select_n" and not ins[0].depends and eqn.outvars[0].aval.size == 1:
+            # A state says whether its history has entries: after the first step it does.
+            ins = [value for value in ins if not value.depends]
+        axes = moved_axes(eqn, [value.axes for value in ins])
+        value = _joined(ins, axes)
+        if name == "reduce_max" and value.depends:
+            value = dataclasses.replace(value, mixed=value.mixed | _lost(ins[0].axes, axes))
+        if name in _SAME and ins:
+            kept = {"root": ins[0].root, "casts": ins[0].casts}
+            value = dataclasses.replace(value, **kept, was_fp8=ins[0].was_fp8)
+        if name == "convert_element_type":
+            casts = (*ins[0].casts, _spelled(eqn.outvars[0].aval.dtype))
+            value = dataclasses.replace(value, root=ins[0].root, casts=casts)
+        if not value.depends:
+            return [dataclasses.replace(value, axes=_plain(v)) for v in eqn.outvars]
+        return [dataclasses.replace(value, axes=_fitting(value.axes, v)) for v in eqn.outvars]
+
+    def inside(self, eqn: Any, ins: list[_Value], stack: str) -> list[_Value]:
+        """Read the bodies of an equation."""
+        name = eqn.primitive.name
+        if name == "scan":
+            return self.scan(eqn, ins, stack)
+        if name == "cond":
+            of_each = [self.run(jaxpr, ins[1:], stack) for jaxpr in jaxprs_of(eqn)]
+            return [_joined(values, values[0].axes) for values in zip(*of_each, strict=True)]
+        bodies = list(jaxprs_of(eqn))
+        if name == "while":
+            carry = ins[eqn.params["cond_nconsts"] :]
+            return self.run(bodies[-1], carry, stack)
+        if len(bodies[0].invars) == len(ins) and len(bodies[0].outvars) == len(eqn.outvars):
+            return self.run(bodies[0], ins, stack)
+        value = _joined(ins, None)
+        return [dataclasses.replace(value, root=object()) for _ in eqn.outvars]
+
+    def scan(self, eqn: Any, ins: list[_Value], stack: str) -> list[_Value]:
+        n_consts, n_carry = scan_sizes(eqn)
+        n, jaxpr = n_consts + n_carry, body_of(eqn)[0]
+        first = lambda value: value.axes[0] if value.axes else ()
+        inner = lambda v: dataclasses.replace(v, axes=None if v.axes is None else v.axes[1:])
+        turns = [first(value) for value in ins[n:] if first(value)]
+        given = [*ins[:n], *map(inner, ins[n:])]
+        results = self.run(jaxpr, given, stack)
+        stacked = ((None, eqn.params["length"]),) if eqn.params["length"] > 1 else ()
+        turn = next((dim for dim in turns if any(role for role, _ in dim)), stacked)
+        outer = lambda v: dataclasses.replace(v, axes=None if v.axes is None else (turn, *v.axes))
+        return [*results[:n_carry], *map(outer, results[n_carry:])]
+
+    def product(self, eqn: Any, ins: list[_Value], stack: str) -> None:
+        """Note the operands of an FP8 matmul, and what the scale of the first depends on."""
+        path = product_path(notes_of(stack)) or "(no layer)"
+        data = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in _F8 and v.aval.ndim][:2]
+        for i in data:
+            if isinstance(ins[i].root, tuple):
+                tensor, made = ins[i].root
+                key = tensor.root, tensor.casts[-1]
+                self.found.setdefault(key, []).append((path, tensor, made))
+        if not data or not ins[data[0]].depends:
+            return
+        end = data[1] if len(data) > 1 else len(ins)
+        for role in _ROLES:
+            whole = ins[data[0]]
+            for value in ins[data[0] : end]:
+                if value.axes is None or whole.axes is None:
+                    self.unknown.extend([path] if value.depends else [])
+                elif role in value.mixed or (
+                    value.depends and size_of(value.axes, role) < size_of(whole.axes, role)
+                ):
+                    self.shared[role].append(path)
+
+
+def _plain(v: Any) -> Axes:
+    return plain_axes(v.aval.shape)
+
+
+def _joined(values: Sequence[_Value], axes: Axes | None) -> _Value:
+    """Return what depends on all `values`."""
+    mixed = frozenset(role for value in values for role in value.mixed)
+    was_fp8 = any(value.was_fp8 for value in values)
+    return _Value(axes, any(value.depends for value in values), mixed, was_fp8=was_fp8)
+
+
+def _lost(before: Axes | None, after: Axes | None) -> frozenset[Role]:
+    """Return the roles that a reduction merges altogether."""
+    if before is None or after is None:
+        return frozenset()
+    return frozenset(r for r in _ROLES if size_of(before, r) > 1 and size_of(after, r) == 1)
+
+
+def _fitting(axes: Axes | None, v: Any) -> Axes | None:
+    """Return `axes` if they are those of an array of this shape."""
+    if axes is None or len(axes) != len(v.aval.shape):
+        return None
+    same = all(math.prod(m for _, m in dim) == n for dim, n in zip(axes, v.aval.shape))
+    return axes if same else None
+
+
+def _spelled(dtype: Any) -> str:
+    return _F8.get(np.dtype(dtype)) or np.dtype(dtype).name.replace("float", "f")
