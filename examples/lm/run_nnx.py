@@ -116,7 +116,8 @@ def train(
                 save(args, end, state)
         model, _ = nnx.merge(graphdef, state)
         model.eval()
-        losses = [float(nnx.jit(fsdp_nnx.loss_fn)(model, put(batch))) for batch in validation]
+        held_out = nnx.jit(fsdp_nnx.loss_fn)
+        losses = [float(held_out(model, put(batch))) for batch in validation]
     steps = [{key: line[key][run] for key in ("loss", "ms")} for line in log.lines]
     return {run: steps}, {run: float(np.mean(losses))}
 
