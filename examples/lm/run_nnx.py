@@ -90,18 +90,22 @@ def train(
     shape, sharding = (args.batch_size, args.seq_len + 1), NamedSharding(mesh, P(fsdp_nnx.AXIS))
     put = lambda batch: jax.make_array_from_callback(shape, sharding, lambda rows: batch[rows])
     make = lambda: create(args, "cudnn" if jax.default_backend() == "gpu" else None)
+    names = ("size", "devices", "stock_gradient", *options.CHANGES_NUMBERS)
+    config = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    config["text"] = text.digest
     differentiate = nnx.value_and_grad if args.stock_gradient else jfp8.nnx.value_and_grad
     with jax.set_mesh(mesh):
         model, optimizer = nnx.eval_shape(make)
         describe(args, model)
         graphdef, state = nnx.split((model, optimizer))
-        like = fsdp_nnx.placed(state, mesh)
+        like, first, lines = fsdp_nnx.placed(state, mesh), 0, []
         places = jax.tree.map(lambda x: x.sharding, like)
+        if args.resume:
+            first, lines, state = resumed(args, config, like)
+        else:  # each device makes its part
+            state = jax.jit(lambda: nnx.state(make()), out_shardings=places)()
         step = fsdp_nnx.make_step(graphdef, differentiate)
         step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-        first, lines, state = resumed(args, like) if args.resume else (0, [], None)
-        if state is None:  # each device makes its part
-            state = jax.jit(lambda: nnx.state(make()), out_shardings=places)()
         with report.compiling():
             step = step.lower(state, put(validation[0])).compile()
         log = report.Metrics(Path(args.out, "log.jsonl"), lines)
@@ -113,7 +117,7 @@ def train(
             tell(args, end, numbers[run])
             log.append(start + 1, numbers)
             if end == args.steps or end % (args.checkpoint_every or args.steps) == 0:
-                save(args, end, state)
+                save(args, end, state, config)
         model, _ = nnx.merge(graphdef, state)
         model.eval()
         held_out = nnx.jit(fsdp_nnx.loss_fn)
@@ -156,26 +160,22 @@ def checkpoints(args: argparse.Namespace) -> list[Path]:
     return sorted(Path(args.out).glob("step_" + 8 * "[0-9]"))
 
 
-def config_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that change numbers."""
-    names = ("size", "devices", "stock_gradient", *options.CHANGES_NUMBERS)
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
-def save(args: argparse.Namespace, step: int, state: Any) -> None:
+def save(args: argparse.Namespace, step: int, state: Any, config: dict[str, Any]) -> None:
     """Writes a checkpoint; the newest two stay."""
-    tree = {"state": state, "config": json.dumps(config_of(args))}
+    tree = {"state": state, "config": json.dumps(config)}
     jfp8.checkpoint.save(Path(args.out, f"step_{step:08}"), tree)
     for old in checkpoints(args)[:-2]:
         shutil.rmtree(old)
 
 
-def resumed(args: argparse.Namespace, like: Any) -> tuple[int, list[dict[str, Any]], Any]:
+def resumed(
+    args: argparse.Namespace, config: dict[str, Any], like: Any
+) -> tuple[int, list[dict[str, Any]], Any]:
     """The step of the newest checkpoint, the lines of the log until then, and its state."""
     path = checkpoints(args)[-1]
     saved = jfp8.checkpoint.load(path)
     try:
-        checkpoint.check_same(json.loads(saved["config"]), config_of(args), str(path))
+        checkpoint.check_same(json.loads(saved["config"]), config, str(path))
     except ValueError as error:
         raise SystemExit(str(error)) from None
     first = int(path.name.removeprefix("step_"))
