@@ -12,6 +12,13 @@ More to try:
     train_nnx_lm.py --recipe current      # scales from each tensor itself: no histories
     train_nnx_lm.py --stock-gradient      # nnx.value_and_grad: gradients without histories
     train_nnx_lm.py --data ~/my_book.txt  # your own text
+
+Or train a larger model (`lm/llama_nnx.py`) by itself, on several devices: on 8 GPUs, and with a
+small size on 8 virtual devices of a CPU:
+
+    train_nnx_lm.py --size 1b --devices 8 --steps 5000 --checkpoint-every 500
+    train_nnx_lm.py --size tiny --devices 8 --steps 60 --checkpoint-every 20
+    train_nnx_lm.py --size tiny --devices 8 --steps 60 --resume     # after it was stopped
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from lm import options, report, training
+from lm import options, report, run_nnx, training
 from lm.nnx_model import Transformer
 
 import jfp8
@@ -34,11 +41,12 @@ State = tuple[Transformer, jfp8.nnx.Optimizer]
 def make_parser() -> argparse.ArgumentParser:
     parser = options.lm_parser("train_nnx_lm.py", __doc__, steps=200)
     # fmt: off
-    parser.add_argument("--recipe", choices=options.RECIPES[:-1], default="delayed",
-                        help="where FP8 scales come from (%(default)s)")
+    parser.add_argument("--recipe", choices=options.RECIPES, default="delayed",
+                        help="where FP8 scales come from; none, with --size: bf16 (%(default)s)")
     parser.add_argument("--stock-gradient", action="store_true",
                         help="nnx.value_and_grad in FP8 too, which learns no amax of a gradient")
     # fmt: on
+    run_nnx.add_options(parser)
     return parser
 
 
@@ -91,7 +99,14 @@ def is_delayed(node: Any) -> bool:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Returns what `result.json` holds."""
-    args, text, validation = options.parse(make_parser(), argv)
+    parser = make_parser()
+    if size := parser.parse_known_args(argv)[0].size:
+        parser.set_defaults(**run_nnx.defaults(size))
+    args, text, validation = options.parse(parser, argv, check=run_nnx.check)
+    if args.size:
+        numbers, losses = run_nnx.train(args, text, validation)
+        labels = {args.recipe: f"{args.size}, {args.recipe} on {args.devices} devices"}
+        return report.finish("train_nnx_lm", f"{args.size} in NNX", args, labels, numbers, losses)
     recipes = {"fp8": jfp8.recipes.get(args.recipe), "f32": None}
     labels = {"fp8": f"jfp8.nnx, {args.recipe}", "f32": "flax.nnx, float32"}
     of_fp8 = nnx.value_and_grad if args.stock_gradient else jfp8.nnx.value_and_grad
@@ -117,4 +132,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 if __name__ == "__main__":
     jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    devices = make_parser().parse_known_args()[0].devices or 1
+    jax.config.update("jax_num_cpu_devices", devices)  # before JAX looks for devices
     main()

@@ -50,6 +50,12 @@ def read(path: str, config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"--resume: {path} is not a checkpoint of train_lm.py. Leave --resume out to begin anew"
         ) from error
+    check_same(saved, config, path)
+    return tree
+
+
+def check_same(saved: dict[str, Any], config: dict[str, Any], path: str) -> None:
+    """Raises ValueError if the run of the checkpoint at `path` had other options."""
     differences = [
         f"{name} was {saved.get(name)!r} and is {config[name]!r}"
         for name in config
@@ -61,7 +67,6 @@ def read(path: str, config: dict[str, Any]) -> dict[str, Any]:
             f"other numbers: {'; '.join(differences)}. Type the old values, or leave --resume out "
             "to begin anew"
         )
-    return tree
 
 
 def restore(

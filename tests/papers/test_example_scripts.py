@@ -140,9 +140,9 @@ def test_an_nnx_model_trains_in_fp8(text, capsys):
     result = imported("train_nnx_lm", "examples").main([*SMALL, "--data", text])
     printed = capsys.readouterr().out
     figures = check_run("train_nnx_lm", result, printed, {"fp8", "f32"})
-    # Four products in a block, each with three histories of 16
+    # Four products in a block, each with three histories of 16 and their check
     parameters = 2 * 256 * 32 + 32 * 32 + 12 * 32**2 + 6 * 32
-    assert f"{parameters:,} parameters, and {4 * 3 * 16} numbers of FP8 state" in printed
+    assert f"{parameters:,} parameters, and {4 * (3 * 16 + 1)} numbers of FP8 state" in printed
     assert "4 of 4 histories of gradients have entries" in printed
     assert figures["grad_histories"] == "4"
 

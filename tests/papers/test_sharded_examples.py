@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -13,10 +14,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import NamedSharding
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+import jfp8
 from support.scripts import imported, text_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,6 +201,107 @@ def test_a_device_that_differs_is_found(sharding):
                 )
             }
         )
+
+
+# A model of a named size, in NNX
+
+
+@pytest.fixture(scope="module")
+def llama_nnx():
+    return imported("lm.llama_nnx", "examples")
+
+
+@pytest.fixture(scope="module")
+def fsdp_nnx():
+    return imported("lm.fsdp_nnx", "examples")
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_equals_one_that_never_stopped(text, capsys):
+    """Losses, parameters, moments and histories, to the bit."""
+    size = "--size=tiny --devices=8 --width=64 --layers=2 --seq-len=32 --eval-batches=2 --lr=1e-2"
+    argv, main = [*size.split(), "--data", text], imported("train_nnx_lm", "examples").main
+    whole = main([*argv, "--steps=12", "--checkpoint-every=6", "--out=whole"])
+    printed = capsys.readouterr().out
+    assert "FLOPs are FP8: 24 of 39 products." in printed
+    assert "MFU -, 0 skipped" in printed
+    losses = whole["train_loss"]["delayed"]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1
+    assert Path("whole/loss.png").read_bytes().startswith(b"\x89PNG")
+
+    shutil.copytree("whole/step_00000006", "rest/step_00000006")
+    shutil.copy("whole/log.jsonl", "rest")  # also its lines after that step, which are dropped
+    rest = main([*argv, "--steps=12", "--resume", "--out=rest"])
+    assert "going on from rest/step_00000006" in capsys.readouterr().out
+    assert rest["train_loss"] == whole["train_loss"]
+    assert rest["validation_loss"] == whole["validation_loss"]
+    lines = Path("rest/log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
+    last = [jfp8.checkpoint.load(f"{run}/step_00000012")["state"] for run in ("whole", "rest")]
+    jax.tree.map(np.testing.assert_array_equal, *last)
+    with pytest.raises(SystemExit, match="seed was 0 and is 1"):
+        main([*argv, "--steps=12", "--resume", "--out=rest", "--seed=1"])
+
+
+def test_a_step_of_an_nnx_model_in_fp8(llama_nnx, fsdp_nnx):
+    """Divided by the rule for parameters; all products learn their amaxes, and the loss falls."""
+    size, mesh = llama_nnx.Size(64, 2, 4, 2, 256, 16, 64), fsdp_nnx.make_mesh(8)
+    windows = np.random.default_rng(0).integers(64, size=(8, 17)).astype(np.int32)
+
+    def create():
+        model = jfp8.convert(llama_nnx.LanguageModel(size, rngs=nnx.Rngs(0)), "delayed")
+        return model, jfp8.nnx.Optimizer(model, optax.sgd(1.0))
+
+    with jax.set_mesh(mesh):
+        graphdef, state = nnx.split(nnx.eval_shape(create))
+        places = jax.tree.map(lambda x: x.sharding, fsdp_nnx.placed(state, mesh))
+        state = jax.jit(lambda: nnx.state(create()), out_shardings=places)()
+        step = jax.jit(fsdp_nnx.make_step(graphdef), out_shardings=(places, None))
+        state, first = step(state, windows)
+        state, second = step(state, windows)
+    assert abs(float(first["loss"]) - np.log(64)) < 1
+    assert float(second["loss"]) < float(first["loss"]) - 0.1
+    layers = nnx.merge(graphdef, state)[0].layers
+    kernel = layers.gate_up.kernel[...]
+    assert kernel.shape == (2, 64, 512)
+    assert kernel.addressable_shards[0].data.shape == (2, 64, 64)
+    for layer in (layers.qkv, layers.out, layers.gate_up, layers.down):
+        for amaxes in layer.dot_general.histories().values():
+            assert (np.asarray(amaxes) > 0).sum() == 2 * 2  # of two layers, in two steps
+
+
+def test_the_expected_speed_of_1b(llama_nnx):
+    """By hand in bf16, on H200, whose peak is 989.5 TFLOP/s; faster in FP8."""
+    size, kind, speed = llama_nnx.SIZES["1b"][0], "NVIDIA H200", imported("lm.speed", "examples")
+    kernels = 20 * (2048 * 3072 + 2048 * 2048 + 2048 * 12_288 + 6144 * 2048) + 2048 * 32_768
+    flops = 6 * kernels + 12 * 20 * 2048 * 2048 / 2
+    assert speed.mfu(1e6, size, 8, kind) == pytest.approx(1e6 * flops / (8 * 989.5e12))
+    device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    tokens, found = jax.ShapeDtypeStruct((64, 2048), jnp.int32), {}
+    with use_abstract_mesh(AbstractMesh((8,), ("fsdp",), (AxisType.Auto,), abstract_device=device)):
+        model = nnx.eval_shape(lambda: llama_nnx.LanguageModel(size, rngs=nnx.Rngs(0)))
+        for name, m in (("bf16", model), ("fp8", jfp8.convert(model, "delayed"))):
+            found[name] = speed.expected(jfp8.report(m, tokens), size, tokens.size, 8, kind)
+    assert found["bf16"] == pytest.approx(0.78 * 8 * 989.5e12 / flops)
+    assert 1.2 < found["fp8"] / found["bf16"] < 2
+    assert speed.expected(None, size, tokens.size, 8, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--devices 8", "--devices is for a model of a named size: type --size tiny as well"),
+        ("--recipe none", "--recipe none is for a model of a named size: type --size tiny"),
+        ("--size tiny --devices 9", "--devices 9, but there are 8: type --devices 8"),
+        ("--size tiny --devices 8 --batch-size 12", "--devices 8: type --batch-size 16"),
+        ("--size tiny --resume", "has no checkpoint: leave --resume out"),
+    ],
+)
+def test_a_mistake_about_a_named_size(capsys, argv, message):
+    with pytest.raises(SystemExit):
+        imported("train_nnx_lm", "examples").main(argv.split())
+    assert message in capsys.readouterr().err
 
 
 # Several processes

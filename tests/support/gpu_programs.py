@@ -418,6 +418,7 @@ class Program:
     hlo: Hlo
     kernels: tuple[Kernel, ...]  # of Mosaic GPU, one per call
     exchanged: jfp8.debug.CollectiveBytes
+    memory: int  # bytes: arguments, results that take no argument's place, and what is in between
 
     def row(self) -> dict[str, str]:
         """Its counts, for the table."""
@@ -464,6 +465,7 @@ def compile_divided(
     specs: tuple[Any, ...],
     out_specs: Any = None,
     kind: AxisType = AxisType.Auto,
+    donated: tuple[int, ...] = (),
 ) -> Program:
     """The same for a mesh with these axes; arguments and results lie as their specs say."""
     mesh = _mesh_of(target, tuple(axes), tuple(axes.values()), kind)
@@ -484,7 +486,8 @@ def compile_divided(
     with tempfile.TemporaryDirectory() as folder, use_abstract_mesh(described):
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
-            jitted = jax.jit(f, out_shardings=None if out_specs is None else place(out_specs))
+            places = None if out_specs is None else place(out_specs)
+            jitted = jax.jit(f, out_shardings=places, donate_argnums=donated)
             compiled = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile()
         finally:
             del os.environ["MOSAIC_GPU_DUMP_TO"]
@@ -493,8 +496,10 @@ def compile_divided(
         kernels = tuple(
             Kernel.read(p.with_suffix("")) for p in sorted(Path(folder).glob("*.ptxas"))
         )
-    exchanged = jfp8.debug.collective_bytes(compiled)
-    return Program(Hlo(compiled.as_text(), kernels), kernels, exchanged)
+    exchanged, of = jfp8.debug.collective_bytes(compiled), compiled.memory_analysis()
+    memory = of.argument_size_in_bytes + of.output_size_in_bytes - of.alias_size_in_bytes
+    memory += of.temp_size_in_bytes
+    return Program(Hlo(compiled.as_text(), kernels), kernels, exchanged, memory)
 
 
 def _is_spec(x: Any) -> bool:

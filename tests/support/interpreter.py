@@ -1,4 +1,4 @@
-"""Kernels for GPUs, interpreted on a CPU, and whether their threads raced one another.
+"""Kernels for GPUs, interpreted on a CPU or lowered without cuDNN; and whether threads raced.
 
 The only file of the tests that reaches into the private parts of JAX, which has no public way to
 ask for races.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,3 +26,11 @@ def no_races() -> Iterator[None]:
     finally:
         # What a kernel that failed has left behind would fail the next one.
         interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+@contextmanager
+def cudnn_known() -> Iterator[None]:
+    """Let JAX lower attention by cuDNN, which compiling for a described GPU does not need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
+        yield

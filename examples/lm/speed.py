@@ -1,0 +1,34 @@
+"""How fast a step of `llama_nnx` can be by a model of time, and how near to the peak rate it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jfp8.kernels.cost_model import OF_PEAK, rates_of
+
+from .llama_nnx import Size
+
+
+def flops_per_token(size: Size) -> tuple[float, float]:
+    """Of the layers' kernels, and of all else; of attention, which is causal, half is counted."""
+    kernels = 6.0 * size.layers * sum(n * m for n, m in size.kernels)
+    return kernels, 6.0 * size.width * (size.vocabulary + size.layers * size.seq_len)
+
+
+def expected(found: Any, size: Size, tokens: int, devices: int, kind: str) -> float | None:
+    """Tokens per second if matmuls, quantizing included, were all; None for an unknown device.
+
+    In `found`, a `jfp8.report`, FP8 matmuls have a time: that of one device.
+    """
+    rates, (kernels, others) = rates_of(kind), flops_per_token(size)
+    if rates is None:
+        return None
+    in_fp8 = sum(row.times * row.expected_us for row in found.rows if row.fp8) / 1e6
+    flops = tokens / devices * (others if in_fp8 else kernels + others)
+    return tokens / (in_fp8 + flops / (OF_PEAK * rates.bf16))
+
+
+def mfu(tokens_per_second: float, size: Size, devices: int, kind: str) -> float | None:
+    """The part of the peak rate in bf16, also of a model in FP8; None for an unknown device."""
+    rates, flops = rates_of(kind), tokens_per_second * sum(flops_per_token(size))
+    return None if rates is None else flops / (devices * rates.bf16)
