@@ -209,7 +209,7 @@ LINES_OF_ROOMS = {
     "training": 2980,
     "checkpoint": 3040,
     "conversion": 4290,
-    "debug": 3890,
+    "debug": 4440,
     "plot": 1180,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15

@@ -95,7 +95,8 @@ class Fp8Function:
         traced = _Traced.of(self, arguments, kwargs)
         plan = self._plan(traced)
         states = self._checked(plan, given, args)
-        plan.warn(self, traced)
+        if EXPLAINING.value is None:
+            plan.warn(self, traced)
         compute = functools.partial(_computed, plan)
         loops = {each.name: [place for place, _ in each.loops] for each in plan.matmuls.values()}
         walk = Walk(compute, loops, self.selection.attention)

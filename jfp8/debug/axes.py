@@ -20,7 +20,7 @@ Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
 
 _REDUCTIONS = ("reduce_", "argmax", "argmin")
 _KEEPING = {"rev", "pad", "sort", "cumsum", "cummax", "cumprod", "cumlogsumexp"}
-_PARTS = {"slice", "dynamic_slice", "concatenate"}
+_PARTS = {"slice", "split", "dynamic_slice", "concatenate"}
 
 
 def plain_axes(shape: Sequence[int]) -> Axes:
@@ -33,9 +33,9 @@ def size_of(axes: Axes, role: Role) -> int:
     return math.prod(n for dim in axes for found, n in dim if found == role)
 
 
-def moved_axes(eqn: Any, ins: Sequence[Axes | None]) -> Axes | None:
-    """Return the axes of the first result of `eqn`, whose operands have these; None: not known."""
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+def moved_axes(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
+    """Return the axes of a result of `eqn`, whose operands have these; None: not known."""
+    name = eqn.primitive.name
     if not ins or ins[0] is None:
         return None
     rule = _RULES.get(name)
@@ -149,6 +149,13 @@ def _gather(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     return tuple(dims)
 
 
+def _stack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
+    place = eqn.params["axis"]
+    inner = together(ins, (*shape[:place], *shape[place + 1 :]))
+    new = ((None, shape[place]),) if shape[place] > 1 else ()
+    return None if inner is None else (*inner[:place], new, *inner[place:])
+
+
 _RULES: dict[str, Any] = {
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _conv,
@@ -156,6 +163,6 @@ _RULES: dict[str, Any] = {
     "gather": _gather,
     "reshape": _reshape,
     "squeeze": _reshape,
-    "split": lambda eqn, ins, shape: _resized(ins[0], shape),
+    "stack": _stack,
     "transpose": _transpose,
 }

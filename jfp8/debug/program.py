@@ -34,6 +34,7 @@ _SAME = {
     "transpose",
     "warned_if_differentiated",
 }
+_OF_BYTES = {"bitcast_convert_type", "convert_element_type", "mul", "select_n", "slice", "pad"}
 _ROLES: tuple[Role, ...] = ("positions", "sequences")
 
 
@@ -134,7 +135,28 @@ def check_program(
     >>> check.later, check.is_batch_invariant
     (('w',), False)
     """
-    inputs %= len(args)
+    arrays, together, is_input, is_weight = _arguments(args, inputs % len(args), sequence_axis)
+    weights = [x for x, mine in zip(arrays, is_weight, strict=True) if mine]
+    others = [x for x, mine in zip(arrays, is_weight, strict=True) if not mine]
+
+    def total(weights: Sequence[Any], others: Sequence[Any]) -> jax.Array:
+        given = iter(weights), iter(others)
+        return _total(f(*together([next(given[0 if mine else 1]) for mine in is_weight])))
+
+    with explaining():
+        forward = jax.make_jaxpr(total)(weights, others)
+        whole = jax.make_jaxpr(jax.value_and_grad(total))(weights, others) if weights else forward
+    values = [
+        _input_value(x, sequence_axis if mine else -1)
+        for keep in (True, False)
+        for x, mine, weight in zip(arrays, is_input, is_weight, strict=True)
+        if weight is keep
+    ]
+    return _read(forward.jaxpr, values, report_of(whole, args))
+
+
+def _arguments(args: Any, inputs: int, sequence_axis: int | None) -> Any:
+    """Return the arrays in `args`, what puts others there, and which are inputs and weights."""
     arrays, together = arrays_apart(args)
     of_inputs = [i == inputs for i, arg in enumerate(args) for _ in arrays_apart(arg)[0]]
     n_axes = 1 + (sequence_axis or 0)
@@ -145,31 +167,18 @@ def check_program(
             f"No array of argument {inputs}, which has {shapes}, has an axis {sequence_axis} of "
             "positions. Set inputs= or sequence_axis=."
         )
-    is_weight = [
-        not mine and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
-        for mine, x in zip(of_inputs, arrays, strict=True)
-    ]
+    wide = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+    is_weight = [not mine and wide(x) for mine, x in zip(of_inputs, arrays, strict=True)]
+    return arrays, together, is_input, is_weight
 
-    def total(weights: Sequence[Any], others: Sequence[Any]) -> jax.Array:
-        given = iter(weights), iter(others)
-        return _total(f(*together([next(given[0 if mine else 1]) for mine in is_weight])))
 
-    weights = [x for x, mine in zip(arrays, is_weight, strict=True) if mine]
-    others = [x for x, mine in zip(arrays, is_weight, strict=True) if not mine]
-    with explaining():
-        forward = jax.make_jaxpr(total)(weights, others)
-        whole = jax.make_jaxpr(jax.value_and_grad(total))(weights, others) if weights else forward
-    values = [
-        _input_value(x, sequence_axis if mine else -1)
-        for keep in (True, False)
-        for x, mine, weight in zip(arrays, is_input, is_weight, strict=True)
-        if weight is keep
-    ]
+def _read(jaxpr: Jaxpr, values: Sequence[_Value], report: Report) -> ProgramCheck:
+    """Read a forward pass with these arguments; the `report` is of both passes."""
     reading = _Reading()
-    reading.run(forward.jaxpr, values, "")
-    later, sequences = (tuple(dict.fromkeys(reading.shared[role])) for role in _ROLES)
-    unknown = tuple(dict.fromkeys(reading.unknown))
-    return ProgramCheck(report_of(whole, args), reading.tensors(), later, sequences, unknown)
+    reading.run(jaxpr, values, "")
+    once = lambda paths: tuple(dict.fromkeys(paths))
+    later, sequences = (once(reading.shared[role]) for role in _ROLES)
+    return ProgramCheck(report, reading.tensors(), later, sequences, once(reading.unknown))
 
 
 def _total(y: Any) -> jax.Array:
@@ -257,19 +266,24 @@ class _Reading:
         if name == "select_n" and not ins[0].depends and eqn.outvars[0].aval.size == 1:
             # A state says whether its history has entries: after the first step it does.
             ins = [value for value in ins if not value.depends]
-        axes = moved_axes(eqn, [value.axes for value in ins])
+        return [self.result(eqn, ins, v) for v in eqn.outvars]
+
+    def result(self, eqn: Any, ins: list[_Value], v: Any) -> _Value:
+        """Return what is known of a result of an equation without a body."""
+        name = eqn.primitive.name
+        axes = _fitting(moved_axes(eqn, [value.axes for value in ins], v.aval.shape), v)
         value = _joined(ins, axes)
-        if name == "reduce_max" and value.depends:
-            value = dataclasses.replace(value, mixed=value.mixed | _lost(ins[0].axes, axes))
-        if name in _SAME and ins:
-            kept = {"root": ins[0].root, "casts": ins[0].casts}
-            value = dataclasses.replace(value, **kept, was_fp8=ins[0].was_fp8)
-        if name == "convert_element_type":
-            casts = (*ins[0].casts, _spelled(eqn.outvars[0].aval.dtype))
-            value = dataclasses.replace(value, root=ins[0].root, casts=casts)
         if not value.depends:
-            return [dataclasses.replace(value, axes=_plain(v)) for v in eqn.outvars]
-        return [dataclasses.replace(value, axes=_fitting(value.axes, v)) for v in eqn.outvars]
+            value = dataclasses.replace(value, axes=_plain(v))
+        elif name == "reduce_max":
+            value = dataclasses.replace(value, mixed=value.mixed | _lost(ins[0].axes, axes, v))
+        if name in _SAME | {"convert_element_type"} and ins:
+            cast = () if name in _SAME else (_spelled(v.aval.dtype),)
+            kept = {"root": ins[0].root, "casts": (*ins[0].casts, *cast)}
+            value = dataclasses.replace(value, **kept)
+        is_number = jnp.issubdtype(v.aval.dtype, jnp.floating)
+        kept = value.was_fp8 and (name in _SAME | _OF_BYTES or not is_number)
+        return dataclasses.replace(value, was_fp8=kept or v.aval.dtype in _F8)
 
     def inside(self, eqn: Any, ins: list[_Value], stack: str) -> list[_Value]:
         """Read the bodies of an equation."""
@@ -312,16 +326,27 @@ class _Reading:
                 self.found.setdefault(key, []).append((path, tensor, made))
         if not data or not ins[data[0]].depends:
             return
-        end = data[1] if len(data) > 1 else len(ins)
+        whole, end = ins[data[0]], data[1] if len(data) > 1 else len(ins)
+        scales = list(zip(eqn.invars, ins, strict=True))[data[0] + 1 : end]
         for role in _ROLES:
-            whole = ins[data[0]]
-            for value in ins[data[0] : end]:
-                if value.axes is None or whole.axes is None:
-                    self.unknown.extend([path] if value.depends else [])
-                elif role in value.mixed or (
-                    value.depends and size_of(value.axes, role) < size_of(whole.axes, role)
-                ):
-                    self.shared[role].append(path)
+            found = [_shared(role, whole, eqn.invars[data[0]], *scale) for scale in scales]
+            if role in whole.mixed or True in found:
+                self.shared[role].append(path)
+            elif None in found:
+                self.unknown.append(path)
+
+
+def _shared(role: Role, whole: _Value, data: Any, v: Any, scale: _Value) -> bool | None:
+    """Tell whether a scale of `data` is made from several of a role; None: not known."""
+    if not scale.depends:
+        return False
+    if role in scale.mixed:
+        return True
+    if scale.axes is not None and whole.axes is not None:
+        return size_of(scale.axes, role) < size_of(whole.axes, role)
+    if v.aval.size == 1:
+        return True
+    return False if v.aval.shape[:-1] == data.aval.shape[:-1] else None  # each row has its own
 
 
 def _plain(v: Any) -> Axes:
@@ -335,8 +360,10 @@ def _joined(values: Sequence[_Value], axes: Axes | None) -> _Value:
     return _Value(axes, any(value.depends for value in values), mixed, was_fp8=was_fp8)
 
 
-def _lost(before: Axes | None, after: Axes | None) -> frozenset[Role]:
-    """Return the roles that a reduction merges altogether."""
+def _lost(before: Axes | None, after: Axes | None, v: Any) -> frozenset[Role]:
+    """Return the roles that a reduction to `v` merges altogether."""
+    if v.aval.size == 1 and before is None:
+        return frozenset(_ROLES)
     if before is None or after is None:
         return frozenset()
     return frozenset(r for r in _ROLES if size_of(before, r) > 1 and size_of(after, r) == 1)

@@ -72,6 +72,7 @@ def test_scripts_exist(page):
         "glossary.md",
         "works_with.md",
         "tpus.md",
+        "without_flax.md",
     }
     assert all((ROOT / script).exists() for script in scripts)
 

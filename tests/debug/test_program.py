@@ -1,0 +1,101 @@
+"""`check_program` against perturbed inputs, and planted mistakes."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jfp8
+
+X = jax.random.normal(jax.random.key(0), (2, 8, 32))
+
+
+class CausalConv(nn.Module):
+    recipe: str
+
+    @nn.compact
+    def __call__(self, x):
+        return jfp8.Conv(16, (3,), padding="CAUSAL", recipe=self.recipe)(x)
+
+
+class Decoder(nn.Module):
+    recipe: str
+
+    @nn.compact
+    def __call__(self, x):
+        attend = jfp8.MultiHeadDotProductAttention(num_heads=2, recipe=self.recipe)
+        return attend(x, mask=nn.make_causal_mask(x[..., 0]))
+
+
+LAYERS = {
+    "dense": lambda recipe: jfp8.Dense(16, recipe=recipe),
+    "attention": Decoder,
+    "moe": lambda recipe: jfp8.MoE(4, 32, 2, recipe=recipe),
+    "conv": CausalConv,
+}
+DAILY = {("current", "dense"), ("delayed", "attention"), ("nvfp4", "moe"), ("block", "conv")}
+CASES = [
+    pytest.param(r, layer, marks=[] if (r, layer) in DAILY else pytest.mark.slow)
+    for r in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
+    for layer in LAYERS
+]
+
+
+@pytest.mark.parametrize(("recipe", "layer"), CASES)
+def test_the_program_says_what_perturbed_inputs_say(recipe, layer):
+    model = LAYERS[layer](recipe)
+    variables = model.init(jax.random.key(1), X)
+    if "fp8" in variables:  # a step, after which histories have entries
+        _, mutated = model.apply(variables, X, mutable=["fp8"])
+        variables = {**variables, "fp8": jfp8.advance(mutated["fp8"])}
+    f = lambda x: model.apply(variables, x)
+    check, moved = jfp8.debug.check_program(f, X), jfp8.debug.looks_ahead(f, X)
+    assert check.report.fp8_fraction > 0
+    assert not check.unknown
+    assert (check.is_causal, check.is_batch_invariant) == (
+        moved.is_causal,
+        moved.is_batch_invariant,
+    )
+    kind = "dense" if layer == "attention" else layer  # its projections
+    has_history = "fp8" in variables
+    assert check.is_causal == jfp8.recipes.get(recipe).is_causal(kind, history=has_history)
+
+
+def qkv(params, x):
+    """Three products of one input, an f32 one that nobody asked for, and a product by itself."""
+    q, k, v = (x @ params[name] for name in "qkv")
+    scores = jnp.einsum("btd,bsd->bts", q, k) + jnp.tril(jnp.ones((1, 8, 8))) * 1e9
+    return jnp.sum(jnp.tanh(jax.nn.softmax(scores) @ v) @ params["out"])
+
+
+PARAMS = {name: jax.random.normal(jax.random.key(i), (32, 32)) / 6 for i, name in enumerate("qkv")}
+PARAMS["out"] = PARAMS["q"] + 1
+
+
+def test_planted_mistakes_are_found_by_name():
+    rowwise = jfp8.convert(qkv, "rowwise", exempt=())
+    check = jfp8.debug.check_program(rowwise, PARAMS, X)
+    assert check.is_causal
+    assert {len(each.paths): each.times for each in check.quantized_twice} == {3: 3}
+    (shared,) = check.quantized_twice
+    assert shared.paths == ("q", "k", "v")
+    assert shared.casts == ("f32", "e4m3fn")
+    assert {row.reason[:20] for row in check.report.unconverted} == {"no operand is a weig"}
+    assert "q, k, v: f32 -> e4m3fn, quantized 3 times." in str(check)
+
+    planted = jfp8.convert(qkv, {"out": "current", "v": None, "*": "rowwise"}, exempt=())
+    check = jfp8.debug.check_program(planted, PARAMS, X)
+    assert check.later == check.others == ("out",)
+    assert "v" in {row.path for row in check.report.unconverted}
+
+    rounded = lambda params, x: qkv(params, jfp8.quantize(x, jfp8.E4M3FN).dequantize())
+    check = jfp8.debug.check_program(jfp8.convert(rounded, "rowwise", exempt=()), PARAMS, X)
+    (twice,) = (each for each in check.tensors if each.was_fp8)
+    assert twice.paths == ("q", "k", "v")
+
+
+def test_a_wrong_axis_is_told():
+    with pytest.raises(ValueError, match=r"argument 1, which has \[\(32,\)\], has an axis 1"):
+        jfp8.debug.check_program(lambda w, x: x @ w, jnp.ones((32, 4)), jnp.ones(32))
