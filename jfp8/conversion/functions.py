@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,8 +19,8 @@ import numpy as np
 
 from jfp8.conversion import edges
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.product_rows import looks_ahead_message
-from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.conversion.function_plan import Plan, PlannedMatmul, key_of
+from jfp8.conversion.selection import Selection
 from jfp8.conversion.weight_matmul import Source, WeightMatmul
 from jfp8.conversion.weight_walk import Walk
 from jfp8.layers.options import kernel_dtype
@@ -32,8 +30,7 @@ from jfp8.products.operation import Options, State
 from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten, steps_of
-from jfp8.tracing.caller import user_level
+from jfp8.scaling.state_in_gradients import read_overwritten, steps_of
 from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import EXPLAINING, layer_noted, note
 
@@ -80,11 +77,7 @@ class Fp8Function:
         """
         plan = self._plan(_Traced.of(self, args, kwargs))
         self.selection.check_patterns([matmul.name for matmul in plan.matmuls.values()])
-        return {
-            name: jnp.zeros((*map(operator.itemgetter(1), each.loops), *each.state.shape))
-            for each in plan.matmuls.values()
-            if (name := each.name) and each.state is not None
-        }
+        return {name: jnp.zeros(shape) for name, shape in plan.states.items()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function does, computed with FP8 matmuls."""
@@ -96,7 +89,7 @@ class Fp8Function:
         plan = self._plan(traced)
         states = self._checked(plan, given, args)
         if EXPLAINING.value is None:
-            plan.warn(self, traced)
+            plan.warn(self.__name__, self.weights)
         compute = functools.partial(_computed, plan)
         loops = {each.name: [place for place, _ in each.loops] for each in plan.matmuls.values()}
         walk = Walk(compute, loops, self.selection.attention)
@@ -110,10 +103,9 @@ class Fp8Function:
             return args, None
         return args[:place] + args[place + 1 :], given
 
-    def _checked(self, plan: _Plan, given: Any, args: tuple[Any, ...]) -> Histories:
+    def _checked(self, plan: Plan, given: Any, args: tuple[Any, ...]) -> Histories:
         """Return the state that was given, or raise ``ValueError`` if it is another's."""
-        needed = {each.name: each for each in plan.matmuls.values() if each.state is not None}
-        given = {} if given is None else given
+        needed, given = plan.states, {} if given is None else dict(given)
         place = max(self.weights) + 1
         if needed and not given:
             got = type(args[place]).__name__ if len(args) > place else "nothing"
@@ -130,11 +122,17 @@ class Fp8Function:
                 f"The state is that of other matmuls: it lacks {missing}, and has {unknown}. Make "
                 "it by init of this function, with arguments of the same structure."
             )
-        return dict(given)
+        for name, shape in needed.items():
+            if given[name].shape != shape:
+                raise ValueError(
+                    f"The state of {name!r} has shape {given[name].shape}; {shape} is needed. It "
+                    "belongs to another recipe, or to another number of layers: make it by init."
+                )
+        return given
 
-    def _plan(self, traced: _Traced) -> _Plan:
+    def _plan(self, traced: _Traced) -> Plan:
         """Find all matmuls with weights, and decide which become FP8."""
-        plan = _Plan(self.selection)
+        plan = Plan(self.selection)
         walk = Walk(plan.see, {}, self.selection.attention)
         with region.entered(edges.LOOKING):
             looked = jax.make_jaxpr(lambda *arrays: traced.run(walk, arrays, {}))(*traced.arrays)
@@ -154,8 +152,7 @@ def convert_function(
     if any(np.ndim(x) >= 2 for x in jax.tree.leaves(held) if isinstance(x, jax.Array)):
         raise TypeError(
             f"{_name(function)} holds its weights itself, and functions take them as an argument: "
-            "jfp8.convert(lambda model, x: model(x), recipe), called with the model, its state and "
-            "x. For an Equinox module, jfp8.integrations.equinox.convert(model, recipe) does that."
+            "jfp8.convert(lambda model, x: model(x), recipe), called with the model, state and x."
         )
     places = (weights,) if isinstance(weights, int) else tuple(weights)
     if not places or not all(isinstance(i, int) and i >= 0 for i in places):
@@ -254,6 +251,8 @@ def _paths_of(converted: Fp8Function, trees: Sequence[Any]) -> tuple[str, ...]:
                 path = jax.tree_util.keystr(keys, simple=True, separator="/")
                 above = (name,) if len(trees) > 1 or not path else ()
                 paths.append("/".join([*above, *([path] if path else [])]))
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        raise ValueError(f"Two weights have the path {twice[0]!r}. Rename one of them.")
     return tuple(paths)
 
 
@@ -268,94 +267,9 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A matmul of the program: its name, the loops that slice its state, its recipe and state."""
-
-    name: str
-    layer: str
-    decision: Decision
-    loops: tuple[Any, ...]
-    state: Any = None
-    looks_ahead: bool = False
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What becomes of each matmul, by its `WeightMatmul.key`."""
-
-    selection: Selection
-    seen: dict[Any, tuple[str, WeightMatmul]] = field(default_factory=dict)
-    matmuls: dict[Any, _Planned] = field(default_factory=dict)
-    ahead: dict[str, str] = field(default_factory=dict)
-
-    def see(self, matmul: WeightMatmul) -> jax.Array:
-        """Note `matmul`, and compute it plainly with both ends marked."""
-        key, path = _key(matmul), matmul.source.path or _scope(matmul)
-        if key not in self.seen:
-            nth = 1 + sum(known[-1] == path for known, _ in self.seen.items())
-            self.seen[key] = (path if nth == 1 else f"{path}_{nth}"), matmul
-        return edges.mark_product(matmul, self.seen[key][0])
-
-    def decide(self, first: frozenset[str], ends: frozenset[str], causal: bool) -> None:
-        """Decide on each matmul that was seen."""
-        for key, (name, matmul) in self.seen.items():
-            kind = "conv" if matmul.primitive.startswith("conv") else "dense"
-            edge = Edge.LOGITS if name in ends else None
-            if kind == "conv" and name in first and _channels(matmul) <= MAX_IMAGE_CHANNELS:
-                edge = Edge.IMAGE_INPUT
-            weight = jax.ShapeDtypeStruct(np.shape(matmul.weight), matmul.weight.dtype)
-            decision = self.selection.decide(name, weight, edge)
-            state, ahead = None, False
-            if decision.recipe is not None:
-                empty = jax.eval_shape(decision.recipe.init_state)
-                state = None if empty is None else jax.eval_shape(init_overwritten, empty)
-                ahead = not decision.recipe.is_causal(kind, history=state is not None)
-                if causal and ahead:
-                    self.ahead[name] = decision.recipe.name
-            self.matmuls[key] = _Planned(
-                name, matmul.primitive, decision, matmul.source.loops, state, ahead
-            )
-
-    def warn(self, converted: Fp8Function, traced: _Traced) -> None:
-        """Warn where nothing becomes FP8, or a causal function looks ahead."""
-        if self.ahead:
-            warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
-        planned = self.matmuls.values()
-        if any(each.decision.recipe is not None or each.decision.chosen for each in planned):
-            return
-        stayed = "; ".join(f"{each.name}: {each.decision.reason}" for each in planned)
-        why = f"It found: {stayed}. exempt=() exempts none."
-        if not stayed:
-            why = (
-                "It found none with an operand made of the weights, argument "
-                f"{', '.join(map(str, converted.weights))}, by casts, slices and the like: see "
-                "weights=."
-            )
-        warnings.warn(
-            f"No matmul of {_name(converted.function)} is FP8: jfp8.convert changed nothing. {why}",
-            UserWarning,
-            stacklevel=user_level(),
-        )
-
-
-def _key(matmul: WeightMatmul) -> tuple[Any, ...]:
-    """Return the key of a matmul, the path last."""
-    return (*matmul.key, matmul.source.path or _scope(matmul))
-
-
-def _scope(matmul: WeightMatmul) -> str:
-    """Name a matmul of two activations by the scope that it is in."""
-    return "/".join(filter(None, [str(matmul.eqn.source_info.name_stack), matmul.primitive]))
-
-
-def _channels(matmul: WeightMatmul) -> int:
-    return np.shape(matmul.x)[matmul.eqn.params["dimension_numbers"].lhs_spec[1]]
-
-
-def _computed(plan: _Plan, matmul: WeightMatmul) -> jax.Array:
+def _computed(plan: Plan, matmul: WeightMatmul) -> jax.Array:
     """Compute `matmul` as planned."""
-    planned = plan.matmuls[_key(matmul)]
+    planned = plan.matmuls[key_of(matmul)]
     recipe = planned.decision.recipe
     if recipe is None:
         with layer_noted(planned.name, planned.layer, planned.decision.reason):
@@ -363,7 +277,7 @@ def _computed(plan: _Plan, matmul: WeightMatmul) -> jax.Array:
     return _in_fp8(matmul, recipe, planned)
 
 
-def _in_fp8(matmul: WeightMatmul, recipe: Recipe, planned: _Planned) -> jax.Array:
+def _in_fp8(matmul: WeightMatmul, recipe: Recipe, planned: PlannedMatmul) -> jax.Array:
     histories, sink = None, None
     if planned.state is not None:
         histories, sink = read_overwritten(matmul.states[planned.name], recipe.init_state())

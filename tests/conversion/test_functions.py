@@ -261,6 +261,11 @@ def test_mistakes_are_told():
         converted(STACK[0], X)
     with pytest.raises(ValueError, match=r"lacks \['w'\], and has \['v'\]"):
         converted(STACK[0], {"v": state["w"]}, X)
+    other = jfp8.convert(loss, "delayed", exempt=()).init(STACK[0], X)  # with 16 steps
+    with pytest.raises(ValueError, match=r"has shape \(7638,\); \(6522,\) is needed"):
+        converted(STACK[0], other, X)
+    with pytest.raises(ValueError, match="Two weights have the path 'a/b'"):
+        converted({"a/b": STACK[0], "a": {"b": STACK[1]}}, state, X)
     with pytest.raises(TypeError, match="weights are argument 0"):
         converted(w=STACK[0], x=X)
     with pytest.raises(ValueError, match="weights=-1: must be the position"):
