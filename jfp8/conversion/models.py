@@ -176,7 +176,8 @@ def autocast(recipe: RecipeLike = DelayedScaling(), *, enabled: bool = True) -> 
     jitted and called outside is traced again inside. Each thread has its own regions.
 
     Without an ``fp8`` collection in its variables a model uses current scaling; ``model.init``
-    inside the region makes one. NNX layers other than those of jfp8 are left alone: use `convert`.
+    inside the region makes one. NNX layers other than those of jfp8, and models of other libraries,
+    are left alone: use `convert`, which takes functions, too.
 
     Args:
       recipe: which quantizer each operand gets.

@@ -140,6 +140,25 @@ def test_equinox():
     with pytest.raises(TypeError, match="holds its weights itself"):
         jfp8.convert(model, "delayed")
 
+    from jfp8.integrations.equinox import apply_updates, convert
+
+    module = convert(model, TOKENS[0, :-1], recipe="delayed")
+    opt_state = TX.init(eqx.filter(module, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(module, opt_state):
+        value, grads = eqx.filter_value_and_grad(loss)(module, TOKENS)
+        updates, opt_state = TX.update(grads, opt_state)
+        return value, apply_updates(module, updates, grads), opt_state
+
+    for _ in range(10):
+        last, module, opt_state = step(module, opt_state)
+    assert last < 0.8 * value
+    check_histories(module.state, 12)
+    amax = jnp.abs(module.model.blocks[1].mlp.layers[0].weight).max()
+    newest = jfp8.scaling.read_overwritten(module.state["blocks/1/mlp/layers/0/weight"])[0]
+    assert newest["rhs"]["amax_history"][0] == pytest.approx(float(amax), rel=0.05)
+
 
 def test_keras_fits_evaluates_and_predicts():
     os.environ.setdefault("KERAS_BACKEND", "jax")
