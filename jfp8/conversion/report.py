@@ -54,10 +54,10 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     A product counts as FP8 if both of its operands are in a narrow format when multiplied.
 
     Args:
-      model: a Linen module, converted, with layers of jfp8, or neither; or an NNX module.
+      model: a Linen module, converted, with layers of jfp8, or neither; an NNX module; a function.
       *inputs: for Linen ``variables, *inputs``: all that ``model.init`` returned (or shapes, as
-        ``jax.eval_shape`` gives them), and the arguments of ``model.apply``. For NNX the arguments
-        of the model.
+        ``jax.eval_shape`` gives them), and the arguments of ``model.apply``. For NNX and functions
+        their arguments.
       **kwargs: further arguments of the model, such as ``train=True``; and for Linen ``rngs=`` and
         ``method=`` of ``model.apply``. By default every stream of random numbers gets a key.
 
@@ -101,7 +101,7 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     else:
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(
-            f"model must be a Flax Linen or NNX module, or a function, got {given}. For Linen: "
+            f"model must be a Flax Linen or NNX module, got {given}. For Linen: "
             "jfp8.report(MyModel(...), variables, x)."
         )
     found = report_of(closed, (inputs, kwargs))
