@@ -20,8 +20,6 @@ import jfp8
 from jfp8 import ScaledArray
 from jfp8.optim.fp8_params import StoredUpdate, apply_updates, carriers, with_carriers
 from jfp8.optim.masters import init_masters, master_weights
-from jfp8.optim.stochastic_rounding import stochastic_rounding
-from jfp8.optim.stored_state import store_state
 from jfp8.optim.wrapping import MasterWeightsState
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from support.arrays import assert_same, normal
@@ -687,20 +685,3 @@ class TestTrainState:
             off = np.linalg.norm(a - b) / np.linalg.norm(b)
             # Two programs: an ulp of a gradient may turn a rounding here and there.
             assert off < 2e-2, jax.tree_util.keystr(path)
-
-
-@pytest.mark.parametrize(
-    ("wrapped", "text"),
-    [
-        (
-            lambda tx: master_weights(tx, "float32"),
-            "MasterWeightsState(count=0, masters=(1 array, 48 B)",
-        ),
-        (stochastic_rounding, "StochasticRoundingState(count=0"),
-        (lambda tx: store_state(tx, {}), "StoredState(count=0"),
-    ],
-)
-def test_states_print_by_type_and_size(wrapped, text):
-    """Twelve parameters, for each of which a momentum of four bytes, and what a master adds."""
-    state = wrapped(optax.sgd(0.1, momentum=0.9)).init({"w": jnp.ones((4, 3), jnp.bfloat16)})
-    assert repr(state) == f"{text}, inner_state=(TraceState: 1 array, 48 B))"

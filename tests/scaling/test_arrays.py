@@ -11,7 +11,7 @@ import pytest
 from flax import serialization
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, ScaledArray, dequantize, quantize
-from support.arrays import assert_same
+from support.arrays import assert_same, spread
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
 SMALLEST_NORMAL = 2.0**-126
@@ -44,16 +44,6 @@ def sample_data(fmt, *shape) -> np.ndarray:
 
 def sample_scale(*shape) -> np.ndarray:
     return np.random.default_rng(1).uniform(0.1, 10, size=shape).astype(np.float32)
-
-
-def spread(scale, shape, block=None) -> np.ndarray:
-    """Each element of `scale` repeated over its block of an array of `shape`."""
-    scale = np.asarray(scale)
-    for axis, m in enumerate(scale.shape):
-        n = shape[axis]
-        size = block[axis] if block else n // m if m else 1
-        scale = np.repeat(scale, size, axis=axis).take(np.arange(n), axis=axis)
-    return scale
 
 
 SAMPLES = {
@@ -99,18 +89,6 @@ def test_a_round_trip_returns_every_field(q):
     assert_identical(jax.lax.cond(True, lambda q: q, lambda q: q, q), q)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
     assert paths[0] == ".data"
-
-
-@pytest.mark.slow
-@samples
-def test_properties(q):
-    assert q.shape == q.data.shape
-    assert q.ndim == q.data.ndim
-    assert q.format.dtype == q.data.dtype
-    assert_same(q.dequantize(), dequantize(q))
-    assert_same(q.dequantize(jnp.bfloat16), dequantize(q, jnp.bfloat16))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        q.data = q.data
 
 
 def test_a_pytree_may_hold_anything():
