@@ -880,13 +880,24 @@ def test_two_level(case, size, contracting):
 
 
 def test_trap_two_level_data_is_divided_by_the_rounded_scale():
-    """By the scale before its rounding the largest elements would leave the range of E2M1."""
+    """By the scale before its rounding the largest elements would leave the range of E2M1.
+
+    And by no other number than that quotient in f32: half of the elements are next to ties.
+    """
     x = sample(shape=(4, 1024))
     data, narrow, tensor, _ = nvfp4(x, (1, 16))
     largest = block_amax(x, Block((1, 16)))
     unrounded = x * spread(np.float32(6) / largest, x.shape, (1, 16))
     naive = np.clip(unrounded, -6, 6).astype(E2M1FN.dtype)
     assert np.mean(codes(naive) != codes(data)) > 0.01
+    m = spread(np.float32(1) / (narrow.astype(np.float32) / tensor), x.shape, (1, 16))
+    tie = np.float32(1.25) / m
+    tie = np.choose(
+        np.arange(x.size).reshape(x.shape) % 3, [np.nextafter(tie, t) for t in (0, tie, 9)]
+    )
+    small = abs(x) < spread(largest, x.shape, (1, 16)) / 2
+    x = np.where(small, tie, x).astype(np.float32)
+    data, *_ = nvfp4(x, (1, 16))
     np.testing.assert_array_equal(codes(call(TwoLevel(E2M1FN, (16, 1)), x).data), codes(data))
 
 

@@ -26,6 +26,7 @@ from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling
 from jfp8.recipes.intel import DirectE5M2, Hybrid
 from jfp8.recipes.mxfp4 import MXFP4BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling, NVFP4FourOverSix, NVFP4RowScaling
+from jfp8.recipes.per_layer import check_recipes
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.product import Product, Products
@@ -402,6 +403,16 @@ def test_fused_layers_keep_their_results(cls, patterns, path, fused):
     of_layer = recipe.for_layer(path)
     assert of_layer.products() == cls(quantize_outputs=not fused).products()
     assert of_layer == dataclasses.replace(recipe, quantize_outputs=not fused)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [("a", True), ("a/b", True), ("a/b/c", True), ("*/c", True), ("b", False), ("a/b/c/d", False)],
+)
+def test_patterns_of_recipes_for_layers(pattern, matches):
+    """A module is matched with all that it contains."""
+    found = check_recipes({pattern: "current"}).for_layer("a/b/c")
+    assert found == (Float8CurrentScaling() if matches else None)
 
 
 @pytest.mark.parametrize("cls", [c for c in CLASSES if c not in (DirectE5M2, Hybrid)])
