@@ -491,28 +491,6 @@ def test_error_contracting_sizes_name_both():
         scaled_dot_general(LHS, np.ones((5, 4), np.float32), PLAIN)
 
 
-def test_error_batch_sizes_name_both():
-    words = r"batch dimension 0 of lhs has size 2, but dimension 0 of rhs.*size 3"
-    with pytest.raises(ValueError, match=words):
-        scaled_dot_general(LHS, RHS, (((), ()), ((0,), (0,))))
-
-
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [
-        (((1,), (0,)), "four sequences of ints"),
-        ((((1,), (2,)), ((), ())), r"rhs dimensions \(2,\).*from 0 to 1"),
-        ((((-1,), (0,)), ((), ())), r"lhs dimensions \(-1,\)"),
-        ((((1,), ()), ((), ())), r"1 contracting dimensions of lhs \(1,\) with 0 of rhs"),
-        ((((1,), (0,)), ((1,), (1,))), r"lhs dimensions \(1, 1\).*distinct"),
-    ],
-    ids=str,
-)
-def test_error_dimension_numbers(numbers, words):
-    with pytest.raises(ValueError, match=words):
-        scaled_dot_general(LHS, RHS, numbers)
-
-
 @pytest.mark.parametrize(
     "recipe", [recipes.Float8CurrentScaling(), recipes.Unscaled()], ids=lambda r: r.name
 )
