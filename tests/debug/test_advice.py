@@ -428,7 +428,7 @@ def test_one_tensor_that_repeats_itself():
 
 
 def test_noise_without_another_reason():
-    bad = [row(step=i, sqnr=8.0) for i in range(4)]
+    bad = [row(step=i, sqnr=8.0 + i / 2) for i in range(4)]
     (finding,) = report([*bad, row(step=4)]).findings
     assert (finding.fault, finding.tensor) == ("noise", "layer lhs")
     assert "SQNR 8.0 dB" in finding.evidence

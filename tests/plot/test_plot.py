@@ -407,6 +407,9 @@ def test_amax_history_of_scales_by_block():
 def test_amax_history_refuses():
     rows = [row(0), row(0, "Dense_1")]
     refuses(r"'Dense_0 grad', 'Dense_1 grad'. Choose one of them: ", plot.amax_history, rows)
+    many = [row(path=f"Dense_{i}") for i in range(9)]
+    refuses("'Dense_7 grad'. Choose one of them: ", plot.amax_history, many[:8])
+    refuses("'Dense_7 grad', .... Choose one of them: ", plot.amax_history, many)
     refuses(
         "got name='Dense_2 grad', but the rows describe",
         plot.amax_history,
