@@ -34,7 +34,7 @@ from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.history import init_amax_state
 from jfp8.scaling.quantization import two_level_scale
 from jfp8.scaling.scales import amax
-from support.arrays import spread
+from support.arrays import assert_same, spread
 from support.devices import traced_for
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
@@ -141,28 +141,15 @@ def codes(data) -> np.ndarray:
     return np.asarray(data).view(np.uint8)
 
 
-def assert_same_data(actual, expected):
-    """Equal codes, but for the payload of NaN."""
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    nan = [np.isnan(np.asarray(a).astype(np.float32)) for a in (actual, expected)]
-    np.testing.assert_array_equal(*nan)
-    np.testing.assert_array_equal(codes(actual)[~nan[0]], codes(expected)[~nan[0]])
-
-
 def assert_bitwise(actual, expected):
     """Equal bits, but for the payload of NaN."""
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype == np.float32
-    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
-    actual, expected = (np.where(np.isnan(a), np.float32(0), a) for a in (actual, expected))
-    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+    assert_same(np.asarray(actual), np.asarray(expected))
 
 
 def assert_quantized(q, x, fmt, granularity):
     scale = expected_scale(x, fmt, granularity)
     assert_bitwise(q.scale, scale)
-    assert_same_data(q.data, expected_data(x, fmt, scale, q.block))
+    assert_bitwise(q.data, expected_data(x, fmt, scale, q.block))
 
 
 # Scales and data.
@@ -258,7 +245,7 @@ def test_trap_nan_and_inf_do_not_vanish(fmt, scale, dtype, granularity):
     q, values = there_and_back(x, fmt, granularity=granularity, scale=scale)
     used = expected_scale(x, fmt, granularity) if scale is None else scale
     assert_bitwise(q.scale, used)
-    assert_same_data(q.data, expected_data(x, fmt, used))
+    assert_bitwise(q.data, expected_data(x, fmt, used))
     lost = ~np.isfinite(x.astype(np.float32))
     if isinstance(granularity, Block) and scale is None:  # with all that shares a scale with them
         lost = spread(block_amax(lost, granularity) > 0, x.shape)
@@ -285,7 +272,7 @@ def test_trap_nothing_else_comes_of_what_is_traced_for_a_gpu(granularity, scale,
     with traced_for():
         q = quantize(x, fmt, key=jax.random.key(0), **options)
     assert_bitwise(q.scale, expected.scale)
-    assert_same_data(q.data, expected.data)
+    assert_bitwise(q.data, expected.data)
 
 
 # Transformations.
@@ -308,7 +295,7 @@ def test_vmap_quantizes_each_as_if_it_were_alone(granularity, scale_rounding):
 
     alone = [np.stack(a) for a in zip(*map(jax.jit(each), x), strict=True)]
     for mapped in (jax.vmap(each)(x), jax.jit(jax.vmap(each))(x)):
-        assert_same_data(mapped[0], alone[0])
+        assert_bitwise(mapped[0], alone[0])
         assert_bitwise(mapped[1], alone[1])
     values = jax.vmap(dequantize)(ScaledArray(*mapped))
     assert_bitwise(values, [dequantize(ScaledArray(*q)) for q in zip(*mapped)])
@@ -319,7 +306,7 @@ def test_vmap_quantizes_each_as_if_it_were_alone(granularity, scale_rounding):
 def test_eager_agrees_with_jit(granularity):
     x = sample()
     eager, jitted = quantize(x, granularity=granularity), jit_quantize(x, granularity=granularity)
-    assert_same_data(eager.data, jitted.data)
+    assert_bitwise(eager.data, jitted.data)
     assert_bitwise(eager.scale, jitted.scale)
     assert_bitwise(eager.dequantize(), jitted.dequantize())
 
@@ -336,7 +323,7 @@ def test_sharding_changes_nothing(granularity):
         jit_quantize(sharded, granularity=granularity),
         quantize(x, granularity=granularity),
     )
-    assert_same_data(q.data, expected.data)
+    assert_bitwise(q.data, expected.data)
     assert_bitwise(q.scale, expected.scale)
     assert_bitwise(dequantize(q), dequantize(expected))
     assert q.data.sharding.is_equivalent_to(sharding, 2)
@@ -402,7 +389,7 @@ def test_scales_have_no_gradient():
 def test_jvp_of_quantize_rounds_the_tangent():
     x, dx = jnp.array([1.0, 7.0, -3.0]), jnp.array([0.3, -2.0, 1.0])
     q, tangent = jax.jvp(quantize, (x,), (dx,))
-    assert_same_data(q.data, quantize(x).data)
+    assert_bitwise(q.data, quantize(x).data)
     assert np.asarray(tangent.data).astype(np.float32).tolist() == [0.3125, -2, 1]
     assert float(tangent.scale) == 0
 
@@ -423,7 +410,7 @@ def state_of(*history, running=0.0):
 def assert_scaled_for(q, fmt, amax):
     scale = np.float32(amax) / np.float32(fmt.max)
     assert_bitwise(q.scale, scale)
-    assert_same_data(q.data, expected_data(X, fmt, scale))
+    assert_bitwise(q.data, expected_data(X, fmt, scale))
 
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "contracting"))
@@ -438,7 +425,7 @@ def test_current_uses_the_amax_at_hand(fmt):
     for state in (None, state_of(7.0, 8.0)):
         assert_scaled_for(call(Current(fmt), X, AMAX, state), fmt, AMAX)
     rounded = call(Current(fmt, "power_of_two"), X, AMAX)
-    assert_same_data(rounded.data, jit_quantize(X, fmt, scale_rounding="power_of_two").data)
+    assert_bitwise(rounded.data, jit_quantize(X, fmt, scale_rounding="power_of_two").data)
 
 
 @pytest.mark.slow
@@ -484,7 +471,7 @@ def test_delayed_shows_what_is_not_finite(bad):
 def test_unit_scales_by_one(fmt):
     q = call(Unit(fmt), X, AMAX, state_of(7.0))
     assert_bitwise(q.scale, np.float32(1))
-    assert_same_data(q.data, expected_data(X, fmt, np.float32(1)))
+    assert_bitwise(q.data, expected_data(X, fmt, np.float32(1)))
 
 
 # The quantizers of recipes, in blocks.
@@ -499,7 +486,7 @@ def test_rowwise_has_a_scale_for_whatever_is_not_summed_over():
                 x, E4M3FN, granularity=PerAxis(kept), scale_rounding=scale_rounding
             )
             assert_bitwise(q.scale, expected.scale)
-            assert_same_data(q.data, expected.data)
+            assert_bitwise(q.data, expected.data)
     assert_quantized(call(Rowwise(E4M3FN), x[0, 0]), x[0, 0], E4M3FN, PerAxis(0))
 
 
@@ -525,7 +512,7 @@ def test_blockwise_turns_its_blocks_along_the_contraction(size, scale_rounding):
         assert_bitwise(
             *(np.asarray(scale).astype(np.float32) for scale in (q.scale, expected.scale))
         )
-        assert_same_data(q.data, expected.data)
+        assert_bitwise(q.data, expected.data)
 
 
 ALL_QUANTIZERS = [
@@ -659,7 +646,7 @@ def test_given_mx_scales(fmt, code):
     q, values = there_and_back(x, fmt, scale=scale)
     assert codes(q.scale).tolist() == [[code]] * len(x)
     if code < 255:
-        assert_same_data(q.data, exact_data(x, code, fmt))
+        assert_bitwise(q.data, exact_data(x, code, fmt))
     assert_bitwise(values, exact_values(np.asarray(q.data), np.full_like(x, code, int)))
 
 
@@ -693,7 +680,7 @@ def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
     assert q.scale.shape == tuple(math.ceil(n / b) for n, b in zip(shape, block))
     scales = [np.asarray(a.scale).astype(np.float32) for a in (q, whole)]
     assert_bitwise(*scales)
-    assert_same_data(q.data, whole.data[cut])
+    assert_bitwise(q.data, whole.data[cut])
     assert_bitwise(values, whole_values[cut])
     assert np.all(np.asarray(values)[x != 0] != 0) or x.size > 10
 
@@ -708,7 +695,7 @@ def test_ragged_blocks_under_vmap():
     values = jax.jit(jax.vmap(dequantize))(q)
     for i in range(3):
         alone = jax.jit(each)(x[i])
-        assert_same_data(q.data[i], alone.data)
+        assert_bitwise(q.data[i], alone.data)
         assert_bitwise(values[i], jit_dequantize(alone))
     with pytest.raises(ValueError, match=r"blocks of \(2, 32\) cannot have a scale of shape"):
         dequantize(q)
@@ -772,7 +759,7 @@ def test_two_level(case, size, contracting):
     q = call(TwoLevel(E2M1FN, size), x, contracting=(contracting,))
     data, narrow, tensor, values = nvfp4(x, block)
     assert_bitwise(q.scale.scale, np.float32(1) / tensor)
-    assert_same_data(q.scale.data, narrow)
+    assert_bitwise(q.scale.data, narrow)
     lost = np.isnan(spread(narrow.astype(np.float32), x.shape, block))
     np.testing.assert_array_equal(codes(q.data)[~lost], codes(data)[~lost])
     assert_bitwise(jit_dequantize(q), values)
@@ -818,7 +805,7 @@ def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
     # Mapped, each row is a tensor of its own.
     tensor = np.float32(448 * 6) / np.max(a, axis=1 if how == "vmap" else None, keepdims=True)
     narrow = np.minimum(a / np.float32(6) * tensor, 448).astype(E4M3FN.dtype)
-    assert_same_data(scale.data, narrow)
+    assert_bitwise(scale.data, narrow)
     assert_bitwise(np.ravel(scale.scale), np.ravel(np.float32(1) / tensor))
     narrow = narrow.astype(np.float32)
     assert np.mean(1 / (narrow / tensor) != tensor / narrow) > 0.1
