@@ -210,18 +210,6 @@ def test_empty_operands(m, k, n):
     assert not any(np.any(x) for x in (y, d_lhs, d_rhs))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
-def test_one_group_is_an_ordinary_product(name):
-    lhs, rhs, dy = operands(m=100, groups=1)
-    recipe = recipes.get(name)
-    actual = value_and_gradients(lhs, rhs, (100,), dy, recipe=recipe)
-    dot = lambda a, b: jfp8.scaled_dot_general(a, b, (((1,), (0,)), ((), ())), recipe=recipe)
-    y, vjp = jax.vjp(jax.jit(dot), lhs, rhs[0])
-    for a, b in zip(actual, (y, *vjp(dy)), strict=True):
-        assert relative_error(np.reshape(a, b.shape), b) < 1e-6
-
-
 # Rows and tiles.
 
 
@@ -306,24 +294,6 @@ def test_group_sizes_beyond_the_rows_do_not_crash():
 
 
 # Scales.
-
-
-@pytest.mark.slow
-def test_an_outlier_in_one_group_does_not_cost_the_others_precision():
-    """With one scale for all groups, everything but the outlier's group is flushed to zero."""
-    lhs, rhs, dy = operands(m=64, groups=4)
-    rhs /= 2.0 ** np.arange(4)[:, None, None]
-    rhs[1, 0, 0] = 1e7
-    sizes = (16, 16, 16, 16)
-    others = np.array([0, 2, 3])
-    exact = np.stack([x @ w for x, w in zip(groups_of(lhs, sizes), rhs, strict=True)])
-
-    def error_of_others(rhs):
-        y, _ = value_and_gradient_by_lhs(lhs, rhs, sizes, dy)
-        return relative_error(np.reshape(y, exact.shape)[others], exact[others])
-
-    assert error_of_others(rhs) < 0.05
-    assert error_of_others(jfp8.quantize(rhs)) == 1.0
 
 
 @pytest.mark.slow
@@ -470,19 +440,6 @@ def test_sums_are_rounded_as_in_an_ordinary_product(accumulation):
     if accumulation == "hopper":
         exact, *_ = oracle("current", lhs, rhs, (150,), dy)
         assert relative_error(y, exact[:150]) > 1e-5
-
-
-@pytest.mark.slow
-def test_rotation_along_rows_stays_within_a_group():
-    """NVFP4's rotation mixes 16 rows, but not those of two groups."""
-    lhs, rhs, dy = operands(m=48, groups=3)
-    recipe = recipes.NVFP4BlockScaling(stochastic_rounding=False)
-    sizes = (9, 30, 9)
-    _, _, d_rhs = value_and_gradients(lhs, rhs, sizes, dy, recipe=recipe)
-    changed = np.where(np.arange(48)[:, None] == 4, -lhs, lhs)
-    _, _, again = value_and_gradients(changed, rhs, sizes, dy, recipe=recipe)
-    np.testing.assert_array_equal(d_rhs[1:], again[1:])
-    assert np.any(d_rhs[0] != again[0])
 
 
 # Dtypes, transformations, devices.

@@ -237,24 +237,6 @@ def test_the_last_block_may_be_cut_short(shape, scale_shape, block, kind):
     assert_same(jit_dequantize(q), expected.astype(np.float32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "scale_shape", "block"), RAGGED[2:5:2], ids=str)
-def test_block_survives_transformations(shape, scale_shape, block):
-    """It is static: part of the tree's structure, and so of the key of `jit`'s cache."""
-    q = ScaledArray(
-        jnp.asarray(sample_data(E4M3FN, *shape)), jnp.asarray(sample_scale(*scale_shape)), block
-    )
-    assert jax.jit(lambda q: q)(q).block == block
-    assert jax.tree.map(lambda leaf: leaf, q).block == block
-    assert jax.eval_shape(lambda q: q, q).block == block
-    assert jax.tree.structure(q) != jax.tree.structure(ScaledArray(q.data, q.scale))
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf]), q)
-    assert stacked.block == block
-    mapped = jax.jit(jax.vmap(lambda q: (q, q.dequantize())))(stacked)
-    assert mapped[0].block == block
-    assert_same(mapped[1][0], dequantize(q))
-
-
 @pytest.mark.parametrize(
     ("shape", "scale_shape", "block"),
     [
@@ -280,17 +262,6 @@ def test_blocks_that_do_not_fit(shape, scale_shape, block):
 def test_a_scale_for_all_ignores_the_block():
     q = ScaledArray(jnp.ones((3, 40), E4M3FN.dtype), jnp.float32(0.5), (1, 32))
     assert_same(dequantize(q), np.full((3, 40), 0.5, np.float32))
-
-
-@pytest.mark.slow
-def test_vmap_of_dequantize():
-    data, scale = sample_data(E4M3FN, 3, 4, 6), sample_scale(3, 2, 3)
-    stacked = ScaledArray(jnp.asarray(data), jnp.asarray(scale))
-    alone = [dequantize(ScaledArray(d, s)) for d, s in zip(stacked.data, stacked.scale)]
-    assert_same(jax.vmap(dequantize)(stacked), np.stack(alone))
-    shared = ScaledArray(stacked.data, stacked.scale[0])
-    mapped = jax.vmap(dequantize, in_axes=(ScaledArray(0, None),))(shared)
-    assert_same(mapped[1], dequantize(ScaledArray(shared.data[1], shared.scale)))
 
 
 # Gradients.

@@ -425,26 +425,3 @@ def test_history_amax():
     assert history_amax(history, "most_recent").tolist() == [1, 0]
     assert float(history_amax(history[0], "max")) == 4
     assert float(history_amax(history[0], "most_recent")) == 1
-
-
-@pytest.mark.slow
-def test_stacked_states_are_independent():
-    """Leading axes, as nn.scan and vmap make them; each member as if it were alone."""
-    history = jnp.arange(1.0, 25.0).reshape(2, 3, 4)
-    amaxes = jnp.array([[10.0, np.nan, 0.0], [np.inf, 20.0, 0.5]])
-    state = {"amax_history": history, "amax": jnp.full((2, 3), 1.5)}
-    pushed, seen = push_amax(history, amaxes), observe(state, amaxes)
-    ended = end_step(seen)
-    algos = {algo: history_amax(history, algo) for algo in ("max", "most_recent")}
-    for i in np.ndindex(2, 3):
-        alone = jax.tree.map(lambda leaf, i=i: leaf[i], state)
-        assert pushed[i].tolist() == push_amax(history[i], amaxes[i]).tolist()
-        assert values(jax.tree.map(lambda leaf, i=i: leaf[i], seen)) == values(
-            observe(alone, amaxes[i])
-        )
-        assert values(jax.tree.map(lambda leaf, i=i: leaf[i], ended)) == values(
-            end_step(observe(alone, amaxes[i]))
-        )
-        for algo, result in algos.items():
-            assert result[i] == history_amax(history[i], algo)
-    assert seen["amax"].tolist() == [[10, 1.5, 1.5], [1.5, 20, 1.5]]
