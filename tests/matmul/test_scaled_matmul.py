@@ -152,6 +152,20 @@ def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
 
 @pytest.mark.slow
 @implementations
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_results_are_the_f32_result_rounded_once(dtype, implementation):
+    rng = np.random.default_rng(4)
+    lhs = ScaledArray(random_codes(rng, (16, 33), E4M3), jnp.float32(0.011))
+    rhs = ScaledArray(random_codes(rng, (33, 16), E4M3), jnp.float32(0.023))
+    exact = np.asarray(matmul(lhs, rhs, implementation=implementation))
+    y = matmul(lhs, rhs, implementation=implementation, preferred_element_type=dtype)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(y), exact.astype(dtype))
+    assert len(np.unique(y)) > 100
+
+
+@pytest.mark.slow
+@implementations
 def test_trap_bf16_rounds_after_the_scales(implementation):
     """257 * 3: rounding the accumulator first would give 256 * 3 = 768; 771 rounds to 772."""
     lhs = ScaledArray(jnp.array([[256.0, 1.0]]).astype(E4M3.dtype), jnp.float32(3))

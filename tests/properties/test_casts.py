@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-
 from jax import lax
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, cast, round_to_format
