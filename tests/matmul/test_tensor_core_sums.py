@@ -1,4 +1,4 @@
-"""Sums as tensor cores make them, bit for bit: held to results of mmaemu, and to big integers.
+"""Sums as tensor cores make them, bit for bit: held to results of mmaemu.
 
 `data/hopper_golden.npz` was made once, by `write_golden` below (seed 0), with mmaemu 0.1.0 from
 PyPI, torch 2.15.0 on a CPU, numpy 2.4.6 and Python 3.11. For the formats e4m3fn and e5m2 it holds
