@@ -406,6 +406,7 @@ def test_nnx_models_in_their_functional_form():
         return jnp.sum(nnx.merge(graph, params, rest, copy=True)(x) ** 2)
 
     rows = jax.jit(jfp8.debug.stats(jax.grad(loss)))(params, rest, normal((4, 8)))[1].rows()
+    assert {r.recipe for r in rows} == {"delayed"}
     assert {(r.path, r.tensor) for r in rows} == {
         (path, tensor) for path in ("first", "second") for tensor in ("lhs", "rhs", "grad")
     }
