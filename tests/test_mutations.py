@@ -27,7 +27,7 @@ class Größe:
             raise ValueError("kept", f"kept {1 + mode}")
         x = jnp.where(x, (x + 1), cast("kept", x))
         print(x)
-        plot(x, alpha="kept")
+        plot(x, alpha="kept", **{"zorder": "kept"})
         return [min(y, 1.5, key=abs) for y in x[: self.steps] if y], f"{x!r} kept {2}"
 '''
 SOURCES = {"jfp8/a.py": EVERY_KIND, "jfp8/b.py": EVERY_KIND}
