@@ -633,6 +633,7 @@ def test_heat_map_of_many_steps_shows_the_worst(value, worst):
     drawn = mapped(ax)[0] / (100 if value == "underflow" else 1)
     np.testing.assert_allclose(drawn, expected, rtol=1e-12)
     assert ax.get_xlabel() == "step (a column: the worst of 3)"
+    assert ax.figure.get_figwidth() == 7  # as wide as a page
 
 
 def test_heat_map_refuses():
