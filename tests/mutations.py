@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The repository's history, and what is large of what it ignores.
 NOT_COPIED = (".git", ".venv*", ".*_cache", "__pycache__", "_build", "dist", "runs")
 MOST_FILES = 6  # of tests, for a file in a room without a folder of them
+MOST_ELSEWHERE = 2  # of tests in other rooms, besides
 # Pytest's exit codes by verdict; any other, a crash for example, counts as caught.
 VERDICTS = {0: "SURVIVED", 4: "DID NOT RUN", 5: "DID NOT RUN"}
 
@@ -69,7 +70,11 @@ def copied(root: Path, folder: str) -> Path:
 
 
 def tests_of(file: str, root: Path) -> list[str]:
-    """Return the test files of the room of `file`, those first that name most of its functions."""
+    """Return the test files of the room of `file`, those first that name most of its functions.
+
+    And a few of other rooms that name some: what `products` computes for experts, for example, is
+    tested where the layers are.
+    """
     room = Path(file).with_suffix("").parts[1]
     texts = {p: p.read_text("utf-8") for p in sorted((root / "tests").rglob("test_*.py"))}
     tree = ast.parse((root / file).read_text("utf-8"))
@@ -82,7 +87,10 @@ def tests_of(file: str, root: Path) -> list[str]:
     if not found:  # a room without a folder of tests
         found = [path for path, text in texts.items() if f"jfp8.{room}" in text and named(path)]
         found = sorted(found, key=named, reverse=True)[:MOST_FILES]
-    found = found or [path for path in texts if path.name == "test_house.py"]
+    house = root / "tests/test_house.py"
+    elsewhere = [path for path in texts if path not in (*found, house) and named(path)]
+    found += sorted(elsewhere, key=named, reverse=True)[:MOST_ELSEWHERE]
+    found = found or [house]
     return [str(path.relative_to(root)) for path in sorted(found, key=named, reverse=True)]
 
 

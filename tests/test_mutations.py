@@ -27,7 +27,7 @@ class Größe:
             raise ValueError("kept", f"kept {1 + mode}")
         x = jnp.where(x, (x + 1), cast("kept", x))
         print(x)
-        plot(x, alpha="kept")
+        plot(x, alpha="kept", **{"zorder": "kept"})
         return [min(y, 1.5, key=abs) for y in x[: self.steps] if y], f"{x!r} kept {2}"
 '''
 SOURCES = {"jfp8/a.py": EVERY_KIND, "jfp8/b.py": EVERY_KIND}
@@ -95,12 +95,16 @@ def mutations(tmp_path, monkeypatch):
     (tmp_path / "tests/sizes/test_twice.py").write_text(
         "from jfp8 import sizes\ndef test_twice():\n    assert sizes.twice(3) == 6\n"
     )
+    (tmp_path / "tests/areas").mkdir()
+    (tmp_path / "tests/areas/test_squared.py").write_text("def test_squared(): ...  # squared\n")
+    (tmp_path / "tests/areas/test_areas.py").write_text("def test_areas(): ...\n")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     return program
 
 
 def test_files_that_name_a_function_come_first(mutations, tmp_path):
-    files = ["tests/sizes/test_twice.py", "tests/sizes/test_others.py"]
+    files = ["tests/sizes/test_twice.py", "tests/areas/test_squared.py"]
+    files.append("tests/sizes/test_others.py")
     assert mutations.tests_of("jfp8/sizes/__init__.py", tmp_path) == files
 
 

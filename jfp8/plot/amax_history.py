@@ -121,10 +121,10 @@ class _History:
 
 
 def _label_magnitudes(ax: Axes, heights: np.ndarray) -> None:
-    """Label numbers between powers of two as well, where `heights` span few of these."""
+    """Label numbers between powers of two as well, where `heights`, above 0, span few of these."""
     from matplotlib.ticker import LogLocator
 
-    heights = heights[np.isfinite(heights) & (heights > 0)]
+    heights = heights[np.isfinite(heights)]
     if heights.size and np.ptp(np.log2(heights)) < 3:
         ax.yaxis.set_major_locator(LogLocator(2, (1, 1.25, 1.5, 1.75)))
         ax.yaxis.set_major_formatter("{x:.3g}")

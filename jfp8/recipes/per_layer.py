@@ -79,5 +79,5 @@ def check_recipes(given: Any) -> Recipe | PerLayer:
 def path_matches(pattern: str, path: str) -> bool:
     """Return True if `pattern` matches `path` or a module that contains it."""
     parts = path.split("/")
-    wholes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
+    wholes = ("/".join(parts[: n + 1]) for n in range(len(parts)))
     return any(fnmatch.fnmatchcase(whole, pattern) for whole in wholes)

@@ -148,7 +148,7 @@ def named_state(state: Any) -> str:
     """Return a named tuple with its scalars by value, and what else is in it by type and size."""
     parts = []
     for name, value in zip(type(state)._fields, state, strict=True):
-        alone = is_arraylike(value) or value is None or not isinstance(value, (tuple, list, dict))
+        alone = not isinstance(value, (tuple, list, dict))
         parts.append(f"{name}={number(value) if alone else f'({optimizer_state(value)})'}")
     return f"{type(state).__name__}({', '.join(parts)})"
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 import sysconfig
-import time
 from pathlib import Path
 
 import flax.linen as nn
@@ -26,7 +25,6 @@ from jfp8.conversion.product_report import Report
 from jfp8.conversion.product_rows import ProductRow
 from jfp8.debug import stats
 from jfp8.debug.advice import report
-from jfp8.debug.faults.run import Run
 
 CONTEXT = 32
 LARGE = 2.0**20
@@ -404,14 +402,17 @@ def test_a_tenth_of_the_elements_is_many(lost, faults):
     assert [f.fault for f in report(rows).findings] == faults
 
 
-@pytest.mark.parametrize("scale", [2.0**-6, 2.0**-6 * 1.01])
-def test_a_power_of_two_serves_amaxes_that_differ(scale):
+@pytest.mark.parametrize(
+    ("scale", "steps", "faults"),
+    [(2.0**-6, 40, []), (2.0**-6 * 1.01, 17, []), (2.0**-6 * 1.01, 18, ["stale_history"])],
+)
+def test_a_power_of_two_serves_amaxes_that_differ(scale, steps, faults):
     """A scale that stays for longer than the history: right if it is rounded, else stale."""
     rows = [
         row(step=i, history=16, amax=4.0 + i % 2, scale_min=scale, scale_max=scale, headroom=0.5)
-        for i in range(40)
+        for i in range(steps)
     ]
-    assert [f.fault for f in report(rows).findings] == ["stale_history"] * (scale != 2.0**-6)
+    assert [f.fault for f in report(rows).findings] == faults
 
 
 def test_one_tensor_that_repeats_itself():
@@ -430,7 +431,7 @@ def test_one_tensor_that_repeats_itself():
 
 
 def test_noise_without_another_reason():
-    bad = [row(step=i, sqnr=8.0) for i in range(4)]
+    bad = [row(step=i, sqnr=8.0 + i / 2) for i in range(4)]
     (finding,) = report([*bad, row(step=4)]).findings
     assert (finding.fault, finding.tensor) == ("noise", "layer lhs")
     assert "SQNR 8.0 dB" in finding.evidence
@@ -522,31 +523,6 @@ def test_errors_say_what_to_pass(rows):
         report(rows)
     with pytest.raises(TypeError, match=r"products must be what jfp8\.report"):
         report([], products="model")
-
-
-@pytest.mark.slow
-def test_thousands_of_rows_take_no_time():
-    bad = {1: 400, **{-e: 6 for e in range(20, 120)}}
-    rows = [
-        row(step=s, path=f"layer_{i}", order=i, underflow=0.6 * (i % 2), exponents=bad)
-        for s in range(50)
-        for i in range(400)
-    ]
-    start = time.process_time()
-    advice = report(rows)
-    elapsed = time.process_time() - start
-    assert len(advice.findings) == 200
-    assert elapsed < 5.0  # 20,000 rows; about 0.5 s on one core
-
-
-def test_tensors_are_in_the_order_of_the_program():
-    rows = [row(step=s, path=p, order=o) for s in (1, 0) for p, o in (("b", 1), ("a", 0))]
-    run = Run.of(rows)
-    assert [[(r.path, r.step) for r in tensor] for tensor in run.tensors] == [
-        [("a", 0), ("a", 1)],
-        [("b", 0), ("b", 1)],
-    ]
-    assert not math.isnan(run.tensors[0][0].sqnr)
 
 
 @pytest.mark.parametrize(("later", "faults"), [(16, ["stale_history"]), (17, [])])

@@ -117,6 +117,7 @@ def test_one_line_says_it():
         ([0.1, 0.2], {"margin": 0.0}, "margin=0.0: must be above 0"),
         ([0.1, 0.2], {"margin": math.nan}, "margin=nan"),
         ([0.1, 0.2], {"confidence": 90}, "confidence=90: must be between 0 and 1"),
+        ([0.1, 0.2], {"confidence": 0}, "confidence=0: must be between 0 and 1"),
     ],
 )
 def test_what_it_cannot_judge_it_refuses(gaps, options, message):

@@ -169,22 +169,6 @@ def test_block_scales_have_a_range_and_one_headroom():
     assert fprop.sqnr == pytest.approx(sqnr, abs=1e-4)
 
 
-@pytest.mark.slow
-def test_two_level_scales():
-    x = normal((32, 64))
-    _, seen = stats_of(jfp8.recipes.NVFP4BlockScaling())(x, normal((64, 32), 1))
-    row = next(r for r in seen.rows() if r.tensor == "lhs")
-    assert row.format == "E2M1FN"
-    assert 0 < row.scale_min < row.scale_max
-    assert 17 < row.sqnr < 24  # of normal data in 16-blocks of four bits
-
-
-@pytest.mark.slow
-def test_stochastic_results_of_products_are_seen_too():
-    _, seen = stats_of(jfp8.recipes.Hybrid())(normal((16, 32)), normal((32, 8)))
-    assert {"y", "d_lhs"} & {r.tensor for r in seen.rows()}
-
-
 def test_large_tensors_have_a_sampled_histogram_and_exact_sums():
     x = normal((512, 256))
     _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, normal((256, 8), 1))
@@ -422,6 +406,7 @@ def test_nnx_models_in_their_functional_form():
         return jnp.sum(nnx.merge(graph, params, rest, copy=True)(x) ** 2)
 
     rows = jax.jit(jfp8.debug.stats(jax.grad(loss)))(params, rest, normal((4, 8)))[1].rows()
+    assert {r.recipe for r in rows} == {"delayed"}
     assert {(r.path, r.tensor) for r in rows} == {
         (path, tensor) for path in ("first", "second") for tensor in ("lhs", "rhs", "grad")
     }

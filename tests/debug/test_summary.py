@@ -58,7 +58,7 @@ def test_the_bytes_of_a_row():
         jfp8.Dense(96),
         {
             "params": {"a_10": {"kernel": jnp.zeros((3, 11), jnp.bfloat16)}, "a_2": layer},
-            "fp8": {"a_2": {"amax_history": jnp.zeros((3, 16)), "amax": jnp.zeros(3)}},
+            "fp8": {"a_2": {"a": {"amax_history": jnp.zeros((3, 16)), "amax": jnp.zeros(3)}}},
             "batch_stats": {"a_2": {"seen": jnp.zeros(13, jnp.int8), "mean": jnp.zeros(17)}},
         },
     )
@@ -173,6 +173,7 @@ def test_html_says_the_same():
     html = summary(Model(), variables())._repr_html_()
     cells = re.findall(r"<t[hd][^>]*>([^<]*)<", html)
     assert {"Block_0/Dense_0", "1,179", "24,808"} <= set(cells)
+
     assert "&lt;b&gt;" in summary(Html(), Html().init(KEY, X))._repr_html_()
 
 

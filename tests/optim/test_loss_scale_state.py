@@ -65,8 +65,9 @@ in_loops = pytest.mark.parametrize("loop", list(WRAPPED))
 def test_trap_a_loss_that_nobody_scales(loop):
     """Every update would be 32768 times too small: loss 15.37 where SGD has 0.0002."""
     tx, params = chain(), begin(f"unscaled {loop}")
-    with pytest.warns(UserWarning, match=NOT_SCALED):
+    with pytest.warns(UserWarning, match=NOT_SCALED) as caught:
         WRAPPED[loop](step_of(tx, scaled=False))(params, tx.init(params))
+    assert {w.filename for w in caught} == {__file__}
 
 
 @pytest.mark.parametrize(

@@ -285,21 +285,6 @@ def test_a_skipped_step_leaves_no_trace(tx):
 
 
 @pytest.mark.slow
-def test_train_state_skips_exactly():
-    state = jfp8.TrainState.create(
-        apply_fn=lambda variables, x: x, variables={"params": normal(99)}, tx=adam(1e-3)
-    )
-    step = jax.jit(lambda state, g: state.apply_gradients(jfp8.training.state.Gradients(g, {}, {})))
-    state = step(state, normal(0))
-    bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.inf), normal(1))
-    skipped = step(state, bad)
-    assert_same(skipped.opt_state, state.opt_state)
-    assert_same(skipped.params, state.params)
-    moved = step(state, normal(1))
-    assert np.asarray(moved.opt_state.count) == 2
-
-
-@pytest.mark.slow
 def test_trap_bf16_parameters_get_f32_moments():
     """optax (and torchao) make moments of the dtype of the parameters."""
     params = normal(99, jnp.bfloat16)

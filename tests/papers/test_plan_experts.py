@@ -70,24 +70,6 @@ def test_what_leaves_a_device(sizes, encoding, padded):
     assert sizes.combine_bytes(8, 2, width, 4, encoding, padded=padded) == away * of_row
 
 
-def test_a_part_of_a_block_has_a_scale(sizes):
-    assert sizes.ROW_BYTES["block"](130) == 130 + 2 * 4
-    assert sizes.ROW_BYTES["mx"](33) == 33 + 2
-
-
-@pytest.mark.parametrize(
-    ("scales", "share"), [("tensor", 0), ("row", 4 / 7168), ("block", 4 / 128), ("mx", 1 / 32)]
-)
-def test_dispatch_over_that_in_bf16(sizes, scales, share):
-    """Half, and the scales' share of two bytes; results return in bf16 in any case."""
-    model, mesh = sizes.MODELS["deepseek-v3"], sizes.Mesh(expert=64)
-    bf16, products, *fp8 = (sizes.wire(model, mesh, row) for row in sizes.precisions(scales, 2))
-    assert products == bf16
-    for sent in fp8:
-        assert sent["dispatch"] / bf16["dispatch"] == pytest.approx(0.5 + share / 2, rel=1e-12)
-        assert sent["combine"] == bf16["combine"] == bf16["dispatch"]
-
-
 def test_one_device_sends_nothing(sizes, tiny, rows):
     for row in rows:
         assert set(sizes.wire(tiny, sizes.Mesh(), row).values()) == {0.0}
@@ -118,14 +100,6 @@ def test_bytes_by_hand(sizes, tiny, rows):
 # Memory
 
 
-def test_rows_that_experts_may_get(sizes):
-    """4 devices of 6 copies and 2 experts: 24 copies, a mean of 3 for each of the 8 experts."""
-    model, mesh = sizes.Model(4, 4, experts=8, per_token=2, tokens=3), sizes.Mesh(expert=4)
-    assert sizes.rows_of(model, mesh, 1.25) == {"expected": 6, "capacity": 2 * 4, "worst": 24}
-    assert sizes.rows_of(model, mesh, 1.0)["capacity"] == 6
-    assert sizes.rows_of(model, mesh, 100.0)["capacity"] == 24
-
-
 def test_memory_by_hand(sizes, tiny, rows):
     """20 rows are expected of 40; results at home are 20 rows of 128 in bf16."""
     mesh, home, gate = sizes.Mesh(expert=2), 20 * 256, 2 * 64
@@ -143,15 +117,6 @@ def test_memory_by_hand(sizes, tiny, rows):
 
 
 # Time
-
-
-def test_products_by_arithmetic(experts, sizes, plan, tiny, rows):
-    """2 multiplications and additions, 3 products, 20 rows and the 12288 elements of an expert."""
-    rates = plan.Rates(1.0, 2.0, 1e30, {})
-    flops = 2 * 3 * 20 * 12288
-    times = [experts.product_seconds(tiny, sizes.Mesh(expert=4), row, rates) for row in rows]
-    assert times == [flops, flops / 2, flops / 2, flops / 2]
-    assert experts.product_seconds(tiny, sizes.Mesh(tensor=2), rows[0], rates) == flops / 2
 
 
 def test_products_by_memory(experts, sizes, plan, tiny, rows):
@@ -258,14 +223,6 @@ def test_the_command_line(experts, capsys):
     cells = dict(zip(heading, cells, strict=True))
     assert cells["worst GB"] == f"{fp8['memory']['worst'] / 1e9:.2f}"
     assert cells["overlapped ms"] == f"{1e3 * fp8['seconds']['overlapped']:.2f}"
-
-
-def test_sizes_by_flags_are_those_of_the_model(experts, capsys):
-    experts.main(["--model=mixtral-8x7b", "--devices=8"])
-    named = capsys.readouterr().out
-    flags = {"width": 4096, "hidden": 14336, "experts": 8, "per-token": 2, "devices": 8}
-    experts.main([f"--{name}={value}" for name, value in flags.items()])
-    assert capsys.readouterr().out == named
 
 
 def test_the_tables_of_the_page_are_what_the_commands_print(experts, capsys):

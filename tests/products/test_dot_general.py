@@ -139,25 +139,7 @@ def value_and_grads(lhs, rhs, dy, numbers=PLAIN, *, sink=None, **options):
     return (y, d_lhs, d_rhs) if sink is None else (y, d_lhs, d_rhs, d_sink)
 
 
-def random_case(seed):
-    """Shapes and dimension numbers: up to two batch, three contracting, two free dimensions."""
-    rng = np.random.default_rng(seed)
-    n_batch, n_contract = rng.integers(0, 3), rng.integers(0, 4)
-    shared = rng.choice([1, 2, 3, 5, 7], n_batch + n_contract).tolist()
-    sides = []
-    for _ in range(2):
-        sizes = shared + rng.choice([1, 2, 3, 5, 9], rng.integers(0, 3)).tolist()
-        place = rng.permutation(len(sizes)).tolist()  # dimension i of `sizes` stands at place[i]
-        shape = [0] * len(sizes)
-        for size, position in zip(sizes, place, strict=True):
-            shape[position] = size
-        sides.append((tuple(shape), tuple(place)))
-    (lhs, l_at), (rhs, r_at) = sides
-    end = n_batch + n_contract
-    return lhs, rhs, ((l_at[n_batch:end], r_at[n_batch:end]), (l_at[:n_batch], r_at[:n_batch]))
-
-
-CASES = {f"random{seed}": random_case(seed) for seed in range(8)} | {
+CASES = {
     "dense": ((2, 9, 33), (33, 17), (((2,), (0,)), ((), ()))),
     "transposed": ((33, 9), (17, 33), (((0,), (1,)), ((), ()))),
     "permuted contraction": ((3, 4, 5, 2), (5, 3, 4, 6), (((1, 2, 0), (2, 0, 1)), ((), ()))),
@@ -241,23 +223,6 @@ def test_fake_quantization_oracle(case):
         assert all(abs(result).max() > 0 for result in results[:3])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["emulate", "xla"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_recipes_and_implementations(recipe, implementation):
-    """A recipe changes numbers, an implementation must not."""
-    operands = random_operands(CASES["dense"], seed=1, sizes=(3.0, 0.02, 1e-2))
-    numbers = CASES["dense"][2]
-    delayed = isinstance(recipe, recipes.DelayedScaling)
-    state = random_state(recipe, operands) if delayed else None
-    options = {"recipe": recipe, "implementation": implementation, "state": state}
-    results = value_and_grads(*operands, numbers, sink=init_sink() if delayed else None, **options)
-    scales = expected_scales(recipe, operands, state)
-    assert_matches(results[:3], oracle(*operands, numbers, FORMATS[recipe.fp8_format], scales))
-    for result in results[:3]:
-        assert abs(result).max() > 0
-
-
 def test_state_without_sink_uses_current_scaling_for_gradients():
     """Nobody keeps the gradient's history up then; the state carries a poisonous one."""
     recipe = recipes.DelayedScaling(amax_history_len=3)
@@ -268,48 +233,6 @@ def test_state_without_sink_uses_current_scaling_for_gradients():
     delayed = expected_scales(recipe, operands, state)
     scales = [*delayed[:2], scale_for(amax_of(operands[2]), E5M2)]
     assert_matches(results, oracle(*operands, CASES["dense"][2], FORMATS["HYBRID"], scales))
-
-
-@pytest.mark.slow
-def test_no_state_is_current_scaling_whatever_the_sink():
-    operands = random_operands(CASES["dense"])
-    numbers = CASES["dense"][2]
-    recipe = recipes.DelayedScaling(margin=1)
-    scales = current_scales(operands, FORMATS["HYBRID"], margin=1)
-    expected = oracle(*operands, numbers, FORMATS["HYBRID"], scales)
-    assert_matches(value_and_grads(*operands, numbers, recipe=recipe), expected)
-    with_sink = value_and_grads(*operands, numbers, recipe=recipe, sink=init_sink())
-    assert_matches(with_sink[:3], expected)
-
-
-# Dtypes
-
-F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
-
-
-@pytest.mark.parametrize(
-    ("lhs_dtype", "rhs_dtype", "preferred", "result"),
-    [
-        (F32, F32, None, F32),
-        (BF16, BF16, None, BF16),
-        (F16, F16, None, F16),
-        (BF16, F32, None, F32),
-        (F32, F16, None, F32),
-        (BF16, F16, None, F32),
-        (BF16, BF16, F32, F32),
-        (F32, F32, BF16, BF16),
-        (F32, BF16, F16, F16),
-    ],
-)
-def test_dtypes(lhs_dtype, rhs_dtype, preferred, result):
-    """Results have the promoted or the preferred dtype, gradients that of their operand."""
-    dtypes = (lhs_dtype, rhs_dtype, result)
-    operands = random_operands(((9, 33), (33, 7), PLAIN), seed=7, dtypes=dtypes, sizes=(3, 0.2, 1))
-    results = value_and_grads(*operands, preferred_element_type=preferred)
-    assert [r.dtype for r in results] == [result, lhs_dtype, rhs_dtype]
-    scales = current_scales(operands, FORMATS["HYBRID"])
-    assert_matches(results, oracle(*operands, PLAIN, FORMATS["HYBRID"], scales))
-    assert all(abs(r).max() > 0 for r in results)
 
 
 # Values at the ends of the range
@@ -344,30 +267,6 @@ def test_trap_extreme_amax(size):
     assert_matches(results, oracle(*operands, PLAIN, FORMATS["HYBRID"], scales))
     assert all(np.isfinite(r).all() for r in results)
     assert all(abs(r).max() > 0 for r in results)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_non_finite_elements_show_under_every_recipe(recipe):
-    """Also under a scale from the history, where a saturating cast would hide them."""
-    numbers = CASES["dense"][2]
-    clean = random_operands(CASES["dense"], seed=11, sizes=(1.0, 1.0, 1.0))
-    delayed = isinstance(recipe, recipes.DelayedScaling)
-    state = random_state(recipe, clean) if delayed else None
-    operands = [clean[0].at[1, 2, 3].set(jnp.inf), clean[1], clean[2].at[0, 4, 5].set(-jnp.inf)]
-    sink = init_sink() if delayed else None
-    options = {"recipe": recipe, "implementation": "emulate", "state": state}
-    results = value_and_grads(*operands, numbers, sink=sink, **options)
-    scales = expected_scales(recipe, operands, state)
-    assert_matches(results[:3], oracle(*operands, numbers, FORMATS[recipe.fp8_format], scales))
-    nan = [np.isnan(r) for r in results[:3]]
-    assert nan[0][1, 2].all()
-    assert nan[0].sum() == 17  # the row of y
-    assert nan[1][0, 4].all()
-    assert nan[1].sum() == 33  # the row of d_lhs
-    assert nan[2][3].all()
-    assert nan[2][:, 5].all()
-    assert nan[2].sum() == 17 + 33 - 1  # a row from lhs, a column from dy
 
 
 # Straight through
@@ -517,51 +416,11 @@ def test_sink_of_two_uses_bounds_both():
     assert amaxes[1] == amax_of(w)  # equal amaxes stay exact
 
 
-@pytest.mark.slow
-def test_sink_does_not_change_values():
-    operands = random_operands(CASES["dense"])
-    numbers = CASES["dense"][2]
-    without = value_and_grads(*operands, numbers)
-    for one, other in zip(value_and_grads(*operands, numbers, sink=init_sink()), without):
-        np.testing.assert_array_equal(one, other)
-
-
-# Sharding: the state gives every device the same scales, and the sink collects over all of them
-
-
-@pytest.mark.slow
-def test_shard_map_sums_gradients_and_sinks():
-    lhs, rhs, dy = random_operands(((16, 6), (6, 4), PLAIN), seed=17, sizes=(1.0, 1.0, 1.0))
-    recipe = recipes.DelayedScaling(amax_history_len=2)
-    state = random_state(recipe, (lhs, rhs, dy))
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-
-    def loss(rhs, sink, lhs, dy):
-        y = scaled_dot_general(lhs, rhs, PLAIN, recipe=recipe, state=state, sink=sink)
-        return jax.lax.psum(jnp.vdot(y, dy), "data")
-
-    sharded = jax.shard_map(
-        jax.value_and_grad(loss, argnums=(0, 1)),
-        mesh=mesh,
-        in_specs=(spec(), spec(), spec("data"), spec("data")),
-        out_specs=spec(),
-    )
-    _, (d_rhs, d_sink) = jax.jit(sharded)(rhs, init_sink(), lhs, dy)
-    scales = expected_scales(recipe, (lhs, rhs, dy), state)
-    expected = oracle(lhs, rhs, dy, PLAIN, FORMATS["HYBRID"], scales)
-    assert_matches({"d_rhs": d_rhs}, {"d_rhs": expected[2]})
-    amaxes = np.asarray(decode_amax(d_sink)[0])
-    largest = np.array([amax_of(x) for x in (lhs, rhs, dy)])
-    assert (amaxes >= largest).all()
-    assert (amaxes <= np.multiply(largest, 9 / 8)).all()
-
-
 # What the backward pass keeps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_residuals_of_narrow_operands_are_bytes(dtype):
     x = jnp.ones((32, 32), dtype)
     f = lambda x, w: scaled_dot_general(x, w, PLAIN)
@@ -632,28 +491,6 @@ def test_error_contracting_sizes_name_both():
         scaled_dot_general(LHS, np.ones((5, 4), np.float32), PLAIN)
 
 
-def test_error_batch_sizes_name_both():
-    words = r"batch dimension 0 of lhs has size 2, but dimension 0 of rhs.*size 3"
-    with pytest.raises(ValueError, match=words):
-        scaled_dot_general(LHS, RHS, (((), ()), ((0,), (0,))))
-
-
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [
-        (((1,), (0,)), "four sequences of ints"),
-        ((((1,), (2,)), ((), ())), r"rhs dimensions \(2,\).*from 0 to 1"),
-        ((((-1,), (0,)), ((), ())), r"lhs dimensions \(-1,\)"),
-        ((((1,), ()), ((), ())), r"1 contracting dimensions of lhs \(1,\) with 0 of rhs"),
-        ((((1,), (0,)), ((1,), (1,))), r"lhs dimensions \(1, 1\).*distinct"),
-    ],
-    ids=str,
-)
-def test_error_dimension_numbers(numbers, words):
-    with pytest.raises(ValueError, match=words):
-        scaled_dot_general(LHS, RHS, numbers)
-
-
 @pytest.mark.parametrize(
     "recipe", [recipes.Float8CurrentScaling(), recipes.Unscaled()], ids=lambda r: r.name
 )
@@ -682,7 +519,11 @@ def test_error_state_of_another_recipe(change):
 
 @pytest.mark.parametrize(
     "sink",
-    [np.zeros((3, 256), np.float32), np.zeros((2050,), np.float32), jnp.zeros((3, 2050), BF16)],
+    [
+        np.zeros((3, 256), np.float32),
+        np.zeros((2050,), np.float32),
+        jnp.zeros((3, 2050), jnp.float16),
+    ],
     ids=["width", "rank", "dtype"],
 )
 def test_error_sink(sink):

@@ -1,6 +1,6 @@
 """Casts by the laws of rounding: every input of 16 bits, every exponent of f32, every random word.
 
-`test_formats.py` holds casts to nearest and toward zero to ml_dtypes. Here the oracle is integers:
+`test_formats.py` holds casts to nearest and toward zero to tables. Here the oracle is integers:
 an f32 is ``M * 2^E``, and what is cut off from ``M`` decides, so that also the probability of a
 stochastic rounding is known exactly.
 """
@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, cast, round_to_format
@@ -23,7 +21,7 @@ from jfp8.scaling.random_bits import random_bits
 pytestmark = pytest.mark.property
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
-SIGNED = FORMATS[:4]
+
 ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
 KEY = jax.random.key(0)
 
@@ -193,81 +191,14 @@ def test_stochastic_casts_use_the_words_of_their_key(fmt, dtype):
 
 @pytest.mark.representative(2)
 @formats
-def test_every_code_of_every_format_is_rounded_stochastically(fmt):
-    """As inputs; that they are rounded to nearest is in `test_formats.py`."""
+def test_every_code_of_every_format_is_rounded(fmt):
+    """As inputs, with each rounding."""
     for source in (E4M3FN, E5M2, E2M1FN, E8M0FNU):
         x = np.arange(2**source.bits).astype(np.uint8).view(source.dtype)
         words = np.asarray(random_bits(KEY, x.shape)).astype(np.int64)
-        expected = rounded(x, fmt, "stochastic", words)
-        assert_codes(jit_cast(x, fmt, rounding="stochastic", key=KEY), expected, x, fmt)
-
-
-# Laws, of whatever hypothesis draws
-
-N = 32  # of one size, so that nothing compiles twice
-LIMITS = sorted({v for f in SIGNED for v in (f.smallest_subnormal, f.smallest_normal, f.max)})
-f32 = st.floats(width=32) | st.builds(
-    lambda limit, factor: float(np.float32(limit * factor)),
-    st.sampled_from(LIMITS),
-    st.floats(0.25, 2.0, width=32),
-)
-arrays = st.lists(f32, min_size=1, max_size=N).map(lambda v: np.resize(np.float32(v), N))
-any_format, any_rounding = st.sampled_from(SIGNED), st.sampled_from(ROUNDINGS)
-
-
-@given(arrays, any_format, any_rounding, st.integers(0, 2**32 - 1))
-def test_casts_are_the_oracle(x, fmt, rounding, seed):
-    key = jax.random.key(seed)
-    words = np.asarray(random_bits(key, x.shape)).astype(np.int64)
-    expected = rounded(x, fmt, rounding, words)
-    assert_codes(jit_cast(x, fmt, rounding=rounding, key=key), expected, x, fmt)
-
-
-@given(arrays, any_format, any_rounding)
-def test_the_error_is_at_most_half_a_step(x, fmt, rounding):
-    """``2^(e-m-1)`` from ``2^e`` on, half the smallest value below; a whole step if directed."""
-    x = np.where(np.isnan(x), 0, x)
-    y = as_f32(jit_round(x, fmt, rounding=rounding, key=KEY)).astype(np.float64)
-    a = np.abs(x.astype(np.float64))
-    e = np.frexp(np.clip(a, fmt.smallest_normal, fmt.max))[1] - 1
-    half = np.ldexp(0.5, e - fmt.mantissa_bits)
-    bound = half if rounding == "nearest_even" else 2 * half
-    assert np.all((np.abs(y - x) <= bound) | (a > fmt.max))
-    assert np.all(np.abs(y[a > fmt.max]) == fmt.max)
-    if rounding == "toward_zero":
-        assert np.all(np.abs(y) <= a)
-
-
-@given(arrays, any_format, any_rounding)
-def test_values_of_the_format_stay(x, fmt, rounding):
-    """With whatever rounding, once they were rounded with any other."""
-    once = jit_round(x, fmt, rounding=rounding, key=KEY)
-    for again in ROUNDINGS:
-        twice = jit_round(once, fmt, rounding=again, key=jax.random.key(1))
-        np.testing.assert_array_equal(as_f32(twice).view(np.uint32), as_f32(once).view(np.uint32))
-
-
-@given(arrays, any_format, any_rounding)
-def test_rounding_is_odd_and_keeps_order(x, fmt, rounding):
-    """``-x`` becomes ``-y``, zeros too; and no pair is swapped, if both have the same random word.
-
-    A stochastic rounding adds the word to the magnitude, so of equal words the order is kept.
-    """
-    x = np.sort(np.where(np.isnan(x), 0, x))
-    words = np.full(N, 0x1234567, np.uint32)
-    y, negative = (codes(jit_encode(v, fmt, rounding, words)).astype(int) for v in (x, -x))
-    sign = 1 << fmt.bits - 1
-    np.testing.assert_array_equal(negative, y ^ sign)
-    order = np.where(y & sign, -(y & sign - 1), y)
-    assert np.all(np.diff(order) >= 0)
-
-
-@given(arrays, st.sampled_from([E4M3FN, E5M2, E3M4]))
-def test_toward_zero_may_be_done_in_steps(x, fine):
-    """All values of E2M1 are values of the other formats, and of two cuts the coarser one shows."""
-    in_two = jit_cast(jit_round(x, fine, rounding="toward_zero"), E2M1FN, rounding="toward_zero")
-    at_once = jit_cast(x, E2M1FN, rounding="toward_zero")
-    np.testing.assert_array_equal(codes(in_two), codes(at_once))
+        for rounding in ROUNDINGS:
+            expected = rounded(x, fmt, rounding, words)
+            assert_codes(jit_cast(x, fmt, rounding=rounding, key=KEY), expected, x, fmt)
 
 
 # Every f32

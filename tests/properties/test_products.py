@@ -25,12 +25,12 @@ from jfp8 import (
     E5M2,
     E8M0FNU,
     ScaledArray,
-    recipes,
     scaled_dot_general,
     scaled_matmul,
 )
 from jfp8.scaling.formats import Format
 from support.arrays import f64
+from support.fake_quantization import VARIANTS, oracle
 
 pytestmark = pytest.mark.property
 
@@ -323,184 +323,6 @@ def test_hopper_sums_as_the_model(drawn, mode, planted, seed):
 # scaled_dot_general and its gradients, under every recipe
 
 
-class Interval(NamedTuple):
-    """What a value is, in float64, and how far the computed one may be from it."""
-
-    value: np.ndarray
-    radius: np.ndarray
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one operand is quantized, as the documentation of the recipes has it.
-
-    Attributes:
-      fmt: format of the data.
-      shares: what has one scale: "unit" (none has one), "tensor", "row", or a block (along the
-        contraction, along the other dimension).
-      scale: "f32", "power_of_two", or "two-level".
-      stochastic: whether it is rounded that way.
-    """
-
-    fmt: Format
-    shares: str | tuple[int, int]
-    scale: str = "f32"
-    stochastic: bool = False
-
-    def __call__(self, x, axis) -> Interval:
-        """The values of ``x``, f32[b, rows, columns], for a sum along `axis`, 1 or 2."""
-        scale = self.scales(x, axis)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            inverse = np.minimum(np.float32(1) / scale, np.finfo(np.float32).max)
-        scale = scale.astype(np.float64)
-        if self.stochastic:  # anywhere between the neighbours of x
-            return Interval(x.astype(np.float64), grid_error(np.abs(x), scale, self.fmt, 2))
-        data = np.clip(x * inverse, -self.fmt.max, self.fmt.max).astype(self.fmt.dtype)
-        return Interval(f64(data) * scale, np.zeros(x.shape))
-
-    def scales(self, x, axis) -> np.ndarray:
-        one = np.float32(1)
-        if self.shares == "unit":
-            return np.full(x.shape, one)
-        amax = np.broadcast_to(amax_of(x, self.shares, axis), x.shape)
-        if self.scale == "two-level":
-            largest = np.max(np.abs(x), initial=0)
-            tensor = np.float32(448 * 6) / largest if largest > 0 else one
-            narrow = np.minimum(amax / np.float32(6) * tensor, 448).astype(E4M3FN.dtype)
-            return narrow.astype(np.float32) / tensor
-        amax = np.where(amax > 0, amax, one)
-        if self.scale == "f32":
-            return amax / np.float32(self.fmt.max)
-        power = np.frexp(amax)[1] - 1 - self.fmt.max_exponent  # amax >= 2^(power + max_exponent)
-        return np.ldexp(one, power + (amax > np.ldexp(np.float32(self.fmt.max), power)))
-
-
-def amax_of(x, shares, axis) -> np.ndarray:
-    """``max |x|`` of what shares a scale, f32, for each element."""
-    if shares == "tensor":
-        return np.max(np.abs(x), initial=0)
-    if shares == "row":
-        return np.max(np.abs(x), axis=axis, keepdims=True, initial=0)
-    block = shares if axis == 1 else shares[::-1]
-    result = np.zeros_like(x)
-    for i in range(0, x.shape[1], block[0]):
-        for j in range(0, x.shape[2], block[1]):
-            part = np.s_[:, i : i + block[0], j : j + block[1]]
-            result[part] = np.max(np.abs(x[part]), axis=(1, 2), keepdims=True, initial=0)
-    return result
-
-
-def grid_error(a, scale, fmt, halves=1) -> np.ndarray:
-    """How far the values of ``scale * fmt`` may be from magnitudes `a`: so many half steps.
-
-    What is beyond the largest value is cut off; of a scale of zero, all.
-    """
-    ratio = np.divide(a, scale, out=np.zeros_like(a), where=np.asarray(scale) > 0)
-    e = np.frexp(np.clip(ratio, fmt.smallest_normal, fmt.max))[1] - 1
-    return np.maximum(halves * np.ldexp(scale, e - fmt.mantissa_bits - 1), a - fmt.max * scale)
-
-
-def rotated(x, axis) -> np.ndarray:
-    """Stretches of 16 along `axis`, zeros behind them, times ``diag(signs) H / 4``: exact."""
-    signs = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-    h = np.ones((1, 1))
-    for _ in range(4):
-        h = np.block([[h, h], [h, -h]])
-    x = np.moveaxis(f64(x), axis, -1)
-    x = np.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % 16)])
-    stretches = x.reshape(*x.shape[:2], x.shape[2] // 16, 16) @ (np.diag(signs) @ h / 4)
-    result = stretches.reshape(x.shape).astype(np.float32)
-    assert np.all(result == stretches.reshape(x.shape))
-    return np.moveaxis(result, -1, axis)
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The rules of lhs, rhs and grad, and of the result of the three products."""
-
-    lhs: Rule
-    rhs: Rule
-    grad: Rule
-    outputs: tuple[Rule, Rule, Rule] | None = None
-    rotated_wgrad: bool = False
-
-
-E4M3_TENSOR, E5M2_TENSOR = Rule(E4M3FN, "tensor"), Rule(E5M2, "tensor")
-E4M3_ROW = Rule(E4M3FN, "row", "power_of_two")
-E4M3_UNIT, E5M2_UNIT = Rule(E4M3FN, "unit"), Rule(E5M2, "unit")
-E5M2_STOCHASTIC = Rule(E5M2, "unit", stochastic=True)
-ALONG_128, TILE_128 = (Rule(E4M3FN, (128, n), "power_of_two") for n in (1, 128))
-ALONG_32 = Rule(E4M3FN, (32, 1), "power_of_two")
-E2M1_32 = Rule(E2M1FN, (32, 1), "power_of_two")
-ALONG_16, TILE_16 = (Rule(E2M1FN, (16, n), "two-level") for n in (1, 16))
-STOCHASTIC_16 = Rule(E2M1FN, (16, 1), "two-level", stochastic=True)
-# Delayed scaling is current scaling without a history. Where gradients are rounded stochastically,
-# nearest rounding is a case of its own, with bounds that are much closer.
-RULES = {
-    recipes.DelayedScaling(): Rules(E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR),
-    recipes.Float8CurrentScaling(): Rules(E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR),
-    recipes.RowwiseScaling(): Rules(E4M3_ROW, E4M3_ROW, E4M3_ROW),
-    recipes.Float8BlockScaling(): Rules(ALONG_128, TILE_128, ALONG_128),
-    recipes.MXFP8BlockScaling(): Rules(ALONG_32, ALONG_32, ALONG_32),
-    recipes.MXFP4BlockScaling(stochastic_rounding=False, random_hadamard=False): Rules(
-        E2M1_32, E2M1_32, E2M1_32
-    ),
-    recipes.NVFP4BlockScaling(): Rules(ALONG_16, TILE_16, STOCHASTIC_16, rotated_wgrad=True),
-    recipes.NVFP4BlockScaling(stochastic_rounding=False): Rules(
-        ALONG_16, TILE_16, ALONG_16, rotated_wgrad=True
-    ),
-    recipes.DirectE5M2(): Rules(
-        E5M2_UNIT, E5M2_UNIT, E5M2_STOCHASTIC, (E5M2_UNIT, E5M2_STOCHASTIC, E5M2_STOCHASTIC)
-    ),
-    recipes.Hybrid(): Rules(
-        E4M3_TENSOR, E4M3_TENSOR, E5M2_STOCHASTIC, (E4M3_TENSOR, E5M2_STOCHASTIC, E5M2_STOCHASTIC)
-    ),
-    recipes.Hybrid(stochastic_gradients=False, quantize_outputs=False): Rules(
-        E4M3_TENSOR, E4M3_TENSOR, E5M2_UNIT
-    ),
-    recipes.Unscaled(): Rules(E4M3_UNIT, E4M3_UNIT, E5M2_UNIT),
-}
-NOT_BY_XLA = ("block", "mxfp8", "mxfp4", "nvfp4")  # scales that may vary along a sum, and E2M1
-
-
-# The same products of other quantizers, which tests/quantizers holds to their definitions.
-LIKE_NVFP4 = {"nvfp4_4over6", "nvfp4_row", "quartet_ii"}
-
-
-def test_every_recipe_has_its_rules():
-    assert {recipe.name for recipe in RULES} | LIKE_NVFP4 == {cls.name for cls in recipes.RECIPES}
-
-
-def product(equation, a, b, k) -> Interval:
-    """Of two intervals, and (K + 8) u sum|a b| for a sum of K products in f32."""
-    magnitude = np.einsum(equation, np.abs(a.value), np.abs(b.value))
-    largest = np.einsum(equation, np.abs(a.value) + a.radius, np.abs(b.value) + b.radius)
-    radius = largest - magnitude + (k + 8) * UNIT * largest + FLUSHED
-    return Interval(np.einsum(equation, a.value, b.value), radius)
-
-
-def rounded(y, dtype, rule) -> Interval:
-    """A result in `dtype`, and then in the format that its recipe stores it in, if any."""
-    radius = with_half_an_ulp(y.radius, y.value, dtype)
-    if rule is not None:
-        a = np.abs(y.value) + radius
-        scale = 1.0 if rule.shares == "unit" else np.max(a, initial=0) / rule.fmt.max
-        radius = radius + grid_error(a, scale, rule.fmt, 1 + rule.stochastic)
-        radius = with_half_an_ulp(radius, y.value, dtype)
-    return Interval(y.value, radius)
-
-
-def reference(rules, lhs, rhs, dy) -> list[Interval]:
-    """y, d_lhs and d_rhs of matrices ``[b, m, k]``, ``[b, k, n]`` and ``[b, m, n]``."""
-    (m, k), n = lhs.shape[1:], rhs.shape[2]
-    y = product("bmk,bkn->bmn", rules.lhs(lhs, 2), rules.rhs(rhs, 1), k)
-    d_lhs = product("bmn,bkn->bmk", rules.grad(dy, 2), rules.rhs(rhs, 2), n)
-    if rules.rotated_wgrad:
-        lhs, dy = rotated(lhs, 1), rotated(dy, 1)
-    d_rhs = product("bmk,bmn->bkn", rules.lhs(lhs, 1), rules.grad(dy, 1), m)
-    return [y, d_lhs, d_rhs]
-
-
 @partial(jax.jit, static_argnames=("numbers", "recipe", "implementation", "dtype"))
 def value_and_grads(lhs, rhs, dy, *, numbers, recipe, implementation, dtype):
     def f(lhs, rhs):
@@ -530,7 +352,13 @@ def sample(shape, rng, dtype, *, exact) -> np.ndarray:
     return x.astype(dtype)
 
 
-@pytest.mark.parametrize("recipe", RULES, ids=repr)
+# What products round their results to is in tests/recipes.
+PLAIN_RESULTS = [name for name, (_, rules) in VARIANTS.items() if rules.outputs is None]
+# Scales that may vary along a sum, and E2M1.
+NOT_BY_XLA = ("block", "mxfp8", "mxfp4", "nvfp4", "per operand")
+
+
+@pytest.mark.parametrize("variant", PLAIN_RESULTS)
 @settings(max_examples=max(settings.default.max_examples // 8, 1))  # of every recipe
 @given(
     st.sampled_from(["emulate", "xla", None]),
@@ -538,35 +366,25 @@ def sample(shape, rng, dtype, *, exact) -> np.ndarray:
     st.none() | st.sampled_from(DTYPES),
     seeds,
 )
-def test_scaled_dot_general_is_fake_quantization(recipe, implementation, dtypes, preferred, seed):
-    """The value and both gradients: products of what the recipe makes of the operands.
-
-    Each is held to float64 with the roundings of a sum in f32 on top. Where a recipe rounds
-    stochastically, the bound is all that any random bits may do.
-    """
-    rng = np.random.default_rng([seed, list(RULES).index(recipe)])
+def test_scaled_dot_general_is_fake_quantization(variant, implementation, dtypes, preferred, seed):
+    """The value and both gradients: products of what the recipe makes of the operands."""
+    (recipe, rules), rng = VARIANTS[variant], np.random.default_rng([seed, len(variant)])
     d = random_dims(rng, contracted=(1, 2, 5, 9, 33), others=(1, 2, 3, 17))
     out = preferred or jnp.promote_types(*dtypes)
-    rules = RULES[recipe]
     lhs, rhs, dy = (
-        sample(shape, rng, dtype, exact=rules.rotated_wgrad)
+        sample(shape, rng, dtype, exact=rules.rotate_wgrad)
         for shape, dtype in zip((*d[:2], d.out_shape()), (*dtypes, out), strict=True)
     )
     results = value_and_grads(
         *(lhs, rhs, dy),
         numbers=d.numbers,
         recipe=recipe,
-        implementation=None if recipe.name in NOT_BY_XLA else implementation,
+        implementation=None if variant.startswith(NOT_BY_XLA) else implementation,
         dtype=preferred,
     )
     matrices = d.as_matrices(*(x.astype(np.float32) for x in (lhs, rhs, dy)))
-    expected = [
-        rounded(interval, dtype, rule)
-        for interval, dtype, rule in zip(
-            reference(rules, *matrices), (out, *dtypes), rules.outputs or (None,) * 3, strict=True
-        )
-    ]
+    expected = oracle(rules, *matrices).values()
     exact, bounds = (d.back(*parts) for parts in zip(*expected, strict=True))
     for result, value, bound, dtype in zip(results, exact, bounds, (out, *dtypes), strict=True):
         assert result.dtype == dtype
-        assert_within(result, value, bound)
+        assert_within(result, value, with_half_an_ulp(bound, value, dtype))

@@ -180,42 +180,6 @@ def test_json_repr_copies_and_pickles_give_the_recipe_back(recipe):
         assert again.resolved() == recipe.resolved()
 
 
-@given(named_calls)
-def test_fields_are_kept_and_others_have_their_defaults(call):
-    """However a recipe is made: by its class, by its names, or from JSON with fields left out."""
-    cls, fields = call
-    recipe = cls(**fields)
-    for f in dataclasses.fields(cls):
-        assert getattr(recipe, f.name) == fields.get(f.name, f.default)
-    for name in (cls.name, cls.__name__):
-        assert recipes.get(name, **fields) == recipe
-        assert recipes.from_json(json.dumps({"recipe": name, **fields})) == recipe
-    assert dataclasses.replace(cls(), **fields) == recipe
-
-
-@given(named_calls, named_calls)
-def test_recipes_are_equal_where_class_and_fields_are(first, second):
-    a, b = (cls(**fields) for cls, fields in (first, second))
-    same = type(a) is type(b) and vars(a) == vars(b)
-    assert (a == b) == same
-    assert (a.to_json() == b.to_json()) == same
-    assert (repr(a) == repr(b)) == same
-    assert len({a, b}) == 2 - same
-
-
-@given(named_recipes, st.data())
-def test_a_changed_field_is_another_recipe(recipe, data):
-    """The other way round than above, where almost all pairs differ in everything."""
-    cls = type(recipe)
-    name = data.draw(st.sampled_from([f.name for f in dataclasses.fields(cls)]))
-    value = data.draw(fields_of(cls)[name])
-    changed = dataclasses.replace(recipe, **{name: value})
-    same = getattr(recipe, name) == value
-    assert (changed == recipe) == same
-    assert (recipes.from_json(changed.to_json()) == recipe) == same
-    assert (repr(changed) == repr(recipe)) == same
-
-
 # What is no recipe.
 
 leaves = st.one_of(

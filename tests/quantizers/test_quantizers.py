@@ -34,6 +34,7 @@ from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.history import init_amax_state
 from jfp8.scaling.quantization import two_level_scale
 from jfp8.scaling.scales import amax
+from support.arrays import assert_same, spread
 from support.devices import traced_for
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
@@ -106,16 +107,6 @@ def block_amax(x, granularity) -> np.ndarray:
     return np.max(a.reshape(parts), axis=tuple(axes), initial=0)
 
 
-def spread(scale, shape, block=None) -> np.ndarray:
-    """Each element of `scale` repeated over its block of an array of `shape`."""
-    scale = np.asarray(scale)
-    for axis, m in enumerate(scale.shape):
-        n = shape[axis]
-        size = block[axis] if block else n // m if m else 1
-        scale = np.repeat(scale, size, axis=axis).take(np.arange(n), axis=axis)
-    return scale
-
-
 def expected_scale(x, fmt, granularity) -> np.ndarray:
     a = block_amax(x, granularity)
     scale = np.maximum(a / np.float32(fmt.max), np.float32(2.0**-126))
@@ -150,28 +141,15 @@ def codes(data) -> np.ndarray:
     return np.asarray(data).view(np.uint8)
 
 
-def assert_same_data(actual, expected):
-    """Equal codes, but for the payload of NaN."""
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    nan = [np.isnan(np.asarray(a).astype(np.float32)) for a in (actual, expected)]
-    np.testing.assert_array_equal(*nan)
-    np.testing.assert_array_equal(codes(actual)[~nan[0]], codes(expected)[~nan[0]])
-
-
 def assert_bitwise(actual, expected):
     """Equal bits, but for the payload of NaN."""
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype == np.float32
-    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
-    actual, expected = (np.where(np.isnan(a), np.float32(0), a) for a in (actual, expected))
-    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+    assert_same(np.asarray(actual), np.asarray(expected))
 
 
 def assert_quantized(q, x, fmt, granularity):
     scale = expected_scale(x, fmt, granularity)
     assert_bitwise(q.scale, scale)
-    assert_same_data(q.data, expected_data(x, fmt, scale, q.block))
+    assert_bitwise(q.data, expected_data(x, fmt, scale, q.block))
 
 
 # Scales and data.
@@ -202,15 +180,6 @@ def test_the_largest_element_of_a_block_becomes_the_largest_value(granularity, f
     assert np.all(block_amax(data, granularity) == largest)
 
 
-@pytest.mark.slow
-def test_quantize_of_scalars_and_zeros():
-    q = quantize(-3.0)
-    assert (q.shape, q.scale.shape, float(q.dequantize())) == ((), (), -3.0)
-    q = quantize(np.array([0.0, -0.0], np.float32))
-    assert float(q.scale) == 1
-    assert codes(q.data).tolist() == [0x00, 0x80]
-
-
 def test_f8_inputs_are_quantized_by_value():
     x = np.array([1.0, -57344.0, 2.0**-16], E5M2.dtype)
     q = quantize(x, E4M3FN)
@@ -221,39 +190,6 @@ def test_f8_inputs_are_quantized_by_value():
 
 
 # Rounded scales.
-
-
-@pytest.mark.slow
-@data_formats
-def test_power_of_two_scales_multiply_exactly(fmt):
-    """Quantizing is then rounding on a grid, and dequantizing adds no error."""
-    x = sample()
-    q, values = there_and_back(x, fmt, granularity=Block((1, 16)), scale_rounding="power_of_two")
-    scale = np.asarray(q.scale)
-    assert q.scale.dtype == jnp.float32
-    assert np.all(scale.view(np.uint32) & 0x7FFFFF == 0)
-    amax = block_amax(x, Block((1, 16)))
-    assert np.all((amax <= scale * fmt.max) & (amax > scale / 2 * fmt.max))
-    exact = np.asarray(q.data).astype(np.float64) * spread(scale, x.shape)
-    np.testing.assert_array_equal(values, exact)
-    on_grid = np.asarray(round_to_format(x / spread(scale, x.shape), fmt)) * spread(scale, x.shape)
-    assert_bitwise(values, on_grid)
-    _, again = there_and_back(
-        values, fmt, granularity=Block((1, 16)), scale_rounding="power_of_two"
-    )
-    assert_bitwise(again, values)
-
-
-@pytest.mark.slow
-@data_formats
-def test_trap_extreme_e8m0_scales_quantize_exactly(fmt):
-    """Every code but NaN as a given scale; the reciprocal of 254, 2^-127, is not a normal f32."""
-    c = np.arange(255)
-    multiple = np.where(c < 252, 6.0, 1.5)
-    x = np.ldexp(multiple, c - 127).astype(np.float32)
-    q = quantize(x, fmt, scale=jnp.asarray(c.astype(np.uint8).view(E8M0FNU.dtype)))
-    np.testing.assert_array_equal(np.asarray(q.data).astype(np.float64), multiple)
-    assert_bitwise(q.dequantize(), x)
 
 
 @pytest.mark.slow
@@ -309,7 +245,7 @@ def test_trap_nan_and_inf_do_not_vanish(fmt, scale, dtype, granularity):
     q, values = there_and_back(x, fmt, granularity=granularity, scale=scale)
     used = expected_scale(x, fmt, granularity) if scale is None else scale
     assert_bitwise(q.scale, used)
-    assert_same_data(q.data, expected_data(x, fmt, used))
+    assert_bitwise(q.data, expected_data(x, fmt, used))
     lost = ~np.isfinite(x.astype(np.float32))
     if isinstance(granularity, Block) and scale is None:  # with all that shares a scale with them
         lost = spread(block_amax(lost, granularity) > 0, x.shape)
@@ -336,36 +272,7 @@ def test_trap_nothing_else_comes_of_what_is_traced_for_a_gpu(granularity, scale,
     with traced_for():
         q = quantize(x, fmt, key=jax.random.key(0), **options)
     assert_bitwise(q.scale, expected.scale)
-    assert_same_data(q.data, expected.data)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "scale_rounding"),
-    [
-        *((E4M3FN, rounding) for rounding in (None, "power_of_two", "rceil")),
-        *((E5M2, "rceil"), (E2M1FN, "rceil"), (E2M1FN, None)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("block", [(1, 32), (32, 1), (16, 16), (128, 128)], ids=str)
-def test_trap_nan_spoils_its_block_and_no_other(block, fmt, scale_rounding):
-    """The rest of the array is as if it were not there, to the bit; the last block is short."""
-    x = sample(shape=(48, 80))
-    options = {"granularity": Block(block), "scale_rounding": scale_rounding}
-    clean, clean_values = there_and_back(x, fmt, **options)
-    for bad in (np.nan, -np.nan, np.inf, -np.inf):
-        x[33, 65] = bad
-        q, values = there_and_back(x, fmt, **options)
-        here = np.zeros(q.scale.shape, bool)
-        here[33 // block[0], 65 // block[1]] = True
-        np.testing.assert_array_equal(np.isnan(np.asarray(q.scale).astype(np.float32)), here)
-        lost = spread(here, x.shape, block)
-        assert 0 < lost.sum() <= math.prod(block)
-        np.testing.assert_array_equal(np.isnan(values), lost)
-        if fmt.has_nan:
-            np.testing.assert_array_equal(np.isnan(np.asarray(q.data).astype(np.float32)), lost)
-        np.testing.assert_array_equal(codes(q.data)[~lost], codes(clean.data)[~lost])
-        assert_bitwise(np.asarray(values)[~lost], np.asarray(clean_values)[~lost])
+    assert_bitwise(q.data, expected.data)
 
 
 # Transformations.
@@ -388,7 +295,7 @@ def test_vmap_quantizes_each_as_if_it_were_alone(granularity, scale_rounding):
 
     alone = [np.stack(a) for a in zip(*map(jax.jit(each), x), strict=True)]
     for mapped in (jax.vmap(each)(x), jax.jit(jax.vmap(each))(x)):
-        assert_same_data(mapped[0], alone[0])
+        assert_bitwise(mapped[0], alone[0])
         assert_bitwise(mapped[1], alone[1])
     values = jax.vmap(dequantize)(ScaledArray(*mapped))
     assert_bitwise(values, [dequantize(ScaledArray(*q)) for q in zip(*mapped)])
@@ -399,7 +306,7 @@ def test_vmap_quantizes_each_as_if_it_were_alone(granularity, scale_rounding):
 def test_eager_agrees_with_jit(granularity):
     x = sample()
     eager, jitted = quantize(x, granularity=granularity), jit_quantize(x, granularity=granularity)
-    assert_same_data(eager.data, jitted.data)
+    assert_bitwise(eager.data, jitted.data)
     assert_bitwise(eager.scale, jitted.scale)
     assert_bitwise(eager.dequantize(), jitted.dequantize())
 
@@ -416,7 +323,7 @@ def test_sharding_changes_nothing(granularity):
         jit_quantize(sharded, granularity=granularity),
         quantize(x, granularity=granularity),
     )
-    assert_same_data(q.data, expected.data)
+    assert_bitwise(q.data, expected.data)
     assert_bitwise(q.scale, expected.scale)
     assert_bitwise(dequantize(q), dequantize(expected))
     assert q.data.sharding.is_equivalent_to(sharding, 2)
@@ -482,7 +389,7 @@ def test_scales_have_no_gradient():
 def test_jvp_of_quantize_rounds_the_tangent():
     x, dx = jnp.array([1.0, 7.0, -3.0]), jnp.array([0.3, -2.0, 1.0])
     q, tangent = jax.jvp(quantize, (x,), (dx,))
-    assert_same_data(q.data, quantize(x).data)
+    assert_bitwise(q.data, quantize(x).data)
     assert np.asarray(tangent.data).astype(np.float32).tolist() == [0.3125, -2, 1]
     assert float(tangent.scale) == 0
 
@@ -503,7 +410,7 @@ def state_of(*history, running=0.0):
 def assert_scaled_for(q, fmt, amax):
     scale = np.float32(amax) / np.float32(fmt.max)
     assert_bitwise(q.scale, scale)
-    assert_same_data(q.data, expected_data(X, fmt, scale))
+    assert_bitwise(q.data, expected_data(X, fmt, scale))
 
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "contracting"))
@@ -518,7 +425,7 @@ def test_current_uses_the_amax_at_hand(fmt):
     for state in (None, state_of(7.0, 8.0)):
         assert_scaled_for(call(Current(fmt), X, AMAX, state), fmt, AMAX)
     rounded = call(Current(fmt, "power_of_two"), X, AMAX)
-    assert_same_data(rounded.data, jit_quantize(X, fmt, scale_rounding="power_of_two").data)
+    assert_bitwise(rounded.data, jit_quantize(X, fmt, scale_rounding="power_of_two").data)
 
 
 @pytest.mark.slow
@@ -564,14 +471,7 @@ def test_delayed_shows_what_is_not_finite(bad):
 def test_unit_scales_by_one(fmt):
     q = call(Unit(fmt), X, AMAX, state_of(7.0))
     assert_bitwise(q.scale, np.float32(1))
-    assert_same_data(q.data, expected_data(X, fmt, np.float32(1)))
-
-
-def test_quantizers_are_values():
-    assert Current(E4M3FN) == Current(E4M3FN) != Current(E5M2)
-    assert Delayed(E4M3FN, margin=1) != Delayed(E4M3FN)
-    assert len({Delayed(E4M3FN), Delayed(E4M3FN), Unit(E4M3FN), Current(E4M3FN)}) == 3
-    assert {q.fmt for q in (Current(E5M2), Delayed(E5M2), Unit(E5M2))} == {E5M2}
+    assert_bitwise(q.data, expected_data(X, fmt, np.float32(1)))
 
 
 # The quantizers of recipes, in blocks.
@@ -586,18 +486,8 @@ def test_rowwise_has_a_scale_for_whatever_is_not_summed_over():
                 x, E4M3FN, granularity=PerAxis(kept), scale_rounding=scale_rounding
             )
             assert_bitwise(q.scale, expected.scale)
-            assert_same_data(q.data, expected.data)
+            assert_bitwise(q.data, expected.data)
     assert_quantized(call(Rowwise(E4M3FN), x[0, 0]), x[0, 0], E4M3FN, PerAxis(0))
-
-
-def test_rowwise_keeps_an_outlier_in_its_row():
-    x = sample()
-    clean = call(Rowwise(E4M3FN), x)
-    x[3, 5] = 1e9
-    q = call(Rowwise(E4M3FN), x)
-    others = np.arange(8) != 3
-    assert_bitwise(np.asarray(q.scale)[others], np.asarray(clean.scale)[others])
-    assert_same_data(np.asarray(q.data)[others], np.asarray(clean.data)[others])
 
 
 @pytest.mark.parametrize(
@@ -622,7 +512,7 @@ def test_blockwise_turns_its_blocks_along_the_contraction(size, scale_rounding):
         assert_bitwise(
             *(np.asarray(scale).astype(np.float32) for scale in (q.scale, expected.scale))
         )
-        assert_same_data(q.data, expected.data)
+        assert_bitwise(q.data, expected.data)
 
 
 ALL_QUANTIZERS = [
@@ -756,7 +646,7 @@ def test_given_mx_scales(fmt, code):
     q, values = there_and_back(x, fmt, scale=scale)
     assert codes(q.scale).tolist() == [[code]] * len(x)
     if code < 255:
-        assert_same_data(q.data, exact_data(x, code, fmt))
+        assert_bitwise(q.data, exact_data(x, code, fmt))
     assert_bitwise(values, exact_values(np.asarray(q.data), np.full_like(x, code, int)))
 
 
@@ -790,7 +680,7 @@ def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
     assert q.scale.shape == tuple(math.ceil(n / b) for n, b in zip(shape, block))
     scales = [np.asarray(a.scale).astype(np.float32) for a in (q, whole)]
     assert_bitwise(*scales)
-    assert_same_data(q.data, whole.data[cut])
+    assert_bitwise(q.data, whole.data[cut])
     assert_bitwise(values, whole_values[cut])
     assert np.all(np.asarray(values)[x != 0] != 0) or x.size > 10
 
@@ -805,7 +695,7 @@ def test_ragged_blocks_under_vmap():
     values = jax.jit(jax.vmap(dequantize))(q)
     for i in range(3):
         alone = jax.jit(each)(x[i])
-        assert_same_data(q.data[i], alone.data)
+        assert_bitwise(q.data[i], alone.data)
         assert_bitwise(values[i], jit_dequantize(alone))
     with pytest.raises(ValueError, match=r"blocks of \(2, 32\) cannot have a scale of shape"):
         dequantize(q)
@@ -869,7 +759,7 @@ def test_two_level(case, size, contracting):
     q = call(TwoLevel(E2M1FN, size), x, contracting=(contracting,))
     data, narrow, tensor, values = nvfp4(x, block)
     assert_bitwise(q.scale.scale, np.float32(1) / tensor)
-    assert_same_data(q.scale.data, narrow)
+    assert_bitwise(q.scale.data, narrow)
     lost = np.isnan(spread(narrow.astype(np.float32), x.shape, block))
     np.testing.assert_array_equal(codes(q.data)[~lost], codes(data)[~lost])
     assert_bitwise(jit_dequantize(q), values)
@@ -880,13 +770,24 @@ def test_two_level(case, size, contracting):
 
 
 def test_trap_two_level_data_is_divided_by_the_rounded_scale():
-    """By the scale before its rounding the largest elements would leave the range of E2M1."""
+    """By the scale before its rounding the largest elements would leave the range of E2M1.
+
+    And by no other number than that quotient in f32: half of the elements are next to ties.
+    """
     x = sample(shape=(4, 1024))
     data, narrow, tensor, _ = nvfp4(x, (1, 16))
     largest = block_amax(x, Block((1, 16)))
     unrounded = x * spread(np.float32(6) / largest, x.shape, (1, 16))
     naive = np.clip(unrounded, -6, 6).astype(E2M1FN.dtype)
     assert np.mean(codes(naive) != codes(data)) > 0.01
+    m = spread(np.float32(1) / (narrow.astype(np.float32) / tensor), x.shape, (1, 16))
+    tie = np.float32(1.25) / m
+    tie = np.choose(
+        np.arange(x.size).reshape(x.shape) % 3, [np.nextafter(tie, t) for t in (0, tie, 9)]
+    )
+    small = abs(x) < spread(largest, x.shape, (1, 16)) / 2
+    x = np.where(small, tie, x).astype(np.float32)
+    data, *_ = nvfp4(x, (1, 16))
     np.testing.assert_array_equal(codes(call(TwoLevel(E2M1FN, (16, 1)), x).data), codes(data))
 
 
@@ -904,7 +805,7 @@ def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
     # Mapped, each row is a tensor of its own.
     tensor = np.float32(448 * 6) / np.max(a, axis=1 if how == "vmap" else None, keepdims=True)
     narrow = np.minimum(a / np.float32(6) * tensor, 448).astype(E4M3FN.dtype)
-    assert_same_data(scale.data, narrow)
+    assert_bitwise(scale.data, narrow)
     assert_bitwise(np.ravel(scale.scale), np.ravel(np.float32(1) / tensor))
     narrow = narrow.astype(np.float32)
     assert np.mean(1 / (narrow / tensor) != tensor / narrow) > 0.1
@@ -1080,7 +981,3 @@ def test_float64_is_refused():
 def test_errors(options, error, message):
     with pytest.raises(error, match=message):
         quantize(np.ones((4, 6), np.float32), **options)
-
-
-def test_a_scaled_array_is_returned():
-    assert type(quantize(np.ones(3, np.float32))) is ScaledArray

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN, scaled_dot_general
-from jfp8.debug.compare import product_by
-from jfp8.products.dot_general import Dot
-from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current
 from jfp8.quantizers.rotations import Hadamard, RandomHadamard, Rotation
 from jfp8.recipes.per_operand import PerOperand
@@ -62,17 +59,6 @@ def test_the_signs_are_those_of_transformer_engine():
 
 @pytest.mark.slow
 @lengths
-def test_the_matrix_is_orthogonal(n):
-    rotation = Hadamard(SIGNS[n])
-    np.testing.assert_array_equal(rotation.matrix(), matrix(SIGNS[n]).astype(np.float32))
-    for m in (matrix(SIGNS[n]), np.asarray(rotation(jnp.eye(n), 1), np.float64)):
-        np.testing.assert_allclose(m @ m.T, np.eye(n), rtol=0, atol=4 * n * UNIT)
-        np.testing.assert_allclose(np.abs(m), 1 / np.sqrt(n), rtol=2.0**-22)
-        np.testing.assert_array_equal(np.sign(m[:, 0]), SIGNS[n])  # the first column of H is ones
-
-
-@pytest.mark.slow
-@lengths
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2])
 def test_any_axis_of_any_size(n, axis):
     """Also where the last stretch is cut short: the padding is rotated along, and stays."""
@@ -87,27 +73,6 @@ def test_any_axis_of_any_size(n, axis):
 def test_narrow_arrays_are_rotated_in_f32(dtype):
     x = sample(4, 48).astype(dtype)
     assert_close(Hadamard()(x, 1), rotated(x, DEFAULT, 1), x, 16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (1, 1), (5,)], ids=str)
-def test_small_arrays(shape):
-    x = sample(*shape)
-    axis = len(shape) - 1
-    y = Hadamard()(jnp.asarray(x), axis)
-    assert y.shape == (*shape[:-1], -(-shape[-1] // 16) * 16)
-    np.testing.assert_allclose(y, rotated(x, DEFAULT, axis), rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [16, 64, 50, 7])
-def test_the_product_stays(k):
-    """``(a R) (b R)^T = a b^T``, for f32 to within its rounding."""
-    a, b = sample(5, k), sample(k, 3)
-    product = Hadamard()(a, 1) @ Hadamard()(b, 0)
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    scale = np.linalg.norm(a) * np.linalg.norm(b)
-    np.testing.assert_allclose(product, exact, rtol=0, atol=64 * UNIT * scale)
 
 
 def test_an_outlier_is_spread_over_its_stretch():
@@ -138,20 +103,6 @@ def rotating(quantizer, **options):
         fprop=dataclasses.replace(plain, rotation=Hadamard()), dgrad=plain, wgrad=plain
     )
     return lambda x, w: scaled_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [64, 50])
-@pytest.mark.parametrize(
-    "quantizer", [Current(E4M3FN), Blockwise(E4M3FN, (32, 1), "rceil")], ids=["tensor", "blocks"]
-)
-def test_rotated_operands_are_quantized_and_multiplied(quantizer, k):
-    """As accurate as without, on data without outliers."""
-    x, w = sample(24, k), sample(k, 16)
-    y = jax.jit(rotating(quantizer))(x, w)
-    exact = x.astype(np.float64) @ w.astype(np.float64)
-    error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
-    assert 0 < error < 0.05
 
 
 def test_trap_rotated_values_exceed_the_amax_of_the_tensor():
@@ -212,28 +163,7 @@ def test_both_operands_of_a_product_get_the_same_signs(kind):
     assert not np.array_equal(drawn[0], drawn[1])
 
 
-@pytest.mark.slow
-def test_a_product_by_itself_draws_one_rotation():
-    """As `debug.compare` computes it."""
-    x, w = jnp.asarray(sample(24, 40)), jnp.asarray(sample(40, 16))
-    q = Current(E4M3FN)
-    plain = Product(q, q)
-    recipe = PerOperand(dataclasses.replace(plain, rotation=RandomHadamard(16)), plain, plain)
-    f32 = np.dtype(np.float32)
-    dot = Dot((x.shape, w.shape), (f32, f32, f32), (((1,), (0,)), ((), ())))
-    y, *_ = product_by(recipe, dot, "fprop", x, w)
-    exact = np.float64(x) @ np.float64(w)
-    assert 0 < np.linalg.norm(y - exact) < 0.06 * np.linalg.norm(exact)
-
-
 # Values and errors.
-
-
-def test_rotations_are_values():
-    assert Hadamard() == Hadamard(DEFAULT) != Hadamard(DEFAULT[::-1])
-    assert len({Hadamard(), Hadamard(DEFAULT), Hadamard((1, -1))}) == 2
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Hadamard().signs = (1,)
 
 
 @pytest.mark.parametrize(

@@ -136,16 +136,6 @@ def test_the_choice_does_not_depend_on_random_bits():
     assert np.any(values(q) != values(nearest))
 
 
-@pytest.mark.slow
-def test_a_nan_spoils_its_block_and_no_other():
-    x = heavy((16, 64))
-    x[3, 20], x[5, 40] = np.nan, np.inf
-    lost = np.isnan(values(quantized(FOUR_OVER_SIX, x)))
-    assert lost[3, 16:32].all()
-    assert lost[5, 32:48].all()
-    assert lost.sum() == 32
-
-
 # A scale for each row.
 
 BY_ROW = TwoLevel(E2M1FN, (16, 1), outer="row")

@@ -11,7 +11,7 @@ import pytest
 from flax import serialization
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, ScaledArray, dequantize, quantize
-from support.arrays import assert_same
+from support.arrays import assert_same, spread
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
 SMALLEST_NORMAL = 2.0**-126
@@ -44,16 +44,6 @@ def sample_data(fmt, *shape) -> np.ndarray:
 
 def sample_scale(*shape) -> np.ndarray:
     return np.random.default_rng(1).uniform(0.1, 10, size=shape).astype(np.float32)
-
-
-def spread(scale, shape, block=None) -> np.ndarray:
-    """Each element of `scale` repeated over its block of an array of `shape`."""
-    scale = np.asarray(scale)
-    for axis, m in enumerate(scale.shape):
-        n = shape[axis]
-        size = block[axis] if block else n // m if m else 1
-        scale = np.repeat(scale, size, axis=axis).take(np.arange(n), axis=axis)
-    return scale
 
 
 SAMPLES = {
@@ -99,18 +89,6 @@ def test_a_round_trip_returns_every_field(q):
     assert_identical(jax.lax.cond(True, lambda q: q, lambda q: q, q), q)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
     assert paths[0] == ".data"
-
-
-@pytest.mark.slow
-@samples
-def test_properties(q):
-    assert q.shape == q.data.shape
-    assert q.ndim == q.data.ndim
-    assert q.format.dtype == q.data.dtype
-    assert_same(q.dequantize(), dequantize(q))
-    assert_same(q.dequantize(jnp.bfloat16), dequantize(q, jnp.bfloat16))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        q.data = q.data
 
 
 def test_a_pytree_may_hold_anything():
@@ -259,24 +237,6 @@ def test_the_last_block_may_be_cut_short(shape, scale_shape, block, kind):
     assert_same(jit_dequantize(q), expected.astype(np.float32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "scale_shape", "block"), RAGGED[2:5:2], ids=str)
-def test_block_survives_transformations(shape, scale_shape, block):
-    """It is static: part of the tree's structure, and so of the key of `jit`'s cache."""
-    q = ScaledArray(
-        jnp.asarray(sample_data(E4M3FN, *shape)), jnp.asarray(sample_scale(*scale_shape)), block
-    )
-    assert jax.jit(lambda q: q)(q).block == block
-    assert jax.tree.map(lambda leaf: leaf, q).block == block
-    assert jax.eval_shape(lambda q: q, q).block == block
-    assert jax.tree.structure(q) != jax.tree.structure(ScaledArray(q.data, q.scale))
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf]), q)
-    assert stacked.block == block
-    mapped = jax.jit(jax.vmap(lambda q: (q, q.dequantize())))(stacked)
-    assert mapped[0].block == block
-    assert_same(mapped[1][0], dequantize(q))
-
-
 @pytest.mark.parametrize(
     ("shape", "scale_shape", "block"),
     [
@@ -302,17 +262,6 @@ def test_blocks_that_do_not_fit(shape, scale_shape, block):
 def test_a_scale_for_all_ignores_the_block():
     q = ScaledArray(jnp.ones((3, 40), E4M3FN.dtype), jnp.float32(0.5), (1, 32))
     assert_same(dequantize(q), np.full((3, 40), 0.5, np.float32))
-
-
-@pytest.mark.slow
-def test_vmap_of_dequantize():
-    data, scale = sample_data(E4M3FN, 3, 4, 6), sample_scale(3, 2, 3)
-    stacked = ScaledArray(jnp.asarray(data), jnp.asarray(scale))
-    alone = [dequantize(ScaledArray(d, s)) for d, s in zip(stacked.data, stacked.scale)]
-    assert_same(jax.vmap(dequantize)(stacked), np.stack(alone))
-    shared = ScaledArray(stacked.data, stacked.scale[0])
-    mapped = jax.vmap(dequantize, in_axes=(ScaledArray(0, None),))(shared)
-    assert_same(mapped[1], dequantize(ScaledArray(shared.data[1], shared.scale)))
 
 
 # Gradients.

@@ -347,7 +347,6 @@ def test_two_loss_scales_print():
     assert "loss scale 32768; loss scale 2)" in repr(state.replace(opt_state=tx.init({})))
 
 
-@pytest.mark.slow
 def test_optimizer_states_print_no_walls():
     params = {"w": jnp.ones((64, 128))}
     assert repr(TX.init(params)) == (

@@ -8,6 +8,7 @@ import pytest
 
 import jfp8
 from jfp8.scaling.reshaping import Reshaped, reshaped_scales
+from support.arrays import spread
 
 
 def quantized(shape, block):
@@ -75,18 +76,10 @@ def test_random_shapes():
         if found is not None:
             kept += 1
             # Which scale each element has, in both shapes.
-            expand = lambda scale, sizes, shape: _spread(
-                np.arange(np.prod(scale)).reshape(scale), sizes, shape
-            )
-            before = expand(scale, block, shape).reshape(new)
-            np.testing.assert_array_equal(before, expand(found.scale, found.sizes, new))
+            number = lambda scale: np.arange(np.prod(scale)).reshape(scale)
+            before = spread(number(scale), shape, block).reshape(new)
+            np.testing.assert_array_equal(before, spread(number(found.scale), new, found.sizes))
     assert 20 < kept < 100
-
-
-def _spread(scale, sizes, shape):
-    for axis, (b, n) in enumerate(zip(sizes, shape, strict=True)):
-        scale = np.repeat(scale, b, axis).take(np.arange(n), axis)
-    return scale
 
 
 def test_one_scale_and_other_orders():

@@ -38,3 +38,13 @@ def cosine(a, b) -> float:
 
 def flat(tree) -> np.ndarray:
     return np.concatenate([f64(leaf).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def spread(scale, shape, block=None) -> np.ndarray:
+    """Repeat each element of `scale` over its block of an array of `shape`."""
+    scale = np.asarray(scale)
+    for axis, m in enumerate(scale.shape):
+        n = shape[axis]
+        size = block[axis] if block else n // m if m else 1
+        scale = np.repeat(scale, size, axis=axis).take(np.arange(n), axis=axis)
+    return scale

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import jfp8.kernels
 
 
 def traced_for(kind="NVIDIA H200"):
@@ -15,7 +19,12 @@ def traced_for(kind="NVIDIA H200"):
 
 
 def pretend(monkeypatch, device):
-    """Trace for `device` from now on, and compute here what is meant for it."""
+    """Trace for `device` from now on, and compute here what is meant for it.
+
+    Kernels are imported as they are needed: now, so that it is true of all of them.
+    """
+    for module in pkgutil.walk_packages(jfp8.kernels.__path__, "jfp8.kernels."):
+        importlib.import_module(module.name)
     found = {
         "current_device": lambda *arrays: device,
         "only_on": lambda platform, kernel, reason, *operands: kernel(*operands),

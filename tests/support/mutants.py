@@ -18,6 +18,7 @@ from itertools import islice
 # run.
 EXCLUDED = (
     "jfp8/kernels/blackwell/",
+    "jfp8/kernels/flash/",
     "jfp8/kernels/hopper/",
     "jfp8/kernels/quantize_and_transpose.py",
     "jfp8/kernels/grouped.py",
@@ -270,6 +271,9 @@ def places(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
         left_out |= {"test", "body"}
     for field, value in ast.iter_fields(node):
+        if isinstance(node, ast.Dict) and field == "values":  # they may be keyword arguments
+            pairs = zip(node.keys, node.values, strict=True)
+            value = [child for key, child in pairs if getattr(key, "value", None) not in NO_BUGS]
         for child in value if isinstance(value, list) else [value]:
             if field not in left_out and isinstance(child, ast.AST) and is_program(child):
                 yield from places(child)

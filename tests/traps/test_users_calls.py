@@ -432,7 +432,7 @@ LINEN = jfp8.Dense(4, recipe="delayed")
         ),
         (
             lambda: jfp8.nnx.value_and_grad(loss_of(jfp8.Dense(4)))(
-                jfp8.Dense(4).init(jax.random.key(0), X), X, Y
+                {"params": {}, "fp8": {}}, X, Y
             ),
             TypeError,
             r"Linen tree of variables\. Use jfp8\.value_and_grad\(loss_fn\)\(state, batch\)",

@@ -92,7 +92,6 @@ def _route(
     renormalize: bool,
     scores: Scores,
 ) -> Routing:
-    logits = logits.astype(jnp.float32)
     if scores == "softmax":
         s = probabilities = jax.nn.softmax(logits, axis=-1)
     else:
