@@ -131,6 +131,23 @@ class TestOneEntryForAllUses:
         (product,) = jax.tree.leaves(mutated["fp8"], is_leaf=lambda node: "lhs" in node)
         assert product["lhs"]["amax_history"][0] >= LARGEST / 100
 
+    @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+    def test_a_sink_that_is_a_constant_of_a_loop_is_told(self, around):
+        """The history of gradients never moved."""
+        variables = jfp8.Dense(16).init(KEY, X)
+
+        def loss(params, sink):
+            both = {"params": params, "fp8": variables["fp8"], "fp8_sink": sink}
+            return squares([around(lambda x: jfp8.Dense(16).apply(both, x))(X[None])])
+
+        params, sink = variables["params"], variables["fp8_sink"]
+        with pytest.warns(UserWarning, match=r"but not to its sink.*argnums=\(0, 1\)"):
+            jax.grad(loss)(params, sink)
+        _, cotangent = jax.grad(loss, argnums=(0, 1))(params, sink)  # what it advises
+        found = jfp8.advance(variables["fp8"], cotangent)["DotGeneral_0"]
+        assert np.count_nonzero(found["grad"]["amax_history"]) == 1
+        jax.grad(lambda x: squares([jfp8.Dense(16).apply(variables, x)]))(X)  # trains no weight
+
     def test_trap_more_uses_than_the_history_is_long(self):
         """18 uses pushed the largest out of a window of 16, for ever."""
         model = nn.Sequential([jfp8.Dense(16, use_bias=False)] * 18)
