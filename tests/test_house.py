@@ -203,7 +203,7 @@ LINES_OF_ROOMS = {
     "optim": 2400,
     "training": 2980,
     "checkpoint": 3040,
-    "conversion": 3400,
+    "conversion": 3420,
     "debug": 3890,
     "plot": 1180,
 }
