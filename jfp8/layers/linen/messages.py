@@ -8,10 +8,9 @@ TRAINED = (
     "jfp8.convert(model, recipe, state_collection='_overwrite_with_gradient')."
 )
 NOT_MUTABLE_INSIDE = (
-    "An FP8 matmul records no amax: its 'fp8' collection is mutable in this apply, but not inside "
-    "the transformation that calls it. Let the transformation change it, as nn.while_loop(..., "
-    "carry_variables='fp8') does (True in a model of jfp8.convert); or, as inside nn.WeightNorm, "
-    "train with jfp8.TrainState and jfp8.value_and_grad, whose gradients bring the amaxes."
+    "An FP8 matmul records no amax: the 'fp8' collection is mutable in this apply, but not inside "
+    "the transformation that calls it. Name it there, nn.while_loop(..., carry_variables='fp8') "
+    "(True for a converted model); or train with jfp8.TrainState and jfp8.value_and_grad."
 )
 WITHOUT_HISTORIES = (
     "A model with delayed scaling is trained without its 'fp8' collection, so that every scale "

@@ -309,9 +309,9 @@ def _warned_if_not_kept(path: str, rhs: jax.Array) -> jax.Array:
     return warned_if_differentiated(
         rhs,
         f"The NNX layer{path and f' at {path!r}'} in nnx.bridge.to_linen records amaxes in the "
-        f"collection {collection!r}, which is not mutable: the histories stay as they are. Return "
-        f"(loss, mutated) from the loss function, where y, mutated = model.apply(variables, x, "
-        f"mutable=[{collection!r}]); or use recipe='current', which keeps none.",
+        f"collection {collection!r}, which is not mutable: histories stay as they are. Return "
+        "(loss, mutated) from the loss function, of y, mutated = model.apply(variables, x, "
+        f"mutable=[{collection!r}]); or take recipe='current'.",
     )
 
 
