@@ -54,12 +54,12 @@ def _check_recipes(model: nnx.Module, selection: Selection) -> None:
     owned = [(own.path, own.place, node, own.product) for node, own in own_of(model)]
     for path, place, node, name in (*hooked, *owned):
         product, wanted = getattr(node, name, None), selection.decide(path, node, None).recipe
-        converted = isinstance(product, Product) and product.path == place and path
-        if converted and product.recipe and wanted not in (None, product.recipe):
+        if not isinstance(product, Product) or product.path != place or not path:
+            continue  # not converted
+        if wanted is not None and product.recipe is not None and wanted != product.recipe:
             raise ValueError(
                 f"The model is converted already: {path!r} has the recipe {product.recipe.name!r}, "
-                f"and keeps it. For {wanted.name!r} convert the model that you had before: "
-                f"jfp8.convert(original, {wanted.name!r})."
+                f"and keeps it. Convert the original: jfp8.convert(original, {wanted.name!r})."
             )
 
 
