@@ -1,8 +1,8 @@
 """Find products of modules that multiply by their parameters themselves: einsum, dot, matmul, @.
 
 All of these are ``dot_general`` in the end. While a method of such a module runs, a `Follower` gets
-each operation of JAX, and recognises a parameter of the module, also cast, transposed, reshaped or
-sliced, by its identity. Nothing is patched, and the values are those that JAX has anyway.
+each operation of JAX, and recognises a parameter of the module, also cast, transposed, reshaped,
+sliced, or joined with others, by its identity. Nothing is patched, and the values are JAX's own.
 
 A product inside ``jax.checkpoint``, ``jax.lax.scan`` or the like is not found, if the module calls
 that itself; one inside ``remat``, ``scan``, ``vmap`` of Flax or ``jax.jit`` is.
@@ -43,8 +43,7 @@ _SAME = {
     "transpose",
 }
 
-
-_GATHERED = {"all_gather", "all_gather_invariant"}  # from the devices that hold a part of each
+_GATHERED = {"all_gather", "all_gather_invariant", "concatenate"}  # of parts of one, or of several
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,8 @@ class Follower:
                 with interposed(self):  # what is inside passes by here
                     return jaxpr_as_fun(body)(*values)
         result = primitive.bind(*values, **params)
-        if sources and sources[0] is not None and primitive.name in _SAME | _GATHERED:
+        parts = sources if primitive.name == "concatenate" else sources[:1]  # without indices
+        if parts and None not in parts and primitive.name in _SAME | _GATHERED:
             for value in result if primitive.multiple_results else [result]:
                 # One that is repeated is an activation, such as queries that are learned.
                 if np.size(value) <= np.size(values[0]) or primitive.name in _GATHERED:
