@@ -144,12 +144,12 @@ class Follower:
                 with interposed(self):  # what is inside passes by here
                     return jaxpr_as_fun(body)(*values)
         result = primitive.bind(*values, **params)
-        parts = sources if primitive.name == "concatenate" else sources[:1]  # without indices
+        parts: Any = sources if primitive.name == "concatenate" else sources[:1]  # no indices
         if parts and None not in parts and primitive.name in _SAME | _GATHERED:
             for value in result if primitive.multiple_results else [result]:
                 # One that is repeated is an activation, such as queries that are learned.
                 if np.size(value) <= np.size(values[0]) or primitive.name in _GATHERED:
-                    self.known[id(value)] = (value, sources[0])
+                    self.known[id(value)] = (value, parts[0])
         return result
 
     def product(self, primitive: Any, values: Any, params: Any, sources: Any) -> jax.Array:
