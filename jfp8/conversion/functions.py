@@ -234,11 +234,12 @@ class _Traced:
 
     def result(self, walk: Walk, states: Histories) -> Any:
         """Compute the result as `walk` says; warn if histories will not follow the weights."""
-        arrays, rows = list(self.arrays), list(states.values())
-        if rows and EXPLAINING.value is None:
-            see = lambda x: warned_if_differentiated(x, _STANDS_STILL, *rows)
-            arrays[: self.n_weights] = map(see, map(jnp.asarray, arrays[: self.n_weights]))
-        return self.together(self.run(walk, arrays, states))
+        floats = [x for x in self.arrays[: self.n_weights] if jnp.issubdtype(x.dtype, jnp.floating)]
+        if states and EXPLAINING.value is None:
+            first = min(states)
+            row = warned_if_differentiated(states[first], _STANDS_STILL, *floats)
+            states = {**states, first: row}
+        return self.together(self.run(walk, self.arrays, states))
 
 
 def _paths_of(converted: Fp8Function, trees: Sequence[Any]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
+from flax.errors import InvalidRngError
 from flax.traverse_util import flatten_dict
 
 from jfp8.conversion import edges
@@ -42,6 +43,11 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.trees import dequantize_tree
 from jfp8.tracing.caller import user_level
 
+_MAPS_SINKS = (
+    "If this is nn.SpectralNorm, it normalizes every array of a converted layer, also the sinks of "
+    "its histories. Inside it use jfp8.Dense, which need not be converted; or exempt the layer, "
+    "jfp8.convert(model, exempt='its path'); or keep no histories: recipe='current'."
+)
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
 
 
@@ -117,7 +123,12 @@ class _Converted:
 
         def run(variables, rngs, args, kwargs, mutable=mutable):
             apply = self._original("apply")
-            return apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+            try:
+                return apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+            except InvalidRngError as error:
+                if "fp8_sink" in variables:
+                    error.add_note(_MAPS_SINKS)
+                raise
 
         if _inside(self):
             return run(variables, rngs, args, kwargs)
@@ -134,9 +145,9 @@ class _Converted:
             met.warn(self, params)
         y, mutated = (out, {}) if mutable is False else out
         met.check_caches(selection, params, variables, mutated)
-        return (
-            out if mutable is False else (y, placement.collections_out_of_params(mutated, mutable))
-        )
+        if mutable is False:
+            return y
+        return y, placement.collections_out_of_params(mutated, mutable)
 
     def init_with_output(
         self,

@@ -43,17 +43,18 @@ def edges_of(
             f"takes all of these for it: {', '.join(map(repr, found))}. By default they stay in "
             "high precision. Their shapes, names, and the code of their class do not say which it "
             "is. Name it: `jfp8.convert(model, recipe, exempt=(jfp8.Edge.IMAGE_INPUT, "
-            f"{found[-1]!r}))`.",
+            f"{found[-1]!r}))`, or all that do.",
             stacklevel=user_level(),
         )
     return edges | dict.fromkeys(found, Edge.LOGITS)
 
 
 def _logits(model: nnx.Module) -> list[str]:
-    """Find the layer that gives the logits; all that it may be, if nothing tells.
+    """Find the layers that give logits; all that may, if nothing tells.
 
-    It is the one whose features no layer reads, not even as one of several fused projections; or
-    the one that is called like a head; or the last in the code of the class. It may be in FP8.
+    They are those whose features no layer reads, not even as one of several fused projections, or
+    of these those that are called like a head; or the last one in the code of the class. They may
+    be in FP8.
     """
     layers = {path: node for path, node in nodes_of(model) if hook_of(node) is not None}
     kinds = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -64,9 +65,9 @@ def _logits(model: nnx.Module) -> list[str]:
     is_read = lambda path: any(_features(layers[path])[1] in (n * k for n in read) for k in _FUSED)
     found = [path for path in linear if "/" not in path]
     found = found or [path for path in linear if not re.search(r"(^|/)\d+(/|$)", path)]
-    found = [path for path in found if not is_read(path)] or found
-    found = [path for path in found if path.rpartition("/")[2] in _HEADS] or found
-    return _last(model, found)
+    unread = [path for path in found if not is_read(path)]
+    named = [path for path in unread or found if path.rpartition("/")[2] in _HEADS]
+    return named or unread or _last(model, found)
 
 
 def _features(layer: Any) -> tuple[int, int]:

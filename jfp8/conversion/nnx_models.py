@@ -15,6 +15,7 @@ from jfp8.conversion.nnx_parameters import convert_own, own_of, warn_if_unconver
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
 from jfp8.conversion.selection import Decision, Selection
 from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention, install_cache
+from jfp8.layers.nnx.hooks import hook_of
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention, TransformerLayer
 from jfp8.scaling.formats import Format
@@ -28,6 +29,7 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     """Convert `model` as `selection` says; see `jfp8.convert`."""
     layers = layers_of(model)
     own = own_of(model)
+    _check_recipes(model, selection)
     selection.check_patterns([*(path for path, _ in layers), *(own.path for _, own in own)])
     selection.check_types([*(layer for _, layer in layers), *(node for node, _ in own)])
     decided = decisions(model, selection)
@@ -44,6 +46,21 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     if not any(isinstance(node, Product) for _, node in nodes_of(converted)):
         warn_if_unconverted(converted, selection, {})
     return converted
+
+
+def _check_recipes(model: nnx.Module, selection: Selection) -> None:
+    """Raise ``ValueError`` if a layer that was converted before is to have another recipe."""
+    hooked = [(path, path, x, hook.name) for path, x in nodes_of(model) if (hook := hook_of(x))]
+    owned = [(own.path, own.place, node, own.product) for node, own in own_of(model)]
+    for path, place, node, name in (*hooked, *owned):
+        product, wanted = getattr(node, name, None), selection.decide(path, node, None).recipe
+        if not isinstance(product, Product) or product.path != place or not path:
+            continue  # not converted
+        if wanted is not None and product.recipe is not None and wanted != product.recipe:
+            raise ValueError(
+                f"The model is converted already: {path!r} has the recipe {product.recipe.name!r}, "
+                f"and keeps it. Convert the original: jfp8.convert(original, {wanted.name!r})."
+            )
 
 
 def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:

@@ -1,8 +1,8 @@
 """Find products of modules that multiply by their parameters themselves: einsum, dot, matmul, @.
 
 All of these are ``dot_general`` in the end. While a method of such a module runs, a `Follower` gets
-each operation of JAX, and recognises a parameter of the module, also cast, transposed, reshaped or
-sliced, by its identity. Nothing is patched, and the values are those that JAX has anyway.
+each operation of JAX, and recognises a parameter of the module, also cast, transposed, reshaped,
+sliced, or joined with others, by its identity. Nothing is patched, and the values are JAX's own.
 
 A product inside ``jax.checkpoint``, ``jax.lax.scan`` or the like is not found, if the module calls
 that itself; one inside ``remat``, ``scan``, ``vmap`` of Flax or ``jax.jit`` is.
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jfp8.conversion.weight_walk import GATHERED, SAME
+from jfp8.conversion.weight_walk import JOINED, SAME
 from jfp8.tracing.compat import interposed, interposing
 from jfp8.tracing.notes import layer_noted
 
@@ -122,11 +122,12 @@ class Follower:
                 with interposed(self):  # what is inside passes by here
                     return jaxpr_as_fun(body)(*values)
         result = primitive.bind(*values, **params)
-        if sources and sources[0] is not None and primitive.name in SAME | GATHERED:
+        parts: Any = sources if primitive.name == "concatenate" else sources[:1]  # no indices
+        if parts and None not in parts and primitive.name in SAME | JOINED:
             for value in result if primitive.multiple_results else [result]:
                 # One that is repeated is an activation, such as queries that are learned.
-                if np.size(value) <= np.size(values[0]) or primitive.name in GATHERED:
-                    self.known[id(value)] = (value, sources[0])
+                if np.size(value) <= np.size(values[0]) or primitive.name in JOINED:
+                    self.known[id(value)] = (value, parts[0])
         return result
 
     def product(self, primitive: Any, values: Any, params: Any, sources: Any) -> jax.Array:

@@ -46,8 +46,8 @@ SAME = {
 }
 """What gives the same numbers, or some of them, in another order or dtype."""
 
-GATHERED = {"all_gather", "all_gather_invariant"}  # from the devices that hold a part of each
-_MOVED = SAME | GATHERED | {"concatenate", "copy_p", "gather", "optimization_barrier", "pad"}
+JOINED = {"all_gather", "all_gather_invariant", "concatenate"}  # of parts of one, or of several
+_MOVED = SAME | JOINED | {"copy_p", "gather", "optimization_barrier", "pad"}
 _NO_WEIGHT = (
     "no operand is a weight, or made of one by casts, slices and the like (attention=True converts "
     "matmuls of two activations)"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jfp8.products.operation import Observed, Operand
 from jfp8.scaling.arrays import ScaledArray
@@ -37,6 +37,28 @@ def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **how)
 
     return call
+
+
+def check_divided(mesh: Any, names: tuple[Any, ...], batch: Any, whole: Any) -> None:
+    """Raise ``ValueError`` if types of arrays do not say that explicit axes divide the batch.
+
+    Args:
+      names: axes of `mesh`.
+      whole: True for arrays that are not to be divided; a tree like `batch`.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name in names if types[name] == AxisType.Explicit}
+    wholes = jax.tree.leaves(whole) if explicit else []
+    for x in (x for x, is_whole in zip(jax.tree.leaves(batch), wholes) if not is_whole):
+        axes = jax.typeof(x).sharding.spec[0]
+        if not explicit.issubset(axes if isinstance(axes, tuple) else (axes,)):
+            raise ValueError(
+                f"data_parallel divides the batch over {names}, axes of the mesh that are explicit "
+                f"(part of the types of arrays), but it was given {jax.typeof(x)}. Place the batch "
+                "before: jax.device_put(batch, jax.NamedSharding(mesh, jax.P("
+                f"{names if len(names) > 1 else names[0]!r}))); in jax.jit, jax.reshard. Or make "
+                "the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
+            )
 
 
 class Specs(NamedTuple):

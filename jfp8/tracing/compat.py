@@ -46,12 +46,12 @@ def same_varying_axes(tree: Any) -> Any:
     """
     leaves = jax.tree.leaves(tree)
     union: frozenset[Any] = frozenset().union(*(varying_axes(leaf) for leaf in leaves))
+    return jax.tree.map(lambda leaf: _varying_over(union, leaf), tree)
 
-    def widen(leaf: jax.Array) -> jax.Array:
-        missing = tuple(union - varying_axes(leaf))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(widen, tree)
+def _varying_over(axes: frozenset[Any], x: jax.Array) -> jax.Array:
+    missing = tuple(axes - varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def of_varying(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,8 +86,7 @@ def axes_apart(x: jax.Array, other: jax.Array) -> tuple[Any, ...]:
 
 def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """Return `x` made to vary over all mesh axes over which `other` does."""
-    missing = tuple(varying_axes(other) - varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return _varying_over(varying_axes(other), x)
 
 
 def mesh_in_effect() -> Mesh | AbstractMesh | None:
@@ -335,9 +334,5 @@ def interposing() -> Callable[..., Any] | None:
 @contextlib.contextmanager
 def not_interposed() -> Iterator[None]:
     """Inside, operations are those of JAX again."""
-    trace: Any = core.trace_ctx.trace
-    if not isinstance(trace, _Interposed):
-        yield
-        return
-    with core.set_current_trace(trace.parent_trace), _interposes(False):
+    with core.set_current_trace(_not_interposed(core.trace_ctx.trace)), _interposes(False):
         yield

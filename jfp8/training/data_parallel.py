@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
+from jfp8.products.explicit_sharding import check_divided
 from jfp8.scaling.sink import BINS, ROLES, SMALL, WIDTH, decode_amax, encode_amax
 from jfp8.training.histories import Collections, rescale_grad_histories
 from jfp8.training.micro_batches import without_batch_axis
@@ -126,6 +127,7 @@ def data_parallel(
         n = _device_count(here, names)
         call = f"data_parallel(grad_fn, {axis_name!r}"
         whole = without_batch_axis(batch, batch_axes or {}, n, call)
+        check_divided(here, names, batch, whole)
         of_batch = jax.tree.map(lambda w: PartitionSpec() if w else PartitionSpec(axis_name), whole)
         function, state = (grad_fn, state) if model is None else on_arrays(grad_fn, model, n)
         # Without check_vma, since loops in `grad_fn` need not know of the axis; and so nothing is

@@ -577,3 +577,25 @@ def test_the_layers_at_the_edges_stay(channels, first):
     converted = nnx.eval_shape(lambda: jfp8.convert(Images(channels, nnx.Rngs(0))))
     histories = nnx.to_pure_dict(nnx.state(converted, jfp8.nnx.Fp8State))
     assert sorted(histories) == sorted(["body", "hidden", *first])
+
+
+class Matrix(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(normal(1, (D, D)))
+        self.up = nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(x) @ self.w
+
+
+@pytest.mark.parametrize("place", ["w", "up"])
+def test_a_converted_model_does_not_keep_its_recipe_silently(place):
+    """A Linen model takes the new one."""
+    model = Matrix(nnx.Rngs(0))
+    converted = jfp8.convert(model, "delayed", only=place)
+    with pytest.raises(ValueError, match=rf"'{place}' has the recipe 'delayed'.*\(original, 'mxf"):
+        jfp8.convert(converted, "mxfp8", exempt=())
+    jfp8.convert(converted, "delayed", exempt=())
+    jfp8.convert(converted, "mxfp8", only={"up": "w", "w": "up"}[place])
+    ours = nnx.Sequential(jfp8.nnx.Linear(D, D, recipe="delayed", rngs=nnx.Rngs(0)))
+    jfp8.convert(ours, "mxfp8", exempt=())  # was given its recipe by hand

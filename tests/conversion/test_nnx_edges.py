@@ -69,6 +69,15 @@ class TwoHeads(nnx.Module):
         self.auxiliary = nnx.Linear(D, 300, rngs=rngs)
 
 
+class ActorCritic(nnx.Module):
+    """Two heads, called like neither: no layer reads what they make."""
+
+    def __init__(self, rngs):
+        self.torso = nnx.Linear(D, 4 * D, rngs=rngs)
+        self.pi = nnx.Linear(4 * D, 6, rngs=rngs)
+        self.v = nnx.Linear(4 * D, 1, rngs=rngs)
+
+
 class HeadInFP8(nnx.Module):
     """No other layer is taken for it."""
 
@@ -128,6 +137,13 @@ def left_alone(model, **choice):
 @pytest.mark.parametrize("make", STAY, ids=lambda make: make.__name__)
 def test_the_same_layers_stay_however_a_model_was_made(make, way):
     assert left_alone(WAYS[way](make)) == STAY[make]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_heads_stay_however_a_model_was_made(way):
+    with pytest.warns(UserWarning, match="which layer of ActorCritic .*'pi', 'v'.*or all that do"):
+        assert left_alone(WAYS[way](ActorCritic)) == ["pi", "v"]
+    assert left_alone(WAYS[way](ActorCritic), exempt=("pi", "v")) == ["pi", "v"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -161,10 +161,11 @@ WAYS = {
     "vmap": lambda x, w: jax.vmap(lambda x: x @ w[0])(x),
     "frozen": lambda x, w: x @ lax.stop_gradient(w[0]),
     "batched": lambda x, w: jnp.einsum("btd,edf->ebtf", x, w),
+    "side by side": lambda x, w: x @ jnp.concatenate([w[0], w[2]], axis=-1),
 }
 
 
-OFTEN = ("@", "matmul", "vmap", "jit", "batched")
+OFTEN = ("@", "matmul", "vmap", "jit", "batched", "side by side")
 
 
 @pytest.mark.parametrize("way", OFTEN)
@@ -188,6 +189,7 @@ STAYS = {
     "activations": lambda x, w: jnp.einsum("btd,bsd->bts", x, x),
     "two parameters": lambda x, w: x + jnp.sum(w[0] @ w[1]),
     "computed": lambda x, w: x @ (2 * w[0]),
+    "with an activation": lambda x, w: jnp.einsum("btd,sd->bts", x, jnp.concatenate([w[0], x[0]])),
     "looked up": lambda x, w: jnp.einsum("td,bsd->bts", w[0][jnp.arange(6)], x),
     "repeated": lambda x, w: jnp.einsum("bud,bsd->bsu", jnp.broadcast_to(w[0], (2, 8, 8)), x),
     "integers": lambda x, w: x + jnp.sum(jnp.dot(jnp.ones((6, 8), int), w[0].astype(int))),
@@ -199,7 +201,12 @@ STAYS = {
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=[] if way in ("repeated", "checkpoint") else pytest.mark.slow)
+        pytest.param(
+            way,
+            marks=[]
+            if way in ("repeated", "checkpoint", "with an activation")
+            else pytest.mark.slow,
+        )
         for way in STAYS
     ],
 )

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import InvalidRngError
 
 import jfp8
 from support.arrays import assert_same, normal, relative_error
@@ -423,7 +424,7 @@ def test_gradients_that_a_model_takes_are_those_of_parameters():
 
     converted = jfp8.convert(Model(), exempt=())
     variables = converted.init(KEY, X)
-    assert "fp8" in variables
+    assert variables.pop("fp8_sink")  # with it a model would be told that none is differentiated
     _, expected = seen_by(Model().apply, {"params": variables["params"]}, X)
     _, seen = seen_by(converted.apply, variables, X)
     assert seen == expected
@@ -526,3 +527,26 @@ def test_nnx_layers_in_the_place_of_linen_layers_are_told():
         converted = jfp8.convert(model, "current", exempt=())
         with pytest.warns(UserWarning, match=rf"Linear at '{place}'.*nnx\.bridge\.to_linen"):
             converted.init(KEY, X)
+
+
+class Spectral(nn.Module):
+    layer: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.SpectralNorm(self.layer(16))(x, update_stats=False)
+
+
+def test_spectral_norm_of_a_converted_layer_is_told_the_way():
+    """Its own error is that it needs a random key."""
+    converted = jfp8.convert(Spectral(nn.Dense), exempt=())
+    variables = converted.init(KEY, X)
+    with pytest.raises(InvalidRngError, match='needs PRNG for "params"') as error:
+        converted.apply(variables, X)
+    assert "Inside it use jfp8.Dense" in "".join(error.value.__notes__)
+    for way in (
+        jfp8.convert(Spectral(jfp8.Dense), exempt=()),
+        jfp8.convert(Spectral(nn.Dense), exempt="Dense_0"),
+        jfp8.convert(Spectral(nn.Dense), "current", exempt=()),
+    ):
+        way.apply(way.init(KEY, X), X)

@@ -271,6 +271,7 @@ def test_gradients_of_kernels_are_scattered(mesh):
 def test_weights_are_quantized_once_for_all_micro_batches(recipe):
     """One byte for each element, or one for each of its two directions, is kept beside scales."""
     model, variables, _ = made(recipe, 64)
+    variables = {name: tree for name, tree in variables.items() if name != "fp8_sink"}
 
     def gradient(params, x):
         loss = lambda p: jnp.sum(model.apply({**variables, "params": p}, x) ** 2)

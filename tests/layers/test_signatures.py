@@ -57,6 +57,14 @@ def test_layers_take_what_those_of_flax_take(name):
     assert positional(ours) == positional(flax)
 
 
+def test_calls_take_what_those_of_flax_take():
+    ours, flax = (
+        inspect.signature(x.__call__) for x in (jfp8.nnx.MultiHeadAttention, nnx.MultiHeadAttention)
+    )
+    plain = lambda signature: [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+    assert plain(ours) == plain(flax)
+
+
 def test_blocks_of_nnx_have_the_defaults_of_those_of_linen():
     for name in ("LayerNormMLP", "MoE", "TransformerLayer", "RelativePositionBiases"):
         ours = inspect.signature(getattr(jfp8.nnx, name)).parameters

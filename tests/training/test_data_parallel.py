@@ -455,6 +455,21 @@ def test_errors_teach(call, error, words):
         call(jax.value_and_grad(lambda w, batch: w * jnp.mean(batch["x"])))
 
 
+def test_a_batch_that_explicit_axes_do_not_divide_is_told_how():
+    """JAX spoke of in_specs, and of arguments by number."""
+    loss = lambda w, batch: jnp.mean((batch["x"] * batch["scale"] * w) ** 2)
+    batch, w = {"x": jnp.arange(8.0), "scale": 2.0}, jnp.float32(3)
+    for names, sizes in (("data", (N,)), (("data", "fsdp"), (2, 4))):
+        axes = names if isinstance(names, tuple) else (names,)
+        mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes))
+        grad_fn = jfp8.data_parallel(jax.value_and_grad(loss), names, mesh=mesh)
+        with pytest.raises(ValueError, match=r"was given float32\[8\]. Place the batch") as error:
+            grad_fn(w, batch)
+        assert f"jax.NamedSharding(mesh, jax.P({names!r}))" in str(error.value)
+        placed = {**batch, "x": jax.device_put(batch["x"], NamedSharding(mesh, P(names)))}
+        np.testing.assert_allclose(grad_fn(w, placed), jax.value_and_grad(loss)(w, batch), 1e-6)
+
+
 def test_the_gradient_of_every_device_counts():
     """A linear loss: the gradient of the mean is the mean of the inputs. No product is in FP8."""
 

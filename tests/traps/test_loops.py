@@ -7,6 +7,7 @@ first instead of 100 times.
 
 import functools
 import warnings
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -93,6 +94,59 @@ class TestOneEntryForAllUses:
             assert ratio(outputs) == pytest.approx(100, rel=0.02)
             rolls = ends or how != "remat"
             np.testing.assert_allclose(lhs(fp8), entries(LARGEST, step if rolls else 1), rtol=1e-6)
+
+    @pytest.mark.parametrize("converted", [False, True])
+    @pytest.mark.parametrize("lift", [nn.WeightNorm, nn.while_loop])
+    def test_a_transformation_that_does_not_change_the_collection_is_told(self, lift, converted):
+        class Lifted(nn.Module):
+            carried: Any = False
+
+            @nn.compact
+            def __call__(self, x):
+                layer = (nn if converted else jfp8).Dense(16, use_bias=False)
+                if lift is nn.WeightNorm:
+                    return lift(layer)(x)
+                if self.is_initializing():
+                    return layer(x)
+                again, turn = lambda mdl, carry: carry[0] < 2, lambda mdl, c: (c[0] + 1, mdl(c[1]))
+                return lift(again, turn, layer, (0, x), carry_variables=self.carried)[1]
+
+        as_it_is = functools.partial(jfp8.convert, exempt=()) if converted else lambda model: model
+        variables = as_it_is(Lifted()).init(KEY, X)
+        del variables["fp8_sink"]
+        with pytest.warns(UserWarning, match=r"records no amax.*nn\.while_loop\(\.\.\., carry_v"):
+            _, mutated = as_it_is(Lifted()).apply(variables, X, mutable=["fp8"])
+        assert not any(map(np.any, jax.tree.leaves(mutated)))
+        as_it_is(Lifted()).apply(variables, X)  # asks for no record
+        # What the warning advises.
+        if lift is nn.WeightNorm:
+            state = jfp8.TrainState.create(
+                apply_fn=None, variables={**variables}, tx=optax.sgd(0.1)
+            )
+            loss_fn = lambda variables, x: squares([as_it_is(Lifted()).apply(variables, x)])
+            mutated = {"fp8": state.apply_gradients(jfp8.value_and_grad(loss_fn)(state, X)[1]).fp8}
+        else:
+            model = as_it_is(Lifted(converted or "fp8"))
+            _, mutated = model.apply(variables, X, mutable=["fp8"])
+        (product,) = jax.tree.leaves(mutated["fp8"], is_leaf=lambda node: "lhs" in node)
+        assert product["lhs"]["amax_history"][0] >= LARGEST / 100
+
+    @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+    def test_a_sink_that_is_a_constant_of_a_loop_is_told(self, around):
+        """The history of gradients never moved."""
+        variables = jfp8.Dense(16).init(KEY, X)
+
+        def loss(params, sink):
+            both = {"params": params, "fp8": variables["fp8"], "fp8_sink": sink}
+            return squares([around(lambda x: jfp8.Dense(16).apply(both, x))(X[None])])
+
+        params, sink = variables["params"], variables["fp8_sink"]
+        with pytest.warns(UserWarning, match=r"but not to its sink.*argnums=\(0, 1\)"):
+            jax.grad(loss)(params, sink)
+        _, cotangent = jax.grad(loss, argnums=(0, 1))(params, sink)  # what it advises
+        found = jfp8.advance(variables["fp8"], cotangent)["DotGeneral_0"]
+        assert np.count_nonzero(found["grad"]["amax_history"]) == 1
+        jax.grad(lambda x: squares([jfp8.Dense(16).apply(variables, x)]))(X)  # trains no weight
 
     def test_trap_more_uses_than_the_history_is_long(self):
         """18 uses pushed the largest out of a window of 16, for ever."""

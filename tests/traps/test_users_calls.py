@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -491,6 +493,23 @@ def test_an_nnx_layer_inside_of_a_linen_model_is_told():
         nn.Sequential([layer, nn.relu]).init(jax.random.key(0), X)
     bridged = nn.Sequential([nnx.bridge.to_linen(jfp8.nnx.Linear, 16, 4), nn.relu])
     assert "params" in bridged.init(jax.random.key(0), X)
+
+
+def test_a_bridge_that_drops_what_its_nnx_layer_records_is_told():
+    """Histories stayed empty, and a `TrainState` does not know them."""
+    model = nnx.bridge.to_linen(jfp8.nnx.Linear, 16, 4)
+    state = state_of(model, optax.sgd(0.1))
+    with pytest.warns(UserWarning, match=r"to_linen records amaxes.*mutable=\['Fp8State'\]\)"):
+        jfp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x)))(state, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.apply(state.variables, X)  # no training
+        # What the warning advises.
+        apply = lambda v, x: model.apply(v, x, mutable=["Fp8State"])
+        loss_fn = lambda v, x: (jnp.mean((out := apply(v, x))[0]), out[1])
+        _, grads = jfp8.value_and_grad(loss_fn)(state, X)
+    histories = state.apply_gradients(grads).collections["Fp8State"]["dot_general"]["fp8"]
+    np.testing.assert_allclose(histories["lhs"][:2], [np.max(np.abs(X)), 0])
 
 
 def test_float16_without_a_loss_scale_is_told():

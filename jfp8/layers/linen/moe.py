@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY
 from functools import partial
@@ -25,7 +24,7 @@ from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
-from jfp8.tracing.caller import user_level
+from jfp8.tracing.differentiation import warned_if_differentiated
 
 
 class RaggedDot(ProductModule):
@@ -152,7 +151,7 @@ class Router(nn.Module):
             raise ValueError(_no_bias("/".join(self.path), rate))
         bias = self.variable(ROUTER_BIAS, "bias", jnp.zeros, (self.num_experts,), jnp.float32)
         if rate and not updates:
-            logits = _warns_if_differentiated("/".join(self.path), logits)
+            logits = warned_if_differentiated(logits, _bias_stays("/".join(self.path)))
         routed = routing.route(logits, self.num_experts_per_token, **how, bias=bias.value)
         if updates and not self.is_initializing():
             bias.value = routing.updated_bias(bias.value, routed.group_sizes, rate)
@@ -172,24 +171,14 @@ def _no_bias(path: str, rate: float) -> str:
     )
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _warns_if_differentiated(path: str, logits: jax.Array) -> jax.Array:
-    """`logits`; where a gradient is computed through them, training has forgotten the bias."""
-    return logits
-
-
-@_warns_if_differentiated.defjvp
-def _warn(path: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    warnings.warn(
+def _bias_stays(path: str) -> str:
+    return (
         f"A gradient is computed through the router {path!r}, whose bias balances the experts, but "
         f"the {ROUTER_BIAS!r} collection is not mutable, so the bias stays as it is. In training "
         f"write y, mutated = model.apply(variables, x, mutable=[{ROUTER_BIAS!r}]) and keep what is "
         "in mutated for the next step: return it from the loss_fn of jfp8.value_and_grad. To keep "
-        "the bias as it is, make the model with bias_update_rate=0.0.",
-        UserWarning,
-        stacklevel=user_level(),
+        "the bias as it is, make the model with bias_update_rate=0.0."
     )
-    return primals[0], tangents[0]
 
 
 class MoE(nn.Module):

@@ -17,10 +17,10 @@ from flax.core.scope import in_filter
 from flax.linen import dtypes
 from jax import lax
 
+from jfp8.layers.linen import messages
 from jfp8.layers.linen.state_in_gradients import (
     NAME,
     OVERWRITTEN,
-    UNCHANGED,
     StateCollection,
     check_state_collection,
 )
@@ -54,19 +54,6 @@ from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import outermost_scope
 from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import EXPLAINING, note
-
-_TRAINED = (
-    "A loss is differentiated with respect to the 'fp8' collection: an optimizer that takes all "
-    "variables trains amax histories like weights, and nothing records an amax. Use "
-    "jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx) with "
-    "jfp8.value_and_grad; in a loop of another trainer, the collection whose gradient replaces it: "
-    "jfp8.convert(model, recipe, state_collection='_overwrite_with_gradient')."
-)
-_WITHOUT_HISTORIES = (
-    "A model with delayed scaling is trained without its 'fp8' collection, so that every scale "
-    "comes from the tensor itself: current scaling. Pass all that model.init returned, as "
-    "jfp8.TrainState and jfp8.value_and_grad do, or ask for what you get: recipe='current'."
-)
 
 
 class ProductModule(nn.Module):
@@ -120,7 +107,7 @@ class ProductModule(nn.Module):
                 return plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         check_operand(lhs)
         state, records = self.begin(recipe)
-        if state.histories is None and not isinstance(rhs, ScaledArray):
+        if state.histories is None:
             rhs = self._warned_without_histories(recipe, rhs)
         with (
             self._noted(recipe, layer, state),
@@ -163,8 +150,7 @@ class ProductModule(nn.Module):
             histories, sink = self._read_overwritten(recipe)
         else:
             sink = self._read_sink(recipe)
-            is_mapped = self.scope is not None and "map_variables(" in self.scope.path_text
-            histories = self._read_state(recipe, checks=sink is None or is_mapped)
+            histories = self._read_state(recipe, sink)
         place, _ = self._place("fp8", ROLES[0])
         records = self.state_collection == "fp8" and self.is_mutable_collection(place)
         records = records and histories is not None and not self.is_initializing()
@@ -211,39 +197,49 @@ class ProductModule(nn.Module):
         return "/".join(self.path[:depth]), "/".join(self.path[depth:])
 
     @nn.nowrap
-    def _read_state(self, recipe: Recipe, checks: bool) -> dict[str, AmaxState] | None:
-        """Return the histories, made if they are missing and may be; None without them.
-
-        Trees that people have averaged, or that `nn.map_variables` maps, are checked. Training does
-        without: its next entry is right, and on a GPU the check takes five small kernels.
-        """
+    def _read_state(self, recipe: Recipe, sink: jax.Array | None) -> dict[str, AmaxState] | None:
+        """Return the histories, made if they are missing and may be; None without them."""
         empty = recipe.init_state()
         # State of a layer whose recipe keeps none is a mistake, unless it is only there for now.
         if empty is None and self.recipe is None:
             return None
         place = self._place("fp8", ROLES[0])
         if self.has_variable(*place):
-            names = [*ROLES, CHECK] if checks and self._has_check() else ROLES
-            found = {name: self._get("fp8", name) for name in names}
-            if not are_noted() and not self.is_mutable_collection(place[0]):
-                seen = warned_if_differentiated(found["lhs"]["amax"], _TRAINED)
-                found["lhs"] = {**found["lhs"], "amax": seen}
-            return intact_states(found)
-        if empty is None or not self.is_mutable_collection(place[0]):
-            return None
+            return self._read_intact(place[0], checks=sink is None)
         # Parameters that are mutable for other reasons are no invitation.
-        if self.state_in_params and not self.is_initializing():
+        invited = self.is_initializing() or not self.state_in_params
+        if empty is None or not (invited and self.is_mutable_collection(place[0])):
             return None
         for name, value in {**empty, CHECK: jnp.zeros((), jnp.float32)}.items():
             self._put("fp8", name, value)
         return empty
 
     @nn.nowrap
-    def _warned_without_histories(self, recipe: Recipe, rhs: jax.Array) -> jax.Array:
+    def _read_intact(self, collection: str, checks: bool) -> dict[str, AmaxState]:
+        """Return the histories that there are; warn where they should change, but cannot.
+
+        Trees that people have averaged, or that `nn.map_variables` maps, are checked. Training does
+        without: its next entry is right, and on a GPU the check takes five small kernels.
+        """
+        is_mapped = self.scope is not None and "map_variables(" in self.scope.path_text
+        names = [*ROLES, CHECK] if (checks or is_mapped) and self._has_check() else ROLES
+        found = {name: self._get("fp8", name) for name in names}
+        if not self.is_mutable_collection(collection):
+            call = outermost_scope() if checks and not self.is_initializing() else None
+            if call is not None and in_filter(call.mutable, collection):
+                warnings.warn(messages.NOT_MUTABLE_INSIDE, stacklevel=user_level())
+            if not are_noted():
+                seen = warned_if_differentiated(found["lhs"]["amax"], messages.TRAINED)
+                found["lhs"] = {**found["lhs"], "amax": seen}
+        return intact_states(found)
+
+    @nn.nowrap
+    def _warned_without_histories(self, recipe: Recipe, rhs: Any) -> Any:
         """Return `rhs`; to differentiate by it warns if the recipe needs histories."""
-        if self.is_initializing() or is_overridden() or recipe.init_state() is None:
+        needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
+        if needless or isinstance(rhs, ScaledArray):
             return rhs
-        return warned_if_differentiated(rhs, _WITHOUT_HISTORIES)
+        return warned_if_differentiated(rhs, messages.WITHOUT_HISTORIES)
 
     @nn.nowrap
     def _put_state(self, state: dict[str, AmaxState]) -> None:
@@ -280,7 +276,7 @@ class ProductModule(nn.Module):
         elif self.has_variable(*key):
             call: Any = outermost_scope() or self.scope
             if in_filter(call.mutable, OVERWRITTEN) and not call.get_flag("initializing", False):
-                warnings.warn(UNCHANGED, stacklevel=user_level())
+                warnings.warn(messages.UNCHANGED, stacklevel=user_level())
             return read_overwritten(self._get(OVERWRITTEN, NAME), empty)
         return None, None
 

@@ -19,11 +19,6 @@ from jfp8.scaling.state_in_gradients import read_overwritten, steps_of
 StateCollection = Literal["fp8", "_overwrite_with_gradient"]
 OVERWRITTEN: StateCollection = "_overwrite_with_gradient"
 NAME = "state"  # of the variable
-UNCHANGED = (  # a warning where the collection is mutable
-    "apply returns the collection '_overwrite_with_gradient' as it was: its gradient is its next "
-    "value. A loop that keeps what apply returns, such as Kauldron's, records no amax: leave out "
-    "state_collection there. In others, mutable=flax.core.DenyList('_overwrite_with_gradient')."
-)
 
 
 def check_state_collection(name: str) -> None:

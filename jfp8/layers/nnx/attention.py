@@ -203,7 +203,8 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
             each token and head.
         """
         dtype = dtype if self.cache_dtype is None else self.cache_dtype
-        write_cache(self, init_kv_cache((*input_shape[:-1], *_heads(self)), dtype))
+        heads = getattr(self, "num_kv_heads", self.num_heads)  # of keys and values
+        write_cache(self, init_kv_cache((*input_shape[:-1], heads, self.head_dim), dtype))
 
     def __call__(
         self,
@@ -211,14 +212,20 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
         inputs_k: jax.Array | None = None,
         inputs_v: jax.Array | None = None,
         *,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
         decode: bool | None = None,
-        **options: Any,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
     ) -> jax.Array:
         """See ``flax.nnx.MultiHeadAttention.__call__``."""
+        call, given = super().__call__, locals()
         attention_fn, cached = self.attention_fn, read_cache(self)
         if not (self.decode if decode is None else decode) or cached is None:
-            # Without a cache Flax says what is missing.
-            return super().__call__(inputs_q, inputs_k, inputs_v, decode=decode, **options)
+            return pass_on(call, given)  # without a cache Flax says what is missing
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
             cache, operands, mask = with_earlier(cached, query, key, value)
@@ -229,14 +236,9 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
         # For this call only, so NNX need not know.
         object.__setattr__(self, "attention_fn", attend)
         try:
-            return super().__call__(inputs_q, inputs_k, inputs_v, decode=False, **options)
+            return pass_on(call, given | {"decode": False})
         finally:
             object.__setattr__(self, "attention_fn", attention_fn)
-
-
-def _heads(layer: nnx.MultiHeadAttention) -> tuple[int, int]:
-    """Return the number of heads of keys and values, and their features."""
-    return getattr(layer, "num_kv_heads", layer.num_heads), layer.head_dim
 
 
 def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:

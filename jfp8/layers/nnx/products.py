@@ -33,6 +33,7 @@ from jfp8.scaling.history import CHECK, AmaxState, fingerprint, intact, observe,
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import ROLES
 from jfp8.tracing.compat import is_eager, is_in_a_body, trace_state
+from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import note
 
 
@@ -178,6 +179,8 @@ class Product(PrintsRecipe):
             in_bytes = isinstance(rhs, ScaledArray)
             operands = None if in_bytes else (lhs, kernel_values(rhs, rhs_dtype, None))
             state, records = self._begin(recipe, operands)
+            if records and not in_bytes:
+                rhs = _warned_if_not_kept(self.path, rhs)
             causal = recipe.is_causal(layer, history=state.histories is not None)
             ahead = note("ahead", "" if causal else "later positions")
             with note("recipe", recipe.name), ahead, uses_of(self.path):
@@ -295,6 +298,21 @@ def _warn_inside_linen(path: str) -> None:
             "jfp8.Dense, or nnx.bridge.to_linen(jfp8.nnx.Linear, 16, 8).",
             stacklevel=2,
         )
+
+
+def _warned_if_not_kept(path: str, rhs: jax.Array) -> jax.Array:
+    """Return `rhs`; to differentiate by it warns where a Linen bridge drops what is recorded."""
+    module = current_linen_module()
+    collection = nnx.variable_name_from_type(Fp8State, allow_register=True)
+    if module is None or module.is_mutable_collection(collection):
+        return rhs
+    return warned_if_differentiated(
+        rhs,
+        f"The NNX layer{path and f' at {path!r}'} in nnx.bridge.to_linen records amaxes in the "
+        f"collection {collection!r}, which is not mutable: histories stay as they are. Return "
+        "(loss, mutated) from the loss function, of y, mutated = model.apply(variables, x, "
+        f"mutable=[{collection!r}]); or take recipe='current'.",
+    )
 
 
 @jax.custom_batching.custom_vmap
