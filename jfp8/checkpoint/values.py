@@ -247,7 +247,7 @@ def placed(value: Any, like: Any) -> Any:
     """Put `value` where `like` is: on the host, on its devices, or on the default one."""
     if isinstance(like, np.ndarray | np.generic):
         return np.asarray(value)
-    sharding = getattr(like, "sharding", None)
+    sharding: Any = getattr(like, "sharding", None)
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         # Shapes from jax.eval_shape under jax.set_mesh: JAX finds the devices in the mesh set here.
         placing = any(sharding.spec) or not jax.sharding.get_mesh().empty
