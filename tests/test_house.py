@@ -208,7 +208,7 @@ LINES_OF_ROOMS = {
     "optim": 2400,
     "training": 2980,
     "checkpoint": 3040,
-    "conversion": 4290,
+    "conversion": 4315,
     "debug": 3890,
     "plot": 1180,
 }
