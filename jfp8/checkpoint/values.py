@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.tree import Path, described
@@ -246,7 +247,11 @@ def placed(value: Any, like: Any) -> Any:
     """Put `value` where `like` is: on the host, on its devices, or on the default one."""
     if isinstance(like, np.ndarray | np.generic):
         return np.asarray(value)
-    sharding = getattr(like, "sharding", None)
+    sharding: Any = getattr(like, "sharding", None)
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        # Shapes from jax.eval_shape under jax.set_mesh: JAX finds the devices in the mesh set here.
+        placing = any(sharding.spec) or not jax.sharding.get_mesh().empty
+        sharding = sharding.spec if placing else None
     if sharding is not None and getattr(like, "committed", True):
         return jax.device_put(value, sharding)
     return jnp.asarray(value)

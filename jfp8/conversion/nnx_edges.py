@@ -16,7 +16,7 @@ from flax import nnx
 
 from jfp8.conversion.nnx import attributes_of, nodes_of
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge, Selection
-from jfp8.layers.nnx.hooks import hook_of, is_stacked
+from jfp8.layers.nnx.hooks import hook_of, stacked_axes
 from jfp8.tracing.caller import user_level
 
 _HEADS = {"classifier", "head", "lm_head", "logits", "unembed"}
@@ -34,7 +34,7 @@ def edges_of(
     """
     edges: dict[str, Edge] = {}
     for path, layer in [(p, layer) for p, layer in layers if isinstance(layer, nnx.Conv)][:1]:
-        if layer.in_features <= MAX_IMAGE_CHANNELS and not is_stacked(layer):
+        if layer.in_features <= MAX_IMAGE_CHANNELS and not stacked_axes(layer):
             edges[path] = Edge.IMAGE_INPUT
     found = _logits(model)
     if len(found) > 1 and Edge.LOGITS in selection.choices:
@@ -58,7 +58,7 @@ def _logits(model: nnx.Module) -> list[str]:
     """
     layers = {path: node for path, node in nodes_of(model) if hook_of(node) is not None}
     kinds = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
-    linear = [path for path, x in layers.items() if isinstance(x, kinds) and not is_stacked(x)]
+    linear = [path for path, x in layers.items() if isinstance(x, kinds) and not stacked_axes(x)]
     if isinstance(model, nnx.Sequential):
         return [path for path in linear if path.count("/") < 2][-1:]
     read = {_features(layer)[0] for layer in layers.values()}

@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 import jax
@@ -27,7 +29,7 @@ from jfp8.conversion.parameter_products import (
 )
 from jfp8.conversion.selection import Decision, Edge, Selection
 from jfp8.conversion.unconverted_warning import is_known, own_parameters, warn_of_nothing
-from jfp8.layers.nnx.hooks import ValuesOfScaledArrays, hook_of
+from jfp8.layers.nnx.hooks import ValuesOfScaledArrays, hook_of, stacked_axes
 from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
@@ -46,11 +48,13 @@ class OwnParameter:
       place: the path of the module.
       keys: where the parameter is in the module.
       stays: why its product stays as it is, if that is known before it runs.
+      leading: the sizes of the axes along which the module is stacked.
     """
 
     place: str
     keys: tuple[Any, ...]
     stays: Decision | None = None
+    leading: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -70,18 +74,35 @@ class OwnParameter:
 
 def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
     """List the parameters by which modules of a model may multiply themselves, and the modules."""
-    found = []
-    for path, node in nodes_of(module):
+    nodes = list(nodes_of(module))
+    found, stacks = [], _stacks(nodes)
+    for path, node in nodes:
         known = is_known(type(node)) or hook_of(node) is not None
         if isinstance(node, Product) or (known and not has_adapter(node)):
             continue
         for keys, variable in _variables(node):
             value = variable.get_raw_value()
-            matrix = len(getattr(value, "shape", ())) >= 2
+            matrix = len(getattr(value, "shape", ())) >= 2 + len(stacks[path])
             if matrix and jnp.issubdtype(value.dtype, jnp.floating):
                 stays = Decision(None, ADAPTER) if isinstance(variable, nnx.LoRAParam) else None
-                found.append((node, OwnParameter(path, keys, stays)))
+                found.append((node, OwnParameter(path, keys, stays, stacks[path])))
     return found
+
+
+def _stacks(nodes: list[tuple[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """Find the axes along which modules are stacked, by path, from Flax's layers next to them.
+
+    All parameters in a stack begin with these axes, and its layers do not declare them.
+    """
+    around = {path: [PurePosixPath(path), *PurePosixPath(path).parents] for path, _ in nodes}
+    starts: dict[Any, Any] = {p: [] for path, node in nodes if hook_of(node) for p in around[path]}
+    for path, node in nodes:
+        values = [variable.get_raw_value() for _, variable in _variables(node)]
+        shapes = [value.shape for value in values if hasattr(value, "shape")]
+        for place in starts.keys() & around[path]:
+            starts[place] += [*shapes, stacked_axes(node)] if hook_of(node) else shapes
+    found = {place: os.path.commonprefix(shapes) for place, shapes in starts.items()}
+    return {path: next((found[p] for p in around[path] if p in found), ()) for path in around}
 
 
 def _variables(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -109,7 +130,7 @@ def convert_own(model: nnx.Module, selection: Selection) -> None:
         if own.stays is None and decision.recipe is None:
             own = dataclasses.replace(own, stays=decision)
         if own.stays is None and not hasattr(node, own.product):
-            product = DotGeneral(recipe=decision.recipe, path=own.place)
+            product = DotGeneral(recipe=decision.recipe, path=own.place, leading=own.leading)
             setattr(node, own.product, nnx.data(product))
         setattr(node, _OWN, (*getattr(node, _OWN), own))
         promote: Any = getattr(node, "promote_dtype", None)
@@ -160,11 +181,12 @@ def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         if here is not None and here.selection == selection:
             assert isinstance(here.edges, _Call)
             return _followed(self, functools.partial(_computed, selection, here.edges), run)
-        found = _Call(_returned(self, selection, name, args, kwargs))
-        recipe = DelayedScaling() if here is None else here.recipe
-        inside = Region(recipe, here is None or here.enabled, selection, found)
-        with region.entered(inside), _explaining_stacks():
-            result = _followed(self, functools.partial(_computed, selection, found), run)
+        with _explaining_stacks():
+            found = _Call(_returned(self, selection, name, args, kwargs))
+            recipe = DelayedScaling() if here is None else here.recipe
+            inside = Region(recipe, here is None or here.enabled, selection, found)
+            with region.entered(inside):
+                result = _followed(self, functools.partial(_computed, selection, found), run)
         if inside.enabled and name == "__call__":
             _warn(self, found)
         return result
@@ -181,8 +203,8 @@ def _explaining_stacks() -> Iterator[None]:
         said = ("axis sizes", "inconsistent sizes", "belongs to another recipe")
         if any(words in str(error) for words in said):
             error.add_note(
-                "If modules of your own are stacked here, made under nnx.vmap, jfp8.convert cannot "
-                "know that, and made one amax history for all. Convert inside: "
+                "If modules of your own are stacked here, made under nnx.vmap without nnx.Linear "
+                "or another layer of Flax, jfp8.convert cannot know that. Convert inside: "
                 "nnx.vmap(lambda rngs: jfp8.convert(Block(rngs), recipe, exempt=())), or use a "
                 'recipe without state, such as "current".'
             )

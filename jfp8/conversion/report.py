@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
+from jfp8.conversion.flops import flops
 from jfp8.conversion.linen_products import own_attention
 from jfp8.conversion.nnx import nodes_of
 from jfp8.conversion.nnx_models import note_place
@@ -249,10 +249,10 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     # A loop may decode a weight before it begins: its dtype here is no longer that of the operand.
     names = _noted(eqn, "formats", "").split() or [_dtype_name(x) for x in (first, second)]
     narrow = _NARROW.issuperset(names)
-    flops = 2 * out.size * int(terms) if terms else sum(map(_flops, _equations(eqn)))
+    work = 2 * out.size * int(terms) if terms else sum(map(flops, _equations(eqn)))
     cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
     tpu = "" if current_tpu() is None else _noted(eqn, "tpu")
-    expected = _expected_times(flops, (first, second, out), scales, narrow)
+    expected = _expected_times(work, (first, second, out), scales, narrow)
     in_fp8 = cuda.partition(":")[0] not in ("bf16", "emulate")
     us = None if expected is None else 1e6 * (expected.fp8 if in_fp8 else expected.rounded)
     return ProductRow(
@@ -270,7 +270,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         looks_ahead=kind == "fprop" and "ahead" in notes,
         reason="" if narrow else "the recipe keeps an operand in high precision",
         times=times,
-        flops=times * flops,
+        flops=times * work,
         expected_us=us,
         bf16_us=None if expected is None else 1e6 * expected.bf16,
     )
@@ -326,7 +326,7 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
         implementation="jax",
         reason=notes.get("reason") or _why_not(eqn),
         times=times,
-        flops=times * _flops(eqn),
+        flops=times * flops(eqn),
     )
 
 
@@ -352,36 +352,6 @@ def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
         found[once] = found.get(once, 0) + row.times
     for once, times in found.items():
         yield dataclasses.replace(once, times=times, flops=once.flops * times)
-
-
-def _flops(eqn: Any) -> int:
-    """Count the multiplications and additions of a plain product; 0 for anything else."""
-    if eqn.primitive.name not in PRODUCTS:
-        return 0
-    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if eqn.primitive.name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        return 2 * out.size * math.prod(lhs.shape[d] for d in contract)
-    if eqn.primitive.name == "conv_general_dilated":
-        return _conv_flops(lhs.shape, rhs.shape, out.shape, eqn.params["dimension_numbers"])
-    return 2 * lhs.shape[0] * rhs.size // max(rhs.shape[0], 1)  # a row meets one group
-
-
-def _conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumbers) -> int:
-    """Count 2 * batch * features * channels * (pairs of the two smallest of the three sizes).
-
-    The sizes are those of image, kernel and result, along each dimension of space. Products there
-    are triples of a pixel, a tap and a result, of which any two determine the third. For a
-    convolution that makes images no larger this is the usual 2 * results * taps * channels; its
-    gradients, and transposed convolutions, permute the three sizes, and the zeros between elements
-    that JAX writes them with add nothing.
-    """
-    (batch, features, *out_space) = numbers.out_spec
-    lhs_space, (_, channels, *taps) = numbers.lhs_spec[2:], numbers.rhs_spec
-    flops = 2 * out[batch] * out[features] * rhs[channels]
-    for i, k, o in zip(lhs_space, taps, out_space, strict=True):
-        flops *= math.prod(sorted((lhs[i], rhs[k], out[o]))[:2])
-    return flops
 
 
 def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:

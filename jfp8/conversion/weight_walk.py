@@ -113,17 +113,13 @@ class Walk:
         if not bodies:
             return evaluate(eqn, values), _moved(eqn, values, sources)
         rewrite = _REWRITERS.get(name)
-        if not self._concerns(bodies, sources):
+        if not (any(map(_has_product, bodies)) and (self.of_activations or any(sources))):
             return evaluate(eqn, values), nothing
         if rewrite is None:
             with note("reason", f"inside of {name}, whose derivative is its own"):
                 return evaluate(eqn, values), nothing
         with _scope_of(eqn):
             return rewrite(self, eqn, values, sources, states, place)
-
-    def _concerns(self, bodies: Sequence[Jaxpr], sources: Sequence[Source | None]) -> bool:
-        """Tell whether there may be something to replace in `bodies`."""
-        return (self.of_activations or any(sources)) and any(map(_has_product, bodies))
 
     def _matmul(self, eqn: Any, values: Any, sources: Any, states: Any) -> WeightMatmul | None:
         """Return the matmul that `compute` gets; None for others."""

@@ -724,3 +724,25 @@ def test_an_array_goes_to_the_devices_of_its_target():
     assert new["divided"].sharding == sharding
     assert not new["anywhere"].committed
     assert type(new["host"]) is np.ndarray
+
+
+def test_shapes_that_were_made_under_a_mesh_are_a_target():
+    """Their shardings have an abstract mesh: axes with names and sizes, and no devices."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+    sharded = NamedSharding(mesh, PartitionSpec("data"))
+    saved = {"whole": np.arange(4, dtype=np.float32), "divided": np.arange(8, dtype=np.float32)}
+    with jax.set_mesh(mesh):
+        place = lambda: {
+            "whole": jnp.zeros(4),
+            "divided": jax.sharding.reshard(jnp.zeros(8), PartitionSpec("data")),
+        }
+        target = jax.eval_shape(place)
+        new, _ = told(upgrade, saved, target)
+    assert new["divided"].sharding == sharded
+    assert new["whole"].sharding.is_fully_replicated
+    assert new["whole"].sharding.device_set == sharded.device_set
+    assert_same(new, saved)
+    whole = {"whole": saved["whole"]}
+    assert_same(upgrade(whole, {"whole": target["whole"]}), whole)
+    with pytest.raises(ValueError, match=r"divided: .*jax.set_mesh"):
+        upgrade(saved, target)

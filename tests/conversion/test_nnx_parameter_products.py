@@ -328,6 +328,87 @@ def test_stacks_are_converted_inside(size):
         jfp8.convert(Stack(make), "delayed", exempt=())(X)
 
 
+class Norm(nnx.RMSNorm):
+    """A user's own: its vector is a matrix where layers are stacked."""
+
+
+class Mixed(nnx.Module):
+    """Modules of the user's own, with or without a layer of Flax."""
+
+    def __init__(self, rngs, recipe=None, *, linear=True):
+        self.norm, self.own = Norm(8, rngs=rngs), Einsum("btd,df->btf", (8, 8), rngs, recipe)
+        hook = {"dot_general": jfp8.nnx.DotGeneral(recipe=recipe)} if recipe else {}
+        self.linear = nnx.Linear(8, 8, rngs=rngs, **hook) if linear else None
+
+    def __call__(self, x):
+        y = self.own(self.norm(x))
+        return x + (y if self.linear is None else self.linear(nnx.gelu(y)))
+
+
+class Scanned(nnx.Module):
+    """The structure of a language model, with layers that `nnx.vmap` stacks."""
+
+    def __init__(self, rngs, recipe=None, layers=3, **options):
+        make = nnx.vmap(lambda rngs: Mixed(rngs, recipe, **options))
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
+        self.norm, self.head = Norm(8, rngs=rngs), nnx.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        run = lambda x, layer: layer(x)
+        x = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            self.embed(tokens), self.layers
+        )
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_own_modules_in_a_stack_with_layers_of_flax(layers):
+    """That a module is stacked shows in the kernels; 8 is the number of features too.
+
+    The oracle is the same model with jfp8's products written into it.
+    """
+    loss = lambda model, tokens: jnp.mean(model(tokens) ** 2)
+    step = nnx.jit(jfp8.nnx.value_and_grad(loss))
+    converted = jfp8.convert(Scanned(nnx.Rngs(0), layers=layers), "delayed")
+    written = Scanned(nnx.Rngs(0), "delayed", layers=layers)
+    for _ in range(2):
+        (value, grads), (wanted, expected) = step(converted, TOKENS), step(written, TOKENS)
+        assert value == wanted
+    assert value != loss(Scanned(nnx.Rngs(0), layers=layers), TOKENS)
+    own, op = converted.layers.own.DotGeneral_w.fp8, written.layers.own.op.fp8
+    for role in ("lhs", "rhs", "grad"):
+        assert np.all(own[role][:, :2])
+        np.testing.assert_array_equal(own[role][...], op[role][...])
+    np.testing.assert_array_equal(grads.layers.norm.scale[...], expected.layers.norm.scale[...])
+    assert not hasattr(converted.layers.norm, "DotGeneral_scale")
+
+
+def test_a_stack_without_layers_of_flax_is_explained():
+    """Also where the model is looked at first, for the layer that gives the logits."""
+    with pytest.raises(ValueError, match="Convert inside: nnx.vmap"):
+        jfp8.convert(Scanned(nnx.Rngs(0), linear=False), "delayed")(TOKENS)
+
+
+def test_a_matrix_beside_a_stack_is_no_stack():
+    """It has as many rows as there are layers."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = (Einsum("btd,df->btf", (8, 8), rngs) for _ in range(2))
+            self.layers = nnx.split_rngs(splits=8)(nnx.vmap(lambda rngs: Mixed(rngs)))(rngs)
+            self.position = normal(rngs, (1, 6, 8))
+
+        def __call__(self, x):
+            x = self.first(x + self.position)
+            scan = nnx.scan(lambda x, f: f(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return jnp.tanh(self.second(scan(x, self.layers)))
+
+    converted = jfp8.convert(Model(nnx.Rngs(0)), "delayed", exempt=())
+    assert {"first", "second", "layers/own"} <= set(fp8_paths(converted, X))
+    assert converted.first.DotGeneral_w.fp8["lhs"].shape == (16,)
+
+
 @pytest.mark.slow
 def test_a_module_that_differentiates_has_no_history_for_its_gradients():
     """These are a million times smaller here, and by the scale of activations all zeros."""

@@ -80,11 +80,15 @@ def has_stock_product(layer: Any) -> bool:
     return as_flax and getattr(layer, f"{hook.name}_cls", None) is None
 
 
-def is_stacked(layer: Any) -> bool:
-    """Whether `layer`, of a kind with a hook, is several in one, as made under ``nnx.vmap``."""
+def stacked_axes(layer: Any) -> tuple[int, ...]:
+    """Return the sizes of the leading axes of `layer`, of a kind with a hook, under ``nnx.vmap``.
+
+    A single layer has none.
+    """
     hook = hook_of(layer)
     assert hook is not None
-    return len(layer.kernel.get_value().shape) > len(hook.kernel_shape(layer))
+    shape = tuple(layer.kernel.get_value().shape)
+    return shape[: len(shape) - len(hook.kernel_shape(layer))]
 
 
 def install(
@@ -102,7 +106,7 @@ def install(
     hook = hook_of(layer)
     assert hook is not None
     shape, single = tuple(layer.kernel.get_value().shape), hook.kernel_shape(layer)
-    leading = shape[: len(shape) - len(single)]
+    leading = stacked_axes(layer)
     if shape != (*leading, *single):
         raise ValueError(
             f"The kernel of {type(layer).__name__} at {path!r} has shape {shape}, but a single "

@@ -1,0 +1,40 @@
+"""Count the multiplications and additions of products that JAX computes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from jfp8.conversion.edges import PRODUCTS
+
+
+def flops(eqn: Any) -> int:
+    """Count the multiplications and additions of a plain product; 0 for anything else."""
+    if eqn.primitive.name not in PRODUCTS:
+        return 0
+    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if eqn.primitive.name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        return 2 * out.size * math.prod(lhs.shape[d] for d in contract)
+    if eqn.primitive.name == "conv_general_dilated":
+        return conv_flops(lhs.shape, rhs.shape, out.shape, eqn.params["dimension_numbers"])
+    return 2 * lhs.shape[0] * rhs.size // max(rhs.shape[0], 1)  # a row meets one group
+
+
+def conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumbers) -> int:
+    """Count 2 * batch * features * channels * (pairs of the two smallest of the three sizes).
+
+    The sizes are those of image, kernel and result, along each dimension of space. Products there
+    are triples of a pixel, a tap and a result, of which any two determine the third. For a
+    convolution that makes images no larger this is the usual 2 * results * taps * channels; its
+    gradients, and transposed convolutions, permute the three sizes, and the zeros between elements
+    that JAX writes them with add nothing.
+    """
+    (batch, features, *out_space) = numbers.out_spec
+    lhs_space, (_, channels, *taps) = numbers.lhs_spec[2:], numbers.rhs_spec
+    flops = 2 * out[batch] * out[features] * rhs[channels]
+    for i, k, o in zip(lhs_space, taps, out_space, strict=True):
+        flops *= math.prod(sorted((lhs[i], rhs[k], out[o]))[:2])
+    return flops
