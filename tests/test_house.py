@@ -204,11 +204,11 @@ LINES_OF_ROOMS = {
     "recipes": 1500,
     "products": 5400,
     "kernels": 8600,
-    "layers": 5430,
+    "layers": 5440,
     "optim": 2400,
     "training": 2980,
     "checkpoint": 3040,
-    "conversion": 4335,
+    "conversion": 4365,
     "debug": 4440,
     "plot": 1180,
 }

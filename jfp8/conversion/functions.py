@@ -31,16 +31,9 @@ from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.state_in_gradients import read_overwritten, steps_of
-from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import EXPLAINING, layer_noted, note
 
 Histories = dict[str, jax.Array]
-
-_STANDS_STILL = (
-    "A function with delayed scaling is differentiated by its weights and not by its state, whose "
-    "gradient is its next value: no amax is recorded. Differentiate by both, and keep the second: "
-    "loss, (grads, state) = jax.value_and_grad(f, argnums=(0, 1))(params, state, batch)."
-)
 
 
 @dataclass(frozen=True)
@@ -233,12 +226,7 @@ class _Traced:
         return walk.run(closed.jaxpr, closed.consts, arrays, sources, states)[0]
 
     def result(self, walk: Walk, states: Histories) -> Any:
-        """Compute the result as `walk` says; warn if histories will not follow the weights."""
-        floats = [x for x in self.arrays[: self.n_weights] if jnp.issubdtype(x.dtype, jnp.floating)]
-        if states and EXPLAINING.value is None:
-            first = min(states)
-            row = warned_if_differentiated(states[first], _STANDS_STILL, *floats)
-            states = {**states, first: row}
+        """Compute the result as `walk` says."""
         return self.together(self.run(walk, self.arrays, states))
 
 

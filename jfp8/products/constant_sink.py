@@ -18,7 +18,8 @@ def told_if_constant(sink: jax.Array, *weights: Any) -> jax.Array:
         sink,
         "A loss is differentiated with respect to a weight of an FP8 matmul, but not to its sink, "
         "so the amax of its gradient is not recorded. Differentiate with respect to 'fp8_sink' "
-        "(or '_overwrite_with_gradient') as well, jax.grad(loss, argnums=(0, 1))(params, sink), "
-        "and pass that gradient to jfp8.advance. To update no histories leave 'fp8_sink' out.",
+        "(or '_overwrite_with_gradient', or the state of a converted function) as well, "
+        "jax.grad(loss, argnums=(0, 1))(params, sink), and pass that gradient to jfp8.advance. To "
+        "update no histories leave 'fp8_sink' out.",
         *(x for x in weights if isinstance(x, jax.Array)),
     )

@@ -274,7 +274,7 @@ def test_mistakes_are_told():
         jfp8.convert(nn.Dense(4), RECIPE, weights=0)
     with pytest.raises(TypeError, match="holds its weights itself"):
         jfp8.convert(functools.partial(loss, STACK[0]), RECIPE)
-    with pytest.warns(UserWarning, match="by its weights and not by its state"):
+    with pytest.warns(UserWarning, match="but not to its sink.*the state of a converted function"):
         jax.jit(jax.grad(converted))(STACK[0], state, X)
     with pytest.warns(UserWarning, match="No matmul of <lambda> is FP8.*final logits"):
         jfp8.convert(loss, "current")(STACK[0], X)
