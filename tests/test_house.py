@@ -206,7 +206,7 @@ LINES_OF_ROOMS = {
     "kernels": 8600,
     "layers": 5440,
     "optim": 2400,
-    "training": 2980,
+    "training": 2990,
     "checkpoint": 3040,
     "conversion": 4365,
     "debug": 4440,

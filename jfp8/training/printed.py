@@ -27,9 +27,10 @@ def printed_gradients(grads: Any) -> str:
 def printed_state(state: Any) -> str:
     """Return what `TrainState` prints."""
     parts = [f"step={printing.number(state.step)}"]
-    if printing.number(state.skipped_steps) != "0":
+    skipped = printing.number(state.skipped_steps)
+    if skipped.isdigit() and skipped != "0":
         in_a_row = f"the last {printing.number(state.skipped_in_a_row)} in a row"
-        parts.append(f"skipped_steps={printing.number(state.skipped_steps)} ({in_a_row})")
+        parts.append(f"skipped_steps={skipped} ({in_a_row})")
     parts.append(f"params=({_spelled_params(state.params)})")
     if state.fp8:
         begun = printing.number(state.step) != "0"
@@ -79,4 +80,7 @@ def _spelled_optimizer(opt_state: Any) -> str:
 
 
 def _spelled_collections(collections: Any) -> str:
+    of_bits = getattr(collections, "numbers", None)
+    if of_bits is not None and not printing.is_arraylike(collections.units):  # placeholders
+        collections = of_bits
     return "; ".join(f"{name}: {printing.tree(value)}" for name, value in collections.items())

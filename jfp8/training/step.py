@@ -20,6 +20,7 @@ from jfp8.optim.wrapping import has_master_weights
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
+from jfp8.tracing.caller import user_level
 from jfp8.training.histories import Collections, add_recorded, foresee, init_sinks
 from jfp8.training.micro_batches import over_parts_of_arguments
 from jfp8.training.other_model import instead_of_state
@@ -233,7 +234,7 @@ def warn_of_float16(loss_scale: Any, loss_and_params: Any, remedy: str) -> None:
         warnings.warn(
             "Gradients below 6e-8 are zero in float16, and there is no loss scale. Add one: "
             f"{remedy}; or compute in bfloat16.",
-            stacklevel=2,
+            stacklevel=user_level(),
         )
 
 
