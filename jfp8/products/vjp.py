@@ -24,7 +24,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jfp8.products.constant_sink import told_if_constant
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     Kind,
@@ -151,11 +150,8 @@ def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
-    use = None if sink is None else begin_use(sink)
-    if histories is not None and sink is not None and use is None:
-        sink = told_if_constant(sink, rhs, carrier)
     operands = Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
-    return How(options, carrier is not None, use), operands
+    return How(options, carrier is not None, None if sink is None else begin_use(sink)), operands
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

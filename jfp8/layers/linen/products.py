@@ -28,6 +28,7 @@ from jfp8.layers.linen.state_in_params import from_params, into_params, place_of
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, pass_on, promoted
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
+from jfp8.products.constant_sink import told_if_constant
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
@@ -109,6 +110,8 @@ class ProductModule(nn.Module):
         state, records = self.begin(recipe)
         if state.histories is None:
             rhs = self._warned_without_histories(recipe, rhs)
+        elif state.sink is not None and not are_noted():
+            state = told_if_constant(state, rhs)
         with (
             self._noted(recipe, layer, state),
             uses_of(None if records else "/".join(self.path)),
