@@ -99,8 +99,10 @@ def test_the_recipe_of_the_docs_works():
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_on_memory_runs_in_one_piece(tmp_path):
+@pytest.mark.parametrize("other", ["Linen", "NNX"])
+def test_the_code_of_the_page_on_memory_runs_in_one_piece(other, tmp_path):
     page = (ROOT / "docs/memory.md").read_text()
+    page = page.replace(f"**{other}**\n\n```python\n", "```text\n")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) >= 5
     script = tmp_path / "page.py"
