@@ -210,7 +210,7 @@ def _view(eqn: Any, values: Any, source: Source) -> list[Source | None]:
 
 
 def _call(walk: Walk, eqn: Any, values: Any, sources: Any, states: Any, place: Place) -> Any:
-    jaxpr, consts = body_of(eqn) if "jaxpr" in eqn.params else (eqn.params["call_jaxpr"], ())
+    jaxpr, consts = body_of(eqn)
     ins, outs = (eqn.params.get(f"{way}_shardings", ()) for way in ("in", "out"))
     results, made = walk.run(jaxpr, consts, _constrained(values, ins), sources, states, place)
     return _constrained(results, outs), made

@@ -152,7 +152,7 @@ def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """The jaxpr that an equation (``scan``, ``jit``, ``checkpoint``) calls, and its constants."""
-    jaxpr = eqn.params["jaxpr"]
+    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
 
 

@@ -92,7 +92,16 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+LONG = {loop_in_loop, stack_of_stacks, scan_with_one}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(p, marks=[pytest.mark.slow] if p in LONG else [], id=p.__name__)
+        for p in PROGRAMS
+    ],
+)
 def test_gradients_and_histories_are_those_of_scaled_dot_general_by_hand(program):
     weight, lead = PROGRAMS[program]
     loss = lambda mm, p, s, x: jnp.sum(program(mm, p, s, x) ** 2)

@@ -35,7 +35,7 @@ LAYERS = {
     "moe": lambda recipe: jfp8.MoE(4, 32, 2, recipe=recipe),
     "conv": CausalConv,
 }
-DAILY = {("current", "dense"), ("delayed", "attention"), ("nvfp4", "moe"), ("block", "conv")}
+DAILY = {("current", "dense"), ("delayed", "attention"), ("block", "conv")}
 CASES = [
     pytest.param(r, layer, marks=[] if (r, layer) in DAILY else pytest.mark.slow)
     for r in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")

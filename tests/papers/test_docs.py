@@ -429,7 +429,8 @@ def test_pages_have_code():
 
 def test_tabs_come_in_pairs():
     tabs = {page.name: tabs_of(page) for page in RUNNING if tabs_of(page)}
-    assert {"index.md", "quickstart.md"} <= {*tabs}
+    first = ("index", "quickstart", "state", "loss_scaling", "converting", "debugging")
+    assert {f"{page}.md" for page in (*first, "checkpoints", "decoding", "gpus")} <= {*tabs}
     assert all(found == [*TABS] * (len(found) // 2) for found in tabs.values())
 
 
