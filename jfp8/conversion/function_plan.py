@@ -31,7 +31,7 @@ class PlannedMatmul:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of each matmul, by its `WeightMatmul.key`."""
+    """Hold what becomes of each matmul, by its `WeightMatmul.key`."""
 
     selection: Selection
     seen: dict[Any, tuple[str, WeightMatmul]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 The function is traced, and its program computed by a `Walk` that hands each matmul with a weight to
 jfp8. All that a matmul has to remember is one array, whose gradient is its next value (see
-`scaling.state_in_gradients`): so a loop only has to take the gradient by the state, too.
+`scaling.state_in_gradients`): so a loop only differentiates with respect to the state, too.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Fp8Function:
         if set(given) != set(needed):
             missing, unknown = sorted(set(needed) - set(given)), sorted(set(given) - set(needed))
             raise ValueError(
-                f"The state is that of other matmuls: it lacks {missing}, and has {unknown}. Make "
+                f"The state belongs to other matmuls: it lacks {missing}, and has {unknown}. Make "
                 "it by init of this function, with arguments of the same structure."
             )
         for name, shape in needed.items():

@@ -72,7 +72,7 @@ def convert(
     State is as for `jfp8.Dense`: ``init`` returns ``fp8`` and ``fp8_sink`` besides ``params``.
 
     A function of arrays, of whatever library, becomes an `Fp8Function`: matmuls, convolutions and
-    ragged products of its weights with something else are FP8, also inside of ``jit``, ``scan``,
+    ragged products of its weights with something else are FP8, also inside ``jit``, ``scan``,
     ``checkpoint``, ``cond`` and ``shard_map``. Its state is one more argument, whose gradient is
     its next value: see "Without Flax" in the docs.
 

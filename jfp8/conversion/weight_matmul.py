@@ -13,7 +13,7 @@ import numpy as np
 from jfp8.tracing.compat import evaluate
 
 Place: TypeAlias = tuple[int, ...]
-"""The index of an equation, after those of the equations that it is inside of."""
+"""The index of an equation, after the indices of the equations around it."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 `walk` computes a jaxpr equation by equation and follows each weight through casts, transposes,
 slices and the like, into ``jit``, ``scan``, ``while``, ``cond``, ``checkpoint`` and ``shard_map``.
 A matmul of such a weight and something else goes to a function, which computes it in another way.
-What runs inside of a function with its own derivative (``custom_jvp``, ``custom_vjp``) is left
+What runs inside a function with its own derivative (``custom_jvp``, ``custom_vjp``) is left
 alone: its derivative belongs to what it computes.
 """
 
@@ -113,10 +113,12 @@ class Walk:
         if not bodies:
             return evaluate(eqn, values), _moved(eqn, values, sources)
         rewrite = _REWRITERS.get(name)
-        if not (any(map(_has_product, bodies)) and (self.of_activations or any(sources))):
+        moves = name in _CALLS and any(sources)  # such as jnp.take
+        concerned = any(map(_has_product, bodies)) and (self.of_activations or any(sources))
+        if not moves and not concerned:
             return evaluate(eqn, values), nothing
         if rewrite is None:
-            with note("reason", f"inside of {name}, whose derivative is its own"):
+            with note("reason", f"inside {name}, which has a derivative of its own"):
                 return evaluate(eqn, values), nothing
         with _scope_of(eqn):
             return rewrite(self, eqn, values, sources, states, place)
@@ -267,7 +269,7 @@ def _scan(walk: Walk, eqn: Any, values: Any, sources: Any, states: Any, place: P
 
 
 def _carried(jaxpr: Jaxpr, sources: Sequence[Any], start: int) -> list[Source | None]:
-    """Return the sources of what a loop carries: those of values that it does not change."""
+    """Return the sources of what a loop carries, of values that it does not change."""
     ins = jaxpr.invars[start : start + len(sources)]
     outs = jaxpr.outvars[: len(sources)]
     return [source if v is w else None for source, v, w in zip(sources, ins, outs, strict=True)]

@@ -76,12 +76,12 @@ class ProgramCheck:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no scale carries a later position into an earlier result."""
+        """Return True if no scale carries a later position into an earlier result."""
         return not self.later and not self.unknown
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether no scale carries one sequence into the result of another."""
+        """Return True if no scale carries one sequence into the result of another."""
         return not self.others and not self.unknown
 
     @property

@@ -1,7 +1,7 @@
 """State whose gradient is its new value, for training loops that know nothing of FP8.
 
 Flax's ``TrainState``, Keras, and trainers such as MaxText, replace some variables by their
-gradients. So all state of a product is one such variable, and the gradient by it is what the
+gradients. So all state of a product is one such variable, and its gradient is what the
 product has to remember.
 
 JAX adds cotangents of several uses, and loops average them over micro-batches and devices. What is
@@ -47,7 +47,7 @@ def init_overwritten(empty: Mapping[str, AmaxState]) -> jax.Array:
 def read_overwritten(
     variable: jax.Array, empty: Mapping[str, AmaxState] | None = None
 ) -> tuple[dict[str, AmaxState], jax.Array]:
-    """Read the histories in `variable`, and a sink; the gradient by `variable` is its next value.
+    """Read the histories in `variable`, and a sink; its gradient is its next value.
 
     Args:
       variable: f32[3 * (2050 + 31 H)].
