@@ -23,7 +23,7 @@ from jax import lax
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.parts import expand_scale
-from jfp8.tracing.device import Device
+from jfp8.tracing.device import PLANNERS, Device
 
 Numbers: TypeAlias = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
@@ -36,15 +36,8 @@ HARDWARE_FORMATS = frozenset({E4M3FN, E5M2})
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu", "mosaic_tpu"]
 
-# The door to the chips: each kind of device, and each implementation that can be asked for by name,
-# with the module that plans its matmuls. No file of the core imports one.
-_PLANNERS = {
-    "cuda": "jfp8.kernels.cuda",
-    "rocm": "jfp8.kernels.rocm",
-    "tpu": "jfp8.kernels.tpu.dot",
-    "several": "jfp8.kernels.several",
-}
-_NAMED = {
+# The implementations that can be asked for by name, with the modules that plan them.
+NAMED = {
     "emulate": None,
     "xla": "jfp8.kernels.xla.planner",
     "mosaic_gpu": "jfp8.kernels.cuda",
@@ -57,17 +50,17 @@ def planner_of(device: Device, implementation: str | None = None) -> Any:
 
     Then the reference computes. See `jfp8.kernels` for the functions that a planner has.
     """
-    if implementation in _NAMED:
-        module = _NAMED[implementation]
+    if implementation in NAMED:
+        module = NAMED[implementation]
     else:
-        module = None if device is None else _PLANNERS.get(device.platform)
+        module = None if device is None else PLANNERS.get(device.platform)
     return None if module is None else importlib.import_module(module)
 
 
 def check_implementation(implementation: str | None) -> None:
     """Raise ``ValueError`` unless `implementation` is None or names an implementation."""
-    if implementation is not None and implementation not in _NAMED:
-        allowed = ", ".join(map(repr, _NAMED))
+    if implementation is not None and implementation not in NAMED:
+        allowed = ", ".join(map(repr, NAMED))
         raise ValueError(
             f"implementation={implementation!r} is unknown. Allowed: {allowed}, or None, which "
             "picks one for the platform."

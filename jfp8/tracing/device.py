@@ -15,13 +15,15 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-# Compute capability by the name of the device, for programs that are compiled without it.
-_CAPABILITIES = {
-    r"\b(H100|H200|H20|H800|GH200)\b": (9, 0),
-    r"\b(B100|B200|GB200)\b": (10, 0),
-    r"\b(B300|GB300)\b": (10, 3),
-    r"\b(L4|L40|L40S|RTX 40\d\d|RTX 6000 Ada)\b": (8, 9),
-    r"\b(A100|A800|A30)\b": (8, 0),
+from jfp8.tracing.capability import capability_of
+
+# The door to the chips: each platform of JAX that a module plans for. The core, which computes for
+# all others, imports none of them: `jfp8.matmul.spec.planner_of` does while a program is traced.
+PLANNERS = {
+    "cuda": "jfp8.kernels.cuda",
+    "rocm": "jfp8.kernels.rocm",
+    "tpu": "jfp8.kernels.tpu.dot",
+    "several": "jfp8.kernels.several",
 }
 
 
@@ -81,7 +83,15 @@ class Several:
     platform: str = "several"
 
 
-Device: TypeAlias = Gpu | Tpu | Several | None
+@dataclass(frozen=True)
+class Chip:
+    """Any other device that a module plans for."""
+
+    platform: str
+    kind: str = ""
+
+
+Device: TypeAlias = Gpu | Tpu | Chip | Several | None
 """None: a CPU, or any other device that the reference computes for."""
 
 _lowered_for = jax.make_user_context(None)
@@ -108,7 +118,7 @@ def for_platforms(*platforms: str) -> AbstractContextManager[object]:
     >>> with jfp8.for_platforms("cuda"):
     ...     pass
     """
-    known = ("cpu", "cuda", "rocm", "tpu")
+    known = ("cpu", *sorted(PLANNERS.keys() - {"several"}))
     if not platforms or not set(platforms) <= set(known):
         raise ValueError(f"for_platforms takes any of {known}, as strings; got {platforms}.")
     return _lowered_for(tuple(sorted(set(platforms))))
@@ -142,14 +152,17 @@ def current_device(*arrays: Any) -> Device:
     if platform == "tpu":
         # Without a mesh in the types there may be one all the same.
         return Tpu(jax.devices("tpu")[0].device_kind, jax.device_count("tpu") > 1)
-    return None
+    return Chip(platform) if platform in PLANNERS else None
 
 
 def _device_of_platforms(platforms: tuple[str, ...]) -> Device:
     if len(platforms) > 1:
         return Several(platforms)
+    (name,) = platforms
+    if name in ("cuda", "rocm"):
+        return Gpu("", None, platform=name)
     by_name: dict[str, Device] = {"cpu": None, "tpu": Tpu("TPU")}
-    return by_name.get(platforms[0], Gpu("", None, platform=platforms[0]))
+    return by_name.get(name, Chip(name))
 
 
 def _described(platform: str, kind: str, here: AbstractMesh, mesh: Any) -> Device:
@@ -158,8 +171,8 @@ def _described(platform: str, kind: str, here: AbstractMesh, mesh: Any) -> Devic
         sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
         return Tpu(kind, any(size > 1 and name not in manual for name, size in sizes))
     if platform != "gpu":
-        return None
-    capability = _capability_of(kind)
+        return Chip(platform, kind) if platform in PLANNERS else None
+    capability = capability_of(kind)
     is_amd = capability is None and re.search(r"AMD|Radeon|Instinct|gfx\d|MI\d{3}", kind)
     kinds = {kind for n, kind in zip(here.axis_sizes, here.axis_types, strict=True) if n > 1}
     partly_manual = AxisType.Manual in kinds and len(kinds) > 1
@@ -188,19 +201,6 @@ def current_tpu(*arrays: Any) -> Tpu | None:
     """Return the TPU that JAX is tracing for; None if it is another device."""
     device = current_device(*arrays)
     return device if isinstance(device, Tpu) else None
-
-
-def _capability_of(kind: str) -> tuple[int, int] | None:
-    """Return the capability of a device of this kind here, or what the name of the kind says."""
-    if jax.default_backend() == "gpu":
-        for device in jax.devices():
-            said = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-            if said is not None and device.device_kind == kind:
-                return int(said[1]), int(said[2])
-    for pattern, capability in _CAPABILITIES.items():
-        if re.search(pattern, kind):
-            return capability
-    return None
 
 
 # Meshes whose axes are part of the types of arrays (``AxisType.Explicit``).
