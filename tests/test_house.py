@@ -205,11 +205,11 @@ LINES_OF_ROOMS = {
     "recipes": 1500,
     "products": 5400,
     "kernels": 8600,
-    "layers": 5440,
+    "layers": 5445,
     "optim": 2400,
     "training": 2990,
     "checkpoint": 3040,
-    "conversion": 4365,
+    "conversion": 4615,
     "debug": 4440,
     "plot": 1180,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,9 +32,14 @@ class PlannedMatmul:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold what becomes of each matmul, by its `WeightMatmul.key`."""
+    """Hold what becomes of each matmul, by its `WeightMatmul.key`.
+
+    Attributes:
+      constants: the arrays that the function holds itself.
+    """
 
     selection: Selection
+    constants: Sequence[Any] = ()
     seen: dict[Any, tuple[str, WeightMatmul]] = field(default_factory=dict)
     matmuls: dict[Any, PlannedMatmul] = field(default_factory=dict)
     ahead: dict[str, str] = field(default_factory=dict)
@@ -76,7 +82,19 @@ class Plan:
             )
 
     def warn(self, name: str, weights: tuple[int, ...]) -> None:
-        """Warn where nothing of a function becomes FP8, or where it is causal and looks ahead."""
+        """Warn where nothing of a function becomes FP8, or where it is causal and looks ahead.
+
+        Or where all that the weights meet are arrays that the function holds itself.
+        """
+        met = [matmul.x for _, matmul in self.seen.values() if matmul.source.path]
+        if met and all(any(x is held for held in self.constants) for x in met):
+            warnings.warn(
+                f"{name} multiplies argument {', '.join(map(str, weights))} by arrays that it "
+                "holds itself. If those are the weights, pass them as an argument: "
+                "jfp8.convert(lambda params, x: ..., recipe), or weights= for another position.",
+                UserWarning,
+                stacklevel=user_level(),
+            )
         if self.ahead:
             warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
         planned = self.matmuls.values()

@@ -126,7 +126,7 @@ class Fp8Function:
 
     def _plan(self, traced: _Traced) -> Plan:
         """Find all matmuls with weights, and decide which become FP8."""
-        plan = Plan(self.selection)
+        plan = Plan(self.selection, traced.closed.consts)
         walk = Walk(plan.see, {}, self.selection.attention)
         with region.entered(edges.LOOKING):
             looked = jax.make_jaxpr(lambda *arrays: traced.run(walk, arrays, {}))(*traced.arrays)

@@ -22,15 +22,15 @@ from flax.traverse_util import flatten_dict
 from jfp8.conversion import edges
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.linen_products import (
-    by_choice,
     check_cache_dtypes,
     check_caching_layers,
+    choose_products,
     find_products,
     is_layer,
     replace_caches,
     replace_products,
 )
-from jfp8.conversion.parameter_products import ParameterProduct
+from jfp8.conversion.parameter_products import ParameterProduct, mark_inside
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.conversion.unconverted_warning import bridged_message, own_parameters, warn_of_nothing
@@ -349,12 +349,12 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         where = {"state_in_params": state_in_params, "state_collection": selection.state_collection}
         return ProductOf(DotGeneral, decision.recipe, None, **where)
 
-    def found_one(product: ParameterProduct) -> jax.Array:
+    def chosen(product: ParameterProduct) -> ProductOf | str:
         if region.current() != here:
-            return product.plain()
+            return ""
         path = product.parameter.path
         met.products.add(from_here(path))
-        return by_choice(product, choose(path, product.parameter.module, product.x, ""))
+        return choose(path, product.parameter.module, product.x, "")
 
     def attention(path: str, layer: Any, own: str) -> Callable[..., Any] | str | None:
         if region.current() != here or not selection.attention:
@@ -378,7 +378,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         return next_fun(*args, **kwargs)
 
     kept = lambda: selection.cache_dtype if region.current() == here else None
-    products = find_products(found_one), replace_products(choose, attention)
+    products = choose_products(chosen), replace_products(choose, attention)
     with region.entered(here), contextlib.ExitStack() as stack:
         for interceptor in (watch, *products, replace_caches(kept)):
             stack.enter_context(nn.intercept_methods(interceptor))
@@ -426,7 +426,7 @@ def _edges_of(
     arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
     with (
         region.entered(edges.LOOKING),
-        nn.intercept_methods(find_products(edges.mark_product)),
+        nn.intercept_methods(find_products(edges.mark_product, mark_inside)),
         nn.intercept_methods(mark),
         nn.intercept_methods(replace_caches(lambda: selection.cache_dtype)),
     ):

@@ -23,6 +23,7 @@ from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 from jfp8.conversion.parameter_products import (
     Parameter,
     ParameterProduct,
+    Prepared,
     followed_modules,
     following,
 )
@@ -38,9 +39,12 @@ from jfp8.layers.linen.products import (
     promote_dtype,
     promote_values,
 )
+from jfp8.layers.options import kernel_dtype
+from jfp8.products.operation import Options, State
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.formats import Format
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.compat import not_interposed
@@ -198,6 +202,31 @@ def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
     """
     if isinstance(chosen, str):
         return product.staying(chosen)
+    return product.by(_module_of(product, chosen))
+
+
+def prepared(product: ParameterProduct, chosen: ProductOf | str) -> Prepared:
+    """Say how `product` is computed in the body of a loop; its state is beside the parameter."""
+    if isinstance(chosen, str):
+        return Prepared.staying(chosen)
+    module = _module_of(product, chosen)
+    own = None if module.recipe is None else check_recipe(module.recipe)
+    recipe = region.recipe_in_effect(own, product.parameter.place)
+    if recipe is None:
+        return Prepared.staying(region.why_in_high_precision())
+    state, records = module.begin(recipe)
+    # A body cannot write into a collection: without a sink nothing would ever end a step.
+    histories = None if records and state.sink is None else state.histories
+
+    def compute(inside: ParameterProduct, arrays: Any) -> jax.Array:
+        dtype = kernel_dtype(inside.x, inside.weight, module.casts_kernel)
+        options = Options(recipe, module.implementation, dtype)
+        return inside.in_fp8(recipe, options, State(*arrays))
+
+    return Prepared(compute, (histories, state.sink))
+
+
+def _module_of(product: ParameterProduct, chosen: ProductOf) -> ProductModule:
     scope = product.parameter.module.scope
     assert scope is not None
     name = f"DotGeneral_{product.parameter.name}" + (f"_{product.nth}" if product.nth > 1 else "")
@@ -205,11 +234,25 @@ def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
     inner = scope.push(name, reuse=True)
     if is_free:  # for a module that the user calls so
         del scope.reservations[name]
-    return product.by(chosen(parent=inner))
+    return chosen(parent=inner, leading=product.loops)
 
 
-def find_products(found: Callable[[ParameterProduct], jax.Array]) -> Callable[..., Any]:
-    """Make an interceptor under which products of parameters are what `found` gives for them."""
+def choose_products(chosen: Callable[[ParameterProduct], ProductOf | str]) -> Callable[..., Any]:
+    """Make an interceptor under which products of parameters are by what `chosen` gives for them.
+
+    Args:
+      chosen: returns what makes a product, or why it stays as it is.
+    """
+    return find_products(
+        lambda product: by_choice(product, chosen(product)),
+        lambda product: prepared(product, chosen(product)),
+    )
+
+
+def find_products(
+    found: Callable[[ParameterProduct], jax.Array], prepare: Callable[[ParameterProduct], Prepared]
+) -> Callable[..., Any]:
+    """Make an interceptor under which products of parameters are found; see `Follower`."""
 
     def intercept(next_fun, args, kwargs, context):
         module = context.module
@@ -219,7 +262,7 @@ def find_products(found: Callable[[ParameterProduct], jax.Array]) -> Callable[..
             with not_interposed():  # layers have products of their own
                 return next_fun(*args, **kwargs)
         modules = (module, *followed_modules())
-        with following(modules, functools.partial(_parameter_of, modules), found):
+        with following(modules, functools.partial(_parameter_of, modules), found, prepare):
             return next_fun(*args, **kwargs)
 
     return intercept
@@ -248,12 +291,13 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
         del path, layer, x
         return own if own or region.current() != here else made
 
-    def found(product: ParameterProduct) -> jax.Array:
-        return by_choice(product, made) if region.current() == here else product.plain()
+    def chosen(product: ParameterProduct) -> ProductOf | str:
+        del product
+        return made if region.current() == here else ""
 
     with (
         region.entered(here),
-        nn.intercept_methods(find_products(found)),
+        nn.intercept_methods(choose_products(chosen)),
         nn.intercept_methods(replace_products(choose, lambda *_: None)),
     ):
         yield

@@ -24,16 +24,20 @@ from jfp8.conversion.nnx import children_of, has_adapter, nodes_of, reason_of, s
 from jfp8.conversion.parameter_products import (
     Parameter,
     ParameterProduct,
+    Prepared,
     followed_modules,
     following,
+    mark_inside,
 )
 from jfp8.conversion.selection import Decision, Edge, Selection
 from jfp8.conversion.unconverted_warning import is_known, own_parameters, warn_of_nothing
 from jfp8.layers.nnx.hooks import ValuesOfScaledArrays, hook_of, stacked_axes
 from jfp8.layers.nnx.products import DotGeneral, Product
+from jfp8.products.operation import Options, State
 from jfp8.recipes import in_effect as region
-from jfp8.recipes.in_effect import Region
+from jfp8.recipes.in_effect import Region, recipe_in_effect, why_in_high_precision
 from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.scaling.sink import ROLES
 
 _OWN = "jfp8_own"  # the attribute of a module that has its `OwnParameter`s
 _ROOT = "jfp8_root"  # that of the model as a whole
@@ -177,16 +181,16 @@ def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         run = functools.partial(function, self, *args, **kwargs)
         here, selection = region.current(), type(self).jfp8_selection
         if here is not None and here.selection == edges.LOOKING.selection:
-            return _followed(self, edges.mark_product, run)
+            return _followed(self, edges.mark_product, mark_inside, run)
         if here is not None and here.selection == selection:
             assert isinstance(here.edges, _Call)
-            return _followed(self, functools.partial(_computed, selection, here.edges), run)
+            return _followed(self, *_how(selection, here.edges), run)
         with _explaining_stacks():
             found = _Call(_returned(self, selection, name, args, kwargs))
             recipe = DelayedScaling() if here is None else here.recipe
             inside = Region(recipe, here is None or here.enabled, selection, found)
             with region.entered(inside):
-                result = _followed(self, functools.partial(_computed, selection, found), run)
+                result = _followed(self, *_how(selection, found), run)
         if inside.enabled and name == "__call__":
             _warn(self, found)
         return result
@@ -211,7 +215,7 @@ def _explaining_stacks() -> Iterator[None]:
         raise
 
 
-def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run: Any) -> Any:
+def _followed(module: nnx.Module, found: Any, prepare: Any, run: Any) -> Any:
     """Call `run`, in which products of parameters in `module` are what `found` says."""
     call = getattr(region.current(), "edges", None)
     if isinstance(call, _Call):
@@ -233,25 +237,70 @@ def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run:
         given = set(map(id, values))
         return not any(id(x) in given for p in products for x in p.histories().values())
 
-    with following(modules, lookup, found, enters):
+    with following(modules, lookup, found, prepare, enters):
         return run()
+
+
+def _how(selection: Selection, call: _Call) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return how products of parameters are computed, and prepared in bodies."""
+    of = functools.partial
+    return of(_computed, selection, call), of(_prepared, selection, call)
 
 
 def _computed(selection: Selection, call: _Call, product: ParameterProduct) -> jax.Array:
     """Compute `product` in FP8, or plain and with the reason for that."""
+    dot_general = _chosen(selection, call, product)
+    if isinstance(dot_general, str):
+        return product.staying(dot_general)
+    return product.by(dot_general)
+
+
+def _prepared(selection: Selection, call: _Call, product: ParameterProduct) -> Prepared:
+    """Say how `product` is computed in the body of a loop or a checkpoint.
+
+    A body cannot write into the model, so histories are read there only with a sink, or where none
+    is recorded: one for all turns, unless the module is stacked like them.
+    """
+    dot_general = _chosen(selection, call, product)
+    if isinstance(dot_general, str):
+        return Prepared.staying(dot_general)
+    recipe = recipe_in_effect(dot_general.recipe, dot_general.path)
+    if recipe is None:
+        return Prepared.staying(why_in_high_precision())
+    histories, sink = _state_in_a_body(dot_general)
+    options = Options(recipe, dot_general.implementation)
+    compute = lambda inside, state: inside.in_fp8(recipe, options, State(*state))
+    leading = () if histories is None else histories[ROLES[0]]["amax"].shape
+    return Prepared(compute, (histories, sink), stacked=leading == product.loops)
+
+
+def _state_in_a_body(product: Product) -> tuple[Any, jax.Array | None]:
+    """Return histories and sink of `product`; None where a use would have to record."""
+    sink = None if product.fp8_sink is None else product.fp8_sink.get_value()
+    records = sink is None and not product.use_running_average
+    if product.fp8 is None or region.is_overridden() or records:
+        return None, None
+    histories = product.intact_histories() if sink is None else product.histories()
+    zeros = jnp.zeros(histories[ROLES[0]].shape[:-1], jnp.float32)
+    return {r: {"amax_history": h, "amax": zeros} for r, h in histories.items()}, sink
+
+
+def _chosen(selection: Selection, call: _Call, product: ParameterProduct) -> DotGeneral | str:
+    """Return what computes `product`, or why it stays as it is."""
     module, path = product.parameter.module, product.parameter.path
     own = next(own for own in getattr(module, _OWN) if own.path == path)
     edge = Edge.LOGITS if path in call.returned else None
     decision = own.stays or selection.decide(path, module, edge)
     if decision.recipe is None:
         call.stayed[path] = type(module), decision
-        return product.staying(decision.reason)
+        return decision.reason
     call.converted.add(path)
-    dot_general = getattr(module, own.product)
-    if product.nth > 1:  # such as a gradient that the module takes itself: another kind of tensors
-        dot_general = DotGeneral(recipe=decision.recipe, path=own.place)
-        dot_general.fp8 = None
-    return product.by(dot_general)
+    if product.nth == 1:
+        return getattr(module, own.product)
+    # Such as a gradient that the module takes itself: another kind of tensors.
+    without_state = DotGeneral(recipe=decision.recipe, path=own.place)
+    without_state.fp8 = None
+    return without_state
 
 
 def _returned(

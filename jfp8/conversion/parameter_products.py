@@ -4,24 +4,30 @@ All of these are ``dot_general`` in the end. While a method of such a module run
 each operation of JAX, and recognises a parameter of the module, also cast, transposed, reshaped,
 sliced, or joined with others, by its identity. Nothing is patched, and the values are JAX's own.
 
-A product inside ``jax.checkpoint``, ``jax.lax.scan`` or the like is not found, if the module calls
-that itself; one inside ``remat``, ``scan``, ``vmap`` of Flax or ``jax.jit`` is.
+The bodies of ``jax.checkpoint``, ``jax.lax.scan`` and the like are followed by a `Walk`, as they
+are in a function. What is inside of a function with its own derivative is not found.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jfp8.conversion.weight_walk import JOINED, SAME
+from jfp8.conversion import edges
+from jfp8.conversion.weight_matmul import Place, Source, WeightMatmul
+from jfp8.conversion.weight_walk import JOINED, SAME, Walk, is_entered
+from jfp8.products.dot_general import observed_dot_general
+from jfp8.products.operation import Options, State
+from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.compat import interposed, interposing
-from jfp8.tracing.notes import layer_noted
+from jfp8.tracing.notes import layer_noted, note
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class ParameterProduct:
       swapped: whether the weight is the first operand.
       bind: computes it, from both operands in their order.
       params: of the primitive.
+      loops: the lengths of the ``jax.lax.scan`` s that slice the parameter, the outermost first.
     """
 
     parameter: Parameter
@@ -63,16 +70,46 @@ class ParameterProduct:
     swapped: bool
     bind: Callable[..., jax.Array]
     params: Mapping[str, Any]
+    loops: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return ``"Block_0/attn/w"``, or ``"Block_0/attn/w_2"`` of the second such product."""
+        return self.parameter.path + (f"_{self.nth}" if self.nth > 1 else "")
 
     def plain(self) -> jax.Array:
         """Compute the product as the module does by itself."""
         operands = (self.weight, self.x) if self.swapped else (self.x, self.weight)
         return self.bind(*operands, **self.params)
 
+    def abstract(self) -> ParameterProduct:
+        """Return it with shapes in place of the operands."""
+        shape_of: Any = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return replace(self, x=shape_of(self.x), weight=shape_of(self.weight))
+
     def staying(self, reason: str) -> jax.Array:
-        """Compute `plain`, with the reason for that in reports."""
-        with layer_noted(self.parameter.place, type(self.parameter.module).__name__, reason):
+        """Compute `plain`, with the reason for that in reports; "": it is not this model's."""
+        with self._noted(reason) if reason else contextlib.nullcontext():
             return self.plain()
+
+    def in_fp8(self, recipe: Recipe, options: Options, state: State) -> jax.Array:
+        """Compute the product in a body, where no module may read or write what it keeps."""
+
+        def dot_general(x: Any, w: Any, numbers: Any, precision: Any, dtype: Any) -> jax.Array:
+            del precision
+            how = {"preferred_element_type": dtype}
+            return observed_dot_general(x, w, numbers, options, state, **how)[0]
+
+        has_histories = state.histories is not None
+        lacks = not has_histories and recipe.init_state() is not None
+        causal = recipe.is_causal("dense", history=has_histories)
+        ahead = note("ahead", "" if causal else "later positions")
+        named = note("recipe", f"{recipe.name}, no histories" if lacks else recipe.name)
+        with self._noted(""), named, ahead:
+            return self.by(dot_general)
+
+    def _noted(self, reason: str) -> AbstractContextManager[None]:
+        return layer_noted(self.parameter.place, type(self.parameter.module).__name__, reason)
 
     def by(self, dot_general: Callable[..., jax.Array]) -> jax.Array:
         """Compute the product by `dot_general`, whose second operand is the weight."""
@@ -91,6 +128,26 @@ class ParameterProduct:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """Say how a product in the body of a loop or a checkpoint is computed.
+
+    Attributes:
+      compute: ``compute(product, state)``, in the body.
+      state: arrays; () if there are none.
+      stacked: whether they have the axes of `ParameterProduct.loops`, and a turn gets a part each.
+    """
+
+    compute: Callable[[ParameterProduct, Any], jax.Array]
+    state: Any = ()
+    stacked: bool = True
+
+    @classmethod
+    def staying(cls, reason: str) -> Prepared:
+        """Compute the product as the module does, with the reason for that in reports."""
+        return cls(lambda product, _: product.staying(reason))
+
+
+@dataclass(frozen=True)
 class Follower:
     """Follow the parameters of modules through every operation under `interposed`.
 
@@ -98,6 +155,7 @@ class Follower:
       modules: those whose parameters it follows.
       parameter_of: the parameter of one of them that an array is, if it is one.
       found: what each product of a parameter with something else becomes.
+      prepare: makes a `Prepared` of such a product in a body, whose `x` and `weight` are shapes.
       enters: whether to follow into a ``jit`` that is given these values.
       known: values made of a parameter, by identity; kept, so that no other value gets that.
       sums: for each parameter, the shapes of weights with the dimensions that are summed over, in
@@ -107,6 +165,7 @@ class Follower:
     modules: Sequence[Any]
     parameter_of: Callable[[Any], Parameter | None]
     found: Callable[[ParameterProduct], jax.Array]
+    prepare: Callable[[ParameterProduct], Prepared]
     enters: Callable[[Any], bool]
     known: dict[int, tuple[Any, Parameter]] = field(default_factory=dict)
     sums: dict[str, list[Any]] = field(default_factory=dict)
@@ -121,14 +180,20 @@ class Follower:
             if (any(sources) or any(constants)) and self.enters(values):
                 with interposed(self):  # what is inside passes by here
                     return jaxpr_as_fun(body)(*values)
+        elif any(sources) and is_entered(primitive):
+            return self.inside(primitive, values, params, sources)
         result = primitive.bind(*values, **params)
+        self.moved(primitive, values, sources, result)
+        return result
+
+    def moved(self, primitive: Any, values: Any, sources: Any, result: Any) -> None:
+        """Note what a result is that has the same numbers as a parameter, or some of them."""
         parts: Any = sources if primitive.name == "concatenate" else sources[:1]  # no indices
         if parts and None not in parts and primitive.name in SAME | JOINED:
             for value in result if primitive.multiple_results else [result]:
                 # One that is repeated is an activation, such as queries that are learned.
                 if np.size(value) <= np.size(values[0]) or primitive.name in JOINED:
                     self.known[id(value)] = (value, parts[0])
-        return result
 
     def product(self, primitive: Any, values: Any, params: Any, sources: Any) -> jax.Array:
         """Compute ``dot_general`` of the `values`, which are made of the parameters `sources`."""
@@ -140,15 +205,59 @@ class Follower:
             return primitive.bind(*values, **params)
         swapped = first is not None
         x, weight = values[::-1] if swapped else values
-        parameter = first or second
-        seen = self.sums.setdefault(parameter.path, [])
-        sums = np.shape(weight), params["dimension_numbers"][0][0 if swapped else 1]
+        operands = x, weight, swapped, primitive.bind, params
+        return self.found(self.numbered(ParameterProduct(first or second, 1, *operands)))
+
+    def numbered(self, product: ParameterProduct) -> ParameterProduct:
+        """Return `product` with its number: that of others which sum in the same way."""
+        seen = self.sums.setdefault(product.parameter.path, [])
+        dimensions = product.params["dimension_numbers"][0][0 if product.swapped else 1]
+        sums = np.shape(product.weight), dimensions, product.loops
         if sums not in seen:
             seen.append(sums)
-        nth = seen.index(sums) + 1
-        return self.found(
-            ParameterProduct(parameter, nth, x, weight, swapped, primitive.bind, params)
+        return replace(product, nth=seen.index(sums) + 1)
+
+    def inside(self, primitive: Any, values: Any, params: Any, sources: Any) -> Any:
+        """Compute a loop, a checkpoint or the like, whose body may have products of parameters."""
+        closed = jax.make_jaxpr(lambda *xs: primitive.bind(*xs, **params))(*values)
+        given = [source and Source(source.path) for source in sources]
+        parameters = {source.path: source for source in filter(None, sources)}
+        of_source = lambda source: parameters[source.path.split("+")[0]]
+        met: dict[str, ParameterProduct] = {}
+        loops: dict[str, list[Place]] = {}
+
+        def product_of(matmul: WeightMatmul) -> ParameterProduct | None:
+            eqn = matmul.eqn
+            if eqn.primitive.name != "dot_general" or eqn.params.get("out_sharding"):
+                return None
+            operands = matmul.x, matmul.weight, matmul.swapped, eqn.primitive.bind, eqn.params
+            lengths = tuple(length for _, length in matmul.source.loops)
+            product = ParameterProduct(of_source(matmul.source), 1, *operands, lengths)
+            return self.numbered(product)
+
+        def see(matmul: WeightMatmul) -> jax.Array:
+            if (product := product_of(matmul)) is not None:
+                met[product.name] = product.abstract()
+                loops[product.name] = [place for place, _ in matmul.source.loops]
+            return matmul.plain()
+
+        def compute(matmul: WeightMatmul) -> jax.Array:
+            if (product := product_of(matmul)) is None:
+                return matmul.plain()
+            return prepared[product.name].compute(product, matmul.states[product.name])
+
+        walk = lambda compute, states: (
+            lambda *xs: Walk(compute, loops).run(closed.jaxpr, closed.consts, xs, given, states)
         )
+        jax.eval_shape(lambda *xs: walk(see, {})(*xs)[0], *values)
+        prepared = {name: self.prepare(product) for name, product in met.items()}
+        loops |= {name: [] for name, how in prepared.items() if not how.stacked}
+        states = {name: how.state for name, how in prepared.items()}
+        results, made = walk(compute, states)(*values)
+        for value, source in zip(results, made, strict=True):
+            if source is not None:
+                self.known[id(value)] = value, of_source(source)
+        return results if primitive.multiple_results else results[0]
 
     def derived(self, values: Any, results: Any) -> None:
         """Follow through a custom derivative that makes numbers of bytes (dequantize)."""
@@ -176,9 +285,16 @@ def following(
     modules: Sequence[Any],
     parameter_of: Callable[[Any], Parameter | None],
     found: Callable[[ParameterProduct], jax.Array],
+    prepare: Callable[[ParameterProduct], Prepared],
     enters: Callable[[Any], bool] = lambda values: True,
 ) -> AbstractContextManager[None]:
     """Follow parameters in this context; for the arguments see `Follower`."""
     outer = interposing()
     log: Any = (outer.known, outer.sums) if isinstance(outer, Follower) else ()
-    return interposed(Follower(modules, parameter_of, found, enters, *log))
+    return interposed(Follower(modules, parameter_of, found, prepare, enters, *log))
+
+
+def mark_inside(product: ParameterProduct) -> Prepared:
+    """Mark both ends of a product in a body, while a model is looked at."""
+    del product
+    return Prepared(lambda inside, _: edges.mark_product(inside))

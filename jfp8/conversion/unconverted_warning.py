@@ -11,8 +11,8 @@ from jfp8.tracing.caller import user_level
 
 _LISTED = 4  # of a kind
 _INSTEAD = {
-    "linen": "nn.remat and nn.scan, or jfp8.linen.DotGeneral or EinsumProduct in them.",
-    "nnx": "nnx.remat and nnx.scan, or jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp in them.",
+    "linen": "jfp8.linen.DotGeneral or EinsumProduct, and leave the derivative to JAX.",
+    "nnx": "jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp, and leave the derivative to JAX.",
 }
 
 
@@ -46,8 +46,8 @@ def warn_of_nothing(
         modules = [f"{_named(path, kind)}, {spelled(own)}" for path, (kind, own) in own.items()]
         said.append(
             "Modules that hold parameters, but multiply by none of them where that can be seen: "
-            f"{_listed(modules)}. Inside of jax.checkpoint, jax.lax.scan and functions with "
-            f"derivatives of their own it cannot: use {_INSTEAD[api]}"
+            f"{_listed(modules)}. Inside of functions with derivatives of their own "
+            f"(jax.custom_vjp) it cannot: use {_INSTEAD[api]}"
         )
     warnings.warn(
         f"No product of {type(model).__name__} is FP8: jfp8.convert changed nothing. "

@@ -331,6 +331,11 @@ def _shard_map(walk: Walk, eqn: Any, values: Any, sources: Any, states: Any, pla
     return run(list(values), dict(states)), [None] * len(eqn.outvars)
 
 
+def is_entered(primitive: Any) -> bool:
+    """Tell whether a walk enters the bodies of this primitive."""
+    return primitive.name in _REWRITERS
+
+
 _REWRITERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_CALLS, _call),
     "checkpoint": _checkpoint,

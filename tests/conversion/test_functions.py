@@ -307,3 +307,15 @@ def test_functions_with_derivatives_of_their_own_are_left_alone_and_said():
     report = jfp8.report(converted, params, X)
     assert "inside custom_vjp_call, which has a derivative of its own" in str(report)
     assert {row.path for row in report.rows if row.fp8} == {"b"}
+
+
+def test_weights_that_the_function_holds_are_told():
+    held = jax.random.normal(jax.random.key(3), (8, 4))
+    batch = jnp.ones((2, 8))
+    model = jfp8.convert(lambda x: jnp.sum(x @ held), "current", exempt=())
+    with pytest.warns(UserWarning, match="argument 0 by arrays that it holds itself.*as an arg"):
+        jax.grad(model)(batch)
+    table = jfp8.convert(lambda w, x: x @ w + held.T @ w, "current", exempt=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table(jnp.ones((8, 8)), jnp.ones((4, 8)))

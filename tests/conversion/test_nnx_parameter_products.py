@@ -182,10 +182,13 @@ def test_however_it_is_written(way):
     assert len(histories(converted)) == 2  # of lhs and rhs; each call is a step
 
 
+own_derivative = jax.custom_jvp(jnp.dot)
+own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
+
 STAYS = {
     "activations": lambda m, x: jnp.einsum("btd,bsd->bts", x, x),
     "computed": lambda m, x: x @ (2 * m.w[0]),
-    "checkpoint": lambda m, x: jax.checkpoint(jnp.dot)(x, m.w[0]),
+    "own derivative": lambda m, x: own_derivative(x, m.w[0]),
     # Its state would be written back as it came.
     "in nnx.jit": lambda m, x: nnx.jit(lambda m, x: x @ m.w[...])(m.child, x),
 }
@@ -203,12 +206,12 @@ def test_what_stays_as_it_is(way, monkeypatch):
     rows = jfp8.report(converted, X).rows
     assert rows
     assert not any(row.fp8 for row in rows)
-    assert way == "checkpoint" or "test_nnx_parameter_products.py" in rows[0].reason
+    assert way == "own derivative" or "test_nnx_parameter_products.py" in rows[0].reason
     np.testing.assert_array_equal(converted(X), Ways(way)(X))
 
 
 def test_a_call_without_any_product_in_fp8_says_so(monkeypatch):
-    converted = of("checkpoint", monkeypatch)
+    converted = of("own derivative", monkeypatch)
     told = r"No product of Ways is FP8.*multiply by none.*model itself, 'held/0' \(8, 8\), 'w' \(3"
     with pytest.warns(UserWarning, match=told):
         jfp8.report(converted, X)
@@ -449,3 +452,29 @@ def test_adapters_stay_and_are_not_cut_off():
     expected = converted(X)
     nnx.update(converted, jfp8.quantize_params(nnx.state(converted, nnx.Param)))
     np.testing.assert_allclose(converted(X), expected, rtol=1e-5)  # the same codes
+
+
+class Stack(nnx.Module):
+    """Three matrices, one after the other: in a loop, or written out."""
+
+    def __init__(self, loop, rngs):
+        self.loop, self.w = loop, normal(rngs, (3, 8, 8))
+
+    def __call__(self, x):
+        body, w = lambda x, w: (jnp.tanh(x @ w), None), self.w[...]
+        if self.loop:
+            return jax.lax.scan(jax.checkpoint(body), x, w)[0]
+        return functools.reduce(lambda x, w: body(x, w)[0], w, x)
+
+
+def test_a_body_computes_what_the_same_layers_do_outside_of_a_loop():
+    step = jfp8.nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2))
+    looped, written = (
+        jfp8.convert(Stack(loop, nnx.Rngs(0)), "delayed", exempt=()) for loop in (True, False)
+    )
+    for factor in (1, 2, 4):
+        (loss, grads), (expected, others) = (step(m, factor * X) for m in (looped, written))
+        assert loss == expected
+        np.testing.assert_array_equal(grads["w"][...], others["w"][...])
+    jax.tree.map(np.testing.assert_array_equal, histories(looped), histories(written))
+    assert len(histories(looped)) == 3

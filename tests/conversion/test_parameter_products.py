@@ -185,6 +185,9 @@ def test_however_rarely_it_is_written_so(way):
     test_however_it_is_written(way)
 
 
+own_derivative = jax.custom_jvp(jnp.dot)
+own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
+
 STAYS = {
     "activations": lambda x, w: jnp.einsum("btd,bsd->bts", x, x),
     "two parameters": lambda x, w: x + jnp.sum(w[0] @ w[1]),
@@ -193,8 +196,7 @@ STAYS = {
     "looked up": lambda x, w: jnp.einsum("td,bsd->bts", w[0][jnp.arange(6)], x),
     "repeated": lambda x, w: jnp.einsum("bud,bsd->bsu", jnp.broadcast_to(w[0], (2, 8, 8)), x),
     "integers": lambda x, w: x + jnp.sum(jnp.dot(jnp.ones((6, 8), int), w[0].astype(int))),
-    "checkpoint": lambda x, w: jax.checkpoint(jnp.dot)(x, w[0]),
-    "scan": lambda x, w: lax.scan(lambda x, w: (x @ w, None), x, w)[0],
+    "own derivative": lambda x, w: own_derivative(x, w[0]),
 }
 
 
@@ -204,7 +206,7 @@ STAYS = {
         pytest.param(
             way,
             marks=[]
-            if way in ("repeated", "checkpoint", "with an activation")
+            if way in ("repeated", "own derivative", "with an activation")
             else pytest.mark.slow,
         )
         for way in STAYS
@@ -420,3 +422,45 @@ def test_a_module_that_differentiates_has_histories_for_its_gradients():
         variables |= mutated
         error = jnp.linalg.norm(forces - expected) / jnp.linalg.norm(expected)
         assert 0 < error < 0.15  # some roundings of up to 2^-4 each
+
+
+BODY = lambda x, w: (jnp.tanh(x @ w), None)
+LOOPS = {
+    "scan": lambda x, w: lax.scan(BODY, x, w)[0],
+    "checkpoint": lambda x, w: lax.scan(jax.checkpoint(BODY), x, w)[0],
+    "while": lambda x, w: lax.fori_loop(0, 3, lambda i, x: BODY(x, w[i])[0], x),
+    "cond": lambda x, w: lax.cond(x[0, 0, 0] > 1e9, jnp.sin, lambda x: BODY(x, w[0])[0], x),
+}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[] if w == "checkpoint" else pytest.mark.slow) for w in LOOPS]
+)
+def test_bodies_compute_what_the_function_does_without_flax(way):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return LOOPS[way](x, self.param("w", NORMAL, (3, 8, 8)))
+
+    plain = lambda params, x: jnp.sum(Model().apply({"params": params}, x) ** 2)
+    by_function = jfp8.convert(plain, "delayed", exempt=())
+    model = jfp8.convert(Model(), "delayed", exempt=())
+    variables = model.init(KEY, X)
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(2.0**-6))
+    loss_fn = lambda variables, x: (jnp.sum(model.apply(variables, x) ** 2), {})
+    params, held = state.params, by_function.init(state.params, X)
+    for step in range(3):
+        x = X * 2**step
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
+        expected, (others, held) = jax.value_and_grad(by_function, (0, 1))(params, held, x)
+        assert loss == expected
+        np.testing.assert_array_equal(grads.params["w"], others["w"])
+        state = state.apply_gradients(grads)
+        params = optax.apply_updates(params, jax.tree.map(lambda g: -(2.0**-6) * g, others))
+    read = jfp8.scaling.read_overwritten
+    for _ in range(held["w"].ndim - 1):
+        read = jax.vmap(read)
+    for role, amaxes in read(held["w"])[0].items():
+        history = state.fp8["DotGeneral_w"][role]["amax_history"]
+        np.testing.assert_array_equal(history, amaxes["amax_history"])
+        assert (history[..., :3] > 0).all()

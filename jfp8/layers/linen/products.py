@@ -70,6 +70,7 @@ class ProductModule(nn.Module):
         collection, whose gradient is its next value; see `jfp8.linen`.
       casts_kernel: whether a kernel in f32 is to be cast to the dtype of the inputs, as layers of
         jfp8 leave it to their product.
+      leading: the sizes of axes in front of the state: of loops in which it is used.
     """
 
     recipe: RecipeLike | None = None
@@ -78,6 +79,7 @@ class ProductModule(nn.Module):
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
     casts_kernel: bool = False
+    leading: tuple[int, ...] = ()
 
     @nn.nowrap
     def _place(self, collection: str, name: str) -> tuple[str, str]:
@@ -215,7 +217,7 @@ class ProductModule(nn.Module):
             return None
         for name, value in {**empty, CHECK: jnp.zeros((), jnp.float32)}.items():
             self._put("fp8", name, value)
-        return empty
+        return {role: self._get("fp8", role) for role in ROLES}
 
     @nn.nowrap
     def _read_intact(self, collection: str, checks: bool) -> dict[str, AmaxState]:
@@ -280,17 +282,22 @@ class ProductModule(nn.Module):
             call: Any = outermost_scope() or self.scope
             if in_filter(call.mutable, OVERWRITTEN) and not call.get_flag("initializing", False):
                 warnings.warn(messages.UNCHANGED, stacklevel=user_level())
-            return read_overwritten(self._get(OVERWRITTEN, NAME), empty)
+            read = partial(read_overwritten, empty=empty)
+            for _ in self.leading:
+                read = jax.vmap(read)
+            return read(self._get(OVERWRITTEN, NAME))
         return None, None
 
     @nn.nowrap
     def _get(self, collection: str, name: str) -> Any:
         value = meta.unbox(self.get_variable(*self._place(collection, name)))
-        return from_params(value, collection) if self.state_in_params else value
+        return from_params(value, collection, len(self.leading)) if self.state_in_params else value
 
     @nn.nowrap
     def _put(self, collection: str, name: str, value: Any) -> None:
-        stored = into_params(value) if self.state_in_params else value
+        if self.leading and self.is_initializing():
+            value = jax.tree.map(lambda x: jnp.zeros((*self.leading, *x.shape), x.dtype), value)
+        stored = into_params(value, len(self.leading)) if self.state_in_params else value
         place = self._place(collection, name)
         if self.has_variable(*place):  # in boxes, if the arrays were in some
             stored = meta.replace_boxed(unfreeze(self.get_variable(*place)), stored)
