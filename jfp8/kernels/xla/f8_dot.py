@@ -16,7 +16,7 @@ from jfp8.kernels.xla.bf16_dot import exact_product
 from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, Numbers, free_dims, layout_of, times
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 
 # cuBLASLt requires all sizes of an FP8 product to be multiples of this.
 ALIGNMENT = 16
@@ -66,6 +66,8 @@ def cuda(
     def scaled(lhs, rhs, numbers):
         def product(dtype, lhs, rhs, *single):
             first = dtype if dtype == jnp.bfloat16 else np.float32
+            # Else XLA merges small products with an operand in common, and rounds their scales.
+            lhs, rhs = lax.optimization_barrier((lhs, rhs))
             y = lax.dot_general(
                 lhs, rhs, numbers, precision=algorithm, preferred_element_type=first
             )
