@@ -21,7 +21,7 @@ from jfp8.matmul.spec import (
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
-from jfp8.tracing.device import Device
+from jfp8.tracing.devices import Device
 
 Granularity = Literal["tensor", "rows", "blocks"]
 Blocks = tuple[int, int]

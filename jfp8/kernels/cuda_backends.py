@@ -22,7 +22,8 @@ from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E5M2, Format
-from jfp8.tracing.device import Device, Gpu, current_gpu
+from jfp8.tracing.device import current_gpu
+from jfp8.tracing.devices import Device, Gpu
 
 # The first that supports the product is used; those that are `first_for` its scales come before all
 # others.

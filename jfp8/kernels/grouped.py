@@ -32,7 +32,7 @@ from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
 BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they scale

@@ -14,7 +14,7 @@ import numpy as np
 from jfp8.matmul.spec import MatmulSpec, factors_of, free_dims, to_output, varies_along
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E8M0FNU
-from jfp8.tracing.device import Tpu
+from jfp8.tracing.devices import Tpu
 
 
 @partial(

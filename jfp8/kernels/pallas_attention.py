@@ -19,7 +19,7 @@ from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.numerics import Numerics, Quantized, format_of, numerics_of
 from jfp8.products.flash.plan import AttentionSpec
 from jfp8.scaling.formats import E4M3FN
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 
 SIZES_BACKWARD = (64, 128)
 

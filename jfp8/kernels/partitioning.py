@@ -31,7 +31,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 
 Combine = Literal["sum", "max", "alike"]
 Axes = tuple[str, ...]

@@ -28,12 +28,7 @@ from jfp8.products.observers import OBSERVER
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
-from jfp8.tracing.device import (
-    current_device,
-    current_gpu,
-    explicit_mesh_of,
-    has_explicit_axes,
-)
+from jfp8.tracing.device import current_device, current_gpu, explicit_mesh_of, has_explicit_axes
 from jfp8.tracing.notes import EXPLAINING
 
 

@@ -23,7 +23,8 @@ from jax import lax
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.parts import expand_scale
-from jfp8.tracing.device import PLANNERS, Device
+from jfp8.tracing.device import PLANNERS
+from jfp8.tracing.devices import Device
 
 Numbers: TypeAlias = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]

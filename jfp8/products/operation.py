@@ -27,7 +27,8 @@ from jfp8.scaling.arrays import ScaledArray, check_scale_shape, scaled_values
 from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
-from jfp8.tracing.device import Device, current_device
+from jfp8.tracing.device import current_device
+from jfp8.tracing.devices import Device
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
 Operand = ScaledArray | jax.Array

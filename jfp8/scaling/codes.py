@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from jfp8.scaling.formats import E4M3FN, E5M2, Format, format_of
-from jfp8.tracing.device import Gpu, current_device
+from jfp8.tracing.device import current_device
+from jfp8.tracing.devices import Gpu
 
 
 def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:

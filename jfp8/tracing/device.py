@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jfp8.tracing.capability import capability_of
+from jfp8.tracing.devices import Chip, Device, Gpu, Several, Tpu, capability_of
 
 # The door to the chips: each platform of JAX that a module plans for. The core, which computes for
 # all others, imports none of them: `jfp8.matmul.spec.planner_of` does while a program is traced.
@@ -26,73 +25,6 @@ PLANNERS = {
     "several": "jfp8.kernels.several",
 }
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU.
-
-    Attributes:
-      kind: its name, such as ``"NVIDIA H200"``; "" if only the platform is known.
-      capability: compute capability, such as ``(9, 0)``; None if the name does not tell.
-      partly_manual: whether it is inside a ``shard_map`` over some axes of the mesh, while the
-        compiler divides arrays along the others. No kernel can be partitioned there.
-      platform: ``"cuda"``, or ``"rocm"`` for a GPU of AMD.
-    """
-
-    kind: str
-    capability: tuple[int, int] | None
-    partly_manual: bool = False
-    platform: str = "cuda"
-
-    @property
-    def hopper(self) -> bool:
-        """Whether it has Hopper's tensor cores and their instructions."""
-        return self.capability is not None and self.capability[0] == 9
-
-    @property
-    def multiplies_f8(self) -> bool:
-        """Whether it has FP8 tensor cores; True if unknown."""
-        return self.capability is None or self.capability >= (8, 9)
-
-
-@dataclass(frozen=True)
-class Tpu:
-    """A TPU.
-
-    Attributes:
-      kind: its name, such as ``"TPU7x"``.
-      divides: whether the compiler divides arrays among several. Kernels cannot be partitioned
-        then: libtpu knows no ``custom_partitioning``.
-    """
-
-    kind: str
-    divides: bool = False
-    platform: str = "tpu"
-
-    @property
-    def multiplies_f8(self) -> bool:
-        """Whether its matrix units take f8: from TPU7x on. Earlier ones convert it to bf16."""
-        return re.match(r"TPU v\d", self.kind) is None
-
-
-@dataclass(frozen=True)
-class Several:
-    """A program that is lowered once for several platforms; see `for_platforms`."""
-
-    platforms: tuple[str, ...]
-    platform: str = "several"
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Any other device that a module plans for."""
-
-    platform: str
-    kind: str = ""
-
-
-Device: TypeAlias = Gpu | Tpu | Chip | Several | None
-"""None: a CPU, or any other device that the reference computes for."""
 
 _lowered_for = jax.make_user_context(None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,49 +10,60 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.matmul.spec import planner_of
 from jfp8.optim.finite import all_of, keep_unless
 from jfp8.scaling.history import (
     CHECK,
     AmaxState,
     end_step,
     foreseen,
-    intact_states,
     observe,
     recheck,
     running_amax,
     sealed,
 )
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
+from jfp8.tracing.device import current_device
 
 Collections = dict[str, Any]
 
 
-def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
-    """Decode every sink f32[..., 3, 2050] to amaxes f32[..., 3], and a flag of overflow.
+def over_products(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Apply `function`, which takes leading axes, to the `arguments` of each product.
 
-    One by one: programs that are the same for all layers are compiled once.
+    One by one: programs that are the same for all layers are compiled once. The planner of a device
+    on which each kernel costs a launch stacks them.
     """
+    planner = planner_of(current_device(*jax.tree.leaves(arguments)[:1]))
+    if planner is not None and hasattr(planner, "over_stacked"):
+        return planner.over_stacked(function, arguments)
+    return [function(*each) for each in arguments]
+
+
+def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
+    """Decode every sink f32[..., 3, 2050] to amaxes f32[..., 3], and a flag of overflow."""
     leaves, structure = jax.tree.flatten(sinks)
-    decoded = [decode_amax(leaf) for leaf in leaves]
+    decoded = over_products(decode_amax, [(leaf,) for leaf in leaves])
     overflow = ~all_of([jnp.all(~overflows) for _, overflows in decoded])
     return structure.unflatten([amax for amax, _ in decoded]), overflow
 
 
 def close_step(
-    fp8: Any, amaxes: Any, path: tuple[str, ...] = (), ends: jax.Array | None = None
+    fp8: Any, amaxes: Any, finite: jax.Array | None = None, ends: jax.Array | None = None
 ) -> Any:
-    """Advance `fp8` by decoded amaxes; bool[] `ends` says whether the step ends."""
-    if is_product(fp8):
-        ended = _ended({role: fp8[role] for role in ROLES}, amaxes.get("amax"), ends)
-        return sealed(ended) if CHECK in fp8 else ended
-    unknown = sorted(set(amaxes) - set(fp8))
-    if unknown:
-        where = "/".join(path) or "the top"
-        raise ValueError(
-            f"sink_cotangent has {unknown} at {where}, which the fp8 collection lacks; it has "
-            f"{sorted(fp8)}. Pass the two collections of the same model."
-        )
-    return {k: close_step(node, amaxes.get(k, {}), (*path, k), ends) for k, node in fp8.items()}
+    """Advance `fp8` by decoded amaxes.
+
+    Args:
+      finite: bool[]; if False nothing changes.
+      ends: bool[], whether the step ends; if False its maxima are kept.
+    """
+
+    def closed(product: Any, amaxes: Any) -> Any:
+        ended = _ended({role: product[role] for role in ROLES}, amaxes.get("amax"), ends)
+        new = sealed(ended) if CHECK in product else ended
+        return new if finite is None else keep_unless(finite, new, product)
+
+    return map_products(closed, fp8, amaxes)
 
 
 @jax.jit
@@ -84,11 +95,27 @@ def is_product(node: Any) -> bool:
     return set(node) - {CHECK} == set(ROLES) and all("amax_history" in node[r] for r in ROLES)
 
 
-def map_products(function: Callable[[Any], Any], fp8: Any) -> Any:
-    """Apply `function` to the state of every product in `fp8`."""
-    if is_product(fp8):
-        return function(fp8)
-    return {name: map_products(function, node) for name, node in fp8.items()}
+def map_products(function: Callable[..., Any], fp8: Any, *others: Any) -> Any:
+    """Apply `function` to the state of every product in `fp8`, and to what `others` have there."""
+    products: list[tuple[Any, ...]] = []
+
+    def collect(path: tuple[str, ...], node: Any, *others: Any) -> Any:
+        if is_product(node):
+            products.append((node, *others))
+            return len(products) - 1
+        for other in others:
+            if unknown := sorted(set(other) - set(node)):
+                raise ValueError(
+                    f"sink_cotangent has {unknown} at {'/'.join(path) or 'the top'}, which the fp8 "
+                    f"collection lacks; it has {sorted(node)}. Pass the two collections of the "
+                    "same model."
+                )
+        inner = lambda name: (node[name], *(other.get(name, {}) for other in others))
+        return {name: collect((*path, name), *inner(name)) for name in node}
+
+    places = collect((), fp8, *others)
+    new = over_products(function, products)
+    return jax.tree.map(lambda i: new[i], places)
 
 
 def init_sinks(fp8: Collections) -> Collections:
@@ -130,21 +157,6 @@ def foresee(fp8: Collections, examples: jax.Array, now: float | None) -> Collect
         return {**new, CHECK: recheck(product[CHECK], old, new)} if CHECK in product else new
 
     return map_products(next_of, fp8)
-
-
-def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
-    """Multiply every gradient amax in `fp8` by `ratio` = new / old loss scale.
-
-    Gradients carry the loss scale, so their history must follow it, or every growth saturates.
-    """
-
-    def rescale(product: Any) -> Any:
-        states = intact_states(product)
-        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), states["grad"])
-        new = {**states, "grad": grad}
-        return sealed(new) if CHECK in product else new
-
-    return map_products(rescale, fp8)
 
 
 def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Array:

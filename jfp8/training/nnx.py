@@ -14,17 +14,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import filterlib
+from jax import lax
 
 from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.optim.fp8_params import carriers, with_carriers
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
-from jfp8.scaling.history import end_step, foreseen, largest_of_devices
+from jfp8.scaling.history import end_step, fingerprint, foreseen, intact, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.caller import user_level
-from jfp8.training.histories import decode_all, rescaled, zero_sink
+from jfp8.training.histories import decode_all, over_products, rescaled, zero_sink
 from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.state import TrainState
 from jfp8.training.step import check_examples, check_micro_batches, warn_of_float16
@@ -96,16 +97,18 @@ def value_and_grad(
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         args = _checked(_positional(f, args, kwargs), wanted)
         products = training_products(args)
-        before = {path: product.intact_histories() for path, product in products.items()}
+        before = _intact_histories(products)
         kept = [(x, x.get_value()) for x in _statistics(args, wanted)]
         trained = {path[:end] for path in _trained(args, wanted) for end in range(1, len(path))}
         with_sink = [path for path in products if path[:-1] in trained]
+        to_read = functools.partial(_to_read, loss_scale)
+        reads = over_products(to_read, [(before[path],) for path in with_sink])
 
         def with_sinks(sinks: list[jax.Array], *args: Any) -> Any:
             here = training_products(args)
             for path, sink in zip(with_sink, sinks, strict=True):
                 here[path].fp8_sink = Fp8Sink(sink)
-                here[path].set_histories(_to_read(before[path], loss_scale))
+            _overwrite([here[path] for path in with_sink], reads)
             try:
                 with noting_uses(sinks) as uses:
                     returned = f(*args)
@@ -126,9 +129,7 @@ def value_and_grad(
         of_loss = unscaled(grads, None if loss_scale is None else jnp.asarray(loss_scale))
         finite = all_finite(loss) & all_squares_finite(of_loss)
         failed = ~finite | overflow
-        seen = dict(zip(with_sink, decoded, strict=True))
-        for path, product in products.items():
-            _end_step(product, before[path], seen.get(path), failed, loss_scale)
+        _end_step(products, before, dict(zip(with_sink, decoded)), failed, loss_scale)
         _put_back(kept, failed)
         # A saturating cast may hide an Inf from the gradients, which an optimizer looks at.
         grads = jax.tree.map(lambda g: jnp.where(overflow, jnp.nan, g), grads)
@@ -148,10 +149,24 @@ def _differentiated(entries: Any) -> tuple[tuple[nnx.DiffState, ...], tuple[nnx.
     return wanted, tuple(nnx.DiffState(w.argnum + 1, nnx.All(w.filter, no_state)) for w in wanted)
 
 
-def _to_read(histories: dict[str, jax.Array], loss_scale: Any) -> dict[str, jax.Array]:
-    """Return the histories of weight and gradient as the scaled loss reads them."""
+def _intact_histories(products: Mapping[Path, Product]) -> dict[Path, Any]:
+    """Return the histories of `products`, empty ones of those that were changed otherwise."""
+    states = [(product.histories(), product.check()) for product in products.values()]
+    return dict(zip(products, over_products(intact, states), strict=True))
+
+
+def _overwrite(products: Iterable[Product], states: Sequence[tuple[Any, jax.Array]]) -> None:
+    """Give each of `products` its histories and their check."""
+    for product, state in zip(products, states, strict=True):
+        product.overwrite_histories(*state)
+
+
+def _to_read(loss_scale: Any, histories: dict[str, jax.Array]) -> Any:
+    """Return the histories as the scaled loss reads them, and a check that nobody looks at."""
     weight = foreseen(histories["rhs"], histories["lhs"])
-    return {"rhs": weight, "grad": rescaled(histories["grad"], loss_scale)}
+    grad = rescaled(histories["grad"], loss_scale)
+    new = {**histories, "rhs": weight, "grad": grad}
+    return new, jnp.zeros(weight.shape[:-1], jnp.float32)
 
 
 def _put_back(kept: Sequence[tuple[nnx.Variable, Any]], failed: jax.Array) -> None:
@@ -245,12 +260,29 @@ def _statistics(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> list[
     return [node for node in nodes if isinstance(node, nnx.BatchStat | RouterBias)]
 
 
-def _end_step(product: Product, before: Any, amaxes: Any, failed: jax.Array, scale: Any) -> None:
-    """Give `product` its histories after a step, or leave it with those `before` a failed one."""
+def _end_step(products: Any, before: Any, seen: Any, failed: jax.Array, loss_scale: Any) -> None:
+    """Give `products` their histories after a step, or those `before` one that failed."""
+    ends = [_end_of(p, before[path], seen.get(path), failed) for path, p in products.items()]
+    _overwrite(products.values(), over_products(functools.partial(_ended, loss_scale), ends))
+
+
+def _end_of(product: Product, before: Any, amaxes: Any, failed: jax.Array) -> tuple[Any, ...]:
+    """Return what `_ended` takes of `product`."""
     amaxes, failed = _of_all_examples(amaxes, failed, before)
-    after = product.histories() if amaxes is None else _pushed(before, amaxes, scale)
-    anywhere = _on_any_device(failed, before["lhs"])
-    product.set_histories(keep_unless(~anywhere, after, before))
+    after = product.histories() if amaxes is None else None
+    return before, after, amaxes, _on_any_device(failed, before["lhs"])
+
+
+def _ended(loss_scale: Any, before: Any, after: Any, amaxes: Any, failed: jax.Array) -> Any:
+    """Return histories after a step, those `before` if it failed; and their `fingerprint`.
+
+    Args:
+      after: what calls recorded themselves, where there are no amaxes.
+    """
+    new = after if amaxes is None else _pushed(before, amaxes, loss_scale)
+    along = lambda x: lax.expand_dims(~failed, range(failed.ndim, x.ndim))
+    kept = jax.tree.map(lambda x, old: jnp.where(along(x), x, old), new, before)
+    return kept, fingerprint(kept)
 
 
 def _on_any_device(flag: jax.Array, like: jax.Array) -> jax.Array:

@@ -32,10 +32,10 @@ from jfp8.training.histories import (
     close_step,
     decode_all,
     init_sinks,
-    rescale_grad_histories,
 )
 from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state
+from jfp8.training.rescaled import rescale_grad_histories
 from jfp8.training.skipped import paths_not_finite, warn_of_skipped
 
 
@@ -268,7 +268,7 @@ class TrainState(flax.struct.PyTreeNode):
         params = keep_unless(finite, apply(self.params, updates), self.params)
 
         ends = _steps_end(self.opt_state, opt_state)
-        fp8 = keep_unless(finite, close_step(self.fp8, amaxes, ends=ends), self.fp8)
+        fp8 = close_step(self.fp8, amaxes, finite, ends)
         after = loss_scale_in(opt_state)
         if before is not None and after is not None and fp8:
             fp8 = rescale_grad_histories(fp8, after / before)

@@ -21,7 +21,7 @@ from jfp8.matmul.spec import MatmulSpec, factors_of
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.scales import amax
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 from support.devices import traced_for
 
 PLAIN = (((1,), (0,)), ((), ()))

@@ -22,7 +22,7 @@ from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.plan import AttentionSpec
 from jfp8.scaling.sink import decode_amax, init_sink
 from jfp8.tracing import compat
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 from support.arrays import relative_error
 
 RECIPE = recipes.DelayedScaling()

@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import jfp8
 from jfp8 import recipes
 from jfp8.kernels.grouped import why_not_grouped_kernels
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"

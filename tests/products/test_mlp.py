@@ -19,7 +19,7 @@ from jfp8.products.mlp import make_all
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.scaling.scales import amax
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 from support.devices import pretend
 
 needs_mosaic = pytest.mark.skipif(

@@ -21,7 +21,8 @@ from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.operation import Use
 from jfp8.quantizers.quantizer import Context, Current
 from jfp8.quantizers.rotations import Hadamard
-from jfp8.tracing.device import Tpu, current_tpu
+from jfp8.tracing.device import current_tpu
+from jfp8.tracing.devices import Tpu
 from support.devices import interpret_tpu_kernels, pretend
 
 BF16 = jnp.bfloat16

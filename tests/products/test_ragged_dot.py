@@ -24,7 +24,7 @@ from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import Float8CurrentScaling
 from jfp8.recipes.product import Product
 from jfp8.scaling.sink import decode_amax, init_sink
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 from support.arrays import cosine, relative_error
 from support.devices import pretend
 from support.fake_quantization import (

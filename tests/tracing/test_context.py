@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from jfp8.kernels.partitioning import why_not_divided
-from jfp8.tracing.device import Gpu, current_gpu
+from jfp8.tracing.device import current_gpu
+from jfp8.tracing.devices import Gpu
 
 
 def described(kind, platform="gpu", sizes=(), names=(), types=None):

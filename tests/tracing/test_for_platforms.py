@@ -13,7 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
 from jfp8.matmul.emulate import emulated
-from jfp8.tracing.device import PLANNERS, Gpu, Several, Tpu, current_device
+from jfp8.tracing.device import PLANNERS, current_device
+from jfp8.tracing.devices import Gpu, Several, Tpu
 
 
 def product(x, w):

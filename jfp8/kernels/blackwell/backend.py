@@ -33,7 +33,7 @@ from jfp8.matmul.spec import (
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_to_format
 from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 
 
 def _why_not_on(gpu: Gpu | None) -> str | None:

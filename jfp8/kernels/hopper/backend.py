@@ -22,7 +22,7 @@ from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
 

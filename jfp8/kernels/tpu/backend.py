@@ -25,7 +25,7 @@ from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of,
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of
 from jfp8.scaling.formats import E8M0FNU
-from jfp8.tracing.device import Gpu, Tpu
+from jfp8.tracing.devices import Gpu, Tpu
 from jfp8.tracing.notes import note
 
 

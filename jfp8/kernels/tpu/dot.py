@@ -30,7 +30,7 @@ from jfp8.products.operation import Kind, Operand, Options, Use
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.device import Tpu
+from jfp8.tracing.devices import Tpu
 
 
 @partial(

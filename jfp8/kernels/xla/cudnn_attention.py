@@ -31,7 +31,7 @@ from jfp8.quantizers.quantizer import Delayed
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import reciprocal
 from jfp8.tracing import compat
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 
 LARGEST = {9: 256, 10: 128}  # heads, by major compute capability
 _FIRST_VERSION, _BROKEN_VERSION = 90100, 91000

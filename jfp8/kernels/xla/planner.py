@@ -13,7 +13,7 @@ from jfp8.kernels.xla.grouped import GroupedByXla
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.ragged.dot import GroupedPlan, GroupedSpec
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
 

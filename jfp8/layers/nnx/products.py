@@ -154,6 +154,14 @@ class Product(PrintsRecipe):
         """Replace the amax histories of the tensors that `histories` names."""
         _set_histories(self.fp8, histories)
 
+    def overwrite_histories(self, histories: dict[str, jax.Array], check: jax.Array) -> None:
+        """Replace histories, and the `fingerprint` of all, without a look at what was there."""
+        _overwrite(self.fp8, histories, check)
+
+    def check(self) -> jax.Array:
+        """Return the `fingerprint` that the histories should have, f32[...]."""
+        return _check(self.fp8)
+
     def _multiply(
         self,
         quantized: Callable[..., tuple[jax.Array, Observed]],
@@ -272,19 +280,28 @@ def reads_operands(product: Product) -> bool:
     return is_eager() or is_in_a_body()
 
 
+# No methods: Flax's `nnx.tabulate` takes those that a layer calls for layers.
 def _histories(fp8: Any) -> dict[str, jax.Array]:
     return {role: fp8[role].get_value() for role in ROLES}
 
 
+def _check(fp8: Any) -> jax.Array:
+    return fp8[CHECK].get_value()[..., 0]
+
+
 def _intact_histories(fp8: Any) -> dict[str, jax.Array]:
-    return intact(_histories(fp8), fp8[CHECK].get_value()[..., 0])
+    return intact(_histories(fp8), _check(fp8))
 
 
 def _set_histories(fp8: Any, histories: dict[str, jax.Array]) -> None:
     new = {**_intact_histories(fp8), **histories}
-    for role, history in new.items():
+    _overwrite(fp8, new, fingerprint(new))
+
+
+def _overwrite(fp8: Any, histories: dict[str, jax.Array], check: jax.Array) -> None:
+    for role, history in histories.items():
         fp8[role].set_value(history)
-    fp8[CHECK].set_value(fingerprint(new)[..., None])
+    fp8[CHECK].set_value(check[..., None])
 
 
 def _warn_inside_linen(path: str) -> None:

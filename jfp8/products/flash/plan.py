@@ -10,7 +10,7 @@ from typing import Any
 from jfp8.matmul.explained import explained
 from jfp8.products.flash.mask import Visible
 from jfp8.recipes.recipe import Recipe
-from jfp8.tracing.device import Device, Gpu
+from jfp8.tracing.devices import Device, Gpu
 
 _KERNELS = "jfp8.kernels.attention"  # the planner for GPUs, and of implementations by name
 

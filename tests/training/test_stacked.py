@@ -1,0 +1,90 @@
+"""States of products that a GPU stacks, against the same function of one after another."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jfp8
+from jfp8.kernels.stacked import over_stacked
+from jfp8.training import histories
+
+X = jax.random.normal(jax.random.key(1), (4, 8))
+FACTORS = (1.0, 3.0, jnp.nan, 0.5)
+
+
+class Planner:
+    over_stacked = staticmethod(over_stacked)
+
+
+def in_linen():
+    model = jfp8.LayerNormMLP(16, recipe="delayed")
+    variables = model.init(jax.random.key(0), X)
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.5))
+    loss_fn = lambda variables, x: (jnp.sum(model.apply(variables, x) ** 2), {})
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
+        return state.apply_gradients(grads), loss
+
+    losses = []
+    for factor in FACTORS:
+        state, loss = step(state, factor * X)
+        losses.append(loss)
+    return state.fp8, state.params, losses
+
+
+def in_nnx():
+    model = jfp8.nnx.LayerNormMLP(8, 16, recipe="delayed", rngs=nnx.Rngs(0))
+    optimizer = jfp8.nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = jfp8.nnx.value_and_grad(lambda m, x: jnp.sum(m(x) ** 2))(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [step(model, optimizer, factor * X) for factor in FACTORS]
+    return (*map(nnx.as_pure, nnx.state(model, jfp8.nnx.Fp8State, nnx.Param)), losses)
+
+
+def test_steps_have_the_same_bits(monkeypatch):
+    one_by_one = in_linen(), in_nnx()
+    monkeypatch.setattr(histories, "planner_of", lambda device: Planner)
+    jax.clear_caches()
+    stacked = in_linen(), in_nnx()
+    jax.tree.map(np.testing.assert_array_equal, one_by_one, stacked)
+    for fp8, *_ in stacked:
+        filled = [x for x in jax.tree.leaves(fp8) if x.ndim and x.shape[-1] == 16]
+        assert len(filled) == 6
+        assert all((x > 0).sum() == 3 for x in filled)
+
+
+def test_what_differs_is_not_stacked():
+    seen = []
+
+    def double(x):
+        seen.append(x.shape)
+        return {"y": 2 * x, "n": jnp.zeros(x.shape[:-1])}
+
+    arguments = [(jnp.full(shape, i + 1.0),) for i, shape in enumerate([(3,), (2, 3), (3,), (5,)])]
+    found = over_stacked(double, arguments)
+    assert sorted(seen) == [(2, 3), (2, 3), (5,)]
+    for (x,), each in zip(arguments, found, strict=True):
+        np.testing.assert_array_equal(each["y"], 2 * x)
+        assert each["n"].shape == x.shape[:-1]
+
+
+def test_what_vmap_maps_is_not_stacked_with_what_it_does_not():
+    def f(x, y):
+        first, second, third = over_stacked(lambda x: x + 1, [(x,), (y,), (x,)])
+        return first + third, second
+
+    axes = {"in_axes": (0, None), "out_axes": (0, None)}
+    mapped, shared = jax.vmap(f, **axes)(jnp.ones((2, 3)), jnp.ones(3))
+    np.testing.assert_array_equal(mapped, np.full((2, 3), 4.0))
+    np.testing.assert_array_equal(shared, np.full(3, 2.0))
