@@ -302,10 +302,10 @@ def _operands(eqn: Any) -> tuple[Any, Any, str]:
 
 
 def _kind_of(scales: list[Any]) -> str:
-    """Tell by shapes: one stretch of two or more dimensions is in blocks."""
+    """Tell by shapes: one stretch of two or more dimensions is in blocks, of one in rows."""
     in_blocks = [scale for scale in scales if sum(n > 1 for n in scale.shape) > 1]
     if not in_blocks:
-        return "one"
+        return "rows" if any(scale.size > 1 for scale in scales) else "one"
     if any(scale.dtype == formats.E4M3FN.dtype for scale in in_blocks):
         return "nvfp4"
     return "mx" if any(scale.dtype in _F8 for scale in in_blocks) else "blocks"

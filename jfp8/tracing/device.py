@@ -20,6 +20,7 @@ _CAPABILITIES = {
     r"\b(H100|H200|H20|H800|GH200)\b": (9, 0),
     r"\b(B100|B200|GB200)\b": (10, 0),
     r"\b(B300|GB300)\b": (10, 3),
+    r"\b(RTX 50\d\d|RTX PRO \d+)\b": (12, 0),
     r"\b(L4|L40|L40S|RTX 40\d\d|RTX 6000 Ada)\b": (8, 9),
     r"\b(A100|A800|A30)\b": (8, 0),
 }
@@ -197,10 +198,7 @@ def _capability_of(kind: str) -> tuple[int, int] | None:
             said = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
             if said is not None and device.device_kind == kind:
                 return int(said[1]), int(said[2])
-    for pattern, capability in _CAPABILITIES.items():
-        if re.search(pattern, kind):
-            return capability
-    return None
+    return next((c for pattern, c in _CAPABILITIES.items() if re.search(pattern, kind)), None)
 
 
 # Meshes whose axes are part of the types of arrays (``AxisType.Explicit``).

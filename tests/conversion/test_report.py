@@ -17,7 +17,8 @@ from flax import nnx
 
 import jfp8
 from jfp8.conversion.product_rows import ProductRow
-from jfp8.kernels.cost_model import BY_XLA, ON_BLACKWELL, RATES, expected, work_of
+from jfp8.kernels.cost_model import BY_XLA, ON_ADA, ON_BLACKWELL, expected, work_of
+from jfp8.kernels.rates import RATES
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
@@ -319,7 +320,7 @@ def test_what_a_gpu_computes_products_with():
 
 
 def test_expected_times_of_a_known_gpu():
-    """As `pays_off` has them: of an L40S with its costs, in bf16 where that is chosen."""
+    """As `cost_model` has them: of an L40S with its costs, in bf16 where that is chosen."""
     model = nn.Sequential([jfp8.Dense(4096), jfp8.Dense(128), jfp8.Dense(16)])
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     variables = jax.eval_shape(model.init, KEY, x)
@@ -328,22 +329,22 @@ def test_expected_times_of_a_known_gpu():
         r = jfp8.report(model, variables, x)
     found = {row.path: (row.cuda.split(":")[0], row) for row in r.rows}
     for name, n, k in (("layers_0", 4096, 4096), ("layers_1", 128, 4096), ("layers_2", 16, 128)):
-        times = expected(work_of((4096, n, k)), RATES["L40S"], "one", BY_XLA)
+        times = expected(work_of((4096, n, k)), RATES["L40S"], "one", ON_ADA)
         used, row = found[name]
         fastest = min(times.fp8, times.rounded)
         assert used == ("xla" if fastest == times.fp8 else "bf16")
         assert row.expected_us == pytest.approx(1e6 * fastest)
         assert row.bf16_us == pytest.approx(1e6 * times.bf16)
     first = r.rows[0]
-    assert (f"{first.expected_us:.3g}", f"{first.bf16_us:.3g}") == ("363", "489")
+    assert (f"{first.expected_us:.3g}", f"{first.bf16_us:.3g}") == ("499", "664")
     head, _, *lines = r.verbose().splitlines()
     assert "expected µs  in bf16 µs  how" in head
-    assert re.search(r"137 G +363 +489 +delayed, ", lines[0])
+    assert re.search(r"137 G +499 +664 +delayed, ", lines[0])
     text = r"Expected by a model, not measured: [\d.]+ .s for the products that are FP8, [\d.]+ ms"
     assert re.search(text, " ".join(r.verbose().split()))
 
 
-TIMED = {"current": "one", "rowwise": "one", "block": "blocks", "mxfp8": "mx", "nvfp4": "nvfp4"}
+TIMED = {"current": "one", "rowwise": "rows", "block": "blocks", "mxfp8": "mx", "nvfp4": "nvfp4"}
 
 
 def test_expected_times_are_by_the_kind_of_scales():
