@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gain_table import SCALED_FROM, write_table
 from gain_table import write as write_into_page
-from gain_table import write_table
 from scipy.optimize import least_squares
 
 from jfp8.kernels import rates as committed
-from jfp8.kernels.rates import Matmul, Pass
+from jfp8.kernels.rates import PEAKS, Matmul, Pass, Rates
 
 KERNELS = "trtllm_1.3.0rc20"
 COLUMNS = {"bf16": "bf16_ms", "fp8": "fp8_ms", "blocks": "fp8_block_ms", "nvfp4": "nvfp4_ms"}
@@ -238,18 +238,43 @@ def errors(cards: Mapping[str, Timings], seed: int) -> Iterator[str]:
         yield f"| {gpu} | {' | '.join(cells)} |"
 
 
+def scaled(rates: Rates, timed: str, name: str) -> Rates:
+    """Return the rates of a card that reaches the same shares of its peaks as a `timed` one."""
+    peak, whole = PEAKS[name], PEAKS[timed]
+    memory = peak.memory / whole.memory
+
+    def matmul(rate: Matmul, share: float) -> Matmul:
+        return rounded(rate._replace(peak=share * rate.peak, memory=memory * rate.memory))
+
+    in_f4 = None
+    if rates.nvfp4 is not None and peak.nvfp4:
+        in_f4 = matmul(rates.nvfp4, peak.nvfp4 / whole.nvfp4)
+    return Rates(
+        bf16=matmul(rates.bf16, peak.bf16 / whole.bf16),
+        fp8=matmul(rates.fp8, peak.fp8 / whole.fp8),
+        blocks=matmul(rates.blocks, peak.fp8 / whole.fp8),
+        amax=rounded(rates.amax._replace(memory=memory * rates.amax.memory)),
+        cast=rounded(rates.cast._replace(memory=memory * rates.cast.memory)),
+        nvfp4=in_f4,
+    )
+
+
 def write(cards: Mapping[str, Timings]) -> None:
-    """Write the rates of all shapes into `rates.py`, between its marks."""
-    rows = {gpu: fit(shapes) for gpu, shapes in cards.items()}
+    """Write the rates of all shapes into `rates.py`."""
+    rows = {gpu: Rates(**fit(shapes)) for gpu, shapes in cards.items()}
+    rows |= {name: scaled(rows[timed], timed, name) for name, timed in SCALED_FROM.items()}
     text = "\n".join(
         f'    "{gpu}": Rates(\n'
-        + "".join(f"        {name}={spelled(rate)},\n" for name, rate in rates.items())
+        + "".join(
+            f"        {name}={spelled(rate)},\n"
+            for name, rate in rates._asdict().items()
+            if rate is not None
+        )
         + "    ),"
         for gpu, rates in rows.items()
     )
     source = RATES_FILE.read_text(encoding="utf-8")
-    marks = r"(?<=# Fitted by benchmarks/fit_rates.py\.\n)FITTED = \{\n.*?\n\}\n"
-    new = re.sub(marks, f"FITTED = {{\n{text}\n}}\n", source, flags=re.DOTALL)
+    new = re.sub(r"\nRATES = \{\n.*?\n\}\n", f"\nRATES = {{\n{text}\n}}\n", source, flags=re.DOTALL)
     RATES_FILE.write_text(new, encoding="utf-8")
 
 

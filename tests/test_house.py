@@ -194,7 +194,7 @@ def test_a_training_step_on_a_cpu_imports_no_kernel():
 # Budgets, so that no later feature makes the core hard to read again. A change that needs a larger
 # one says why in its message. `python benchmarks/weight.py --files` shows what counts.
 ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths=())
-ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=198, paths=())
+ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6015, functions=198, paths=())
 LINES_OF_A_JAXPR = 250
 LINES_OF_ROOMS = {
     "tracing": 710,
@@ -202,13 +202,13 @@ LINES_OF_ROOMS = {
     "quantizers": 800,
     "matmul": 890,
     "recipes": 1500,
-    "products": 5400,
-    "kernels": 8730,
-    "layers": 5440,
+    "products": 5420,
+    "kernels": 8745,
+    "layers": 5460,
     "optim": 2400,
     "training": 2990,
     "checkpoint": 3040,
-    "conversion": 4365,
+    "conversion": 4460,
     "debug": 4440,
     "plot": 1180,
 }

@@ -193,12 +193,30 @@ def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
     return formats <= known and all(any(b.takes(block) for b in in_blocks) for block in blocks)
 
 
-def expected_times(multiplications: float, elements: float, scales: Scales) -> Times | None:
+def expected_gain(
+    recipe: Recipe, multiplications: float, elements: float, gpu: Gpu, in_f8: bool
+) -> float:
+    """Return how many times as fast as in bf16 a layer is expected to be on a GPU with rates.
+
+    Args:
+      multiplications, elements: see `Work`; of all devices together.
+      in_f8: whether its products may be FP8 products; otherwise quantized values are multiplied.
+    """
+    times = expected_times(multiplications, elements, _scales_in(recipe), gpu)
+    assert times is not None
+    has_products = in_f8 and _taken(*_formats_and_blocks(recipe), gpu)
+    return times.gain if has_products else times.bf16 / times.rounded
+
+
+def expected_times(
+    multiplications: float, elements: float, scales: Scales, gpu: Gpu | None = None
+) -> Times | None:
     """Return what `cost_model` expects of a product of all devices together.
 
-    None unless JAX traces for a GPU whose rates the model has. For the first two see `Work`.
+    None for a GPU, by default the one that JAX traces for, without rates. For the first two see
+    `Work`.
     """
-    gpu = current_gpu()
+    gpu = gpu or current_gpu()
     rates = None if gpu is None else rates_of(gpu.kind)
     if gpu is None or rates is None:
         return None

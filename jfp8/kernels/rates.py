@@ -78,64 +78,6 @@ class Rates(NamedTuple):
     nvfp4: Matmul | None = None
 
 
-# Fitted by benchmarks/fit_rates.py.
-FITTED = {
-    "B200": Rates(
-        bf16=Matmul(2.69, 1550, 7.07, 1),
-        fp8=Matmul(3.83, 3100, 5.66, 1),
-        blocks=Matmul(4.78, 3050, 6.56, 91.3, 6.04),
-        nvfp4=Matmul(6.25, 4560, 5.35, 261, 3.78),
-        amax=Pass(10.8, 3.3, 7.49, 44),
-        cast=Pass(1.86, 4.64, 5.1, 50.3),
-    ),
-    "B300": Rates(
-        bf16=Matmul(2.46, 1640, 8.75, 1),
-        fp8=Matmul(3.82, 3290, 6.15, 1),
-        blocks=Matmul(4.6, 3380, 5.72, 33.4, 6.37),
-        nvfp4=Matmul(8.36, 6550, 2.83, 990, 4.41),
-        amax=Pass(10.4, 3.32, 7.28, 45),
-        cast=Pass(1.65, 4.74, 5.07, 54.6),
-    ),
-    "GB300": Rates(
-        bf16=Matmul(2.76, 1930, 7.35, 1),
-        fp8=Matmul(4.19, 3780, 6.01, 1),
-        blocks=Matmul(4.33, 3740, 5.73, 2.66, 6.11),
-        nvfp4=Matmul(8.12, 7000, 2.71, 717, 4.69),
-        amax=Pass(10.1, 3.36, 7.57, 46.3),
-        cast=Pass(1.9, 5.03, 5.47, 52),
-    ),
-    "H100": Rates(
-        bf16=Matmul(3.05, 801, 4.62, 83.1),
-        fp8=Matmul(4.03, 1550, 3.61, 240),
-        blocks=Matmul(2.97, 1340, 2.35, 447, 1.86),
-        amax=Pass(7.32, 1.32, 2.9, 21.3),
-        cast=Pass(1.41, 3.05, 5.02, 26.6),
-    ),
-    "H200": Rates(
-        bf16=Matmul(2.94, 799, 6.09, 78.8),
-        fp8=Matmul(3.87, 1540, 4.49, 233),
-        blocks=Matmul(2.74, 1360, 2.99, 525, 1.8),
-        amax=Pass(7.25, 1.38, 2.91, 22.3),
-        cast=Pass(1.39, 4.17, 5, 31.3),
-    ),
-    "L40S": Rates(
-        bf16=Matmul(2.94, 211, 1.55, 41.3),
-        fp8=Matmul(3.08, 390, 1.17, 22),
-        blocks=Matmul(0.5, 214, 1.55, 1, 1.62),
-        amax=Pass(6.67, 0.693, 2.15, 102),
-        cast=Pass(2.17, 0.676, 6.93, 78.1),
-    ),
-    "RTX PRO 6000": Rates(
-        bf16=Matmul(5.52, 400, 1.4, 22.8),
-        fp8=Matmul(4.44, 742, 1.42, 1),
-        blocks=Matmul(14.1, 745, 3.33, 1400, 0.592),
-        nvfp4=Matmul(4.02, 1450, 2.11, 1, 1.74),
-        amax=Pass(8.69, 1.6, 6.59, 122),
-        cast=Pass(1.49, 1.49, 5.39, 100),
-    ),
-}
-
-
 class Peak(NamedTuple):
     """Hold what data sheets promise, dense: half of what is printed with sparsity.
 
@@ -163,35 +105,86 @@ PEAKS = {
     "RTX 5090": Peak(209.5, 419, 1.792, 1676),
 }
 
-
-def _scaled(timed: str, name: str) -> Rates:
-    """Return the rates of a card that reaches the same shares of its peaks as a `timed` one."""
-    rates, peak, whole = FITTED[timed], PEAKS[name], PEAKS[timed]
-    memory = peak.memory / whole.memory
-
-    def matmul(rate: Matmul, share: float) -> Matmul:
-        return rate._replace(peak=share * rate.peak, memory=memory * rate.memory)
-
-    in_f4 = None
-    if rates.nvfp4 is not None and peak.nvfp4:
-        in_f4 = matmul(rates.nvfp4, peak.nvfp4 / whole.nvfp4)
-    return Rates(
-        bf16=matmul(rates.bf16, peak.bf16 / whole.bf16),
-        fp8=matmul(rates.fp8, peak.fp8 / whole.fp8),
-        blocks=matmul(rates.blocks, peak.fp8 / whole.fp8),
-        amax=rates.amax._replace(memory=memory * rates.amax.memory),
-        cast=rates.cast._replace(memory=memory * rates.cast.memory),
-        nvfp4=in_f4,
-    )
-
-
-# Not timed. GeForce cards sum f32 at half the rate of an RTX PRO 6000 with as many units.
-SCALED = {
-    "GB200": _scaled("B200", "GB200"),
-    "RTX 4090": _scaled("RTX PRO 6000", "RTX 4090"),
-    "RTX 5090": _scaled("RTX PRO 6000", "RTX 5090"),
+# Written by benchmarks/fit_rates.py. Not timed, but scaled from timed cards by the peaks, are GB200
+# (from B200), RTX 4090 and RTX 5090 (from RTX PRO 6000).
+RATES = {
+    "B200": Rates(
+        bf16=Matmul(2.69, 1550, 7.07, 1),
+        fp8=Matmul(3.83, 3100, 5.66, 1),
+        blocks=Matmul(4.78, 3050, 6.56, 91.3, 6.04),
+        amax=Pass(10.8, 3.3, 7.49, 44),
+        cast=Pass(1.86, 4.64, 5.1, 50.3),
+        nvfp4=Matmul(6.25, 4560, 5.35, 261, 3.78),
+    ),
+    "B300": Rates(
+        bf16=Matmul(2.46, 1640, 8.75, 1),
+        fp8=Matmul(3.82, 3290, 6.15, 1),
+        blocks=Matmul(4.6, 3380, 5.72, 33.4, 6.37),
+        amax=Pass(10.4, 3.32, 7.28, 45),
+        cast=Pass(1.65, 4.74, 5.07, 54.6),
+        nvfp4=Matmul(8.36, 6550, 2.83, 990, 4.41),
+    ),
+    "GB300": Rates(
+        bf16=Matmul(2.76, 1930, 7.35, 1),
+        fp8=Matmul(4.19, 3780, 6.01, 1),
+        blocks=Matmul(4.33, 3740, 5.73, 2.66, 6.11),
+        amax=Pass(10.1, 3.36, 7.57, 46.3),
+        cast=Pass(1.9, 5.03, 5.47, 52),
+        nvfp4=Matmul(8.12, 7000, 2.71, 717, 4.69),
+    ),
+    "H100": Rates(
+        bf16=Matmul(3.05, 801, 4.62, 83.1),
+        fp8=Matmul(4.03, 1550, 3.61, 240),
+        blocks=Matmul(2.97, 1340, 2.35, 447, 1.86),
+        amax=Pass(7.32, 1.32, 2.9, 21.3),
+        cast=Pass(1.41, 3.05, 5.02, 26.6),
+    ),
+    "H200": Rates(
+        bf16=Matmul(2.94, 799, 6.09, 78.8),
+        fp8=Matmul(3.87, 1540, 4.49, 233),
+        blocks=Matmul(2.74, 1360, 2.99, 525, 1.8),
+        amax=Pass(7.25, 1.38, 2.91, 22.3),
+        cast=Pass(1.39, 4.17, 5, 31.3),
+    ),
+    "L40S": Rates(
+        bf16=Matmul(2.94, 211, 1.55, 41.3),
+        fp8=Matmul(3.08, 390, 1.17, 22),
+        blocks=Matmul(0.5, 214, 1.55, 1, 1.62),
+        amax=Pass(6.67, 0.693, 2.15, 102),
+        cast=Pass(2.17, 0.676, 6.93, 78.1),
+    ),
+    "RTX PRO 6000": Rates(
+        bf16=Matmul(5.52, 400, 1.4, 22.8),
+        fp8=Matmul(4.44, 742, 1.42, 1),
+        blocks=Matmul(14.1, 745, 3.33, 1400, 0.592),
+        amax=Pass(8.69, 1.6, 6.59, 122),
+        cast=Pass(1.49, 1.49, 5.39, 100),
+        nvfp4=Matmul(4.02, 1450, 2.11, 1, 1.74),
+    ),
+    "GB200": Rates(
+        bf16=Matmul(2.69, 1720, 7.07, 1),
+        fp8=Matmul(3.83, 3440, 5.66, 1),
+        blocks=Matmul(4.78, 3390, 6.56, 91.3, 6.04),
+        amax=Pass(10.8, 3.3, 7.49, 44),
+        cast=Pass(1.86, 4.64, 5.1, 50.3),
+        nvfp4=Matmul(6.25, 5070, 5.35, 261, 3.78),
+    ),
+    "RTX 4090": Rates(
+        bf16=Matmul(5.52, 131, 0.787, 22.8),
+        fp8=Matmul(4.44, 243, 0.799, 1),
+        blocks=Matmul(14.1, 244, 1.87, 1400, 0.592),
+        amax=Pass(8.69, 0.9, 6.59, 122),
+        cast=Pass(1.49, 0.838, 5.39, 100),
+    ),
+    "RTX 5090": Rates(
+        bf16=Matmul(5.52, 166, 1.4, 22.8),
+        fp8=Matmul(4.44, 308, 1.42, 1),
+        blocks=Matmul(14.1, 310, 3.33, 1400, 0.592),
+        amax=Pass(8.69, 1.6, 6.59, 122),
+        cast=Pass(1.49, 1.49, 5.39, 100),
+        nvfp4=Matmul(4.02, 1210, 2.11, 1, 1.74),
+    ),
 }
-RATES = FITTED | SCALED
 
 
 def name_of(kind: str) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import itertools
 import json
 import re
+import warnings
 from collections import Counter
 
 import flax.linen as nn
@@ -285,6 +287,10 @@ def test_the_three_products_of_a_convolution_count_alike(layer, windows):
     )
 
 
+SLOWER = pytest.mark.filterwarnings("ignore:On NVIDIA .*, FP8 is expected to have:UserWarning")
+
+
+@SLOWER
 @pytest.mark.slow
 def test_what_a_gpu_computes_products_with():
     """Also where there is none: the one that an abstract mesh describes, or any."""
@@ -347,6 +353,7 @@ def test_expected_times_of_a_known_gpu():
 TIMED = {"current": "one", "rowwise": "rows", "block": "blocks", "mxfp8": "mx", "nvfp4": "nvfp4"}
 
 
+@SLOWER
 def test_expected_times_are_by_the_kind_of_scales():
     layers = {name: jfp8.Dense(4096, recipe=jfp8.recipes.get(name)) for name in TIMED}
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
@@ -358,6 +365,37 @@ def test_expected_times_are_by_the_kind_of_scales():
         times = expected(work_of((4096,) * 3), RATES["B200"], TIMED[name], costs)
         used = times.rounded if row.cuda.startswith("bf16") else times.fp8
         assert row.expected_us == pytest.approx(1e6 * used), name
+
+
+def test_a_model_that_is_expected_to_be_slower_is_told_once():
+    """MXFP8 has no products on Hopper, and 512 x 512 is small; published times say so, too."""
+    large, small = (jax.ShapeDtypeStruct((n, n), jnp.bfloat16) for n in (8192, 512))
+
+    def seen(recipe, x, kind="NVIDIA H200"):
+        model = nn.Sequential([jfp8.Dense(x.shape[1], recipe=recipe) for _ in range(2)])
+        variables = jax.eval_shape(model.init, KEY, x)
+        with traced_for(kind), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            report = jfp8.report(model, variables, x)
+        text = " ".join(report._repr_html_().split())
+        assert all(str(w.message) in html.unescape(text) for w in caught)
+        head, _, line, *_ = str(report).splitlines()
+        gain = float(line.split()[-1].rstrip("x")) if head.endswith("gain") else None
+        return gain, [str(w.message) for w in caught]
+
+    fast, messages = seen("current", large)
+    assert 1.5 < fast < 1.8
+    assert messages == []
+    gain, (message,) = seen("mxfp8", large)
+    assert 0.8 < gain < 0.9
+    assert message.startswith(
+        f"On NVIDIA H200, FP8 is expected to have {gain} of the speed of bf16"
+    )
+    assert f'The recipe "current" is expected to have {fast} of it.' in message
+    gain, (message,) = seen("current", small)
+    assert 0.1 < gain < 0.5
+    assert "No recipe is expected to be faster at these sizes" in message
+    assert seen("mxfp8", large, "NVIDIA A100") == (None, [])  # of no known rates
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jfp8.kernels.cost_model import (
     scales_of,
     work_of,
 )
-from jfp8.kernels.rates import FITTED, PEAKS, RATES, Matmul, Pass, Rates, name_of, rates_of
+from jfp8.kernels.rates import PEAKS, RATES, Matmul, Pass, Rates, name_of, rates_of
 
 # Rows of TensorRT-LLM's timings, in ms: the GPU, m, n, k; bf16; FP8, without the two passes over
 # the activation; these, to find its scale and to cast it.
@@ -83,7 +83,7 @@ def test_rates_of_blocks_give_published_timings(rates, name, m, n, k, ms):
 
 
 def test_no_rate_is_beyond_what_a_data_sheet_promises():
-    for name, rates in FITTED.items():
+    for name, rates in RATES.items():
         peak = PEAKS[name]
         assert 0.5 * peak.bf16 < rates.bf16.peak < 0.85 * peak.bf16, name
         assert 0.5 * peak.fp8 < rates.fp8.peak < 0.85 * peak.fp8, name
@@ -94,12 +94,12 @@ def test_no_rate_is_beyond_what_a_data_sheet_promises():
 def test_cards_that_were_not_timed_are_scaled_by_data_sheets():
     """A GB200 has 10 / 9 of the peak of a B200, and its memory; a 5090 sums at half the rate."""
     whole, scaled = RATES["B200"], RATES["GB200"]
-    assert scaled.fp8.peak == pytest.approx(whole.fp8.peak * 10 / 9)
-    assert scaled.nvfp4.peak == pytest.approx(whole.nvfp4.peak * 10 / 9)
+    assert scaled.fp8.peak == pytest.approx(whole.fp8.peak * 10 / 9, rel=0.005)
+    assert scaled.nvfp4.peak == pytest.approx(whole.nvfp4.peak * 10 / 9, rel=0.005)
     assert scaled.cast == whole.cast
     whole, ada, blackwell = RATES["RTX PRO 6000"], RATES["RTX 4090"], RATES["RTX 5090"]
-    assert blackwell.bf16.peak == pytest.approx(whole.bf16.peak * 209.5 / 503.8)
-    assert ada.cast.memory == pytest.approx(whole.cast.memory * 1.008 / 1.792)
+    assert blackwell.bf16.peak == pytest.approx(whole.bf16.peak * 209.5 / 503.8, rel=0.005)
+    assert ada.cast.memory == pytest.approx(whole.cast.memory * 1.008 / 1.792, rel=0.005)
     assert ada.nvfp4 is None is not blackwell.nvfp4
 
 
