@@ -367,6 +367,16 @@ def test_expected_times_are_by_the_kind_of_scales():
         assert row.expected_us == pytest.approx(1e6 * used), name
 
 
+def test_mi300_says_that_it_has_other_formats():
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    for recipe, backend in (("current", "xla"), ("mxfp8", "emulate")):
+        layer = jfp8.Dense(256, recipe=recipe)
+        variables = jax.eval_shape(layer.init, KEY, x)
+        with traced_for("AMD Instinct MI300X"):
+            (how,) = {row.cuda for row in jfp8.report(layer, variables, x).rows}
+        assert how == f"{backend}: AMD Instinct MI300X has FP8 tensor cores for fnuz formats alone"
+
+
 def test_a_model_that_is_expected_to_be_slower_is_told_once():
     """MXFP8 has no products on Hopper, and 512 x 512 is small; published times say so, too."""
     large, small = (jax.ShapeDtypeStruct((n, n), jnp.bfloat16) for n in (8192, 512))
