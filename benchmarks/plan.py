@@ -18,9 +18,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from jfp8.kernels.cost_model import RATES
+from jfp8.kernels.rates import PEAKS
 
-H200 = RATES["H200"]
+H200 = PEAKS["H200"]
 BLOCK = 128
 IN_BLOCKS = 1 + 4 / BLOCK  # bytes per element: one of FP8, and its share of a scale in f32
 IN_SAVED_BLOCKS = 1 + 2 / 32  # jfp8.save_in_fp8: 32 elements share a bf16
@@ -288,11 +288,11 @@ def table(rows: list[dict]) -> str:
 def add_rates(group: argparse._ArgumentGroup) -> None:
     """Rates of a device, without those of its links."""
     # fmt: off
-    group.add_argument("--bf16-tflops", type=float, default=H200.bf16 / 1e12,
+    group.add_argument("--bf16-tflops", type=float, default=H200.bf16,
                        help="half of the 1979 with sparsity (%(default)s)")
-    group.add_argument("--fp8-tflops", type=float, default=H200.fp8 / 1e12,
+    group.add_argument("--fp8-tflops", type=float, default=H200.fp8,
                        help="half of the 3958 with sparsity (%(default)s)")
-    group.add_argument("--memory-bandwidth", type=float, default=H200.memory / 1e9,
+    group.add_argument("--memory-bandwidth", type=float, default=1e3 * H200.memory,
                        help="GB/s (%(default)s)")
     # fmt: on
 

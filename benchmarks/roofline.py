@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from on_gpu.training import QUANTIZE_BYTES
 
-from jfp8.kernels.cost_model import RATES, Rates
+from jfp8.kernels.rates import PEAKS, Peak
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, tidy
 
 SIZES = (512, 1024, 2048, 4096, 8192)
@@ -32,13 +32,14 @@ def traffic(m: int, n: int, k: int, precision: str) -> float:
     return operands + 2 * elements + (QUANTIZING * elements if precision == "FP8" else 0)
 
 
-def rate(gpu: Rates, n: int, precision: str) -> float:
+def rate(gpu: Peak, n: int, precision: str) -> float:
     """TFLOP/s of the layer of n x n x n by the model."""
     peak, elements = (gpu.fp8 if precision == "FP8" else gpu.bf16), 3 * n * n
     products = traffic(n, n, n, precision) - (QUANTIZING * elements if precision == "FP8" else 0)
-    seconds = max(6 * n**3 / peak, products / gpu.memory)
+    memory = 1e12 * gpu.memory
+    seconds = max(6 * n**3 / (1e12 * peak), products / memory)
     if precision == "FP8":
-        seconds += QUANTIZING * elements / gpu.memory
+        seconds += QUANTIZING * elements / memory
     return 6 * n**3 / seconds / 1e12
 
 
@@ -51,10 +52,10 @@ def roofline(measured: Mapping[str, Any] | None = None) -> Figure:
     )
     intensity = np.geomspace(64, 4096, 200)
     for ax, name in zip(figure.subplots(1, len(GPUS), sharex=True, sharey=True), GPUS, strict=True):
-        gpu, points = RATES[name], {}
+        gpu, points = PEAKS[name], {}
         for precision, (colour, marker, style) in LOOKS.items():
             peak = gpu.fp8 if precision == "FP8" else gpu.bf16
-            roof = np.minimum(peak, intensity * gpu.memory) / 1e12
+            roof = np.minimum(peak, intensity * gpu.memory)
             ax.plot(intensity, roof, style, color=colour, label=f"{precision} roof")
             at = [6 * n**3 / traffic(n, n, n, precision) for n in SIZES]
             rates = [rate(gpu, n, precision) for n in SIZES]
@@ -73,7 +74,7 @@ def roofline(measured: Mapping[str, Any] | None = None) -> Figure:
         ax.set_yticks([250, 500, 1000, 2000, 4000], ["250", "500", "1,000", "2,000", "4,000"])
         ax.minorticks_off()
         tidy(ax, "FLOP per byte")
-        ax.set_title(f"{name}, {gpu.memory / 1e12:g} TB/s", fontsize="small")
+        ax.set_title(f"{name}, {gpu.memory:g} TB/s", fontsize="small")
     figure.axes[0].set_ylabel("TFLOP/s")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False,

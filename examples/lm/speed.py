@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jfp8.kernels.cost_model import OF_PEAK, rates_of
+from jfp8.kernels.rates import PEAKS, name_of, rates_of
 
 from .llama_nnx import Size
 
@@ -25,10 +25,10 @@ def expected(found: Any, size: Size, tokens: int, devices: int, kind: str) -> fl
         return None
     in_fp8 = sum(row.times * row.expected_us for row in found.rows if row.fp8) / 1e6
     flops = tokens / devices * (others if in_fp8 else kernels + others)
-    return tokens / (in_fp8 + flops / (OF_PEAK * rates.bf16))
+    return tokens / (in_fp8 + flops / (1e12 * rates.bf16.peak))
 
 
 def mfu(tokens_per_second: float, size: Size, devices: int, kind: str) -> float | None:
     """The part of the peak rate in bf16, also of a model in FP8; None for an unknown device."""
-    rates, flops = rates_of(kind), tokens_per_second * sum(flops_per_token(size))
-    return None if rates is None else flops / (devices * rates.bf16)
+    name, flops = name_of(kind), tokens_per_second * sum(flops_per_token(size))
+    return None if name is None else flops / (devices * 1e12 * PEAKS[name].bf16)

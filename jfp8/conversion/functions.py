@@ -29,6 +29,7 @@ from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Options, State
 from jfp8.products.ragged.dot import scaled_ragged_dot
+from jfp8.products.slower import why_slower
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.state_in_gradients import read_overwritten, steps_of
@@ -260,9 +261,12 @@ def _name(function: Any) -> str:
 def _computed(plan: Plan, matmul: WeightMatmul) -> jax.Array:
     """Compute `matmul` as planned."""
     planned = plan.matmuls[key_of(matmul)]
-    recipe = planned.decision.recipe
-    if recipe is None:
-        with layer_noted(planned.name, planned.layer, planned.decision.reason):
+    recipe, reason = planned.decision.recipe, planned.decision.reason
+    gpu = plan.selection.unless_slower_on
+    if recipe is not None and gpu is not None:
+        reason = why_slower(gpu, recipe, matmul.plain, matmul.x, matmul.weight)
+    if recipe is None or reason:
+        with layer_noted(planned.name, planned.layer, reason):
             return matmul.plain()
     return _in_fp8(matmul, recipe, planned)
 

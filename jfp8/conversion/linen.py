@@ -346,8 +346,8 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         met.converted.add(inner)
         if found.looks_ahead(layer, decision.recipe):
             met.ahead[inner] = decision.recipe.name
-        where = {"state_in_params": state_in_params, "state_collection": selection.state_collection}
-        return ProductOf(DotGeneral, decision.recipe, None, **where)
+        where = state_in_params, selection.state_collection, selection.unless_slower_on
+        return ProductOf(DotGeneral, decision.recipe, None, *where)
 
     def chosen(product: ParameterProduct) -> ProductOf | str:
         if region.current() != here:

@@ -221,7 +221,7 @@ def prepared(product: ParameterProduct, chosen: ProductOf | str) -> Prepared:
     def compute(inside: ParameterProduct, arrays: Any) -> jax.Array:
         dtype = kernel_dtype(inside.x, inside.weight, module.casts_kernel)
         options = Options(recipe, module.implementation, dtype)
-        return inside.in_fp8(recipe, options, State(*arrays))
+        return inside.in_fp8(options, State(*arrays), module.unless_slower_on)
 
     return Prepared(compute, (histories, state.sink))
 

@@ -84,7 +84,9 @@ def convert(
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits. ``()``
-        exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
+        exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default. ``"slower"`` exempts the
+        matmuls that the GPU for which JAX traces is expected to compute more slowly in FP8, by
+        their sizes in each call; that GPU must be one whose rates are known ("GPUs" in the docs).
       only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
       attention: also convert attention itself, between the projections of
         ``MultiHeadDotProductAttention`` (NNX: ``MultiHeadAttention``), by
@@ -109,7 +111,8 @@ def convert(
         `cache_dtype` is none of the above.
       ValueError: unknown `state_collection`, or one for an NNX model; a pattern or a type that
         matches no layer, or a pattern that only matches layers which one before it matches; a cache
-        that `cache_dtype` does not reach; `weights` for a model. For Linen models ``init`` and
+        that `cache_dtype` does not reach; `weights` for a model; ``exempt="slower"`` without a GPU
+        whose rates are known. For Linen models ``init`` and
         ``apply`` raise these, for functions ``init``, because their layers exist only then.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
@@ -128,7 +131,8 @@ def convert(
     """
     if isinstance(recipe, nn.Module | nnx.Module):
         raise TypeError("recipe is a model, which comes first: jfp8.convert(model, recipe).")
-    selection = select(recipe, exempt, only, attention, state_collection, cache_dtype)
+    selected = select(recipe, exempt, only, attention, state_collection, cache_dtype)
+    selection = selected.for_gpu()
     if callable(model) and not isinstance(model, nn.Module | nnx.Module | type):
         return convert_function(model, selection, 0 if weights is None else weights)
     if weights is not None:

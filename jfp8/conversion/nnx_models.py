@@ -41,6 +41,9 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     for path, layer in layers_of(converted):  # those that are left
         setattr(layer, REASON, decided[path].reason)
     convert_own(converted, selection)
+    for _, node in nodes_of(converted):
+        if isinstance(node, Product) and node.recipe is not None:
+            node.unless_slower_on = selection.unless_slower_on
     if selection.cache_dtype is not None:
         _convert_caches(converted, selection.cache_dtype)
     if not any(isinstance(node, Product) for _, node in nodes_of(converted)):

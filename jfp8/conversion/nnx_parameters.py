@@ -269,7 +269,8 @@ def _prepared(selection: Selection, call: _Call, product: ParameterProduct) -> P
         return Prepared.staying(why_in_high_precision())
     histories, sink = _state_in_a_body(dot_general)
     options = Options(recipe, dot_general.implementation)
-    compute = lambda inside, state: inside.in_fp8(recipe, options, State(*state))
+    gpu = selection.unless_slower_on
+    compute = lambda inside, state: inside.in_fp8(options, State(*state), gpu)
     leading = () if histories is None else histories[ROLES[0]]["amax"].shape
     return Prepared(compute, (histories, sink), stacked=leading == product.loops)
 

@@ -25,8 +25,9 @@ from jfp8.conversion.weight_matmul import Place, Source, WeightMatmul
 from jfp8.conversion.weight_walk import JOINED, SAME, Walk, is_entered
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Options, State
-from jfp8.recipes.recipe import Recipe
+from jfp8.products.slower import why_slower
 from jfp8.tracing.compat import interposed, interposing
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import layer_noted, note
 
 
@@ -92,8 +93,15 @@ class ParameterProduct:
         with self._noted(reason) if reason else contextlib.nullcontext():
             return self.plain()
 
-    def in_fp8(self, recipe: Recipe, options: Options, state: State) -> jax.Array:
-        """Compute the product in a body, where no module may read or write what it keeps."""
+    def in_fp8(self, options: Options, state: State, gpu: Gpu | None) -> jax.Array:
+        """Compute the product in a body, where no module may read or write what it keeps.
+
+        Args:
+          gpu: on which it stays as it is where FP8 is expected to be slower.
+        """
+        recipe = options.recipe
+        if gpu is not None and (slower := why_slower(gpu, recipe, self.plain, self.x, self.weight)):
+            return self.staying(slower)
 
         def dot_general(x: Any, w: Any, numbers: Any, precision: Any, dtype: Any) -> jax.Array:
             del precision

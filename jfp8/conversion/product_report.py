@@ -16,9 +16,11 @@ from jfp8.conversion.product_rows import (
     NO_LAYER,
     OWN_ATTENTION,
     ProductRow,
+    gain_of,
     looks_ahead_message,
     product_table,
     si,
+    slower_message,
     times_message,
 )
 from jfp8.conversion.tables import Table, table_html, table_lines
@@ -37,15 +39,18 @@ class Report:
 
     Numbered siblings whose products are the same share a line, ``block_{0..5}``. ``fprop``,
     ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed. FLOPs
-    are those of all three products, in all layers of the line. Below are the reasons.
+    are those of all three products, in all layers of the line. Traced for a GPU with known rates,
+    ``gain`` is how many times as fast as unconverted its FP8 is expected to be. Below are reasons.
 
     Attributes:
       rows: every product, in the order of the program.
       causal: whether the program masks later positions, as far as that can be detected.
+      gpu: the kind of GPU for which JAX traced, if any.
     """
 
     rows: tuple[ProductRow, ...]
     causal: bool = False
+    gpu: str = ""
 
     @property
     def flops(self) -> int:
@@ -136,11 +141,10 @@ class Report:
         return [self.summary(), *warnings]
 
     def warnings(self) -> list[str]:
-        """Warn before training if scales of a causal model look ahead."""
-        rows = self.looking_ahead
-        if not rows:
-            return []
-        return [looks_ahead_message({row.path or row.layer: row.recipe for row in rows})]
+        """Warn before training if scales of a causal model look ahead, or FP8 is slower."""
+        ahead = {row.path or row.layer: row.recipe for row in self.looking_ahead}
+        found = looks_ahead_message(ahead) if ahead else "", slower_message(self.rows, self.gpu)
+        return [message for message in found if message]
 
 
 def _why_not(layers: Lines) -> dict[str, Reasons]:
@@ -168,22 +172,28 @@ def _lines_of(rows: Rows) -> Lines:
 
 
 def _table_of(lines: Lines) -> Table:
-    """Return head and lines, each with a mark for each of the three products."""
+    """Return head and lines; with the expected gains, if any is known."""
     rows = [row for _, of_line in lines for row in of_line]
     here = any(row.tpu for row in rows)
     elsewhere = any(row.cuda not in ("", row.implementation) for row in rows if row.fp8)
     by = "on CUDA" if elsewhere and not here else "computed by"
-    table: list[Sequence[str]] = [("layer", "fprop", "dgrad", "wgrad", "FLOPs", "recipe", by)]
+    head = ("layer", "fprop", "dgrad", "wgrad", "FLOPs", "recipe", by, "gain")
     flops = max(sum(row.flops for row in rows), 1)
-    for line, of_line in lines:
-        name = "  " * line.depth + line.name
-        fp8 = [row for row in of_line if row.fp8]
-        share = f"{100 * sum(row.flops for row in of_line) / flops:5.1f} %" if of_line else ""
-        recipes = _listed(row.recipe for row in fp8)
-        backends = _listed(_backend(row)[0] for row in fp8)
-        marks = (_listed(map(_precision, rows)) for rows in _three_products(of_line))
-        table.append((name, *marks, share, recipes, backends))
-    return table
+    table = [head, *(_cells_of(line, of_line, flops) for line, of_line in lines)]
+    return table if gain_of(rows) else [cells[:-1] for cells in table]
+
+
+def _cells_of(line: TreeLine, rows: Rows, flops: int) -> tuple[str, ...]:
+    """Return a line, with a mark for each of the three products, of a model with so many FLOPs."""
+    fp8, gain = [row for row in rows if row.fp8], gain_of(rows)
+    return (
+        "  " * line.depth + line.name,
+        *(_listed(map(_precision, of_kind)) for of_kind in _three_products(rows)),
+        f"{100 * sum(row.flops for row in rows) / flops:5.1f} %" if rows else "",
+        _listed(row.recipe for row in fp8),
+        _listed(_backend(row)[0] for row in fp8),
+        "" if gain is None else f"{gain:.2f}x",
+    )
 
 
 def _text_lines(table: Table) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jfp8.conversion.tables import Table
@@ -49,6 +49,7 @@ class ProductRow:
         `kernels.cost_model`; None for products in high precision, and unless JAX traces for a GPU
         whose rates the model has.
       bf16_us: the same if the layer were not converted.
+      recipes_us: the same under other recipes, by name; empty if these are no better.
     """
 
     path: str
@@ -68,6 +69,7 @@ class ProductRow:
     looks_ahead: bool = dataclasses.field(default=False, compare=False)
     expected_us: float | None = dataclasses.field(default=None, compare=False)
     bf16_us: float | None = dataclasses.field(default=None, compare=False)
+    recipes_us: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
 
 def looks_ahead_message(recipes: Mapping[str, str]) -> str:
@@ -92,11 +94,39 @@ def product_table(rows: Iterable[ProductRow]) -> Table:
     return [with_times(_HEAD, _TIMES), *(with_times(_cells(r), _times(r)) for r in rows)]
 
 
+def times_of(rows: Iterable[ProductRow], recipe: str = "") -> tuple[float, float]:
+    """Return the expected microseconds of FP8 products, or as if under `recipe`; and in bf16."""
+    timed = [(row, row.expected_us) for row in rows if row.expected_us is not None]
+    fp8 = sum(row.times * row.recipes_us.get(recipe, us) for row, us in timed)
+    return fp8, sum(row.times * (row.bf16_us or 0.0) for row, _ in timed)
+
+
+def gain_of(rows: Iterable[ProductRow], recipe: str = "") -> float | None:
+    """Return how many times as fast as unconverted layers FP8 is expected to be; None: unknown."""
+    fp8, bf16 = times_of(rows, recipe)
+    return bf16 / fp8 if fp8 else None
+
+
+def slower_message(rows: Sequence[ProductRow], gpu: str) -> str:
+    """Warn that FP8 is expected to be slower, and name a better recipe; "" if it is not."""
+    gain = gain_of(rows)
+    if gain is None or gain >= 1:
+        return ""
+    gains = {name: gain_of(rows, name) or 0.0 for row in rows for name in row.recipes_us}
+    best = max(gains, key=lambda name: gains[name], default="")
+    advice = "No recipe is expected to be faster at these sizes: leave the model unconverted."
+    if gains.get(best, 0.0) > 1:
+        advice = f'The recipe "{best}" is expected to have {gains[best]:.2f} of it.'
+    return (
+        f"On {gpu}, FP8 is expected to have {gain:.2f} of the speed of bf16 in the layers that are "
+        f'converted. {advice} jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out layers '
+        "that lose. A model of time says so; jfp8 was not timed on a GPU."
+    )
+
+
 def times_message(rows: Iterable[ProductRow]) -> str:
     """Say the expected time of all products in FP8, and in bf16; "" if none is expected."""
-    rows = list(rows)
-    fp8 = sum(row.times * (row.expected_us or 0.0) for row in rows)
-    bf16 = sum(row.times * (row.bf16_us or 0.0) for row in rows)
+    fp8, bf16 = times_of(rows)
     if not fp8:
         return ""
     return (

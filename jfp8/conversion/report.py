@@ -45,6 +45,8 @@ from jfp8.tracing.notes import Kind, explaining, layer_noted, notes_of
 _F8 = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
 _NARROW = frozenset(_F8.values())
+# For each kind of scales a recipe; see `kernels.cost_model`.
+_RECIPES = {"one": "current", "blocks": "block", "mx": "mxfp8", "nvfp4": "nvfp4"}
 
 
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
@@ -70,7 +72,8 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
 
     Warns:
       UserWarning: positions of a causal model share scales (see `Recipe.is_causal`). A model counts
-        as causal if it has a mask: a comparison of positions, or a triangular array.
+        as causal if it has a mask: a comparison of positions, or a triangular array. Or, traced for
+        a GPU with known rates: FP8 is expected to be slower than bf16, in all layers together.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = jfp8.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)]))
@@ -127,7 +130,9 @@ def _asking_for_inputs(call: str, given: Any) -> Iterator[None]:
 def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
     """List the products of a program that was traced in the context `notes.explaining`."""
     causal = masks_later_positions(closed, inputs)
-    return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))), causal)
+    gpu = current_gpu()
+    kind = "" if gpu is None else gpu.kind
+    return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))), causal, kind)
 
 
 def _linen_jaxpr(
@@ -252,7 +257,8 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     work = 2 * out.size * int(terms) if terms else sum(map(flops, _equations(eqn)))
     cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
     tpu = "" if current_tpu() is None else _noted(eqn, "tpu")
-    expected = _expected_times(work, (first, second, out), scales, narrow)
+    arrays = first, second, out
+    expected = _expected_times(work, arrays, scales) if narrow else None
     in_fp8 = cuda.partition(":")[0] not in ("bf16", "emulate")
     us = None if expected is None else 1e6 * (expected.fp8 if in_fp8 else expected.rounded)
     return ProductRow(
@@ -273,6 +279,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         flops=times * work,
         expected_us=us,
         bf16_us=None if expected is None else 1e6 * expected.bf16,
+        recipes_us=_times_of_others(eqn, work, arrays) if narrow else {},
     )
 
 
@@ -282,10 +289,18 @@ def _noted(eqn: Any, kind: Kind, default: str = "emulate") -> str:
     return next((n[kind] for n in map(notes_of, stacks) if kind in n), default)
 
 
-def _expected_times(flops: int, arrays: Sequence[Any], scales: str, narrow: bool) -> Any:
+def _times_of_others(eqn: Any, flops: int, arrays: Sequence[Any]) -> dict[str, float]:
+    """Return the expected microseconds of a product under recipes for which there are kernels."""
+    if any(inner.primitive.name == "conv_general_dilated" for inner in _equations(eqn)):
+        return {}  # in bf16 under each of them
+    times = {name: _expected_times(flops, arrays, kind) for kind, name in _RECIPES.items()}
+    return {name: 1e6 * min(t.fp8, t.rounded) for name, t in times.items() if t is not None}
+
+
+def _expected_times(flops: int, arrays: Sequence[Any], scales: str) -> Any:
     """Return what the cost model expects of a product on the GPU that JAX traces for, if any."""
     expected_times = getattr(planner_of(current_gpu()), "expected_times", None)
-    if expected_times is None or not narrow:
+    if expected_times is None:
         return None
     return expected_times(flops / 2, sum(x.size for x in arrays), scales)
 
@@ -302,10 +317,10 @@ def _operands(eqn: Any) -> tuple[Any, Any, str]:
 
 
 def _kind_of(scales: list[Any]) -> str:
-    """Tell by shapes: one stretch of two or more dimensions is in blocks."""
+    """Tell by shapes: one stretch of two or more dimensions is in blocks, of one in rows."""
     in_blocks = [scale for scale in scales if sum(n > 1 for n in scale.shape) > 1]
     if not in_blocks:
-        return "one"
+        return "rows" if any(scale.size > 1 for scale in scales) else "one"
     if any(scale.dtype == formats.E4M3FN.dtype for scale in in_blocks):
         return "nvfp4"
     return "mx" if any(scale.dtype in _F8 for scale in in_blocks) else "blocks"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from jfp8.layers.kv_cache import dtype_or_format
 from jfp8.layers.linen.state_in_gradients import StateCollection, check_state_collection
+from jfp8.matmul.spec import planner_of
 from jfp8.recipes.per_layer import PerLayer, check_recipes, path_matches
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format, FormatLike
+from jfp8.tracing.device import current_gpu
+from jfp8.tracing.devices import Gpu
 
+SLOWER = "slower"  # in `exempt`: what a model of time expects to be slower in FP8
 MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
 
 
@@ -63,6 +69,28 @@ class Selection:
     attention: bool = False
     state_collection: StateCollection = "fp8"
     cache_dtype: np.dtype | Format | None = None
+    unless_slower_on: Gpu | None = None
+
+    def for_gpu(self) -> Selection:
+        """Take ``"slower"`` out of `exempt`, and name the GPU on which no matmul may be slower.
+
+        Raises:
+          ValueError: JAX traces for no GPU whose rates are known.
+        """
+        if SLOWER not in self.exempt:
+            return self
+        gpu, rates = current_gpu(), planner_of(Gpu("", None)).rates
+        if gpu is None or rates.name_of(gpu.kind) is None:
+            kind = jax.default_backend() if gpu is None else gpu.kind
+            raise ValueError(
+                f"exempt={SLOWER!r} needs a GPU with known rates: {', '.join(rates.RATES)}; "
+                f"and JAX traces for {kind!r} here. Convert where JAX sees the GPU, or under "
+                "jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device="
+                "jax.sharding.AbstractDevice(device_kind='NVIDIA H100', num_cores=132, "
+                "platform='gpu'))). Or name the layers, exempt='decoder/*'."
+            )
+        exempt = tuple(choice for choice in self.exempt if choice != SLOWER)
+        return dataclasses.replace(self, exempt=exempt, unless_slower_on=gpu)
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
         """Decide on the layer at `path`, which is at this `edge` of the model, if at any."""

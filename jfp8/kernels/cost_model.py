@@ -6,45 +6,29 @@ elements of the layer's tensors, of which each is an operand twice and a result 
 
     fp8      =  multiply in FP8   +  quantize  +  start kernels
     rounded  =  multiply in bf16  +  quantize  +  start kernels
-    bf16     =  multiply in bf16               +  start one kernel
+    bf16     =  multiply in bf16
 
-    multiply  =  max(2 m n k / achieved peak, bytes of operands and result / bandwidth)
+    multiply  =  launch + |(2 (m n k + ramp e / 3) / peak, bytes of operands and result / memory)|
     quantize  =  bytes per element * e / 3 / bandwidth
 
-``rounded`` multiplies the values that FP8 stores with the tensor cores of bf16: the only other way
-to the numbers of a recipe. ``bf16`` is a layer that is not converted. Nothing here was measured by
-running jfp8 on a GPU.
+``|(x, y)|`` is the root of the sum of squares: a matmul neither hides its bytes behind its
+arithmetic nor waits for all of them. ``rounded`` multiplies the values that FP8 stores with the
+tensor cores of bf16: the only other way to the numbers of a recipe. ``bf16`` is a layer that is not
+converted. Launch, peak, memory, ramp and bandwidth are those of `rates`; the kernels and the bytes
+beside the products are those of compiled programs. jfp8 was not timed on a GPU.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from jfp8.kernels.rates import Matmul, Rates
 
-@dataclass(frozen=True)
-class Rates:
-    """Hold peaks that NVIDIA publishes, dense: half of what is printed with sparsity."""
+LAUNCH = 2e-6  # seconds that a small kernel takes at least
 
-    bf16: float  # multiplications and additions per second
-    fp8: float
-    memory: float  # bytes per second
-    fp4: float | None = None  # of NVFP4 operands; None: there are no such tensor cores
-
-
-# Data sheets: NVIDIA H100 and H200 (SXM boards), DGX B200 (an eighth), L40S.
-RATES = {
-    "H100": Rates(989.5e12, 1979e12, 3.35e12),
-    "H200": Rates(989.5e12, 1979e12, 4.8e12),
-    "B200": Rates(2250e12, 4500e12, 8.0e12, fp4=9000e12),
-    "L40S": Rates(362e12, 733e12, 0.864e12),
-}
-# The parts of the peaks that programs achieve. torchao's roofline has 0.78 for FP8; on an H200 bf16
-# products of 8192^3 took 0.78 to 0.81 of it, and copies 0.9 of the bandwidth, both in PyTorch.
-OF_PEAK, OF_BANDWIDTH = 0.78, 0.9
-LAUNCH = 2e-6  # seconds: what a small kernel takes at least
+Kernel = Literal["bf16", "fp8", "blocks", "nvfp4"]
 
 
 class _Cost(NamedTuple):
@@ -52,10 +36,12 @@ class _Cost(NamedTuple):
 
     bytes: float  # per element of its three tensors
     launches: int  # of all kernels, the three products included
+    kernel: Kernel  # that multiplies: the name of a rate
 
 
-# "one": none varies along the sum. "blocks": blocks of 128. "mx": of 32. "nvfp4": of 16.
-Scales = Literal["one", "blocks", "mx", "nvfp4"]
+# "one": for each operand. "rows": none varies along the sum, but others. "blocks": of 128 along
+# the sum. "mx": of 32. "nvfp4": of 16.
+Scales = Literal["one", "rows", "blocks", "mx", "nvfp4"]
 
 Costs: TypeAlias = dict[Scales, _Cost]
 
@@ -63,21 +49,39 @@ Costs: TypeAlias = dict[Scales, _Cost]
 # a B200 "mx" of 2304^3 and "nvfp4" of 3072^3. "one" is the mean of current scaling and of delayed
 # scaling with an entry in its history, which reads each tensor once less.
 BY_XLA: Costs = {
-    "one": _Cost(5.0, 22),
-    "blocks": _Cost(7.7, 28),
-    "mx": _Cost(11.0, 29),
-    "nvfp4": _Cost(29.0, 58),
+    "one": _Cost(5.0, 22, "fp8"),
+    "rows": _Cost(12.0, 21, "fp8"),
+    "blocks": _Cost(7.7, 28, "blocks"),
+    "mx": _Cost(11.0, 29, "blocks"),
+    "nvfp4": _Cost(29.0, 58, "nvfp4"),
 }
-# Where kernels quantize. Those for one scale make it, too. On Blackwell XLA lays the scales of
-# blocks out for the tensor cores.
-ON_HOPPER: Costs = BY_XLA | {"one": _Cost(5.0, 12), "blocks": _Cost(4.1, 8)}
-ON_BLACKWELL: Costs = BY_XLA | {"blocks": _Cost(4.3, 17), "mx": _Cost(4.3, 18)}
 ROUNDED: Costs = {
-    "one": _Cost(6.0, 20),
-    "blocks": _Cost(9.0, 17),
-    "mx": _Cost(11.0, 19),
-    "nvfp4": _Cost(23.0, 35),
+    "one": _Cost(6.0, 20, "bf16"),
+    "rows": _Cost(7.0, 21, "bf16"),
+    "blocks": _Cost(9.0, 17, "bf16"),
+    "mx": _Cost(11.0, 19, "bf16"),
+    "nvfp4": _Cost(23.0, 35, "bf16"),
 }
+# Where there is nothing that multiplies blocks. XLA's FP8 products are those of Hopper.
+ON_ADA: Costs = ROUNDED | {"one": BY_XLA["one"], "rows": BY_XLA["rows"]}
+# Where kernels quantize. Those for one scale make it, too. Ours for rows multiply as fast as those
+# for blocks: no faster ones were timed. On Blackwell XLA lays the scales of blocks out.
+ON_HOPPER: Costs = ROUNDED | {
+    "one": _Cost(5.0, 12, "fp8"),
+    "rows": _Cost(6.2, 21, "blocks"),
+    "blocks": _Cost(4.1, 8, "blocks"),
+}
+ON_BLACKWELL: Costs = BY_XLA | {
+    "blocks": _Cost(4.3, 17, "blocks"),
+    "mx": _Cost(4.3, 18, "blocks"),
+}
+
+
+def costs_on(capability: tuple[int, int] | None, has_kernels: bool = True) -> Costs:
+    """Return what quantizing costs on a GPU; `has_kernels`: those need a recent JAX."""
+    major = 0 if capability is None else capability[0]
+    known = {(9, True): ON_HOPPER, (10, True): ON_BLACKWELL, (10, False): BY_XLA}
+    return known.get((major, has_kernels), ON_ADA)
 
 
 class Work(NamedTuple):
@@ -95,45 +99,44 @@ def work_of(sizes: tuple[int, int, int], devices: int = 1) -> Work:
 
 @dataclass(frozen=True)
 class Times:
-    """Expected seconds of one product: see the top of this file."""
+    """Hold the expected seconds of one product: see the top of this file."""
 
     fp8: float
     rounded: float
     bf16: float
 
+    @property
+    def gain(self) -> float:
+        """Return how many times as fast a layer is as if it were not converted."""
+        return self.bf16 / min(self.fp8, self.rounded)
 
-def rates_of(kind: str) -> Rates | None:
-    """The rates of a device of this kind, such as ``"NVIDIA H200"``; None if it is not listed."""
-    found = [rates for name, rates in RATES.items() if re.search(rf"\b{name}\b", kind)]
-    return found[0] if found else None
 
+def scales_of(blocks: Collection[tuple[int, int]]) -> Scales:
+    """Return the kind of scales of operands by their blocks, along the sum and across it.
 
-def scales_of(along: Iterable[int]) -> Scales:
-    """The kind of scales that are shared by so many elements each along the sum, 0 if by all."""
-    smallest = min(filter(None, along), default=0)
+    0 stands for all elements.
+    """
+    smallest = min((along for along, _ in blocks if along), default=0)
     if smallest == 0:
-        return "one"
+        return "rows" if any(across for _, across in blocks) else "one"
     return "blocks" if smallest >= 128 else "mx" if smallest >= 32 else "nvfp4"
 
 
 def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:
     """Return the times of a product. `costs` depend on who quantizes: see `BY_XLA`."""
-    bandwidth = OF_BANDWIDTH * rates.memory
 
-    def multiply(peak: float, width: float) -> float:
-        moved = (2 * width + 2) * work.elements / 3
-        return max(2 * work.multiplications / (OF_PEAK * peak), moved / bandwidth)
+    def multiply(kernel: Kernel) -> float:
+        rate: Matmul | None = getattr(rates, kernel)
+        if rate is None:  # no tensor cores for it
+            kernel, rate = "bf16", rates.bf16
+        moved = (2 * _WIDTHS[kernel] + 2) * work.elements / 3
+        return float(rate.seconds(work.multiplications, work.elements / 3, moved))
 
-    def beside(cost: _Cost) -> float:
-        return (cost.bytes * work.elements / bandwidth + cost.launches * LAUNCH) / 3
+    def quantized(cost: _Cost) -> float:
+        moved = cost.bytes * work.elements / 3 / (1e12 * rates.cast.memory)
+        return multiply(cost.kernel) + moved + (cost.launches - 3) * LAUNCH / 3
 
-    in_bf16 = in_fp8 = multiply(rates.bf16, 2)
-    if scales != "nvfp4":
-        in_fp8 = multiply(rates.fp8, 1)
-    elif rates.fp4 is not None:
-        in_fp8 = multiply(rates.fp4, 0.5)
-    return Times(
-        fp8=in_fp8 + beside(costs[scales]),
-        rounded=in_bf16 + beside(ROUNDED[scales]),
-        bf16=in_bf16 + LAUNCH,
-    )
+    return Times(quantized(costs[scales]), quantized(ROUNDED[scales]), multiply("bf16"))
+
+
+_WIDTHS: dict[Kernel, float] = {"bf16": 2, "fp8": 1, "blocks": 1, "nvfp4": 0.5}  # bytes

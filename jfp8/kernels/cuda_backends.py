@@ -17,8 +17,9 @@ from jax.sharding import AxisType
 from jfp8.kernels import cost_model
 from jfp8.kernels.backend import Backend, Blocks, Choice, Facts
 from jfp8.kernels.blackwell import backend as blackwell
-from jfp8.kernels.cost_model import RATES, Costs, Scales, Times, Work, rates_of, scales_of
+from jfp8.kernels.cost_model import Costs, Scales, Times, Work, scales_of
 from jfp8.kernels.hopper import backend as hopper
+from jfp8.kernels.rates import RATES, rates_of
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E5M2, Format
@@ -83,7 +84,9 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
     if gpu is not None and not gpu.multiplies_f8:
         return f"{gpu.kind} has no FP8 tensor cores"
     blocks = facts.blocks if facts.granularity == "blocks" else ()
-    scales = scales_of(block[0] for block in blocks if block is not None)
+    scales = scales_of([block for block in blocks if block is not None])
+    if facts.granularity == "rows":
+        scales = "rows"
     if gpu is not None and _faster_in_bf16(facts.sizes, gpu, scales):
         return "FP8 does not pay for a product this small"
     return None
@@ -114,8 +117,7 @@ def _costs(gpu: Gpu) -> Costs:
     """Return what quantizing costs on this GPU; see `cost_model`."""
     if hopper.BACKEND.why_not_on(gpu) is None:
         return cost_model.ON_HOPPER
-    has_kernels = hopper.why_no_quantizing(gpu) is None
-    return cost_model.ON_BLACKWELL if has_kernels else cost_model.BY_XLA
+    return cost_model.costs_on(gpu.capability, hopper.why_no_quantizing(gpu) is None)
 
 
 def _devices() -> int:
@@ -144,7 +146,7 @@ def quantizing_k_major(
     if 0 in sizes or recipe.accumulation.startswith("hopper"):
         return None
     formats, blocks = _formats_and_blocks(recipe)
-    scales = scales_of(along for along, _ in blocks)
+    scales = _scales_in(recipe)
     kernels = implementation != "xla" and _quantized_by_kernels(gpu, scales)
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
@@ -177,6 +179,13 @@ def _formats_and_blocks(recipe: Recipe) -> tuple[Set[Format], Set[Blocks]]:
     return {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
 
 
+def _scales_in(recipe: Recipe) -> Scales:
+    """Return the kind of scales of a recipe's operands."""
+    quantizers = recipe.resolved().quantizers()
+    in_rows = {(0, 1) for q in quantizers if q.spans_rows}
+    return scales_of({q.block for q in quantizers if q.block} | in_rows)
+
+
 def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
     """Return whether backends for this GPU, by default Hopper, take all formats and blocks."""
     multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
@@ -185,12 +194,30 @@ def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
     return formats <= known and all(any(b.takes(block) for b in in_blocks) for block in blocks)
 
 
-def expected_times(multiplications: float, elements: float, scales: Scales) -> Times | None:
+def expected_gain(
+    recipe: Recipe, multiplications: float, elements: float, gpu: Gpu, in_f8: bool
+) -> float:
+    """Return how many times as fast as in bf16 a layer is expected to be on a GPU with rates.
+
+    Args:
+      multiplications, elements: see `Work`; of all devices together.
+      in_f8: whether its products may be FP8 products; otherwise quantized values are multiplied.
+    """
+    times = expected_times(multiplications, elements, _scales_in(recipe), gpu)
+    assert times is not None
+    has_products = in_f8 and _taken(*_formats_and_blocks(recipe), gpu)
+    return times.gain if has_products else times.bf16 / times.rounded
+
+
+def expected_times(
+    multiplications: float, elements: float, scales: Scales, gpu: Gpu | None = None
+) -> Times | None:
     """Return what `cost_model` expects of a product of all devices together.
 
-    None unless JAX traces for a GPU whose rates the model has. For the first two see `Work`.
+    None for a GPU, by default the one that JAX traces for, without rates. For the first two see
+    `Work`.
     """
-    gpu = current_gpu()
+    gpu = gpu or current_gpu()
     rates = None if gpu is None else rates_of(gpu.kind)
     if gpu is None or rates is None:
         return None

@@ -11,12 +11,16 @@ from jfp8.kernels.xla import f8_dot
 from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.notes import note
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     """Return the product of two operands, as f8 arrays where XLA takes their scales."""
     refused = f8_dot.BACKEND.why_not(facts_of(lhs, rhs, spec), None)
-    return (emulated if refused else f8_dot.f8_by_xla)(lhs, rhs, spec)
+    kind = getattr(spec.device, "kind", "")
+    why = f": {kind} has FP8 tensor cores for fnuz formats alone" if "MI300" in kind else ""
+    with note("cuda", f"{'emulate' if refused else 'xla'}{why}"):
+        return (emulated if refused else f8_dot.f8_by_xla)(lhs, rhs, spec)
 
 
 def plan(spec: Any) -> None:

@@ -124,7 +124,7 @@ def initialize(
         )
     chosen = _with_fused(_recipes(settings["recipe"]), settings["output_fused"])
     where = {"state_collection": settings["state_collection"]}
-    selection = select(chosen, settings["exempt"], settings["only"], **where)
+    selection = select(chosen, settings["exempt"], settings["only"], **where).for_gpu()
     converted = convert_selected(model, selection, _print_report if settings["verbose"] else None)
     if settings["verbose"] and isinstance(model, nnx.Module):
         found = decisions(model, selection).items()

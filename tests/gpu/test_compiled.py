@@ -17,7 +17,7 @@ from jax import lax
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels import cost_model as pays_off
+from jfp8.kernels.cost_model import ON_HOPPER
 from jfp8.kernels.quantize_and_transpose import Gradient
 from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
 from jfp8.scaling.formats import E4M3FN, E5M2
@@ -363,12 +363,12 @@ def test_mlp_makes_its_activation_where_it_is_quantized(recipe, compiled):
     assert hlo.passes_over_outputs == []
 
 
-COSTS = {"one": ["delayed", "current"], "blocks": ["block"]}
+COSTS = {"one": ["delayed", "current"], "rows": ["rowwise"], "blocks": ["block"]}
 
 
 @pytest.mark.parametrize("scales", COSTS)
 def test_costs_in_the_model_of_time(scales):
-    assert_costs("h200", COSTS[scales], 1024, pays_off.ON_HOPPER[scales])
+    assert_costs("h200", COSTS[scales], 1024, ON_HOPPER[scales])
 
 
 # Several scales: kernels of our own

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels import cost_model as pays_off
+from jfp8.kernels.cost_model import ON_BLACKWELL
 from support.compiled_layers import (
     BF16,
     PAIRS,
@@ -199,10 +199,15 @@ def test_experts_on_eight_gpus(way, recorded):
     assert hlo.other_products == []
 
 
-COSTS = {"blocks": ("block", 1024), "mx": ("mxfp8", 2304), "nvfp4": ("nvfp4", 3072)}
+COSTS = {
+    "rows": ("rowwise", 2304),
+    "blocks": ("block", 1536),
+    "mx": ("mxfp8", 2304),
+    "nvfp4": ("nvfp4", 4096),
+}
 
 
 @pytest.mark.parametrize("scales", COSTS)
 def test_costs_in_the_model_of_time(scales):
     name, n = COSTS[scales]
-    assert_costs("b200", [name], n, pays_off.ON_BLACKWELL[scales])
+    assert_costs("b200", [name], n, ON_BLACKWELL[scales])

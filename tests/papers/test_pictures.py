@@ -88,7 +88,7 @@ def test_another_name_is_refused(pictures, capsys):
 def test_the_model_of_a_linear_layer():
     """Of 4096 x 4096 x 4096 on an H200: 12 n^2 bytes by products in FP8, and 12 to quantize."""
     roofline = imported("roofline", "benchmarks")
-    h200, n = roofline.RATES["H200"], 4096
+    h200, n = roofline.PEAKS["H200"], 4096
     assert roofline.traffic(n, n, n, "FP8") == 24 * n**2
     assert roofline.traffic(n, n, n, "bf16") == 18 * n**2
     assert roofline.rate(h200, n, "bf16") == pytest.approx(989.5)

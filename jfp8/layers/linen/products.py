@@ -32,6 +32,7 @@ from jfp8.products.constant_sink import told_if_constant
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
+from jfp8.products.slower import why_slower
 from jfp8.products.undifferentiated_uses import are_noted, uses_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
@@ -53,6 +54,7 @@ from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import outermost_scope
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import EXPLAINING, note
 
@@ -71,6 +73,7 @@ class ProductModule(nn.Module):
       casts_kernel: whether a kernel in f32 is to be cast to the dtype of the inputs, as layers of
         jfp8 leave it to their product.
       leading: the sizes of axes in front of the state: of loops in which it is used.
+      unless_slower_on: stay in high precision where FP8 is expected to be slower on this GPU.
     """
 
     recipe: RecipeLike | None = None
@@ -80,6 +83,7 @@ class ProductModule(nn.Module):
     state_collection: StateCollection = "fp8"
     casts_kernel: bool = False
     leading: tuple[int, ...] = ()
+    unless_slower_on: Gpu | None = None
 
     @nn.nowrap
     def _place(self, collection: str, name: str) -> tuple[str, str]:
@@ -105,11 +109,17 @@ class ProductModule(nn.Module):
         own = None if self.recipe is None else check_recipe(self.recipe)
         recipe = recipe_in_effect(own, "/".join(self.path[:-1]))
         rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
+        in_high_precision = lambda: plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         if recipe is None:
             with note("reason", why_in_high_precision()):
-                return plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
+                return in_high_precision()
         check_operand(lhs)
         state, records = self.begin(recipe)
+        if self.unless_slower_on is not None:
+            slower = why_slower(self.unless_slower_on, recipe, in_high_precision, lhs, rhs)
+            if slower:
+                with note("reason", slower):
+                    return in_high_precision()
         if state.histories is None:
             rhs = self._warned_without_histories(recipe, rhs)
         elif state.sink is not None and not are_noted():
@@ -388,6 +398,7 @@ class ProductOf:
     implementation: Implementation
     state_in_params: bool = False
     state_collection: StateCollection = "fp8"
+    unless_slower_on: Gpu | None = None
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
@@ -400,6 +411,7 @@ class ProductOf:
             state_in_params=self.state_in_params,
             state_collection=self.state_collection,
             casts_kernel=True,
+            unless_slower_on=self.unless_slower_on,
             **where,
         )
 

@@ -21,6 +21,7 @@ from jfp8.products import einsum
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
+from jfp8.products.slower import why_slower
 from jfp8.products.undifferentiated_uses import uses_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
@@ -33,6 +34,7 @@ from jfp8.scaling.history import CHECK, AmaxState, fingerprint, intact, observe,
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import ROLES
 from jfp8.tracing.compat import is_eager, is_in_a_body, trace_state
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import note
 
@@ -100,6 +102,7 @@ class Product(PrintsRecipe):
       fp8_sink: `Fp8Sink`, or None.
       casts_kernel: whether a kernel in f32 is to be cast to the dtype of the inputs, as layers of
         jfp8 leave it to their product.
+      unless_slower_on: stay in high precision where FP8 is expected to be slower on this GPU.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Product(PrintsRecipe):
         self.path = path
         self.use_running_average = use_running_average
         self.casts_kernel = False
+        self.unless_slower_on: Gpu | None = None
         # The products of a region that disables FP8 may be called outside of it.
         recipe = recipe_in_effect(self.recipe, path) or self.recipe or DelayedScaling()
         state = recipe.init_state()
@@ -179,11 +183,17 @@ class Product(PrintsRecipe):
         recipe = recipe_in_effect(self.recipe, self.path)
         rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
+        in_high_precision = lambda: plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         with scope, note("path", self.path):
             if recipe is None:
                 with note("reason", why_in_high_precision()):
-                    return plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
+                    return in_high_precision()
             check_operand(lhs)
+            if self.unless_slower_on is not None:
+                slower = why_slower(self.unless_slower_on, recipe, in_high_precision, lhs, rhs)
+                if slower:
+                    with note("reason", slower):
+                        return in_high_precision()
             in_bytes = isinstance(rhs, ScaledArray)
             operands = None if in_bytes else (lhs, kernel_values(rhs, rhs_dtype, None))
             state, records = self._begin(recipe, operands)

@@ -1,0 +1,313 @@
+"""Fit the rates in `jfp8/kernels/rates.py` to published timings of GPUs, and judge them.
+
+    python benchmarks/fit_rates.py TIMINGS               # fit half of the shapes, judge others
+    python benchmarks/fit_rates.py TIMINGS --write       # and fit all, into rates.py and the page
+    python benchmarks/fit_rates.py TIMINGS --judge       # the rates in rates.py; nothing is fitted
+    python benchmarks/fit_rates.py --table               # expected gains, into docs/gpus.md
+
+TIMINGS is a folder with `gemm.csv.gz` and `quantize.csv.gz`, which ai-dynamo/aiconfigurator
+(Apache-2.0) publishes: TensorRT-LLM's kernels, timed by their authors. A shape is on one side of
+the split for all cards and formats. The error of a model is the median of ``|model / timing - 1|``,
+its bias the median of ``model / timing``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gain_table import SCALED_FROM, write_table
+from gain_table import write as write_into_page
+from scipy.optimize import least_squares
+
+from jfp8.kernels import rates as committed
+from jfp8.kernels.rates import PEAKS, Matmul, Pass, Rates
+
+KERNELS = "trtllm_1.3.0rc20"
+COLUMNS = {"bf16": "bf16_ms", "fp8": "fp8_ms", "blocks": "fp8_block_ms", "nvfp4": "nvfp4_ms"}
+BYTES = {"bf16": 2.0, "fp8": 1.0, "blocks": 1.0, "nvfp4": 0.5}  # of an operand's element
+PASSES = {"amax": (2.0, "amax_and_scale_ms"), "cast": (3.0, "cast_ms")}  # bytes per element
+# Where a fit begins, and between what it stays: launch in µs, TFLOP/s, TB/s, terms of a sum, TB/s;
+# and launch, TB/s, TB/s, MB.
+MATMUL = np.log([(4, 1000, 3, 100, 3), (0.5, 50, 0.3, 1, 0.3), (60, 1e4, 30, 3000, 30)])
+PASS = np.log([(3, 2, 4, 60), (0.5, 0.3, 0.3, 20), (60, 30, 30, 300)])
+RATES_FILE = Path(committed.__file__)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Hold the timed shapes of one card: arrays of sizes and of seconds, NaN where not timed."""
+
+    m: np.ndarray
+    n: np.ndarray
+    k: np.ndarray
+    seconds: dict[str, np.ndarray]  # of each format; of "fp8" without the passes that quantize
+    passes: dict[str, np.ndarray]  # seconds of "amax" and "cast" of the activation ``[m, k]``
+
+    def at(self, which: np.ndarray) -> Timings:
+        """Return these shapes."""
+        inside = lambda arrays: {name: x[which] for name, x in arrays.items()}
+        m, n, k = (x[which] for x in (self.m, self.n, self.k))
+        return Timings(m, n, k, inside(self.seconds), inside(self.passes))
+
+    def timed(self, fmt: str) -> Timings:
+        """Return the shapes that are timed in this format."""
+        return self.at(np.isfinite(self.seconds[fmt]))
+
+
+def rows_of(path: Path) -> Iterator[dict[str, str]]:
+    """Read the rows of TensorRT-LLM's kernels."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        yield from (row for row in csv.DictReader(file) if row["kernels"] == KERNELS)
+
+
+def load(folder: Path) -> dict[str, Timings]:
+    """Read the timings of each card."""
+    quantizing = {
+        (row["gpu"], row["m"], row["k"]): [seconds(row[name]) for _, name in PASSES.values()]
+        for row in rows_of(folder / "quantize.csv.gz")
+    }
+    found: dict[str, list[list[float]]] = {}
+    for row in rows_of(folder / "gemm.csv.gz"):
+        passes = quantizing.get((row["gpu"], row["m"], row["k"]), [np.nan] * 2)
+        times = [seconds(row[name]) for name in COLUMNS.values()]
+        times[1] -= sum(passes)
+        sizes = [float(row[name]) for name in "mnk"]
+        found.setdefault(row["gpu"], []).append([*sizes, *times, *passes])
+    cards = {}
+    for gpu, rows in found.items():
+        m, n, k, *times = np.array(rows).T
+        by_format = dict(zip(COLUMNS, times, strict=False))
+        cards[gpu] = Timings(m, n, k, by_format, dict(zip(PASSES, times[4:], strict=True)))
+    return cards
+
+
+def seconds(text: str) -> float:
+    """Read milliseconds, which may be missing."""
+    return 1e-3 * float(text) if text else np.nan
+
+
+def matmul_seconds(rate: Matmul, cast: Pass, shapes: Timings, fmt: str) -> np.ndarray:
+    """Return the expected seconds of matmuls as timed: some with their activation's cast."""
+    m, n, k = shapes.m, shapes.n, shapes.k
+    moved = BYTES[fmt] * (m * k + k * n) + 2 * m * n
+    time = rate.seconds(m * n * k, m * n, moved)
+    if rate.activation is None:
+        return time
+    return time + 1e-6 * cast.launch + 3 * m * k / (1e12 * rate.activation)
+
+
+def pass_seconds(rate: Pass, shapes: Timings, name: str) -> np.ndarray:
+    """Return the expected seconds of a pass over activations."""
+    return rate.seconds(PASSES[name][0] * shapes.m * shapes.k)
+
+
+def fit_matmul(shapes: Timings, cast: Pass, fmt: str) -> Matmul:
+    """Fit the rate of a format; the timings of two formats include the cast of the activation."""
+    shapes, casts = shapes.timed(fmt), fmt in ("blocks", "nvfp4")
+
+    def rate(logs: np.ndarray) -> Matmul:
+        launch, peak, memory, ramp, activation = np.exp(logs)
+        return Matmul(launch, peak, memory, ramp, activation if casts else None)
+
+    distance = lambda logs: np.log(
+        matmul_seconds(rate(logs), cast, shapes, fmt) / shapes.seconds[fmt]
+    )
+    return rounded(rate(robust(distance, MATMUL)))
+
+
+def fit_pass(shapes: Timings, name: str) -> Pass:
+    """Fit the rate of a pass over activations."""
+    shapes = shapes.at(shapes.passes[name] > 0)  # some are below what the clock shows
+    distance = lambda logs: np.log(
+        pass_seconds(Pass(*np.exp(logs)), shapes, name) / shapes.passes[name]
+    )
+    return rounded(Pass(*np.exp(robust(distance, PASS))))
+
+
+def robust(distance: Any, given: np.ndarray) -> np.ndarray:
+    """Minimize distances, of which those beyond a few per cent count by their size alone."""
+    start, *bounds = given
+    return least_squares(distance, start, bounds=bounds, loss="soft_l1", f_scale=0.03).x
+
+
+def rounded(rate: Any) -> Any:
+    """Return a rate with three significant digits."""
+    return type(rate)(*(None if x is None else float(f"{x:.3g}") for x in rate))
+
+
+def fit(shapes: Timings) -> dict[str, Any]:
+    """Fit all rates of one card."""
+    formats = [fmt for fmt in COLUMNS if np.isfinite(shapes.seconds[fmt]).any()]
+    passes = {name: fit_pass(shapes, name) for name in PASSES}
+    return {fmt: fit_matmul(shapes, passes["cast"], fmt) for fmt in formats} | passes
+
+
+def judge(rates: Mapping[str, Any], shapes: Timings) -> dict[str, tuple[float, float]]:
+    """Return error and bias of each format and each pass."""
+    ratios = {}
+    for fmt in COLUMNS:
+        timed = shapes.timed(fmt)
+        if timed.m.size and rates.get(fmt) is not None:
+            expected = matmul_seconds(rates[fmt], rates["cast"], timed, fmt)
+            ratios[fmt] = expected / timed.seconds[fmt]
+    for name in PASSES:
+        timed = shapes.at(shapes.passes[name] > 0)
+        ratios[name] = pass_seconds(rates[name], timed, name) / timed.passes[name]
+    return {
+        name: (float(np.median(abs(ratio - 1))), float(np.median(ratio)))
+        for name, ratio in ratios.items()
+        if ratio.size
+    }
+
+
+def right_answers(rates: Mapping[str, Any], shapes: Timings) -> dict[str, float]:
+    """Return the share of shapes for which the rates tell if FP8, quantizing included, pays."""
+    shares = {}
+    for fmt in ("fp8", "blocks", "nvfp4"):
+        timed = shapes.timed(fmt).timed("bf16")
+        if not timed.m.size or rates.get(fmt) is None:
+            continue
+        expected, plain = (matmul_seconds(rates[f], rates["cast"], timed, f) for f in (fmt, "bf16"))
+        measured = timed.seconds[fmt]
+        if fmt == "fp8":
+            measured = measured + sum(timed.passes.values())
+            expected = expected + sum(pass_seconds(rates[p], timed, p) for p in PASSES)
+        known = np.isfinite(measured)
+        right = (expected < plain) == (measured < timed.seconds["bf16"])
+        shares[fmt] = float(np.mean(right[known]))
+    return shares
+
+
+def without_a_size(shapes: Timings) -> dict[str, float]:
+    """Return the largest error, for each format, of shapes whose m the fit has not seen."""
+    worst: dict[str, float] = {}
+    for m in np.unique(shapes.m):
+        rates = fit(shapes.at(shapes.m != m))
+        for name, (error, _) in judge(rates, shapes.at(shapes.m == m)).items():
+            worst[name] = max(worst.get(name, 0.0), error)
+    return worst
+
+
+def lines(rates: Mapping[str, Any], shapes: Timings, gpu: str, unseen: Any = None) -> Iterator[str]:
+    """Print error and bias of each format, and the share of right answers."""
+    right = right_answers(rates, shapes)
+    for name, (error, bias) in judge(rates, shapes).items():
+        line = f"{gpu:14}{name:8}{100 * error:7.1f} %{bias:8.2f}"
+        line += f"{100 * right[name]:10.1f} %" if name in right else " " * 12
+        yield line + (f"{100 * unseen[name]:10.1f} %" if unseen else "")
+
+
+def halves(cards: Mapping[str, Timings], seed: int) -> Iterator[tuple[str, Any, Timings]]:
+    """Give each card, rates of half of the shapes, and the other shapes."""
+    every = sorted({shape for t in cards.values() for shape in zip(t.m, t.n, t.k, strict=True)})
+    drawn = np.random.default_rng(seed).random(len(every)) < 0.5
+    fitted = {shape for shape, is_drawn in zip(every, drawn, strict=True) if is_drawn}
+    for gpu, t in cards.items():
+        is_fitted = np.array([shape in fitted for shape in zip(t.m, t.n, t.k, strict=True)])
+        yield gpu, fit(t.at(is_fitted)), t.at(~is_fitted)
+
+
+def report(cards: Mapping[str, Timings], seed: int) -> Iterator[str]:
+    """Fit each card on half of the shapes, and judge the others."""
+    yield f"seed {seed} draws the half of the shapes that is fitted; the others are judged"
+    yield f"{'GPU':14}{'':8}{'error':>9}{'bias':>8}{'pays?':>12}{'unseen m':>12}"
+    for gpu, rates, others in halves(cards, seed):
+        yield from lines(rates, others, gpu, without_a_size(cards[gpu]))
+
+
+def errors(cards: Mapping[str, Timings], seed: int) -> Iterator[str]:
+    """Give the table of errors for the page on GPUs."""
+    columns = {"bf16": "bf16", "fp8": "FP8", "blocks": "FP8, blocks", "nvfp4": "NVFP4"}
+    heads = [f"error, {name}" for name in (*columns.values(), "cast")]
+    heads += [f"right, {name}" for name in list(columns.values())[1:]]
+    yield f"| | {' | '.join(heads)} |"
+    yield f"|---|{'---|' * len(heads)}"
+    for gpu, rates, others in halves(cards, seed):
+        judged, right = judge(rates, others), right_answers(rates, others)
+        found = [judged[name][0] if name in judged else None for name in (*columns, "cast")]
+        found += [right.get(name) for name in list(columns)[1:]]
+        cells = ("–" if x is None else f"{100 * x:.1f} %" for x in found)
+        yield f"| {gpu} | {' | '.join(cells)} |"
+
+
+def scaled(rates: Rates, timed: str, name: str) -> Rates:
+    """Return the rates of a card that reaches the same shares of its peaks as a `timed` one."""
+    peak, whole = PEAKS[name], PEAKS[timed]
+    memory = peak.memory / whole.memory
+
+    def matmul(rate: Matmul, share: float) -> Matmul:
+        return rounded(rate._replace(peak=share * rate.peak, memory=memory * rate.memory))
+
+    in_f4 = None
+    if rates.nvfp4 is not None and peak.nvfp4:
+        in_f4 = matmul(rates.nvfp4, peak.nvfp4 / whole.nvfp4)
+    return Rates(
+        bf16=matmul(rates.bf16, peak.bf16 / whole.bf16),
+        fp8=matmul(rates.fp8, peak.fp8 / whole.fp8),
+        blocks=matmul(rates.blocks, peak.fp8 / whole.fp8),
+        amax=rounded(rates.amax._replace(memory=memory * rates.amax.memory)),
+        cast=rounded(rates.cast._replace(memory=memory * rates.cast.memory)),
+        nvfp4=in_f4,
+    )
+
+
+def write(cards: Mapping[str, Timings]) -> None:
+    """Write the rates of all shapes into `rates.py`."""
+    rows = {gpu: Rates(**fit(shapes)) for gpu, shapes in cards.items()}
+    rows |= {name: scaled(rows[timed], timed, name) for name, timed in SCALED_FROM.items()}
+    text = "\n".join(
+        f'    "{gpu}": Rates(\n'
+        + "".join(
+            f"        {name}={spelled(rate)},\n"
+            for name, rate in rates._asdict().items()
+            if rate is not None
+        )
+        + "    ),"
+        for gpu, rates in rows.items()
+    )
+    source = RATES_FILE.read_text(encoding="utf-8")
+    new = re.sub(r"\nRATES = \{\n.*?\n\}\n", f"\nRATES = {{\n{text}\n}}\n", source, flags=re.DOTALL)
+    RATES_FILE.write_text(new, encoding="utf-8")
+
+
+def spelled(rate: Any) -> str:
+    """Write a rate as code."""
+    numbers = ", ".join(f"{x:g}" for x in rate if x is not None)
+    return f"{type(rate).__name__}({numbers})"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("timings", type=Path, nargs="?", help="folder of the published timings")
+    parser.add_argument("--seed", type=int, default=0, help="of the split by shape")
+    parser.add_argument("--write", action="store_true", help="fit all shapes, into rates.py")
+    parser.add_argument("--judge", action="store_true", help="judge rates.py; fit nothing")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/gpus.md")
+    options = parser.parse_args(argv)
+    if options.table:
+        write_table()
+    if options.timings is None:
+        return
+    cards = load(options.timings)
+    if options.judge:
+        for gpu, shapes in cards.items():
+            rates = committed.RATES.get(gpu)
+            print(*([f"{gpu}: not in rates.py"] if rates is None else
+                    lines(rates._asdict(), shapes, gpu)), sep="\n")  # fmt: skip
+        return
+    print(*report(cards, options.seed), sep="\n")
+    if options.write:
+        write(cards)
+        write_into_page("errors", errors(cards, options.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Tell which matmuls a model of time expects to be slower in FP8: ``exempt="slower"``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jfp8.matmul.spec import planner_of
+from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.devices import Gpu
+
+
+def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: Any, rhs: Any) -> str:
+    """Say why the matmuls of a layer stay in high precision; ``""`` if FP8 is no slower on `gpu`.
+
+    Args:
+      plain: computes the layer's forward product of `lhs` and `rhs` in high precision.
+    """
+    closed = jax.make_jaxpr(plain)()
+    matmul = next(_matmuls_in(closed.jaxpr), None)
+    sizes = [math.prod(x.shape) for x in (lhs, rhs, closed.out_avals[0])]
+    batch, in_f8 = 1, True
+    if matmul is None:  # a convolution, of which those by 1x1 kernels are matmuls
+        in_f8 = math.prod(rhs.shape[:-2]) == 1
+    else:
+        _, (batched, _) = matmul.params["dimension_numbers"]
+        batch = math.prod(matmul.invars[0].aval.shape[d] for d in batched)
+    # Each of the sizes m, n and k is in two of the arrays, and that of the batch in all three.
+    multiplications = math.sqrt(math.prod(sizes) / max(batch, 1))
+    gain = planner_of(gpu).expected_gain(recipe, multiplications, sum(sizes), gpu, in_f8)
+    if gain >= 1:
+        return ""
+    return f"exempt: 'slower' ({recipe.name} has {gain:.2f} of the speed of bf16 on {gpu.kind})"
+
+
+def _matmuls_in(jaxpr: Any) -> Iterator[Any]:
+    """Find each ``dot_general`` of a traced function, also in a ``jit``."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        elif eqn.primitive.name in ("jit", "pjit"):
+            yield from _matmuls_in(eqn.params["jaxpr"].jaxpr)

@@ -1,0 +1,135 @@
+"""``exempt="slower"``: matmuls that are expected to be slower in FP8 stay in high precision."""
+
+from __future__ import annotations
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+from support.devices import traced_for
+
+KEY = jax.random.key(0)
+WIDE = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
+EXEMPT = (*jfp8.EDGES, "slower")
+
+
+def what_is_fp8(report):
+    """Whether each layer is FP8; all reasons of the others must be the sizes."""
+    reasons = {row.reason for row in report.rows if not row.fp8}
+    assert all(text.startswith("exempt: 'slower' (") for text in reasons), reasons
+    return {row.path: row.fp8 for row in report.rows}
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8192, name="large")(x)
+        return nn.relu(nn.Dense(64, name="small")(x))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.large = nnx.Linear(8192, 8192, rngs=rngs)
+        self.small = nnx.Linear(8192, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(self.small(self.large(x)))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_linen(recipe):
+    with traced_for("NVIDIA H100"):
+        model = jfp8.convert(Linen(), recipe, exempt="slower")
+    variables = jax.eval_shape(model.init, KEY, WIDE)
+    # Blocks have no kernels on this JAX: see `test_cost_model.py`.
+    large = recipe == "delayed" or jax.__version_info__ >= (0, 11, 2)
+    for few, expected in ((WIDE, large), (jax.ShapeDtypeStruct((16, 8192), jnp.bfloat16), False)):
+        with traced_for("NVIDIA H100"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = what_is_fp8(jfp8.report(model, variables, few))
+        assert found == {"large": expected, "small": False}
+        # The GPU is that of the conversion, wherever the model is traced.
+        assert what_is_fp8(jfp8.report(model, variables, few)) == found
+
+
+def test_nnx_and_functions():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w["large"]) @ w["small"])
+
+    weights = {"large": WIDE, "small": jax.ShapeDtypeStruct((8192, 64), jnp.bfloat16)}
+    with traced_for("NVIDIA H100"):
+        model = nnx.eval_shape(lambda: jfp8.convert(Nnx(nnx.Rngs(0)), exempt="slower"))
+        f = jfp8.convert(loss, "delayed", exempt="slower")
+    expected = {"large": True, "small": False}
+    assert what_is_fp8(jfp8.report(model, WIDE)) == expected
+    state = jax.eval_shape(f.init, weights, WIDE)
+    assert state.keys() == weights.keys()  # for calls with more rows
+    assert what_is_fp8(jfp8.report(f, weights, state, WIDE)) == expected
+
+
+class Products(nn.Module):
+    """Of 8 experts with 4096 rows each; by kernels of 1x1, and of 3x3."""
+
+    @nn.compact
+    def __call__(self, x):
+        experts = x.reshape(8, -1, 2048)
+        einsum = nn.Einsum((8, 2048, 256), "ecd,edf->ecf", use_bias=False, name="experts")
+        image = x.reshape(1, 256, 128, 2048)
+        one = nn.Conv(2048, (1, 1), name="one")(image)
+        three = nn.Conv(2048, (3, 3), name="three")(image)
+        return nn.relu(einsum(experts)).sum() + nn.relu(one).sum() + nn.relu(three).sum()
+
+
+def test_batched_matmuls_and_convolutions():
+    """No GPU convolves in FP8. The experts' products are small, though there are many."""
+    x = jax.ShapeDtypeStruct((8 * 4096, 2048), jnp.bfloat16)
+    with traced_for("NVIDIA H200"):
+        model = jfp8.convert(Products(), "current", exempt="slower")
+    found = what_is_fp8(jfp8.report(model, jax.eval_shape(model.init, KEY, x), x))
+    assert found == {"experts": False, "one": True, "three": False}
+
+
+def test_a_model_that_is_too_small_is_the_original():
+    """Its results and gradients are those of the original; its histories stay empty."""
+    original = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8), nn.relu])
+    x = jax.random.normal(KEY, (16, 24))
+    with traced_for("NVIDIA H100"):
+        model = jfp8.convert(original, "delayed", exempt="slower")
+    variables = model.init(KEY, x)
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+    loss = lambda variables: jnp.mean(model.apply(variables, x) ** 2)
+    plain = lambda params: jnp.mean(original.apply({"params": params}, x) ** 2)
+    assert loss(variables) == plain(variables["params"]) > 0
+    for _ in range(2):
+        _, grads = jfp8.value_and_grad(loss)(state)
+        expected = jax.grad(plain)(state.params)
+        updated = jax.tree.map(lambda w, g: w - 0.1 * g, state.params, expected)
+        state = state.apply_gradients(grads)
+        assert all(jnp.any(g) for g in jax.tree.leaves(expected))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, updated
+        )
+    histories = jax.tree.leaves(state.variables["fp8"])
+    assert len(histories) > 4
+    assert not any(jnp.any(amaxes) for amaxes in histories)
+
+
+def test_the_gpu_must_be_known():
+    known = r"known rates: .*H100.*RTX 5090; and JAX traces for '{}' here. Convert where"
+    for convert in (
+        jfp8.convert,
+        lambda m, exempt: jfp8.initialize(m, optax.sgd(1), exempt=exempt),
+    ):
+        with pytest.raises(ValueError, match=known.format("cpu")):
+            convert(Linen(), exempt=EXEMPT)
+    with traced_for("NVIDIA A100"), pytest.raises(ValueError, match=known.format("NVIDIA A100")):
+        jfp8.convert(Linen(), exempt="slower")
+    with pytest.raises(ValueError, match="The pattern 'slower' matches no layer"):
+        jfp8.quantize_params({"params": {"a": {"kernel": jnp.ones((8, 8))}}}, exempt="slower")
