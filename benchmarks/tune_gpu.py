@@ -110,9 +110,10 @@ def _quantize_cases(
     name: str, shape: tuple[int, ...], many: int, settings: Settings
 ) -> Iterator[Case]:
     import jax.numpy as jnp
-    from on_gpu import checks
     from on_gpu.timing import copies, random
 
+    from jfp8.command_line import quantize_checks
+    from jfp8.command_line.exactness import awkward, kernel
     from jfp8.scaling.formats import E4M3FN
 
     # What a check takes, and what is timed, after the matrix.
@@ -123,20 +124,20 @@ def _quantize_cases(
         "quantize_tiles": (E4M3FN, "power_of_two"),
         "row_and_column_amax": (),
     }
-    awkward = functools.cache(functools.partial(checks.awkward, shape, jnp.bfloat16, 1))
+    values = functools.cache(functools.partial(awkward, shape, jnp.bfloat16, 1))
     inputs = copies(lambda i: (random(shape, jnp.bfloat16, seed=i), jnp.float32(2)), settings)
 
     def quantize(sweep, x, scale):
-        call = functools.partial(checks.kernel(name), x, sweep=sweep)
+        call = functools.partial(kernel(name), x, sweep=sweep)
         if name == "quantize_tensor":
-            scale_of = checks.from_amax(E4M3FN)
+            scale_of = quantize_checks.from_amax(E4M3FN)
             return call(scale.reshape(1), fmt=E4M3FN, scale_of=scale_of, with_amax=True)
         if name == "quantize_lines":
             return call(*(jnp.broadcast_to(scale, size) for size in x.shape), E4M3FN)
         return call(*options[name])
 
     def check(sweep):
-        getattr(checks, f"check_{name}")(awkward(), *options[name], sweep)
+        getattr(quantize_checks, f"check_{name}")(values(), *options[name], sweep)
 
     for sweep in _sweeps(name)[:many]:
         verify = functools.partial(check, sweep)
