@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jfp8.command_line.child import MARK as COMPILED
+from jfp8.command_line import child
 from on_gpu.cases import Case, Group, Settings, Timed
 from on_gpu.clocks import Watch
 from on_gpu.records import Record
 
 Key = tuple[str, str, str]  # section, group, name
 _MARK = "@@case "  # before what a worker has to say; other lines are those of libraries
+running = child.compiled  # says that from now on silence means that a kernel hangs
 _LOST = 3  # exit code of a worker whose device was lost in a case that it did report
 
 
@@ -351,7 +352,7 @@ class _Worker:
                 return
             if line.startswith(_MARK):
                 yield json.loads(line.removeprefix(_MARK))
-            elif line.startswith(COMPILED):
+            elif line.startswith(child.MARK):
                 yield {"event": "running"}
             else:
                 self.log.write(line)

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from common import environment
 
-from jfp8.command_line.exactness import memory
 from on_gpu.cases import Settings, Timed
 from on_gpu.device_time import has_cupti
 from on_gpu.harness import running
@@ -129,6 +128,20 @@ def described(compiled: jax.stages.Compiled, calls: int = 1) -> Record:
         "picked": dict(picked),
         "memory": memory(compiled),
     }
+
+
+def memory(compiled: jax.stages.Compiled) -> Record | None:
+    """Bytes of arguments, results and temporaries, as the compiler planned them."""
+    try:
+        analysis = compiled.memory_analysis()
+        return {
+            "arguments": analysis.argument_size_in_bytes,
+            "results": analysis.output_size_in_bytes,
+            "temporaries": analysis.temp_size_in_bytes,
+            "peak": getattr(analysis, "peak_memory_in_bytes", None),
+        }
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return None
 
 
 def begin(settings: Settings) -> Record:

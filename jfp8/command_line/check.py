@@ -7,7 +7,6 @@ verdict is stored in the user's cache directory, for this kind of card and these
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import importlib
 import json
@@ -19,6 +18,7 @@ import jax
 
 from jfp8.checkpoint.atomic import replace_file
 from jfp8.command_line.child import ask
+from jfp8.command_line.exactness import rehearsed
 from jfp8.conversion.tables import table_lines
 from jfp8.kernels.verdicts import verdict_file, versions
 
@@ -122,12 +122,7 @@ def this_card(cases: str) -> Result:
 def checked(argument: Result) -> Result:
     """Check one kernel, interpreted on a CPU; raises if it is wrong."""
     (case,) = (c for c in _table(argument["cases"]) if c.kernel == argument["kernel"])
-    context: Any = contextlib.nullcontext()
-    if jax.default_backend() != "gpu" and case.by == "pallas":
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        context = plgpu.force_gpu_interpret_mode()
-    with context:
+    with rehearsed():
         measured = case.check(*case.arguments)
     return {"measured": measured}
 

@@ -7,6 +7,7 @@ out is not right from the run before.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def poisoned_runs(function: Callable[..., Any], *arguments: Any) -> Iterator[Any
         leaf.size * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(jax.eval_shape(function, *arguments))
     ]
-    sizes.append((memory(program) or {}).get("temporaries") or 0)
+    sizes.append(getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
     compiled()
     for _ in range(RUNS if jax.default_backend() == "gpu" else 1):
         poison(sizes)
@@ -77,18 +78,16 @@ def poison(sizes: list[int]) -> None:
     jax.block_until_ready([jax.device_put(ones[:size]) for size in wanted if size])
 
 
-def memory(program: jax.stages.Compiled) -> Record | None:
-    """Bytes of arguments, results and temporaries, as the compiler planned them."""
-    try:
-        analysis: Any = program.memory_analysis()
-        return {
-            "arguments": analysis.argument_size_in_bytes,
-            "results": analysis.output_size_in_bytes,
-            "temporaries": analysis.temp_size_in_bytes,
-            "peak": getattr(analysis, "peak_memory_in_bytes", None),
-        }
-    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
-        return None
+@contextlib.contextmanager
+def rehearsed() -> Iterator[None]:
+    """Interpret Pallas kernels in this context, if the device is a CPU and JAX knows how."""
+    if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11, 2):
+        yield
+        return
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with plgpu.force_gpu_interpret_mode():
+        yield
 
 
 def on_cpu(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:

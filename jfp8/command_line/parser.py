@@ -6,13 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from jfp8.command_line import check, doctor
+from jfp8.command_line import bench, check, doctor
 
 # Each is a module with `arguments(parser)` and `run(options)`, which returns the result for
 # ``--json``, the lines that are printed without it, and whether nothing is wrong.
 COMMANDS = {
     "doctor": (doctor, "show what is installed, and what computes each recipe on this card"),
     "check": (check, "run a small case of each kernel, and leave out those that are wrong"),
+    "bench": (bench, "measure the rates of this card, into one file to send"),
 }
 
 
