@@ -12,6 +12,7 @@ import subprocess
 import textwrap
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,17 @@ def asked(card: str | None) -> Facts:
     }
 
 
+def described(card: str, cores: int = 132) -> AbstractContextManager[object]:
+    """Return a context in which JAX traces for a `card` that need not be here."""
+    device = AbstractDevice(device_kind=card, num_cores=cores, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 def backend_of(recipe: Any, card: str, cores: int = 132) -> dict[str, str]:
     """Return what a `card` multiplies N x N matrices by in a layer, and why nothing faster does."""
     model, x = Dense(N, recipe=recipe, use_bias=False), jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    described = AbstractDevice(device_kind=card, num_cores=cores, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=described)):
+    with described(card, cores):
         rows = report(model, variables, x).rows
     backend, _, reason = rows[0].cuda.partition(": ")
     return {"recipe": recipe.name, "backend": backend, "reason": reason}
