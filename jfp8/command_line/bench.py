@@ -174,10 +174,12 @@ def launches(n: int) -> Work:
     return Work(product, (random(n, n),), launches=LAUNCHES)
 
 
-def attention(recipe: str | None, n: int) -> Work:
-    """Return causal attention of 16 heads of 128 numbers over n tokens."""
-    q = random(1, n, 16, 128)
-    attend: Any = jax.nn.dot_product_attention if recipe is None else scaled_dot_product_attention
+def attention(is_fp8: bool, n: int) -> Work:
+    """Return causal attention of 16 heads of 128 numbers over n tokens; in bf16 by cuDNN."""
+    q, attend = random(1, n, 16, 128), scaled_dot_product_attention
+    if not is_fp8:
+        by = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        attend = functools.partial(jax.nn.dot_product_attention, implementation=by)
     return Work(functools.partial(attend, is_causal=True), (q, q, q), 2 * 16 * 128 * n * n)
 
 
@@ -200,7 +202,7 @@ WORK: dict[str, tuple[Callable[[int], Work], int, int]] = {
         f"layer, {name}": (functools.partial(layer, name), 8192, 1024)
         for name in ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
     },
-    "attention, bf16": (functools.partial(attention, None), 8192, 1024),
-    "attention, FP8": (functools.partial(attention, "delayed"), 8192, 1024),
+    "attention, bf16": (functools.partial(attention, False), 8192, 1024),
+    "attention, FP8": (functools.partial(attention, True), 8192, 1024),
     "grouped": (grouped, 8192, 1024),
 }
