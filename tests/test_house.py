@@ -210,7 +210,7 @@ LINES_OF_ROOMS = {
     "conversion": 3400,
     "debug": 3890,
     "plot": 1180,
-    "command_line": 1530,
+    "command_line": 1790,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

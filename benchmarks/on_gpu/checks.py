@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jfp8
-from jfp8.command_line.exactness import awkward, kernel, normal, on_cpu, poisoned_runs, run
+from jfp8.command_line.exactness import awkward, normal, on_cpu, poisoned_runs, run
 from jfp8.command_line.product_checks import (
     check_block_matmul,
     check_grouped_matmul,
@@ -30,6 +29,7 @@ from jfp8.command_line.quantize_checks import (
     check_row_and_column_amax,
     check_tensor_amax,
 )
+from jfp8.command_line.tune import check_large
 from jfp8.scaling.formats import E4M3FN, E5M2
 from on_gpu.cases import Case, Group, Settings
 from on_gpu.records import Record
@@ -127,62 +127,6 @@ def product_cases(settings: Settings) -> Iterator[Case]:
         yield case(
             "grouped_outer", label, functools.partial(check_grouped_outer, 3, 4, 136, n, scaled)
         )
-
-
-def scales_of(kind: str, m: int, n: int, k: int) -> list[jax.Array]:
-    """Ones and twos in the shapes of scales of blocks; for scales of whole operands, 2 and 1/4."""
-    blocks = math.ceil(k / 128)
-    sizes = {
-        "block": ((blocks, m), (blocks, math.ceil(n / 128))),
-        "block_columns": ((blocks, m), (blocks, n)),
-    }.get(kind)
-    if sizes is None:
-        return [jnp.float32(2), jnp.float32(0.25)]
-    return [
-        jax.random.randint(jax.random.key(i), size, 1, 3).astype(jnp.float32)
-        for i, size in enumerate(sizes)
-    ]
-
-
-def product(
-    kind: str, tiles: Any, a: jax.Array, b: jax.Array, row: jax.Array, column: jax.Array
-) -> jax.Array:
-    """The kernel of a `kind` of product, as it is timed; results in bf16."""
-    if kind in ("block", "block_columns"):
-        return kernel("block_matmul")(a, b, row, column, jnp.bfloat16, tiles=tiles)
-    promote = kind == "promoted"
-    return kernel("matmul")(a, b, row, column, jnp.bfloat16, promote=promote, tiles=tiles)
-
-
-def check_large(kind: str, m: int, n: int, k: int, tiles: Any = None) -> Record:
-    """A product of integers at a size that is timed, and so with its tiles, held to XLA's in bf16.
-
-    Both are exact: all sums stay below 2^13.
-    """
-    keys = jax.random.split(jax.random.key(2))
-    a, b = (
-        jax.random.randint(key, (size, k), -2, 3).astype(E4M3FN.dtype)
-        for key, size in zip(keys, (m, n), strict=True)
-    )
-    scales = scales_of(kind, m, n, k)
-
-    @jax.jit
-    def differ(a, b, row, column, y):
-        a, b = (x.astype(jnp.bfloat16) for x in (a, b))
-        if row.ndim:
-            a = a * jnp.repeat(row.T, 128, 1)[:, :k].astype(jnp.bfloat16)
-            column = column.T if kind == "block_columns" else jnp.repeat(column.T, 128, 0)[:n]
-            b = b * jnp.repeat(column, 128, 1)[:, :k].astype(jnp.bfloat16)
-        scale = 1 if row.ndim else row * column
-        expected = jax.lax.dot_general(
-            a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        return jnp.sum(~(y == (expected * scale).astype(jnp.bfloat16)))  # NaN too
-
-    for y in poisoned_runs(functools.partial(product, kind, tiles), a, b, *scales):
-        if wrong := int(differ(a, b, *scales, y)):
-            raise AssertionError(f"{wrong} of {m * n} differ")
-    return {}
 
 
 def large_cases(settings: Settings) -> Iterator[Case]:
