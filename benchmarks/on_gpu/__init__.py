@@ -1,1 +1,1 @@
-"""What `gpu.py` and `tune_gpu.py` check and time on a GPU."""
+"""What `gpu.py` checks and times on a GPU."""

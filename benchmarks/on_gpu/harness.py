@@ -23,12 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jfp8.command_line import child
 from on_gpu.cases import Case, Group, Settings, Timed
 from on_gpu.clocks import Watch
 from on_gpu.records import Record
 
 Key = tuple[str, str, str]  # section, group, name
 _MARK = "@@case "  # before what a worker has to say; other lines are those of libraries
+running = child.compiled  # says that from now on silence means that a kernel hangs
 _LOST = 3  # exit code of a worker whose device was lost in a case that it did report
 
 
@@ -65,11 +67,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
-
-
-def running() -> None:
-    """Say that all is compiled, so that from now on silence means that a kernel hangs."""
-    _say("running")
 
 
 def left_of(section: str, group: Group, finished: set[Key], measured: set[Key]) -> Group:
@@ -355,6 +352,8 @@ class _Worker:
                 return
             if line.startswith(_MARK):
                 yield json.loads(line.removeprefix(_MARK))
+            elif line.startswith(child.MARK):
+                yield {"event": "running"}
             else:
                 self.log.write(line)
 

@@ -108,9 +108,8 @@ def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bo
 def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
     """Return whether Pallas kernels quantize for products on this GPU."""
     # On Blackwell those in blocks: of one scale cuBLASLt takes any layout, so XLA writes only one.
-    if scales in ("blocks", "mx"):
-        return hopper.why_no_quantizing(gpu) is None
-    return hopper.BACKEND.why_not_on(gpu) is None
+    families = None if scales in ("blocks", "mx") else hopper.HOPPER
+    return hopper.why_no_quantizing(gpu, families) is None
 
 
 def _costs(gpu: Gpu) -> Costs:

@@ -26,6 +26,7 @@ from jfp8.kernels.quantize_and_transpose import (
     made_of,
     quantize_both_ways,
 )
+from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.operation import Kind, Operand, Use
 from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
@@ -40,7 +41,7 @@ BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they sca
 
 def why_not_grouped_kernels(recipe: Recipe, has_quantized_rhs: bool, gpu: Gpu | None) -> str | None:
     """Why `GroupedKernels` cannot compute `recipe` on `gpu`; None if it can."""
-    reason = mosaic.BACKEND.why_not_on(gpu)
+    reason = mosaic.BACKEND.why_not_on(gpu) or why_failed(("quantizing", "grouped products"), gpu)
     if reason is not None:
         return reason
     if has_quantized_rhs:

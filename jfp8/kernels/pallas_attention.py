@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.kernels.flash.operands import Stored, Vectors
-from jfp8.kernels.hopper.backend import why_no_kernels, why_none_for
+from jfp8.kernels.hopper.backend import why_none_for
 from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
 from jfp8.products.flash.blocks import Both, Gradients, Softmax
@@ -31,13 +30,14 @@ class Pallas:
     name: str  # of the implementation
     module: str  # that has them; JAX before 0.11.2 cannot import it
     gpus: int  # the major compute capability that they are for
-    why_not_on: Callable[[Gpu | None], str | None]
+    family: str  # of these GPUs
     sizes: tuple[int, ...]  # of a head
     masks: bool  # whether they take some
 
     def refusal(self, spec: AttentionSpec, gpu: Gpu | None) -> str | None:
         """Tell why they do not compute the reference's forward pass on `gpu`; None if they do."""
-        numerics, reason = numerics_of(spec.recipe), self.why_not_on(gpu)
+        numerics = numerics_of(spec.recipe)
+        reason = why_none_for(gpu, {self.gpus: self.family}, "attention")
         if reason is not None:
             return reason
         known = "masks, is_causal" if self.masks else "is_causal"
@@ -140,7 +140,7 @@ HOPPER = Pallas(
     "mosaic_gpu",
     "jfp8.kernels.hopper.attention",
     9,
-    why_no_kernels,
+    "Hopper (compute capability 9.0)",
     sizes=(64, 128, 256),
     masks=True,
 )
@@ -148,7 +148,7 @@ BLACKWELL = Pallas(
     "mosaic_gpu_blackwell",
     "jfp8.kernels.blackwell.attention",
     10,
-    lambda gpu: why_none_for(gpu, {10: "Blackwell (compute capability 10.x)"}),
+    "Blackwell (compute capability 10.x)",
     sizes=(64, 128),
     masks=False,
 )

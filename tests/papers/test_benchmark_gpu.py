@@ -58,7 +58,6 @@ def on_gpu():
         import on_gpu.records
         import on_gpu.tables
         import on_gpu.timing
-        import tune_gpu
     finally:
         sys.path.pop(0)
     return SimpleNamespace(
@@ -68,7 +67,6 @@ def on_gpu():
         records=on_gpu.records,
         tables=on_gpu.tables,
         timing=on_gpu.timing,
-        tune_gpu=tune_gpu,
     )
 
 
@@ -379,68 +377,3 @@ def test_clocks_and_what_lowers_them_are_named(on_gpu):
     assert found["sm_mhz_least"] == 1400
     assert found["watts"] == 650.5
     assert found["throttled"] == ["power cap", "software thermal slowdown"]
-
-
-# Tuning.
-
-WRONG = """
-import jax.numpy as jnp
-import tune_gpu
-from on_gpu import checks
-
-right = checks.kernel
-
-def kernel(name):
-    def planted(a, b, row, column, out, *, tiles, **options):
-        if tiles.group == 16:
-            return jnp.ones((len(a), len(b)), out)
-        return right(name)(a, b, row, column, out, tiles=tiles, **options)
-    return planted
-
-checks.kernel = kernel
-tune = tune_gpu.tune
-"""
-
-
-@pytest.mark.slow
-def test_a_wrong_kernel_never_enters_the_table(tmp_path, on_gpu, monkeypatch):
-    """Though it would be the fastest by far: it multiplies nothing."""
-    (tmp_path / "wrong.py").write_text(WRONG)
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    options = {"kernels": ["running"], "shapes": [[128, 128, 128]], "candidates": 2}
-    settings = on_gpu.timing.Settings(True, 1, 0, compiling=600, running=600, options=options)
-    files = tmp_path / "tuned.json", tmp_path / "records.jsonl"
-    wrong, right = on_gpu.tune_gpu.tune_into(*files, settings, section="wrong:tune")
-    assert "group=16" in wrong["name"]
-    assert wrong["error"].endswith("of 16384 differ")
-    assert "ms" not in wrong
-    line = json.loads(files[0].read_text())["cpu"]["running"]["128x128x128"]
-    assert line["tiles"] == right["tiles"]
-    assert line["tiles"]["group"] == 8
-
-
-def test_only_what_was_checked_enters_the_table(on_gpu):
-    table = {"NVIDIA H100": {"running": {"128x128x128": {"ms": 0.1, "date": "old"}}}}
-    record = {"group": "running 100x100x100", "ms": 2.0, "tiles": {"tile_m": 64}}
-    better = on_gpu.tune_gpu.better
-    assert not better(table, "NVIDIA H100", record, "now")
-    assert better(table, "NVIDIA H100", record | {"checked": True}, "now")
-    assert not better(table, "NVIDIA H100", record | {"checked": True, "ms": 2.1}, "now")
-    assert table["NVIDIA H100"]["running"]["128x128x128"]["ms"] == 2.0
-
-
-def test_few_candidates_are_tuned_by_default(on_gpu):
-    """The model's first; of quantize kernels, what fits."""
-    assert on_gpu.tune_gpu.TABLE.exists()
-    names = (*on_gpu.tune_gpu.PRODUCTS, *on_gpu.tune_gpu.QUANTIZE)
-    options = {"kernels": names, "shapes": [[8192, 8192, 8192]], "candidates": 40}
-    groups = list(on_gpu.tune_gpu.tune(on_gpu.timing.Settings(options=options)))
-    assert [g.name.split()[0] for g in groups] == list(names)
-    assert sum(len(g.cases) for g in groups) <= 40
-    from jfp8.kernels.hopper.tiles import default_tiles
-
-    for kind, group in zip(on_gpu.tune_gpu.PRODUCTS, groups, strict=False):
-        assert group.cases[0].name == str(default_tiles(kind, 8192, 8192, 8192))

@@ -21,6 +21,7 @@ from jfp8.kernels.backend import Backend
 from jfp8.kernels.blackwell.matmul import MX, NVFP4, Kind, scaled_matmul
 from jfp8.kernels.operands import to_last
 from jfp8.kernels.partitioning import divided_sum, why_not_divided
+from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
@@ -36,12 +37,12 @@ from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
 from jfp8.tracing.devices import Gpu
 
 
-def _why_not_on(gpu: Gpu | None) -> str | None:
+def _why_not_on(kind: Kind, gpu: Gpu | None) -> str | None:
     if gpu is None:
         return None
     if gpu.capability is None or gpu.capability[0] != 10:
         return f"{gpu.kind}: block-scaled products are for Blackwell (compute capability 10.x)"
-    return why_not_divided(gpu)
+    return why_not_divided(gpu) or why_failed({f"{kind.name} products"}, gpu)
 
 
 def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
@@ -119,7 +120,7 @@ def _backend(kind: Kind, formats: frozenset[Format], **more: Any) -> Backend:
         multiples=True,
         accumulations=("f32",),
         gpus=10,
-        why_not_on=_why_not_on,
+        why_not_on=partial(_why_not_on, kind),
         **more,
     )
 

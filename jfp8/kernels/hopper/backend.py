@@ -18,6 +18,7 @@ from jfp8.kernels.backend import Backend
 from jfp8.kernels.only_on import only_on
 from jfp8.kernels.operands import row_scales, to_last
 from jfp8.kernels.partitioning import divided_sum, why_not_divided
+from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
@@ -25,20 +26,21 @@ from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.devices import Gpu
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
+HOPPER = {9: "Hopper (compute capability 9.0)"}  # by major compute capability
 
 
 def why_no_kernels(gpu: Gpu | None) -> str | None:
     """Why jfp8 has no kernels for `gpu`; None if it has. An unknown GPU counts as a Hopper."""
-    return why_none_for(gpu, {9: "Hopper (compute capability 9.0)"})
+    return why_none_for(gpu, HOPPER, "products")
 
 
-def why_no_quantizing(gpu: Gpu | None) -> str | None:
+def why_no_quantizing(gpu: Gpu | None, families: dict[int, str] | None = None) -> str | None:
     """Why no kernel quantizes on `gpu`. Those that do need no tensor cores: Blackwell runs them."""
-    return why_none_for(gpu, {9: "Hopper (compute capability 9.0)", 10: "Blackwell (10.x)"})
+    return why_none_for(gpu, families or HOPPER | {10: "Blackwell (10.x)"}, "quantizing")
 
 
-def why_none_for(gpu: Gpu | None, families: dict[int, str]) -> str | None:
-    """Why there are no kernels for `gpu`, but for `families`, by major compute capability."""
+def why_none_for(gpu: Gpu | None, families: dict[int, str], task: str) -> str | None:
+    """Why `gpu` has no kernels for a task: they are for `families`, by major capability."""
     if jax.__version_info__ < (0, 11, 2):
         return (
             f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
@@ -48,7 +50,7 @@ def why_none_for(gpu: Gpu | None, families: dict[int, str]) -> str | None:
         return None
     if gpu.capability is None or gpu.capability[0] not in families:
         return f"{gpu.kind}: the Mosaic GPU kernels are for {' and '.join(families.values())}"
-    return why_not_divided(gpu)
+    return why_not_divided(gpu) or why_failed({task}, gpu)
 
 
 def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:

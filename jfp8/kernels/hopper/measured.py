@@ -1,7 +1,7 @@
 """The tiles that were measured to be fastest, in ``tuned.json``.
 
 The table is ``{device kind: {kernel: {shape class: {"tiles": fields, ...}}}}``, and is filled by
-``benchmarks/tune_gpu.py``. A shape class has each size rounded up to a power of two.
+``python -m jfp8 tune``. A shape class has each size rounded up to a power of two.
 """
 
 from __future__ import annotations

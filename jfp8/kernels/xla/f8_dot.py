@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import lax
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.operands import dtype_of_partial_sums, factors_by_kernels
 from jfp8.kernels.partitioning import divided_sum
+from jfp8.kernels.verdicts import why_failed
 from jfp8.kernels.xla.bf16_dot import exact_product
 from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, Numbers, free_dims, layout_of, times
@@ -135,4 +137,5 @@ BACKEND = Backend(
     accumulations=("f32",),
     why_not_e5m2="XLA has no product of e5m2 by e5m2",
     first_for=frozenset({"tensor"}),
+    why_not_on=partial(why_failed, {"cuBLASLt products"}),
 )

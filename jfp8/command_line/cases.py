@@ -1,0 +1,169 @@
+"""Every kernel that a planner may choose, with a small case of each: the table of ``check``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.command_line.exactness import (
+    Record,
+    as_f32,
+    awkward,
+    integers,
+    normal,
+    on_cpu,
+    powers_of_two,
+    product_error,
+    run,
+    same,
+)
+from jfp8.command_line.product_checks import (
+    check_block_matmul,
+    check_grouped_matmul,
+    check_grouped_outer,
+    check_matmul,
+)
+from jfp8.command_line.quantize_checks import (
+    check_quantize_heads,
+    check_quantize_lines,
+    check_quantize_rows_in_blocks,
+    check_quantize_tensor,
+    check_quantize_tiles,
+    check_row_and_column_amax,
+    check_tensor_amax,
+)
+from jfp8.kernels.blackwell.matmul import MX, NVFP4, Kind, scaled_matmul
+from jfp8.matmul.scaled_matmul import scaled_matmul as by_implementation
+from jfp8.products.flash.dot_product import scaled_dot_product_attention
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import E4M3FN, E5M2
+
+ATTENTION_ERROR = 1e-2  # P is rounded to f8 after sums in another order; wrong ones are far off
+Capability = tuple[int, int]
+
+
+class Case(NamedTuple):
+    """Hold a line of the table.
+
+    Attributes:
+      kernel: its name in verdicts.
+      task: of a planner, which leaves the kernels for it out if this one is wrong.
+      gpus: the compute capabilities that have it: from the first, below the second.
+      by: ``"pallas"``, which JAX before 0.11.2 cannot import and a CPU interprets; ``"tcgen05"``:
+        Pallas that no CPU interprets; ``"xla"``, on any device; ``"cudnn"``, on GPUs only.
+      check: raises if the kernel is wrong.
+      arguments: of `check`.
+    """
+
+    kernel: str
+    task: str
+    gpus: tuple[Capability, Capability]
+    by: str
+    check: Callable[..., object]
+    arguments: tuple[Any, ...]
+
+    def is_for(self, capability: Capability | None) -> bool:
+        """Return whether a GPU of this capability has the kernel; None: whether a CPU can try."""
+        if self.by in ("pallas", "tcgen05") and jax.__version_info__ < (0, 11, 2):
+            return False
+        if capability is None:
+            return self.by in ("pallas", "xla")
+        return self.gpus[0] <= capability < self.gpus[1]
+
+
+def check_cublaslt() -> Record:
+    """Check an FP8 product by XLA with one scale for each operand."""
+
+    def ours(a, b):
+        lhs, rhs = ScaledArray(a, jnp.float32(2)), ScaledArray(b, jnp.float32(0.25))
+        return by_implementation(lhs, rhs, (((1,), (1,)), ((), ())), implementation="xla")
+
+    record: Record = {}
+    for make in (integers, normal):
+        a, b = make((80, 256), E4M3FN.dtype, 1), make((144, 256), E4M3FN.dtype, 2)
+        record = _held(run(ours, a, b)[0], 2 * as_f32(a), as_f32(b) / 4, make is integers)
+    return record
+
+
+def check_block_scaled(kind: Kind) -> Record:
+    """Check a product whose tensor cores apply the scales of blocks."""
+    (m, n, k), record = (128, 256, 512), {}
+    shapes = (m, k // kind.block), (n, k // kind.block)
+    scales = [powers_of_two(shape, 3 + i).astype(kind.scale) for i, shape in enumerate(shapes)]
+    for make in (integers, normal):
+        a, b = make((m, k), kind.data[0], 1), make((n, k), kind.data[0], 2)
+        ours = lambda a, b, s, t: scaled_matmul(a, b, s, t, jnp.float32)
+        (got,) = run(ours, a, b, *scales)
+        left, right = (
+            as_f32(x) * np.repeat(as_f32(s), kind.block, 1)
+            for x, s in zip((a, b), scales, strict=True)
+        )
+        record = _held(got, left, right, make is integers)
+    return record
+
+
+def _held(got: np.ndarray, a: np.ndarray, b: np.ndarray, exact: bool) -> Record:
+    """Hold `got` to ``a @ b.T``, bit for bit if `exact`."""
+    if not exact:
+        return product_error(got, a, b, None, got.dtype)
+    same([got], [(a.astype(np.float64) @ b.T.astype(np.float64)).astype(got.dtype)])
+    return {}
+
+
+def check_attention(implementation: str) -> Record:
+    """Check causal attention and its gradients against the reference on the CPU."""
+
+    def attend(q, k, v, gradient, implementation):
+        attention = partial(
+            scaled_dot_product_attention, is_causal=True, implementation=implementation
+        )
+        y, vjp = jax.vjp(attention, q, k, v)
+        return y, *vjp(gradient)
+
+    operands = [normal((1, 128, 1, 64), jnp.bfloat16, seed) for seed in range(4)]
+    got = run(partial(attend, implementation=implementation), *operands)
+    expected = on_cpu(partial(attend, implementation="emulate"), *operands)
+    record = {}
+    for name, a, b in zip(("y", "dq", "dk", "dv"), map(as_f32, got), expected, strict=True):
+        record[name] = float(np.linalg.norm(a - as_f32(b)) / np.linalg.norm(as_f32(b)))
+        if not record[name] < ATTENTION_ERROR:
+            raise AssertionError(f"{name} is off by {record[name]:.3g}")
+    return record
+
+
+HOPPER, BOTH = (((9, 0), (10, 0)), "pallas"), (((9, 0), (11, 0)), "pallas")
+BLACKWELL, WITH_F8 = ((10, 0), (11, 0)), ((8, 9), (99, 0))
+X = awkward((72, 136), jnp.bfloat16, 1)
+HEADS = normal((1, 128, 2, 3, 64), jnp.bfloat16, 1)  # three heads of each of two groups
+IN_BLACKWELL = "mosaic_gpu_blackwell"
+SIZES, E4, POWERS = (72, 136, 200), E4M3FN, "power_of_two"
+F8, F32, BF16 = (E4M3FN.dtype, E5M2.dtype), jnp.float32, jnp.bfloat16
+
+# fmt: off
+TABLE = (
+    # kernel, task, GPUs, by what, check, its arguments
+    ("tensor_amax",     "quantizing", *BOTH, check_tensor_amax, (X,)),
+    ("line_amaxes",     "quantizing", *BOTH, check_row_and_column_amax, (X,)),
+    ("quantize_tensor", "quantizing", *BOTH, check_quantize_tensor, (X, E4, True)),
+    ("quantize_lines",  "quantizing", *BOTH, check_quantize_lines, (X, E4)),
+    ("quantize_rows",   "quantizing", *BOTH, check_quantize_rows_in_blocks, (X, E4, 128, POWERS)),
+    ("quantize_tiles",  "quantizing", *BOTH, check_quantize_tiles, (X, E4, POWERS)),
+    ("matmul",          "products", *HOPPER, check_matmul, (*SIZES, F8, BF16, True, True)),
+    ("matmul, fast",    "products", *HOPPER, check_matmul, (*SIZES, F8, BF16, False, False)),
+    ("block_matmul",    "products", *HOPPER, check_block_matmul, (*SIZES, F8, F32, True)),
+    ("grouped_matmul",  "grouped products", *HOPPER, check_grouped_matmul, (3, 4, 128, 256, True)),
+    ("grouped_outer",   "grouped products", *HOPPER, check_grouped_outer, (3, 4, 136, 128, True)),
+    ("quantize_heads",  "attention", *BOTH, check_quantize_heads, (HEADS, E4)),
+    ("attention_sm90",  "attention", *HOPPER, check_attention, ("mosaic_gpu",)),
+    ("attention_sm100", "attention", BLACKWELL, "tcgen05", check_attention, (IN_BLACKWELL,)),
+    ("cublaslt_f8",     "cuBLASLt products", WITH_F8, "xla", check_cublaslt, ()),
+    ("cudnn_mx",        "MX products", BLACKWELL, "cudnn", check_block_scaled, (MX,)),
+    ("cudnn_nvfp4",     "NVFP4 products", BLACKWELL, "cudnn", check_block_scaled, (NVFP4,)),
+)
+# fmt: on
+CASES = tuple(Case(*line) for line in TABLE)

@@ -1,0 +1,37 @@
+"""``python -m jfp8 convert-checkpoint``: a checkpoint of FP8 as one of high precision, or back."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jfp8.checkpoint.files import load, restore, save
+from jfp8.checkpoint.upgrade import downgrade
+from jfp8.command_line.report import named
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("source", type=Path, help="*.safetensors, or a folder of Orbax")
+    parser.add_argument("result", type=Path, help="likewise; a new name")
+    parser.add_argument(
+        "--to",
+        type=named,
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the state to convert to, of arrays or "
+        "shapes; without it, the result is the variables of the plain model",
+    )
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
+    """Convert the file; returns what was written, the lines to print, and whether it was."""
+    if options.result.exists():
+        text = f"{options.result} exists. Name a new file: nothing is overwritten."
+        return {"failure": text}, [text], False
+    if options.to is None:
+        state = downgrade(load(options.source))
+    else:
+        state = restore(options.source, options.to())
+    save(options.result, state)
+    return {"written": str(options.result)}, [f"Written: {options.result}"], True

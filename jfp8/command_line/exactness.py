@@ -1,0 +1,180 @@
+"""Run a kernel so that what is wrong shows, and hold its results to a reference bit for bit.
+
+Everything runs three times on a GPU and has to give the same bits: a difference between runs is a
+race. Before each run NaN is written to the memory that it will get, so that what a kernel leaves
+out is not right from the run before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.command_line.child import compiled
+
+Record = dict[str, Any]
+RUNS = 3  # one where kernels are interpreted
+_MODULES = (
+    "hopper.quantize",
+    "hopper.quantize_blocks",
+    "hopper.quantize_heads",
+    "hopper.matmul",
+    "hopper.grouped",
+    "scales_in_kernels",
+)
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """Return a function of `jfp8.kernels` by its name."""
+    for module in _MODULES:
+        found = importlib.import_module(f"jfp8.kernels.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise NotImplementedError(f"There is no kernel called {name}.")
+
+
+def run(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:
+    """The results of `function`, which must be the same each time."""
+    first, *others = [
+        [np.asarray(leaf) for leaf in jax.tree.leaves(results)]
+        for results in poisoned_runs(function, *arguments)
+    ]
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            if a.tobytes() != b.tobytes():
+                raise AssertionError("two runs on the same data differ: a race")
+    return first
+
+
+def poisoned_runs(function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    """The results of `function`, run again and again in memory that holds NaN."""
+    program = jax.jit(function).lower(*arguments).compile()
+    sizes = [
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(jax.eval_shape(function, *arguments))
+    ]
+    sizes.append(getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
+    compiled()
+    for _ in range(RUNS if jax.default_backend() == "gpu" else 1):
+        poison(sizes)
+        yield program(*arguments)
+
+
+def poison(sizes: list[int]) -> None:
+    """Fill free memory with bytes of 0xFF, NaN in all formats: where arrays of `sizes` will lie.
+
+    An allocator gives what was freed last to whoever asks for as much. The last array is for
+    another order, in which these find no room between others.
+    """
+    wanted = [*sizes, sum(sizes)]
+    ones = np.full(max(wanted), 0xFF, np.uint8)
+    jax.block_until_ready([jax.device_put(ones[:size]) for size in wanted if size])
+
+
+@contextlib.contextmanager
+def rehearsed() -> Iterator[None]:
+    """Interpret Pallas kernels in this context, if the device is a CPU and JAX knows how."""
+    if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11, 2):
+        yield
+        return
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with plgpu.force_gpu_interpret_mode():
+        yield
+
+
+def on_cpu(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:
+    """The results of `function` on the CPU, where arithmetic is as the source says."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        arguments = jax.tree.map(np.asarray, arguments)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(function)(*arguments))]
+
+
+def same(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    """Raise unless all are equal bit for bit, NaN for NaN."""
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise AssertionError(
+                f"result {index} is {a.dtype}{a.shape} instead of {b.dtype}{b.shape}"
+            )
+        bits = [x.reshape(-1).view(np.uint8).reshape(x.size, x.dtype.itemsize) for x in (a, b)]
+        wrong = (bits[0] != bits[1]).any(axis=1)
+        both_nan = np.isnan(as_f32(a.reshape(-1)[wrong])) & np.isnan(as_f32(b.reshape(-1)[wrong]))
+        wrong[wrong] = ~both_nan
+        if wrong.any():
+            at = np.unravel_index(int(wrong.argmax()), a.shape)
+            raise AssertionError(
+                f"result {index}: {int(wrong.sum())} of {a.size} differ, the first at "
+                f"{tuple(map(int, at))}: {a[at]} instead of {b[at]}"
+            )
+
+
+def as_f32(x: np.ndarray) -> np.ndarray:
+    """Return the values as f32."""
+    return x.astype(np.float32)
+
+
+def awkward(shape: tuple[int, int], dtype: Any, seed: int) -> np.ndarray:
+    """Random values over many binades, with zeros, values that saturate, NaN and Inf."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 4, shape))
+    x[rng.random(shape) < 0.05] = 0
+    x[: shape[0] // 4, : shape[1] // 4] = 0  # whole blocks of zeros
+    x = x.astype(np.float32)
+    x[shape[0] // 2, shape[1] // 3] = np.nan
+    x[shape[0] - 1, shape[1] - 1] = -np.inf
+    x[shape[0] // 3, 0] = np.inf
+    return x.astype(dtype)
+
+
+def integers(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
+    """Small integers: sums of a few thousand products of them are exact in 14 bits."""
+    return np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32).astype(dtype)
+
+
+def normal(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
+    """Return normally distributed values."""
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+def powers_of_two(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Return scales from 1/8 to 8."""
+    return np.exp2(np.random.default_rng(seed).integers(-3, 4, shape)).astype(np.float32)
+
+
+def product_error(
+    got: np.ndarray, a: np.ndarray, b: np.ndarray, chunk: int | None, out_dtype: Any
+) -> Record:
+    """Hold `got` to ``a @ b.T`` in float64, for values `a` and `b`.
+
+    A tensor core keeps 13 fraction bits of the largest of 32 products and the running sum, so that
+    each of the ``chunk / 32`` additions before a promotion (over all of K if None) loses at most
+    2^-12 of the sum of magnitudes; the result is rounded once.
+    """
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    expected, magnitude = a @ b.T, np.abs(a) @ np.abs(b).T
+    k = a.shape[1]
+    additions = math.ceil(min(k, chunk or k) / 32) + 1
+    epsilon = float(jnp.finfo(out_dtype).eps)
+    bound = (additions * 2.0**-12 + 1e-6) * magnitude + epsilon * np.abs(expected) + 1e-30
+    error = np.abs(got.astype(np.float64) - expected)
+    worst = float(np.max(error / bound))
+    relative = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+    if not worst <= 1:  # NaN too
+        raise AssertionError(f"error {worst:.3g} times the bound, relative {relative:.3g}")
+    return {"relative_error": relative, "part_of_bound": worst}
+
+
+def spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Scales of blocks, spelled out for the elements of an array of `shape`."""
+    for axis, size in enumerate(shape):
+        if scale.shape[axis] != size:
+            scale = np.take(scale, np.arange(size) // 128, axis)
+    return scale

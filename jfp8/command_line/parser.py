@@ -1,0 +1,42 @@
+"""The commands of ``python -m jfp8``, their options, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from jfp8.command_line import bench, check, convert_checkpoint, doctor, report, tune
+
+# Each is a module with `arguments(parser)` and `run(options)`, which returns the result for
+# ``--json``, the lines that are printed without it, and whether nothing is wrong.
+COMMANDS = {
+    "doctor": (doctor, "show what is installed, and what computes each recipe on this card"),
+    "check": (check, "run a small case of each kernel, and leave out those that are wrong"),
+    "bench": (bench, "measure the rates of this card, into one file to send"),
+    "tune": (tune, "find the fastest tiles for the kernels on this card"),
+    "report": (report, "list the products of a model, and which of them are FP8"),
+    "convert-checkpoint": (convert_checkpoint, "write a checkpoint for another model"),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jfp8", description="Look at a GPU, check its kernels, measure it."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        module.arguments(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and print its result; returns 0, or 1 if something is wrong."""
+    options = make_parser().parse_args(argv)
+    module, _ = COMMANDS[options.command]
+    result, lines, is_right = module.run(options)
+    print(json.dumps(result, indent=1) if options.json else "\n".join(lines), flush=True)
+    return 0 if is_right else 1

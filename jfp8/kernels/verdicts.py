@@ -1,0 +1,77 @@
+"""Verdicts of ``python -m jfp8 check``: which kernels computed something wrong on a card.
+
+Each kind of card, with each version of jfp8, JAX and CUDA, has a file of JSON in the user's cache
+directory. Planners read it while a program is traced for such a card, and choose no kernel that
+failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Collection
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jfp8.tracing.devices import Device, Gpu
+
+_COMPILERS = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")  # of CUDA 13 and 12
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions that a verdict is for; CUDA's is ``"local"`` if no package brought it."""
+    compilers = [d.version for d in metadata.distributions() if d.name in _COMPILERS]
+    return {
+        "jfp8": importlib.import_module("jfp8").__version__,
+        "jax": metadata.version("jax"),
+        "cuda": max(compilers, default="local"),
+    }
+
+
+def verdict_file(kind: str) -> Path:
+    """Return the path of the verdicts on the kernels of a `kind` of card, with these versions."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = " ".join([kind, *(f"{what} {version}" for what, version in versions().items())])
+    return Path(cache) / "jfp8" / "verdicts" / (re.sub(r"[^\w.]+", "-", name) + ".json")
+
+
+def verdicts(kind: str) -> dict[str, dict[str, Any]]:
+    """Return the verdict on each kernel of a `kind` of card: its ``"task"`` and its ``"failure"``.
+
+    The failure of a kernel that passed its check is empty.
+    """
+    path = verdict_file(kind)
+    try:
+        kernels = json.loads(path.read_text(encoding="utf-8"))["kernels"].items()
+        return {name: {**k, "task": k["task"], "failure": k["failure"]} for name, k in kernels}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        warnings.warn(
+            f"The verdicts on jfp8's kernels in {path} cannot be read ({error!r}), so no kernel is "
+            "left out. Run `python -m jfp8 check` again.",
+            stacklevel=2,
+        )
+        return {}
+
+
+def why_failed(tasks: Collection[str], device: Device) -> str | None:
+    """Return which kernel for `tasks` failed its check on `device`, and warn; None if none did."""
+    if not isinstance(device, Gpu) or not device.kind:
+        return None
+    for name, kernel in verdicts(device.kind).items():
+        if kernel["task"] in tasks and kernel["failure"]:
+            warnings.warn(
+                f"{device.kind}: jfp8 leaves out its kernels for {kernel['task']}: {name} failed "
+                f"`python -m jfp8 check` ({kernel['failure']}). Something slower computes the "
+                "same. Check again after an upgrade of jfp8, JAX or CUDA.",
+                stacklevel=2,
+            )
+            return f"{device.kind}: {name} failed `python -m jfp8 check`"
+    return None

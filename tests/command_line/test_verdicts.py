@@ -1,0 +1,159 @@
+"""Verdicts on kernels, made up here: planners for a GPU obey them, and say so."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import jfp8
+from jfp8.kernels import verdicts
+from jfp8.kernels.backend import Facts
+from jfp8.kernels.cuda_backends import choose, quantizing_k_major
+from jfp8.kernels.grouped import why_not_grouped_kernels
+from jfp8.recipes import get
+from jfp8.scaling.formats import E4M3FN
+from jfp8.tracing.devices import Gpu
+
+H200, B200 = Gpu("NVIDIA H200", (9, 0)), Gpu("NVIDIA B200", (10, 0))
+PLAIN = (((1,), (0,)), ((), ()))
+CHECKED = "failed `python -m jfp8 check`"
+needs_kernels = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2 or later"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def judge(kind, **kernels):
+    """Write a verdict, with the format that the page on GPUs shows, not by the command."""
+    path = verdicts.verdict_file(kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {name: {"task": task, "failure": why} for name, (task, why) in kernels.items()}
+    path.write_text(json.dumps({"kernels": found}))
+    return path
+
+
+def backend(granularity="tensor", gpu=H200, fmt=E4M3FN, blocks=((0, 0), (0, 0)), **more):
+    dtype = jnp.dtype(more.pop("scale", jnp.float32))
+    facts = Facts(
+        (fmt, fmt), (dtype, dtype), ((), ()), granularity, blocks, (4096,) * 3, "f32", **more
+    )
+    return choose(facts, gpu)
+
+
+def test_without_a_verdict_nothing_is_left_out():
+    assert backend().backend.name == "xla"
+    assert not backend().refused
+
+
+def test_a_kernel_that_passed_stays():
+    judge(H200.kind, cublaslt_f8=("cuBLASLt products", ""))
+    assert backend().backend.name == "xla"
+
+
+def test_a_kernel_that_failed_is_never_chosen_and_that_is_said():
+    judge(H200.kind, cublaslt_f8=("cuBLASLt products", "off by 3"), matmul=("products", "hang"))
+    with warnings.catch_warnings(record=True, action="always") as said:
+        choice = backend()
+    assert choice.backend.name == "bf16"
+    assert choice.refused["xla"] == f"NVIDIA H200: cublaslt_f8 {CHECKED}"
+    texts = {str(w.message) for w in said}
+    (text,) = (t for t in texts if "cublaslt_f8" in t)
+    assert "off by 3" in text
+    assert "Check again after an upgrade" in text
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("kernel", "task", "left"),
+    [
+        (None, "", ("mosaic_gpu", "kernels", "")),
+        ("quantize_lines", "quantizing", ("mosaic_gpu", "xla", "quantize_lines")),
+        ("grouped_outer", "grouped products", ("mosaic_gpu", "kernels", "grouped_outer")),
+        ("matmul", "products", ("xla", "kernels", "matmul")),
+    ],
+)
+def test_each_task_is_left_out_alone(kernel, task, left):
+    """Rows of scales, quantizing in blocks, and groups, which need all three."""
+    judge(H200.kind, **({kernel: (task, "wrong")} if kernel else {}))
+    with warnings.catch_warnings(record=True, action="always") as said:
+        multiplies = backend("rows").backend.name
+        quantizes = quantizing_k_major(get("block"), (4096,) * 3, H200, None)
+        groups = why_not_grouped_kernels(get("block"), False, H200)
+    why = f"NVIDIA H200: {left[2]} {CHECKED}" if kernel else None
+    assert (multiplies, quantizes, groups) == (*left[:2], why)
+    assert all(kernel in str(w.message) for w in said)
+    assert bool(said) == bool(kernel)
+
+
+def test_cudnn_is_left_out_on_blackwell():
+    mx = {"granularity": "blocks", "gpu": B200, "blocks": ((32, 1), (32, 1)), "powers_of_two": True}
+    assert backend(**mx).backend.name == "cudnn"
+    judge(B200.kind, cudnn_mx=("MX products", "wrong"))
+    with pytest.warns(UserWarning, match="cudnn_mx"):
+        assert backend(**mx).backend.name == "bf16"
+
+
+def test_a_named_implementation_raises_with_the_verdict():
+    judge(H200.kind, cublaslt_f8=("cuBLASLt products", "wrong"))
+    q = jfp8.quantize(jnp.ones((32, 32)), E4M3FN)
+    multiply = lambda q: jfp8.scaled_matmul(q, q, PLAIN, implementation="xla")
+    with (
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=described("NVIDIA H200"))),
+        pytest.warns(UserWarning, match="cublaslt_f8"),
+        pytest.raises(NotImplementedError, match="NVIDIA H200: cublaslt_f8 failed"),
+    ):
+        jax.eval_shape(multiply, q)
+
+
+@needs_kernels
+def test_attention_is_left_out_and_the_report_says_so():
+    def row():
+        q = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
+        model = jfp8.linen.DotProductAttention()
+        mesh = AbstractMesh((), (), abstract_device=described("NVIDIA H200"))
+        with use_abstract_mesh(mesh):
+            report = jfp8.report(model, {"params": {}}, q, q, q)
+        return report.rows[0].cuda
+
+    assert row() == "mosaic_gpu"
+    judge(H200.kind, quantize_heads=("attention", "wrong"))
+    with pytest.warns(UserWarning, match="quantize_heads"):
+        assert row() == f"bf16: NVIDIA H200: quantize_heads {CHECKED}"
+
+
+def described(kind):
+    return AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+
+
+def test_a_verdict_is_for_one_card_and_these_versions(monkeypatch):
+    path = judge(B200.kind, cublaslt_f8=("cuBLASLt products", "wrong"))
+    assert backend().backend.name == "xla"
+    newer = verdicts.versions() | {"cuda": "99.0"}
+    monkeypatch.setattr(verdicts, "versions", lambda: newer)
+    assert verdicts.verdict_file(B200.kind) != path
+    assert backend(gpu=B200).backend.name == "xla"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kernels": {"matmul": {}}}', '{"kernels": 1}'])
+def test_a_file_that_is_no_verdict_is_told(text):
+    judge(H200.kind).write_text(text)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert backend().backend.name == "xla"
+
+
+def test_a_cpu_never_reads_it(monkeypatch):
+    judge("cpu").write_text("{")
+    monkeypatch.setattr(verdicts, "verdicts", lambda kind: 1 / 0)
+    x = jnp.ones((32, 32))
+    assert jfp8.scaled_dot_general(x, x, PLAIN)[0, 0] > 31
+    assert verdicts.why_failed({"products"}, None) is None
+    with pytest.raises(ZeroDivisionError):
+        verdicts.why_failed({"products"}, H200)
