@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 from gain_table import SCALED_FROM, write_table
 from gain_table import write as write_into_page
+from pass_rates import PASS_RATES, Pass
 from scipy.optimize import least_squares
 
 from jfp8.kernels import rates as committed
-from jfp8.kernels.rates import PEAKS, Matmul, Pass, Rates
+from jfp8.kernels.rates import PEAKS, Matmul, Rates
 
 KERNELS = "trtllm_1.3.0rc20"
 COLUMNS = {"bf16": "bf16_ms", "fp8": "fp8_ms", "blocks": "fp8_block_ms", "nvfp4": "nvfp4_ms"}
@@ -38,7 +39,6 @@ PASSES = {"amax": (2.0, "amax_and_scale_ms"), "cast": (3.0, "cast_ms")}  # bytes
 # and launch, TB/s, TB/s, MB.
 MATMUL = np.log([(4, 1000, 3, 100, 3), (0.5, 50, 0.3, 1, 0.3), (60, 1e4, 30, 3000, 30)])
 PASS = np.log([(3, 2, 4, 60), (0.5, 0.3, 0.3, 20), (60, 30, 30, 300)])
-RATES_FILE = Path(committed.__file__)
 
 
 @dataclass(frozen=True)
@@ -253,33 +253,54 @@ def scaled(rates: Rates, timed: str, name: str) -> Rates:
         bf16=matmul(rates.bf16, peak.bf16 / whole.bf16),
         fp8=matmul(rates.fp8, peak.fp8 / whole.fp8),
         blocks=matmul(rates.blocks, peak.fp8 / whole.fp8),
-        amax=rounded(rates.amax._replace(memory=memory * rates.amax.memory)),
-        cast=rounded(rates.cast._replace(memory=memory * rates.cast.memory)),
+        cast=float(f"{memory * rates.cast:.3g}"),
         nvfp4=in_f4,
     )
 
 
+def scaled_pass(rate: Pass, timed: str, name: str) -> Pass:
+    """Return the rate of a pass on a card with another memory than a `timed` one."""
+    return rounded(rate._replace(memory=PEAKS[name].memory / PEAKS[timed].memory * rate.memory))
+
+
 def write(cards: Mapping[str, Timings]) -> None:
-    """Write the rates of all shapes into `rates.py`."""
-    rows = {gpu: Rates(**fit(shapes)) for gpu, shapes in cards.items()}
-    rows |= {name: scaled(rows[timed], timed, name) for name, timed in SCALED_FROM.items()}
-    text = "\n".join(
-        f'    "{gpu}": Rates(\n'
-        + "".join(
-            f"        {name}={spelled(rate)},\n"
-            for name, rate in rates._asdict().items()
-            if rate is not None
-        )
-        + "    ),"
-        for gpu, rates in rows.items()
+    """Write the rates of all shapes into `rates.py` and `pass_rates.py`."""
+    matmuls, passes = {}, {}
+    for gpu, shapes in cards.items():
+        found = fit(shapes)
+        passes[gpu] = {name: found.pop(name) for name in PASSES}
+        matmuls[gpu] = Rates(**found, cast=passes[gpu]["cast"].memory)
+    for name, timed in SCALED_FROM.items():
+        matmuls[name] = scaled(matmuls[timed], timed, name)
+        passes[name] = {p: scaled_pass(rate, timed, name) for p, rate in passes[timed].items()}
+    rows = "".join(
+        f'    "{gpu}": Rates(\n{listed(rates._asdict(), "        {}={},")}    ),\n'
+        for gpu, rates in matmuls.items()
     )
-    source = RATES_FILE.read_text(encoding="utf-8")
-    new = re.sub(r"\nRATES = \{\n.*?\n\}\n", f"\nRATES = {{\n{text}\n}}\n", source, flags=re.DOTALL)
-    RATES_FILE.write_text(new, encoding="utf-8")
+    put(Path(committed.__file__), "RATES", rows)
+    rows = "".join(
+        f'    "{gpu}": {{\n{listed(rates, "        {!r}: {},")}    }},\n'.replace("'", '"')
+        for gpu, rates in passes.items()
+    )
+    put(Path(__file__).with_name("pass_rates.py"), "PASS_RATES", rows)
+
+
+def put(path: Path, name: str, rows: str) -> None:
+    """Put `rows` into the dictionary `name` of a file."""
+    source = path.read_text(encoding="utf-8")
+    old = re.compile(rf"\n{name} = \{{\n.*?\n\}}\n", re.DOTALL)
+    path.write_text(old.sub(f"\n{name} = {{\n{rows}}}\n", source), encoding="utf-8")
+
+
+def listed(rates: Mapping[str, Any], line: str) -> str:
+    """Write each rate as a line of code."""
+    return "".join(f"{line.format(k, spelled(x))}\n" for k, x in rates.items() if x is not None)
 
 
 def spelled(rate: Any) -> str:
     """Write a rate as code."""
+    if isinstance(rate, float):
+        return f"{rate:g}"
     numbers = ", ".join(f"{x:g}" for x in rate if x is not None)
     return f"{type(rate).__name__}({numbers})"
 
@@ -299,9 +320,11 @@ def main(argv: list[str] | None = None) -> None:
     cards = load(options.timings)
     if options.judge:
         for gpu, shapes in cards.items():
-            rates = committed.RATES.get(gpu)
-            print(*([f"{gpu}: not in rates.py"] if rates is None else
-                    lines(rates._asdict(), shapes, gpu)), sep="\n")  # fmt: skip
+            if gpu not in PASS_RATES:
+                print(f"{gpu}: not in rates.py")
+                continue
+            rates = committed.RATES[gpu]._asdict() | PASS_RATES[gpu]
+            print(*lines(rates, shapes, gpu), sep="\n")
         return
     print(*report(cards, options.seed), sep="\n")
     if options.write:

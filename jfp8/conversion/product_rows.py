@@ -49,7 +49,7 @@ class ProductRow:
         `kernels.cost_model`; None for products in high precision, and unless JAX traces for a GPU
         whose rates the model has.
       bf16_us: the same if the layer were not converted.
-      recipes_us: the same under other recipes, by name; empty if these are no better.
+      recipes_us: the same under other recipes, by name; empty for convolutions.
     """
 
     path: str

@@ -130,8 +130,7 @@ def _asking_for_inputs(call: str, given: Any) -> Iterator[None]:
 def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
     """List the products of a program that was traced in the context `notes.explaining`."""
     causal = masks_later_positions(closed, inputs)
-    gpu = current_gpu()
-    kind = "" if gpu is None else gpu.kind
+    kind = getattr(current_gpu(), "kind", "")
     return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))), causal, kind)
 
 

@@ -89,8 +89,8 @@ class Selection:
                 "jax.sharding.AbstractDevice(device_kind='NVIDIA H100', num_cores=132, "
                 "platform='gpu'))). Or name the layers, exempt='decoder/*'."
             )
-        exempt = tuple(choice for choice in self.exempt if choice != SLOWER)
-        return dataclasses.replace(self, exempt=exempt, unless_slower_on=gpu)
+        others = tuple(choice for choice in self.exempt if choice != SLOWER)
+        return dataclasses.replace(self, exempt=others, unless_slower_on=gpu)
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
         """Decide on the layer at `path`, which is at this `edge` of the model, if at any."""

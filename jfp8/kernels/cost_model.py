@@ -11,11 +11,10 @@ elements of the layer's tensors, of which each is an operand twice and a result 
     multiply  =  launch + |(2 (m n k + ramp e / 3) / peak, bytes of operands and result / memory)|
     quantize  =  bytes per element * e / 3 / bandwidth
 
-``|(x, y)|`` is the root of the sum of squares: a matmul neither hides its bytes behind its
-arithmetic nor waits for all of them. ``rounded`` multiplies the values that FP8 stores with the
-tensor cores of bf16: the only other way to the numbers of a recipe. ``bf16`` is a layer that is not
-converted. Launch, peak, memory, ramp and bandwidth are those of `rates`; the kernels and the bytes
-beside the products are those of compiled programs. jfp8 was not timed on a GPU.
+``|(x, y)|`` is the root of the sum of squares. ``rounded`` multiplies the values that FP8 stores
+with the tensor cores of bf16: the only other way to the numbers of a recipe. ``bf16`` is a layer
+that is not converted. Launch, peak, memory, ramp and bandwidth are those of `rates`; the kernels
+and bytes beside the products are those of compiled programs. jfp8 was not timed on a GPU.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:
         return float(rate.seconds(work.multiplications, work.elements / 3, moved))
 
     def quantized(cost: _Cost) -> float:
-        moved = cost.bytes * work.elements / 3 / (1e12 * rates.cast.memory)
+        moved = cost.bytes * work.elements / 3 / (1e12 * rates.cast)
         return multiply(cost.kernel) + moved + (cost.launches - 3) * LAUNCH / 3
 
     return Times(quantized(costs[scales]), quantized(ROUNDED[scales]), multiply("bf16"))

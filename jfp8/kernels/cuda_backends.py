@@ -213,8 +213,7 @@ def expected_times(
 ) -> Times | None:
     """Return what `cost_model` expects of a product of all devices together.
 
-    None for a GPU, by default the one that JAX traces for, without rates. For the first two see
-    `Work`.
+    None for a `gpu` without rates; by default it is that of the trace. For the others see `Work`.
     """
     gpu = gpu or current_gpu()
     rates = None if gpu is None else rates_of(gpu.kind)

@@ -3,7 +3,7 @@
 The timings are those of TensorRT-LLM 1.3.0rc20 that ai-dynamo/aiconfigurator publishes (Apache-2.0,
 21 August 2026): cuBLASLt's matmuls in bf16 and FP8, which are those that XLA calls; kernels of
 TensorRT-LLM for FP8 in blocks of 128 and for NVFP4, the nearest to cuDNN's and to those of jfp8;
-and the passes that quantize an activation. docs/gpus.md has the errors.
+and its casts to FP8. docs/gpus.md has the errors.
 """
 
 from __future__ import annotations
@@ -38,27 +38,6 @@ class Matmul(NamedTuple):
         return 1e-6 * self.launch + np.hypot(arithmetic, moved / (1e12 * self.memory))
 
 
-class Pass(NamedTuple):
-    """Hold what the time of a pass over an array depends on.
-
-    Attributes:
-      launch: microseconds that it takes at least.
-      memory: TB/s of an array that is in no cache.
-      cached: TB/s of an array that is.
-      cache: how much is cached, in MB. Of an array twice as large, nothing is left when it is read.
-    """
-
-    launch: float
-    memory: float
-    cached: float
-    cache: float
-
-    def seconds(self, moved: Any) -> Any:
-        """Return the time of so many bytes, again and again."""
-        hits = np.clip(2 - moved / (1e6 * self.cache), 0, 1)
-        return 1e-6 * self.launch + 1e-12 * moved * (hits / self.cached + (1 - hits) / self.memory)
-
-
 class Rates(NamedTuple):
     """Hold the rates of one GPU.
 
@@ -66,23 +45,18 @@ class Rates(NamedTuple):
       bf16, fp8: matmuls of cuBLASLt, FP8 with one scale for each operand.
       blocks: FP8 with scales of blocks of 128.
       nvfp4: None: there are no tensor cores for it.
-      amax: reads bf16 and makes a scale. XLA's reductions and our kernels need not be as slow.
-      cast: reads bf16 and writes FP8.
+      cast: TB/s of a pass that reads bf16 and writes FP8, neither of them cached.
     """
 
     bf16: Matmul
     fp8: Matmul
     blocks: Matmul
-    amax: Pass
-    cast: Pass
+    cast: float
     nvfp4: Matmul | None = None
 
 
 class Peak(NamedTuple):
-    """Hold what data sheets promise, dense: half of what is printed with sparsity.
-
-    TFLOP/s with sums in f32, and TB/s.
-    """
+    """Hold TFLOP/s with sums in f32, and TB/s, of data sheets: half of those with sparsity."""
 
     bf16: float
     fp8: float
@@ -90,8 +64,7 @@ class Peak(NamedTuple):
     nvfp4: float = 0.0
 
 
-# Data sheets of NVIDIA: SXM boards of H100 and H200, an eighth of an HGX B200 and B300, a 72nd of
-# the racks GB200 and GB300, and cards.
+# Data sheets of NVIDIA: SXM boards, an eighth of an HGX, a 72nd of a rack (GB200, GB300), cards.
 PEAKS = {
     "H100": Peak(989.5, 1979, 3.35),
     "H200": Peak(989.5, 1979, 4.8),
@@ -112,76 +85,66 @@ RATES = {
         bf16=Matmul(2.69, 1550, 7.07, 1),
         fp8=Matmul(3.83, 3100, 5.66, 1),
         blocks=Matmul(4.78, 3050, 6.56, 91.3, 6.04),
-        amax=Pass(10.8, 3.3, 7.49, 44),
-        cast=Pass(1.86, 4.64, 5.1, 50.3),
+        cast=4.64,
         nvfp4=Matmul(6.25, 4560, 5.35, 261, 3.78),
     ),
     "B300": Rates(
         bf16=Matmul(2.46, 1640, 8.75, 1),
         fp8=Matmul(3.82, 3290, 6.15, 1),
         blocks=Matmul(4.6, 3380, 5.72, 33.4, 6.37),
-        amax=Pass(10.4, 3.32, 7.28, 45),
-        cast=Pass(1.65, 4.74, 5.07, 54.6),
+        cast=4.74,
         nvfp4=Matmul(8.36, 6550, 2.83, 990, 4.41),
     ),
     "GB300": Rates(
         bf16=Matmul(2.76, 1930, 7.35, 1),
         fp8=Matmul(4.19, 3780, 6.01, 1),
         blocks=Matmul(4.33, 3740, 5.73, 2.66, 6.11),
-        amax=Pass(10.1, 3.36, 7.57, 46.3),
-        cast=Pass(1.9, 5.03, 5.47, 52),
+        cast=5.03,
         nvfp4=Matmul(8.12, 7000, 2.71, 717, 4.69),
     ),
     "H100": Rates(
         bf16=Matmul(3.05, 801, 4.62, 83.1),
         fp8=Matmul(4.03, 1550, 3.61, 240),
         blocks=Matmul(2.97, 1340, 2.35, 447, 1.86),
-        amax=Pass(7.32, 1.32, 2.9, 21.3),
-        cast=Pass(1.41, 3.05, 5.02, 26.6),
+        cast=3.05,
     ),
     "H200": Rates(
         bf16=Matmul(2.94, 799, 6.09, 78.8),
         fp8=Matmul(3.87, 1540, 4.49, 233),
         blocks=Matmul(2.74, 1360, 2.99, 525, 1.8),
-        amax=Pass(7.25, 1.38, 2.91, 22.3),
-        cast=Pass(1.39, 4.17, 5, 31.3),
+        cast=4.17,
     ),
     "L40S": Rates(
         bf16=Matmul(2.94, 211, 1.55, 41.3),
         fp8=Matmul(3.08, 390, 1.17, 22),
         blocks=Matmul(0.5, 214, 1.55, 1, 1.62),
-        amax=Pass(6.67, 0.693, 2.15, 102),
-        cast=Pass(2.17, 0.676, 6.93, 78.1),
+        cast=0.676,
     ),
     "RTX PRO 6000": Rates(
         bf16=Matmul(5.52, 400, 1.4, 22.8),
         fp8=Matmul(4.44, 742, 1.42, 1),
         blocks=Matmul(14.1, 745, 3.33, 1400, 0.592),
-        amax=Pass(8.69, 1.6, 6.59, 122),
-        cast=Pass(1.49, 1.49, 5.39, 100),
+        cast=1.49,
         nvfp4=Matmul(4.02, 1450, 2.11, 1, 1.74),
     ),
     "GB200": Rates(
         bf16=Matmul(2.69, 1720, 7.07, 1),
         fp8=Matmul(3.83, 3440, 5.66, 1),
         blocks=Matmul(4.78, 3390, 6.56, 91.3, 6.04),
-        amax=Pass(10.8, 3.3, 7.49, 44),
-        cast=Pass(1.86, 4.64, 5.1, 50.3),
+        cast=4.64,
         nvfp4=Matmul(6.25, 5070, 5.35, 261, 3.78),
     ),
     "RTX 4090": Rates(
         bf16=Matmul(5.52, 131, 0.787, 22.8),
         fp8=Matmul(4.44, 243, 0.799, 1),
         blocks=Matmul(14.1, 244, 1.87, 1400, 0.592),
-        amax=Pass(8.69, 0.9, 6.59, 122),
-        cast=Pass(1.49, 0.838, 5.39, 100),
+        cast=0.838,
     ),
     "RTX 5090": Rates(
         bf16=Matmul(5.52, 166, 1.4, 22.8),
         fp8=Matmul(4.44, 308, 1.42, 1),
         blocks=Matmul(14.1, 310, 3.33, 1400, 0.592),
-        amax=Pass(8.69, 1.6, 6.59, 122),
-        cast=Pass(1.49, 1.49, 5.39, 100),
+        cast=1.49,
         nvfp4=Matmul(4.02, 1210, 2.11, 1, 1.74),
     ),
 }
@@ -195,5 +158,4 @@ def name_of(kind: str) -> str | None:
 
 def rates_of(kind: str) -> Rates | None:
     """Return the rates of a kind of device; None if it is not known."""
-    name = name_of(kind)
-    return None if name is None else RATES[name]
+    return RATES.get(name_of(kind) or "")

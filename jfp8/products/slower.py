@@ -20,14 +20,11 @@ def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: An
       plain: computes the layer's forward product of `lhs` and `rhs` in high precision.
     """
     closed = jax.make_jaxpr(plain)()
-    matmul = next(_matmuls_in(closed.jaxpr), None)
     sizes = [math.prod(x.shape) for x in (lhs, rhs, closed.out_avals[0])]
-    batch, in_f8 = 1, True
-    if matmul is None:  # a convolution, of which those by 1x1 kernels are matmuls
-        in_f8 = math.prod(rhs.shape[:-2]) == 1
-    else:
-        _, (batched, _) = matmul.params["dimension_numbers"]
-        batch = math.prod(matmul.invars[0].aval.shape[d] for d in batched)
+    batches = list(_batches_in(closed.jaxpr))
+    batch = batches[0] if batches else 1
+    # Convolutions by 1x1 kernels are matmuls.
+    in_f8 = bool(batches) or math.prod(rhs.shape[:-2]) == 1
     # Each of the sizes m, n and k is in two of the arrays, and that of the batch in all three.
     multiplications = math.sqrt(math.prod(sizes) / max(batch, 1))
     gain = planner_of(gpu).expected_gain(recipe, multiplications, sum(sizes), gpu, in_f8)
@@ -36,10 +33,11 @@ def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: An
     return f"exempt: 'slower' ({recipe.name} has {gain:.2f} of the speed of bf16 on {gpu.kind})"
 
 
-def _matmuls_in(jaxpr: Any) -> Iterator[Any]:
-    """Find each ``dot_general`` of a traced function, also in a ``jit``."""
+def _batches_in(jaxpr: Any) -> Iterator[int]:
+    """Give the batch size of each ``dot_general`` of a traced function, also in a ``jit``."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
-            yield eqn
+            _, (batched, _) = eqn.params["dimension_numbers"]
+            yield math.prod(eqn.invars[0].aval.shape[d] for d in batched)
         elif eqn.primitive.name in ("jit", "pjit"):
-            yield from _matmuls_in(eqn.params["jaxpr"].jaxpr)
+            yield from _batches_in(eqn.params["jaxpr"].jaxpr)

@@ -19,7 +19,8 @@ from jfp8.kernels.cost_model import (
     scales_of,
     work_of,
 )
-from jfp8.kernels.rates import PEAKS, RATES, Matmul, Pass, Rates, name_of, rates_of
+from jfp8.kernels.rates import PEAKS, RATES, Matmul, Rates, name_of, rates_of
+from support.scripts import imported
 
 # Rows of TensorRT-LLM's timings, in ms: the GPU, m, n, k; bf16; FP8, without the two passes over
 # the activation; these, to find its scale and to cast it.
@@ -54,31 +55,35 @@ RTX_PRO_6000  nvfp4   8192 4096 4096   0.2578
 def rows(text):
     for line in text.split("\n")[1:-1]:
         gpu, *cells = line.split()
-        yield RATES[gpu.replace("_", " ")], *cells
+        yield gpu.replace("_", " "), *cells
 
 
-@pytest.mark.parametrize(("rates", "m", "n", "k", "bf16", "fp8", "amax", "cast"), list(rows(TIMED)))
-def test_rates_give_published_timings(rates, m, n, k, bf16, fp8, amax, cast):
+def passes_of(gpu):
+    return imported("pass_rates", "benchmarks").PASS_RATES[gpu]
+
+
+@pytest.mark.parametrize(("gpu", "m", "n", "k", "bf16", "fp8", "amax", "cast"), list(rows(TIMED)))
+def test_rates_give_published_timings(gpu, m, n, k, bf16, fp8, amax, cast):
     m, n, k = int(m), int(n), int(k)
-    work = m * n * k, m * n
+    rates, passes, work = RATES[gpu], passes_of(gpu), (m * n * k, m * n)
     read = m * k + k * n
     found = (
         rates.bf16.seconds(*work, 2 * read + 2 * m * n),
         rates.fp8.seconds(*work, read + 2 * m * n),
-        rates.amax.seconds(2 * m * k),
-        rates.cast.seconds(3 * m * k),
+        passes["amax"].seconds(2 * m * k),
+        passes["cast"].seconds(3 * m * k),
     )
     timed = [float(ms) / 1e3 for ms in (bf16, fp8, amax, cast)]
     assert found == pytest.approx(timed, rel=0.16)
 
 
-@pytest.mark.parametrize(("rates", "name", "m", "n", "k", "ms"), list(rows(TIMED_WITH_CAST)))
-def test_rates_of_blocks_give_published_timings(rates, name, m, n, k, ms):
+@pytest.mark.parametrize(("gpu", "name", "m", "n", "k", "ms"), list(rows(TIMED_WITH_CAST)))
+def test_rates_of_blocks_give_published_timings(gpu, name, m, n, k, ms):
     """The matmul alone is faster."""
-    m, n, k, rate = int(m), int(n), int(k), getattr(rates, name)
+    m, n, k, rate = int(m), int(n), int(k), getattr(RATES[gpu], name)
     operand = 1 if name == "blocks" else 0.5
     alone = rate.seconds(m * n * k, m * n, operand * (m * k + k * n) + 2 * m * n)
-    with_cast = alone + 1e-6 * rates.cast.launch + 3 * m * k / (1e12 * rate.activation)
+    with_cast = alone + 1e-6 * passes_of(gpu)["cast"].launch + 3 * m * k / (1e12 * rate.activation)
     assert alone < with_cast == pytest.approx(float(ms) / 1e3, rel=0.1)
 
 
@@ -87,7 +92,7 @@ def test_no_rate_is_beyond_what_a_data_sheet_promises():
         peak = PEAKS[name]
         assert 0.5 * peak.bf16 < rates.bf16.peak < 0.85 * peak.bf16, name
         assert 0.5 * peak.fp8 < rates.fp8.peak < 0.85 * peak.fp8, name
-        assert 0.55 * peak.memory < rates.cast.memory < peak.memory, name
+        assert 0.55 * peak.memory < rates.cast < peak.memory, name
         assert (rates.nvfp4 is None) == (peak.nvfp4 == 0.0), name
 
 
@@ -99,7 +104,7 @@ def test_cards_that_were_not_timed_are_scaled_by_data_sheets():
     assert scaled.cast == whole.cast
     whole, ada, blackwell = RATES["RTX PRO 6000"], RATES["RTX 4090"], RATES["RTX 5090"]
     assert blackwell.bf16.peak == pytest.approx(whole.bf16.peak * 209.5 / 503.8, rel=0.005)
-    assert ada.cast.memory == pytest.approx(whole.cast.memory * 1.008 / 1.792, rel=0.005)
+    assert ada.cast == pytest.approx(whole.cast * 1.008 / 1.792, rel=0.005)
     assert ada.nvfp4 is None is not blackwell.nvfp4
 
 
@@ -137,8 +142,7 @@ ROUND = Rates(
     bf16=MATMUL,
     fp8=MATMUL._replace(peak=2000),
     blocks=MATMUL._replace(peak=1600),
-    amax=Pass(2, 1, 1, 1),
-    cast=Pass(2, 0.5, 1, 1),
+    cast=0.5,
     nvfp4=MATMUL._replace(peak=4000),
 )
 LARGE = Work(multiplications=50e9, elements=0.0)  # 0.1 ms in bf16
@@ -190,7 +194,7 @@ def test_arithmetic_and_bytes_together():
 
 def test_a_pass_over_what_is_cached():
     """10 TB/s up to 50 MB, 1 TB/s from 100 MB on, and of 75 MB half of each."""
-    rate = Pass(0, 1, 10, 50)
+    rate = imported("pass_rates", "benchmarks").Pass(0, 1, 10, 50)
     assert [1e6 * rate.seconds(1e6 * mb) for mb in (10, 50, 75, 100, 200)] == pytest.approx(
         [1, 5, 75 * (0.5 / 10 + 0.5), 100, 200]
     )
