@@ -16,7 +16,7 @@ from jfp8.command_line.parser import main
 MODEL = """
 import flax.linen as nn, jax, jax.numpy as jnp, jfp8
 plain = nn.Dense(128, use_bias=False)
-x = jnp.ones((8, 128))
+x = jnp.ones((128, 128))
 model = jfp8.convert(plain, exempt=())
 def example():
     return model, jax.eval_shape(model.init, jax.random.key(0), x), x
@@ -42,7 +42,7 @@ def test_a_report_of_a_model_for_a_card_that_is_not_here(capsys, models):
     assert main(["report", "my_models:example", "--card", "NVIDIA H200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fp8_fraction"] == 1
-    assert found["flops"] == 2 * 2 * 8 * 128 * 128
+    assert found["flops"] == 2 * 2 * 128**3
     assert main(["report", "my_models:example"]) == 0
     assert capsys.readouterr().out.strip() == str(jfp8.report(*models.example()))
 
