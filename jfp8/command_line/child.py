@@ -68,8 +68,7 @@ def ask(
         try:
             said = _follow(process, starting, running)
         finally:
-            process.kill()
-            code = process.wait()
+            code = _ended(process)
         seconds = round(time.monotonic() - start, 2)
         if "result" in said or "kind" in said:
             return Answer(**said, seconds=seconds)
@@ -80,6 +79,15 @@ def ask(
         kind="crash",
         seconds=seconds,
     )
+
+
+def _ended(process: subprocess.Popen[str]) -> int | None:
+    """End a process; returns its exit code, or None if the driver does not let go of it."""
+    process.kill()
+    try:
+        return process.wait(30)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _follow(process: subprocess.Popen[str], starting: float, running: float) -> dict[str, Any]:
