@@ -140,7 +140,7 @@ def test_control_spilled_registers(tmp_path):
     kernel = Kernel.read(tmp_path / "k_0")
     assert kernel == Kernel("k", 168, 8 + 16, 163904, *products)
     with pytest.raises(AssertionError, match="spilled=24"):
-        assert_resources(Program(Hlo(""), (kernel,), jfp8.debug.CollectiveBytes(())))
+        assert_resources(Program(Hlo(""), (kernel,), jfp8.debug.CollectiveBytes(()), 0))
 
 
 # One scale per tensor: three calls of cuBLASLt
