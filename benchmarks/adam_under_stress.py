@@ -1,4 +1,4 @@
-"""Compare Adam's updates from stored moments to exact ones, for gradients that are hard to store.
+"""Compare updates from stored moments to exact ones, for gradients that are hard to store.
 
 Half of the elements of every block, the odd ones, belong to one group and the rest to the other;
 all of a group have the same exact update, or one that chance alone varies. After each step the mean
@@ -55,33 +55,41 @@ def gradients(step: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _statistics(moments: Moments, steps: int, b2: float) -> jax.Array:
-    stored, exact = scale_by_adam(b2=b2, mu=moments.mu, nu=moments.nu), optax.scale_by_adam(b2=b2)
-
+def _statistics(
+    stored: optax.GradientTransformation, exact: optax.GradientTransformation, steps: int
+) -> jax.Array:
     def step(states: Any, i: jax.Array) -> tuple[Any, jax.Array]:
         g = gradients(i)
-        ours, first = jax.vmap(stored.update)(g, states[0])
-        theirs, second = exact.update(g, states[1])
+        ours, first = jax.vmap(stored.update)(g, states[0], zeros)
+        theirs, second = jax.vmap(exact.update)(g, states[1], zeros)
         found = jnp.stack([ours, theirs, (ours - theirs) ** 2, theirs**2])
         found = jnp.mean(found.reshape(*found.shape[:2], -1, 2), axis=2)
         return (first, second), found[..., ::-1]  # the odd first
 
     zeros = jnp.zeros((len(STRESSES), *SHAPE))
-    start = jax.vmap(stored.init)(zeros), exact.init(zeros)
+    start = jax.vmap(stored.init)(zeros), jax.vmap(exact.init)(zeros)
     return jax.lax.scan(step, start, jnp.arange(steps))[1]
 
 
 def updates(moments: Moments, steps: int, b2: float = 0.999) -> dict[str, dict[str, np.ndarray]]:
+    """`compared` for `scale_by_adam` with its moments stored."""
+    stored = scale_by_adam(b2=b2, mu=moments.mu, nu=moments.nu)
+    return compared(stored, optax.scale_by_adam(b2=b2), steps)
+
+
+def compared(
+    stored: optax.GradientTransformation, exact: optax.GradientTransformation, steps: int
+) -> dict[str, dict[str, np.ndarray]]:
     """For each stress ``"bias"`` and ``"noise"``, each [steps, group], the odd elements first.
 
     The bias is the mean update over the exact mean, less 1; the noise the root mean square
     difference over the root mean square update.
     """
-    found = np.asarray(_statistics(moments, steps, b2), np.float64)  # [step, 4, stress, group]
-    mean, exact, squares, of_exact = np.moveaxis(found, 1, 0)
+    found = np.asarray(_statistics(stored, exact, steps), np.float64)  # [step, 4, stress, group]
+    mean, exact_mean, squares, of_exact = np.moveaxis(found, 1, 0)
     return {
         name: {
-            "bias": mean[:, i] / exact[:, i] - 1,
+            "bias": mean[:, i] / exact_mean[:, i] - 1,
             "noise": np.sqrt(squares[:, i] / of_exact[:, i]),
         }
         for i, name in enumerate(STRESSES)

@@ -1,13 +1,17 @@
-"""Adam with few bits of state: updates under stress against exact ones, bytes, and training loss.
+"""Adam and Muon with few bits of state: updates under stress, bytes, and training loss.
 
     python benchmarks/optimizer_states.py --stress            # five minutes: no training
     python benchmarks/optimizer_states.py --lm --seeds 12 --jobs 2    # may be interrupted
     python benchmarks/optimizer_states.py --table             # what has been run so far
+    python benchmarks/optimizer_states.py --muon --stress     # any of these, of Muon
+
+`polar_factors.py` measures Muon's matmuls in FP8 by themselves.
 
 The stresses are those of `adam_under_stress.py`.
 
 ``--lm``: the model of `examples/train_lm.py` trains in float32 with its AdamW, and again from the
-same parameters on the same batches with the moments stored. Each run is a process on one core.
+same parameters on the same batches with the moments stored. With ``--muon`` Muon moves the kernels
+of the blocks, and AdamW the rest, in a model of half the width. Each run is a process on one core.
 It is written to the results file when it ends, with the interval of the gaps so far, and the next
 command does not repeat it. A seed is finished for all optimizers before the next one begins.
 """
@@ -23,7 +27,7 @@ import queue
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +38,13 @@ import optax
 import jfp8
 from jfp8.optim.adam import DEFAULT, PRESETS, Moments, adamw
 from jfp8.optim.blocks import Blocks
+from jfp8.optim.muon import muon
 from jfp8.optim.storage import Float
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
-from adam_under_stress import POINTS, STRESSES, updates  # noqa: E402
+from adam_under_stress import POINTS, STRESSES, compared, updates  # noqa: E402
 from common import environment  # noqa: E402
 
 REFERENCE = "float32"
@@ -53,39 +58,71 @@ MOMENTS: dict[str, Moments] = {
     "m not expanded": Moments(Blocks(rounding="stochastic"), DEFAULT.nu),
     "v in E4M3": Moments(DEFAULT.mu, LOT),
 }
+# Arguments of `jfp8.optim.muon`.
+MUON: dict[str, dict[str, Any]] = {
+    REFERENCE: {"mu": Float(), "nu": Float()},
+    "default": {},
+    "bf16 matmuls": {"mu": Float(), "nu": Float(), "products": "bf16"},
+    "FP8 matmuls": {"mu": Float(), "nu": Float(), "products": "current"},
+    "default, bf16 matmuls": {"products": "bf16"},
+    "default, FP8 matmuls": {"products": "current"},
+    "m not expanded": {"mu": Blocks(rounding="stochastic")},
+    "blocks of 32": {"mu": Blocks(block=32, transform="expand", rounding="stochastic")},
+    "m in E3M4": {"mu": Blocks(jfp8.E3M4, rounding="stochastic")},
+}
 STEPS = max(POINTS)
 
 
 # ---- training
 
 
-def make_optimizer(args: argparse.Namespace, moments: Moments) -> optax.GradientTransformation:
-    """That of `train_lm.make_optimizer`, with the moments kept as told."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, args.lr, min(30, args.steps // 2), args.steps
-    )
-    mu, nu = moments
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        adamw(schedule, b2=0.98, weight_decay=0.05, mu=mu, nu=nu, seed=args.seed),
-    )
+def make_optimizer(
+    args: argparse.Namespace, name: str, of_muon: bool
+) -> optax.GradientTransformation:
+    """That of `train_lm.make_optimizer`, with the moments kept as told; or Muon and that."""
+    start, warm = 0.0, min(30, args.steps // 2)
+    schedule = lambda peak: optax.warmup_cosine_decay_schedule(start, peak, warm, args.steps)
+    common = {"weight_decay": 0.05, "seed": args.seed}
+    if of_muon:
+        tx = muon(
+            schedule(0.02),
+            **common,
+            adam_b2=0.98,
+            adam_weight_decay=0.05,
+            adam_learning_rate=schedule(args.lr),
+            muon_weight_dimension_numbers=kernels_of_blocks,
+            **MUON[name],
+        )
+    else:
+        mu, nu = MOMENTS[name]
+        tx = adamw(schedule(args.lr), b2=0.98, mu=mu, nu=nu, **common)
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
 
-def train(name: str, seed: int, steps: int) -> dict[str, float]:
+def kernels_of_blocks(params: Any) -> Any:
+    """Those that Muon moves."""
+
+    def numbers(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        in_block = "block_" in jax.tree_util.keystr(path) and leaf.ndim == 2
+        return optax.contrib.MuonDimensionNumbers() if in_block else None
+
+    return jax.tree_util.tree_map_with_path(numbers, params)
+
+
+def train(name: str, seed: int, steps: int, of_muon: bool) -> dict[str, float]:
     """Validation loss, state and time of one run."""
     import train_lm
     from lm import corpus, options
 
-    args = options.make_parser().parse_args(
-        ["--recipe", "none", "--seed", str(seed), "--steps", str(steps)]
-    )
+    sizes = ["--steps", str(steps), *(["--width", "64"] if of_muon else [])]
+    args = options.make_parser().parse_args(["--recipe", "none", "--seed", str(seed), *sizes])
     text = corpus.load(args.data, args.seq_len)
     state = train_lm.make_state(args, "f32")
-    if name != REFERENCE:
+    if of_muon or name != REFERENCE:
         state = jfp8.TrainState.create(
             apply_fn=state.apply_fn,
             variables=state.variables,
-            tx=make_optimizer(args, MOMENTS[name]),
+            tx=make_optimizer(args, name, of_muon),
         )
     parameters = sum(p.size for p in jax.tree.leaves(state.params))
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
@@ -103,11 +140,14 @@ def train(name: str, seed: int, steps: int) -> dict[str, float]:
     }
 
 
-def train_apart(name: str, seed: int, steps: int, cores: queue.SimpleQueue) -> dict[str, float]:
+def train_apart(
+    name: str, seed: int, steps: int, of_muon: bool, cores: queue.SimpleQueue
+) -> dict[str, float]:
     """`train` in a process of its own, on one of the `cores` that are free."""
     core = cores.get()
     try:
         command = [sys.executable, __file__, "--one", name, str(seed), "--steps", str(steps)]
+        command += ["--muon"] if of_muon else []
         done = subprocess.run(
             [*command, "--core", str(core)], check=True, stdout=subprocess.PIPE, text=True
         )
@@ -117,14 +157,14 @@ def train_apart(name: str, seed: int, steps: int, cores: queue.SimpleQueue) -> d
 
 
 def train_all(
-    runs: list[tuple[str, int]], steps: int, jobs: int
+    runs: list[tuple[str, int]], steps: int, of_muon: bool, jobs: int
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
     """All of `runs`, `jobs` at a time, each as soon as it ends."""
     cores: queue.SimpleQueue = queue.SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[:jobs]:
         cores.put(core)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        of_run = {pool.submit(train_apart, *run, steps, cores): run for run in runs}
+        of_run = {pool.submit(train_apart, *run, steps, of_muon, cores): run for run in runs}
         try:
             for done in concurrent.futures.as_completed(of_run):
                 yield (*of_run[done], done.result())
@@ -151,10 +191,14 @@ def gaps(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, An
 # ---- stress
 
 
-def stress(moments: Moments) -> dict[str, Any]:
+def stress(name: str, of_muon: bool) -> dict[str, Any]:
     """In percent, of each stress: the worst mean update, the worst noise, and means at `POINTS`."""
+    if of_muon:
+        all_updates = compared(muon(-1.0, **MUON[name]), optax.contrib.muon(-1.0), STEPS)
+    else:
+        all_updates = updates(MOMENTS[name], STEPS)
     found = {}
-    for name, of_stress in updates(moments, STEPS).items():
+    for name, of_stress in all_updates.items():
         bias, noise = 100 * of_stress["bias"], 100 * of_stress["noise"]
         step, group = np.unravel_index(np.argmax(np.abs(bias)), bias.shape)
         found[name] = {
@@ -184,11 +228,11 @@ def write(path: Path, results: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def table(results: dict[str, Any]) -> str:
-    """Markdown, a row for each way to keep the moments."""
+def table(results: dict[str, Any], names: Iterable[str]) -> str:
+    """Markdown, a row for each of the `names`."""
     head = ["moments", *STRESSES, "bytes per parameter", "LM loss above float32's, %"]
     lines = [head, ["---"] * len(head)]
-    for name in MOMENTS:
+    for name in names:
         runs, of_stress = results["runs"].get(name, {}), results["stress"].get(name)
         if name == REFERENCE or not (runs or of_stress):
             continue
@@ -220,32 +264,42 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stress", action="store_true", help="measure updates under stress")
     parser.add_argument("--lm", action="store_true", help="train the language model")
     parser.add_argument("--table", action="store_true", help="print the table")
-    parser.add_argument("--optimizers", choices=MOMENTS, nargs="+", default=["default", *PRESETS],
-                        help="of --lm; float32 is always among them")
+    parser.add_argument("--muon", action="store_true", help="of Muon instead of Adam")
+    parser.add_argument("--optimizers", nargs="+",
+                        help="of --stress and --lm; float32 is always among those of --lm")
     parser.add_argument("--seeds", type=int, default=12, help="of --lm: how many, from 0 on")
-    parser.add_argument("--steps", type=int, default=450, help="of --lm")
+    parser.add_argument("--steps", type=int, help="of --lm (450; with --muon 200)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core")
     parser.add_argument("--results", metavar="PATH", type=Path,
-                        default=ROOT / "benchmarks/results/optimizer_states.json")
+                        help="benchmarks/results/optimizer_states.json, or muon.json")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     # fmt: on
     args = parser.parse_args(argv)
+    args.steps = args.steps or (200 if args.muon else 450)
+    file = "muon.json" if args.muon else "optimizer_states.json"
+    args.results = args.results or ROOT / "benchmarks/results" / file
+    known = MUON if args.muon else MOMENTS
+    if unknown := {*(args.optimizers or ())} - {*known}:
+        parser.error(f"--optimizers: {sorted(unknown)} unknown; allowed: {list(known)}")
     if args.one:
         os.sched_setaffinity(0, {args.core})  # before JAX counts cores
-        print(json.dumps(train(args.one[0], int(args.one[1]), args.steps)))
+        print(json.dumps(train(args.one[0], int(args.one[1]), args.steps, args.muon)))
         return
     results = read(args.results)
     if args.stress:
-        for name, moments in MOMENTS.items():
-            results["stress"][name] = stress(moments)
+        for name in args.optimizers or known:
+            results["stress"][name] = stress(name, args.muon)
             write(args.results, results)
     if args.lm:
-        train_what_is_missing(args, results)
-    print(table(results))
+        names = args.optimizers or ["default", *([] if args.muon else PRESETS)]
+        train_what_is_missing(args, [n for n in known if n in {REFERENCE, *names}], results)
+    print(table(results, known))
 
 
-def train_what_is_missing(args: argparse.Namespace, results: dict[str, Any]) -> None:
+def train_what_is_missing(
+    args: argparse.Namespace, names: list[str], results: dict[str, Any]
+) -> None:
     made = {"steps": args.steps, **environment()}
     if results["runs"] and results["made"] != made:
         raise SystemExit(
@@ -253,10 +307,9 @@ def train_what_is_missing(args: argparse.Namespace, results: dict[str, Any]) -> 
             "be compared with new ones: name another file with --results"
         )
     results["made"] = made
-    chosen = [name for name in MOMENTS if name in {REFERENCE, *args.optimizers}]
-    wanted = [(name, seed) for seed, name in itertools.product(range(args.seeds), chosen)]
+    wanted = [(name, seed) for seed, name in itertools.product(range(args.seeds), names)]
     missing = [(n, seed) for n, seed in wanted if str(seed) not in results["runs"].get(n, {})]
-    for name, seed, run in train_all(missing, args.steps, args.jobs):
+    for name, seed, run in train_all(missing, args.steps, args.muon, args.jobs):
         results["runs"].setdefault(name, {})[str(seed)] = run
         results["gaps_percent"] = gaps(results["runs"])
         write(args.results, results)

@@ -111,6 +111,7 @@ class Precision:
     product_inputs: float = 2  # kept for the backward pass
     other_activations: float = 2  # kept for the backward pass: norms, gelu, v
     kernels: float = 0  # FP8 codes of weights, kept for the backward pass; not with FSDP
+    muon: bool = False  # instead of Adam for kernels, with polar factors by FP8 matmuls
 
 
 # The first row is the best that bf16 does: gradients and gathered weights are cast before they
@@ -122,12 +123,13 @@ PRODUCTS = dataclasses.replace(
 O1 = dataclasses.replace(PRODUCTS, name="O1: and FP8 gradients on the wire", reduced=IN_BLOCKS)
 O2 = dataclasses.replace(O1, name="O2: and an FP8 and a 16-bit moment", moments=IN_BLOCKS + 2)
 ADAM = dataclasses.replace(O1, name="O1 and jfp8.optim.adamw", moments=2 * IN_BLOCKS)
+MUON = dataclasses.replace(ADAM, name="O1 and jfp8.optim.muon, FP8 matmuls", muon=True)
 GATHER = dataclasses.replace(ADAM, name="... and jfp8.gather_weights", gathered=1)
 SCATTER = dataclasses.replace(GATHER, name="... and its gradients_as=E4M3FN", scattered=IN_BLOCKS)
 SAVED = dataclasses.replace(
     SCATTER, name="... and saved activations in FP8", other_activations=IN_SAVED_BLOCKS
 )
-PRECISIONS = (BF16, PRODUCTS, O1, O2, ADAM, GATHER, SCATTER, SAVED)
+PRECISIONS = (BF16, PRODUCTS, O1, O2, MUON, ADAM, GATHER, SCATTER, SAVED)
 
 
 # Memory of one device
@@ -139,11 +141,14 @@ def memory(model: Model, devices: Devices, precision: Precision) -> dict[str, fl
     Not counted: logits, temporary buffers, and what is gathered: of one layer, and the logits'.
     """
     share = devices.parameters(model)
+    moments = share * precision.moments
+    if precision.muon:  # one moment of a kernel, not two
+        moments -= model.kernels / devices.tensor / devices.fsdp * precision.moments / 2
     codes = 0.0 if devices.fsdp > 1 else model.kernels / devices.tensor * precision.kernels
     return {
         "weights": share * precision.weights + codes,
         "gradients": share * precision.gradients,
-        "moments": share * precision.moments,
+        "moments": moments,
         "activations": model.layers * saved_per_layer(model, devices, precision),
     }
 
@@ -191,9 +196,13 @@ def wire(model: Model, devices: Devices, precision: Precision) -> dict[str, floa
     gathered = 2 * kernels * precision.gathered
     gathered += (head + model.tables) * precision.gathered_others
     scattered = kernels * precision.scattered + (head + model.tables) * precision.scattered_others
+    # Parts of the momentum's two summands, in f32, and of polar factors, in bf16: see `optim.muon`.
+    exchanged = reduce_scatter(1, 10 * kernels / devices.fsdp, devices.fsdp) * precision.muon
     return {
         "data": all_reduce(whole / devices.fsdp, precision.reduced, devices.data),
-        "fsdp": all_gather(1, gathered, devices.fsdp) + reduce_scatter(1, scattered, devices.fsdp),
+        "fsdp": all_gather(1, gathered, devices.fsdp)
+        + reduce_scatter(1, scattered, devices.fsdp)
+        + exchanged,
         # Forward after out and down, backward before up, qkv and the logits.
         "tensor": (4 * model.layers + 1)
         * all_reduce(activations, precision.exchanged, devices.tensor),
@@ -226,11 +235,18 @@ def flops(model: Model) -> dict[str, float]:
     }
 
 
+def polar_flops(model: Model, steps: int = 5) -> float:
+    """Those of Muon's polar factors: (4 r + 2) w^3 in each step of a kernel of w times r w."""
+    ratios = (3, 1, model.mlp, model.mlp)
+    return model.layers * steps * sum(4.0 * r + 2 for r in ratios) * model.width**3
+
+
 def seconds(model: Model, devices: Devices, precision: Precision, rates: Rates) -> dict[str, float]:
     """Bounds of the time of a step.
 
     ``products``, ``optimizer`` and the axes are what each takes at full rate; the optimizer reads
-    weights, gradients and moments, and writes weights and moments. ``overlapped`` supposes that
+    weights, gradients and moments, and writes weights and moments; Muon computes
+    polar factors, each device its share over fsdp and tensor. ``overlapped`` supposes that
     communication over data and fsdp hides behind products, or they behind it, and that nothing
     hides tensor parallelism and the optimizer; ``in_turn`` that nothing hides anything. Norms,
     casts, softmax and the like are not counted in either.
@@ -242,6 +258,8 @@ def seconds(model: Model, devices: Devices, precision: Precision, rates: Rates) 
     held = memory(model, devices, dataclasses.replace(precision, kernels=0))
     moved = 2 * held["weights"] + held["gradients"] + 2 * held["moments"]
     optimizer = moved / rates.memory
+    if precision.muon:
+        optimizer += polar_flops(model) / devices.fsdp / devices.tensor / rates.fp8_flops
     sending = {
         axis: sent / rates.links[axis] for axis, sent in wire(model, devices, precision).items()
     }

@@ -7,6 +7,7 @@ from jfp8.optim.fp8_params import StoredUpdate, apply_updates, carriers, with_ca
 from jfp8.optim.loss_scale_state import LossScaleState
 from jfp8.optim.loss_scaling import loss_scale, scale_loss, skip_on_overflow
 from jfp8.optim.masters import init_masters, master_weights
+from jfp8.optim.muon import muon
 from jfp8.optim.state_shardings import state_shardings
 from jfp8.optim.stochastic_rounding import StochasticRoundingState, stochastic_rounding
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
@@ -32,6 +33,7 @@ __all__ = [
     "init_masters",
     "loss_scale",
     "master_weights",
+    "muon",
     "scale_by_adam",
     "scale_loss",
     "skip_on_overflow",

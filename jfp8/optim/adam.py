@@ -63,7 +63,7 @@ def scale_by_adam(
       TypeError, ValueError: as for `adam`.
     """
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
-    return store_state(inner, _moments("scale_by_adam", preset, mu, nu, mu_dtype), seed=seed)
+    return store_state(inner, chosen_moments("scale_by_adam", preset, mu, nu, mu_dtype), seed=seed)
 
 
 def adam(
@@ -131,7 +131,7 @@ def adam(
     2.06298828125
     """
     inner = optax.adam(learning_rate, b1, b2, eps, eps_root, nesterov=nesterov)
-    return store_state(inner, _moments("adam", preset, mu, nu, mu_dtype), seed=seed)
+    return store_state(inner, chosen_moments("adam", preset, mu, nu, mu_dtype), seed=seed)
 
 
 def adamw(
@@ -165,10 +165,10 @@ def adamw(
     inner = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask, nesterov=nesterov
     )
-    return store_state(inner, _moments("adamw", preset, mu, nu, mu_dtype), seed=seed)
+    return store_state(inner, chosen_moments("adamw", preset, mu, nu, mu_dtype), seed=seed)
 
 
-def _moments(
+def chosen_moments(
     function: str, preset: str | None, mu: Storage | None, nu: Storage | None, mu_dtype: Any
 ) -> dict[str, Storage]:
     """Return the storages that the arguments of `function` choose."""

@@ -65,7 +65,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: An
         owner = _contained(path, of_params)
         if owner is None or len(leaf.shape) != ndims[owner]:
             return replicated
-        return _trimmed(of_params[owner], leaf.shape)
+        return trimmed(of_params[owner], leaf.shape)
 
     return jax.tree_util.tree_map_with_path(sharding_of, jax.eval_shape(tx.init, params))
 
@@ -79,7 +79,7 @@ def _contained(path: jax.tree_util.KeyPath, paths: Container) -> jax.tree_util.K
     return None
 
 
-def _trimmed(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def trimmed(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Adapt `sharding` to `shape`; dimensions that it does not divide are not split."""
     entries = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
@@ -113,6 +114,27 @@ def test_explicit_axes(recipe):
     program = compile_divided("h200", {"x": 2, "y": 4}, f, args, specs, None, AxisType.Explicit)
     assert len(program.hlo.fp8_products) == 3
     assert program.hlo.other_products == program.hlo.f8_transposes == []
+
+
+def test_muon_orthogonalizes_its_share_in_fp8():
+    """Eight stacked matrices with sharded rows: 15 matmuls, and parts are exchanged three times."""
+    shape = jax.ShapeDtypeStruct((8, N // 2, N), F32)
+    numbers = optax.contrib.MuonDimensionNumbers(1, 2)
+
+    options = {"muon_weight_dimension_numbers": numbers, "products": "current"}
+
+    def update(grads, state, params):
+        share = NamedSharding(jax.sharding.get_abstract_mesh(), P("x"))
+        return jfp8.optim.muon(0.02, **options, sharding=share).update(grads, state, params)
+
+    state, rows = jax.eval_shape(jfp8.optim.muon(0.02, **options).init, shape), P(None, "x")
+    specs = jax.tree.map(lambda leaf: rows if len(leaf.shape) == 3 else P(), state)
+    args, places = (shape, state, shape), (rows, specs, rows)
+    program = compile_divided("h200", {"x": 8}, update, args, places, (rows, specs))
+    assert len(program.hlo.fp8_products) == 15
+    assert program.hlo.other_products == []
+    sent = (4 + 4 + 2) * 8 * N * N / 2 / 8 * 7 / 8  # two summands of the momentum, and the result
+    assert program.exchanged.total == pytest.approx(sent, rel=0.01)
 
 
 @pytest.mark.parametrize(("recipe", "fp8"), [("current", 3), ("rowwise", 3), ("block", 0)])

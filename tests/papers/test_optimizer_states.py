@@ -27,7 +27,7 @@ def command(script, tmp_path, monkeypatch):
     """Runs the script on made-up losses; tells what it trained, and what it wrote."""
     path, made = tmp_path / "results" / "states.json", []
 
-    def train(name, seed, steps, cores):
+    def train(name, seed, steps, of_muon, cores):
         made.append((name, seed))
         if (name, seed) == run.fails_at:
             raise OSError("out of memory")

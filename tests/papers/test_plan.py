@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from jfp8.optim import Blocks, ScaledFloat16, adam, state_shardings
+from jfp8.optim import Blocks, ScaledFloat16, adam, muon, state_shardings
 from support.scripts import imported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +72,13 @@ def test_parameters_are_those_of_the_model(plan, lm, size):
 # Memory
 
 
+def kernels_of_blocks(params):
+    numbers = optax.contrib.MuonDimensionNumbers()
+    is_one = lambda path: re.search("(qkv|out|up|down).*kernel", jax.tree_util.keystr(path))
+    found = lambda path, _: numbers if is_one(path) else None
+    return jax.tree_util.tree_map_with_path(found, params)
+
+
 def held_by_one_device(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
@@ -83,8 +90,9 @@ def held_by_one_device(tree):
         ("BF16", optax.adam(1e-3)),
         ("ADAM", adam(1e-3)),
         ("O2", adam(1e-3, mu=Blocks(), nu=ScaledFloat16())),
+        ("MUON", muon(1e-3, muon_weight_dimension_numbers=kernels_of_blocks)),
     ],
-    ids=["f32 moments", "jfp8.optim.adam", "O2"],
+    ids=["f32 moments", "jfp8.optim.adam", "O2", "jfp8.optim.muon"],
 )
 def test_weights_and_moments_of_one_device(plan, lm, name, optimizer):
     """Of real arrays on 8 devices. Small arrays keep f32 moments: here they are 0.3 % of all."""
