@@ -66,9 +66,13 @@ def cuda(
     single = [factor for factor in factors if not factor.ndim]
 
     def scaled(lhs, rhs, numbers):
-        def product(dtype, lhs, rhs, *single):
+        def product(dtype, lhs, rhs, *given):
+            single = list(given)
             first = dtype if dtype == jnp.bfloat16 else np.float32
-            lhs, rhs = _apart(lhs, rhs, *single)
+            if single and not numbers[1][0] and lhs.dtype == jnp.float8_e4m3fn:
+                # An activation may be in several products, which XLA would merge if they are small,
+                # and round their scales to bf16. Weights and gradients are in no two of them.
+                lhs, *single = lax.optimization_barrier([lhs, *single])
             y = lax.dot_general(
                 lhs, rhs, numbers, precision=algorithm, preferred_element_type=first
             )
@@ -86,20 +90,6 @@ def cuda(
 
     y = aligned(lhs, rhs, spec.dimension_numbers, scaled)
     return times(y, [f for f in factors if f.ndim]).astype(spec.dtype)
-
-
-def _apart(lhs: jax.Array, rhs: jax.Array, *scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return operands that no other product shares.
-
-    XLA merges small products with one in common, and then rounds their scales to bf16. Gradients
-    are in no two products that could be merged, and those in e5m2 may still have to be transposed.
-    """
-    if not scales:
-        return lhs, rhs
-    shared = [x for x in (lhs, rhs) if x.dtype == jnp.float8_e4m3fn]
-    kept = iter(lax.optimization_barrier((*shared, *scales)))
-    first, second = (next(kept) if any(x is y for y in shared) else x for x in (lhs, rhs))
-    return first, second
 
 
 def rule_of_product(numbers: Numbers, ndims: tuple[int, int], scales: int) -> str:

@@ -159,7 +159,12 @@ class Product(PrintsRecipe):
         _set_histories(self.fp8, histories)
 
     def overwrite_histories(self, histories: dict[str, jax.Array], check: jax.Array) -> None:
-        """Replace histories, and the `fingerprint` of all, without a look at what was there."""
+        """Replace histories without a look at what was there.
+
+        Args:
+          histories: the amax histories, by tensor.
+          check: the `fingerprint` of all three, f32[...].
+        """
         _overwrite(self.fp8, histories, check)
 
     def check(self) -> jax.Array:
