@@ -162,7 +162,7 @@ class Product(PrintsRecipe):
         """Replace histories without a look at what was there.
 
         Args:
-          histories: the amax histories, by tensor.
+          histories: the amax histories f32[..., H], by tensor.
           check: the `fingerprint` of all three, f32[...].
         """
         _overwrite(self.fp8, histories, check)
