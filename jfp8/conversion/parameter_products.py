@@ -5,7 +5,7 @@ each operation of JAX, and recognises a parameter of the module, also cast, tran
 sliced, or joined with others, by its identity. Nothing is patched, and the values are JAX's own.
 
 The bodies of ``jax.checkpoint``, ``jax.lax.scan`` and the like are followed by a `Walk`, as they
-are in a function. What is inside of a function with its own derivative is not found.
+are in a function. A function with a derivative of its own is not entered.
 """
 
 from __future__ import annotations

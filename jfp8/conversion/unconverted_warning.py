@@ -46,7 +46,7 @@ def warn_of_nothing(
         modules = [f"{_named(path, kind)}, {spelled(own)}" for path, (kind, own) in own.items()]
         said.append(
             "Modules that hold parameters, but multiply by none of them where that can be seen: "
-            f"{_listed(modules)}. Inside of functions with derivatives of their own "
+            f"{_listed(modules)}. Inside functions with derivatives of their own "
             f"(jax.custom_vjp) it cannot: use {_INSTEAD[api]}"
         )
     warnings.warn(

@@ -464,3 +464,20 @@ def test_bodies_compute_what_the_function_does_without_flax(way):
         history = state.fp8["DotGeneral_w"][role]["amax_history"]
         np.testing.assert_array_equal(history, amaxes["amax_history"])
         assert (history[..., :3] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(("fp8", "fp8_sink"), "but not to its sink"), ((), "without its 'fp8' collection")],
+)
+def test_histories_that_a_body_cannot_update_are_told(given, said):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return LOOPS["checkpoint"](x, self.param("w", NORMAL, (3, 8, 8)))
+
+    model = jfp8.convert(Model(), "delayed", exempt=())
+    variables = model.init(KEY, X)
+    state = {name: variables[name] for name in given}
+    with pytest.warns(UserWarning, match=said):
+        jax.grad(lambda p: jnp.sum(model.apply({"params": p, **state}, X)))(variables["params"])

@@ -121,7 +121,7 @@ class ProductModule(nn.Module):
                 with note("reason", slower):
                     return in_high_precision()
         if state.histories is None:
-            rhs = self._warned_without_histories(recipe, rhs)
+            rhs = self.warned_without_histories(recipe, rhs)
         elif state.sink is not None and not are_noted():
             state = told_if_constant(state, rhs)
         with (
@@ -249,7 +249,7 @@ class ProductModule(nn.Module):
         return intact_states(found)
 
     @nn.nowrap
-    def _warned_without_histories(self, recipe: Recipe, rhs: Any) -> Any:
+    def warned_without_histories(self, recipe: Recipe, rhs: Any) -> Any:
         """Return `rhs`; to differentiate by it warns if the recipe needs histories."""
         needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
         if needless or isinstance(rhs, ScaledArray):
