@@ -9,7 +9,7 @@ from typing import Any
 
 from jfp8.kernels.cast_heads import cast_heads
 from jfp8.kernels.cuda_backends import known_gpu
-from jfp8.kernels.only_on import only_on, traced_for
+from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER
 from jfp8.kernels.xla import cudnn_attention as cudnn
 from jfp8.products.flash.numerics import Numerics
@@ -80,9 +80,9 @@ class AttentionByKernels:
             f"implementation={self.kernels!r} runs on CUDA, and this program is compiled for "
             "another platform. Use implementation=None or 'emulate'."
         )
-        reason = reason if self.named else traced_for("cuda", "A kernel of jfp8")
+        elsewhere = reason if self.named else reference
         with note("cuda", self.kernels):
-            return only_on("cuda", partial(kernels, **options), reason, *operands)
+            return on_platform("cuda", partial(kernels, **options), elsewhere, *operands)
 
 
 def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels:

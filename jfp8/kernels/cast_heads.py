@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 import jax
 
-from jfp8.kernels.only_on import only_on, traced_for
+from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
+from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import same_varying_axes
 
@@ -44,8 +45,6 @@ def _cast_heads(
 ) -> Pair:
     """Return ``cast(x * inverse[..., None], fmt)``, straight and transposed.
 
-    The kernel runs where the program is compiled for CUDA.
-
     Args:
       x: ``[batch, groups, heads of a group, tokens, depth]``; the third may be missing, for 1.
       inverse: ``f32[batch, groups, heads of a group, tokens]``, likewise.
@@ -64,6 +63,9 @@ def _cast_heads(
         q, q_t = same_varying_axes((quantize(projection, inverse), x))[0]
         return q.reshape(*each, *q.shape[-2:]), q_t.reshape(*each, *q_t.shape[-2:])
 
-    return only_on(
-        "cuda", by_kernel, traced_for("cuda", "A kernel of jfp8"), x, inverse, projection
-    )
+    def by_cast(x: jax.Array, inverse: jax.Array, projection: jax.Array) -> Pair:
+        del projection
+        q = cast(x * inverse[..., None], fmt)
+        return q, q.swapaxes(-1, -2)
+
+    return on_platform("cuda", by_kernel, by_cast, x, inverse, projection)

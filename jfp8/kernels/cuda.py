@@ -16,7 +16,7 @@ from jfp8.kernels.cuda_backends import expected_times as expected_times
 from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.k_major import k_major
-from jfp8.kernels.only_on import on_cuda
+from jfp8.kernels.on_platform import on_cuda
 from jfp8.kernels.partitioning import divided
 from jfp8.kernels.stacked import over_stacked as over_stacked
 from jfp8.kernels.xla.grouped import GroupedByXla

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.hopper import backend as mosaic
+from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.partitioning import divided, divided_sum
 from jfp8.kernels.quantize_and_transpose import (
     Made,
@@ -29,7 +30,7 @@ from jfp8.kernels.quantize_and_transpose import (
 from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.operation import Kind, Operand, Use
-from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
+from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, grouped_operation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
@@ -114,19 +115,37 @@ class GroupedKernels(Grouped):
         assert isinstance(first, ScaledArray)
         assert isinstance(second, ScaledArray)
         tiles, height, _ = self.shapes[0]
-        # Tiles after the last group are not multiplied.
-        used = jnp.arange(tiles) < jnp.sum(self.padded_sizes // BLOCK)
-        group = jnp.where(used, self.group, -1)
-        dtype, groups = self.dtype_of(kind), self.padded_sizes.shape[0]
+        dtype = self.dtype_of(kind)
 
-        def kernel(first: ScaledArray, second: ScaledArray) -> jax.Array:
-            with note("cuda", "mosaic_gpu"):
-                if kind == "wgrad":
-                    return _outer(first, second, group, groups, dtype, spec.partial_dtype)
-                y = _matmul(first, second, group, dtype)
-                return y.reshape(tiles, height, y.shape[-1])
+        def kernel(self: Grouped, first: ScaledArray, second: ScaledArray) -> jax.Array:
+            # Tiles after the last group are not multiplied.
+            used = jnp.arange(tiles) < jnp.sum(self.padded_sizes // BLOCK)
+            group, groups = jnp.where(used, self.group, -1), self.padded_sizes.shape[0]
+            if kind == "wgrad":
+                return _outer(first, second, group, groups, dtype, spec.partial_dtype)
+            y = _matmul(first, second, group, dtype)
+            return y.reshape(tiles, height, y.shape[-1])
 
-        return mosaic.run(kernel, first, second)
+        def by_tiles(self: Grouped, first: ScaledArray, second: ScaledArray) -> jax.Array:
+            plain = GroupedDot(self.shapes, self.dtypes, self.group, self.padded_sizes)
+            if kind == "wgrad":
+                first, second = _tiles(first.T, tiles), _tiles(second.T, tiles)
+            else:
+                first = _tiles(first, tiles)
+                second = second.transpose(0, 2, 1) if kind == "fprop" else second
+            return plain.by_tiles(kind, first, second, spec).astype(dtype)
+
+        named = spec.implementation is not None
+        with note("cuda", "mosaic_gpu"):
+            elsewhere = mosaic.ELSEWHERE if named else by_tiles
+            return on_platform("cuda", kernel, elsewhere, self, first, second)
+
+
+def _tiles(q: ScaledArray, count: int) -> ScaledArray:
+    """Return a matrix as a stack of tiles of its rows."""
+    stack = lambda x: x.reshape(count, -1, x.shape[-1]) if x.ndim else x
+    block = None if q.block is None else (1, *q.block)
+    return ScaledArray(stack(q.data), stack(q.scale), block)
 
 
 def _with_scales_by_group(q: ScaledArray) -> ScaledArray:

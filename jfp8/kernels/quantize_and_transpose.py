@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.only_on import only_on, traced_for
+from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.operands import Paired
 from jfp8.kernels.partitioning import Combine, divided
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
-from jfp8.matmul.spec import HARDWARE_FORMATS
+from jfp8.matmul.spec import HARDWARE_FORMATS, scale_products
 from jfp8.quantizers.blocks import Blockwise
-from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
+from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_to_format
@@ -113,10 +113,18 @@ def quantize_both_ways(
         meets = None, None
 
     def by_kernel(x, state, meets):
-        read = _read(x, dtype)
-        return same_varying_axes((kernel(quantizer, read, state, meets), x))[0]
+        both = kernel(quantizer, _read(x, dtype), state, meets)
+        return both._replace(amax=jnp.max(both.amax))
 
-    return only_on("cuda", by_kernel, traced_for("cuda", "A kernel of jfp8"), x, state, meets)
+    def by_quantizer(x, state, meets):
+        values = _read(x, dtype).values()
+        largest = amax(values)
+        straight, other = (quantizer(values, Context((d,), largest, state)) for d in (1, 0))
+        of = zip((straight, other), meets, strict=True)
+        factors = [None if s is None else scale_products((q.scale,), (s,))[0] for q, s in of]
+        return BothWays(_paired(straight, factors[0]), _paired(other.T, factors[1]), largest)
+
+    return on_platform("cuda", by_kernel, by_quantizer, x, state, meets)
 
 
 class _Read(NamedTuple):
@@ -265,11 +273,14 @@ def _with_one_scale(
         largest = lax.bitcast_convert_type(numbers.pop(), jnp.float32)
     # Products round their factor, and undo it. XLA would move this reshape to between the two.
     scale, *factors = lax.optimization_barrier([number.reshape(()) for number in numbers])
-    straight, other = (
-        ScaledArray(data, scale) if met is None else Paired(data, scale, factor=factors.pop(0))
-        for data, met in zip((q, q_t), meets, strict=True)
-    )
+    of = [None if met is None else factors.pop(0) for met in meets]
+    straight, other = (_paired(ScaledArray(x, scale), f) for x, f in zip((q, q_t), of, strict=True))
     return BothWays(straight, other, largest)
+
+
+def _paired(q: ScaledArray, factor: jax.Array | None) -> ScaledArray:
+    """Return `q` with the product of its scale and that of the operand it meets, if known."""
+    return q if factor is None else Paired(q.data, q.scale, factor=factor)
 
 
 def _rowwise(quantizer: Rowwise, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:

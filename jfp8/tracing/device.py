@@ -77,7 +77,7 @@ def current_device(*arrays: Any) -> Device:
         described = getattr(mesh, "abstract_device", None)
         if described is not None:
             return _described(described.platform, described.device_kind, here, mesh)
-    platform = _platform_of(arrays)
+    platform = platform_of(arrays)
     if platform == "gpu":
         kind = jax.devices("gpu")[0].device_kind
         return _described("gpu", kind, here, here)
@@ -111,7 +111,8 @@ def _described(platform: str, kind: str, here: AbstractMesh, mesh: Any) -> Devic
     return Gpu(kind, capability, partly_manual, "rocm" if is_amd else "cuda")
 
 
-def _platform_of(arrays: Any) -> str:
+def platform_of(arrays: Any) -> str:
+    """Return JAX's name of the platform that holds `arrays`, or of the default device."""
     for x in arrays:
         while isinstance(x, jax.core.Tracer):  # what `grad` and `vmap` wrap, outside of `jit`
             x = getattr(x, "primal", getattr(x, "val", None))

@@ -56,8 +56,8 @@ def emulated(
 def with_cudnn(monkeypatch):
     monkeypatch.setattr(passes, "called", functools.cache(passes.called.__wrapped__))
     monkeypatch.setattr(compat, "cudnn_attention", lambda: emulated)
-    anywhere = lambda platform, kernel, reason, *operands: kernel(*operands)
-    monkeypatch.setattr(attention, "only_on", anywhere)
+    anywhere = lambda platform, kernel, elsewhere, *operands: kernel(*operands)
+    monkeypatch.setattr(attention, "on_platform", anywhere)
 
 
 def operands(seed=0):

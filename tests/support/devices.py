@@ -27,7 +27,7 @@ def pretend(monkeypatch, device):
         importlib.import_module(module.name)
     found = {
         "current_device": lambda *arrays: device,
-        "only_on": lambda platform, kernel, reason, *operands: kernel(*operands),
+        "on_platform": lambda platform, kernel, elsewhere, *operands: kernel(*operands),
     }
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("jfp8.")]
     for name, function in found.items():
@@ -40,5 +40,5 @@ def interpret_tpu_kernels(monkeypatch):
     """Run Pallas kernels for TPUs on this machine. Clear JAX's caches when the test is over."""
     call = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *a, **kw: call(*a, **kw | {"interpret": True}))
-    for module in ("only_on", "tpu.matmul", "tpu.dot"):
+    for module in ("on_platform", "tpu.matmul", "tpu.dot"):
         monkeypatch.setattr(f"jfp8.kernels.{module}.kernels_are_interpreted", lambda: True)

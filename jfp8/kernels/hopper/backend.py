@@ -7,15 +7,14 @@ that form, and its scales into the shapes that the kernels take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.backend import Backend
-from jfp8.kernels.only_on import only_on
+from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.operands import row_scales, to_last
 from jfp8.kernels.partitioning import divided_sum, why_not_divided
 from jfp8.kernels.verdicts import why_failed
@@ -85,16 +84,13 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
         y = multiply(a, b, a_scale, b_scale)
         return y.reshape(layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).shape)
 
-    return run(kernel, lhs, rhs)
+    return on_platform("cuda", kernel, ELSEWHERE, lhs, rhs)
 
 
-def run(kernel: Callable[..., Any], *operands: Any) -> Any:
-    """Return ``kernel(*operands)`` on CUDA; an error if compiled for another platform."""
-    reason = (
-        "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another "
-        "platform. Use implementation=None or 'emulate', which give the same numbers."
-    )
-    return only_on("cuda", kernel, reason, *operands)
+ELSEWHERE = (
+    "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another platform. "
+    "Use implementation=None or 'emulate', which give the same numbers."
+)
 
 
 BACKEND = Backend(

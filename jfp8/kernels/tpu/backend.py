@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.backend import Backend, Choice, Facts, check_not_refused, facts_of
-from jfp8.kernels.only_on import only_on
+from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.operands import row_scales
 from jfp8.kernels.tpu.tiles import LANES
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.bias import plus_bias
+from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of
@@ -44,15 +45,17 @@ def _why_not_on(device: Gpu | Tpu | None) -> str | None:
 def by_mosaic(
     lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec, bias: jax.Array | None = None
 ) -> jax.Array:
-    """The product by the kernel on TPUs, or interpreted; an error on other platforms."""
+    """The product by the kernel on TPUs, or interpreted; elsewhere by the reference."""
     tpu = spec.device
     in_f8 = not isinstance(tpu, Tpu) or tpu.multiplies_f8
-    kernel = lambda lhs, rhs: _multiply(lhs, rhs, spec, in_f8, bias)
+    kernel = lambda lhs, rhs, bias: _multiply(lhs, rhs, spec, in_f8, bias)
+    reference = lambda lhs, rhs, bias: plus_bias(emulated(lhs, rhs, spec), bias)
     reason = (
         "implementation='mosaic_tpu' runs on TPUs, and this program is compiled for another "
         "platform. Use implementation=None or 'emulate', which give the same numbers."
     )
-    return only_on("tpu", kernel, reason, lhs, rhs)
+    elsewhere = reason if spec.implementation is not None else reference
+    return on_platform("tpu", kernel, elsewhere, lhs, rhs, bias)
 
 
 def _multiply(

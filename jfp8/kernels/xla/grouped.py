@@ -16,7 +16,7 @@ from jax import lax
 
 from jfp8.kernels.backend import Backend, check_not_refused, facts_of
 from jfp8.kernels.cuda_backends import backend_in_rounds, known_gpu
-from jfp8.kernels.only_on import on_cuda
+from jfp8.kernels.on_platform import on_cuda
 from jfp8.kernels.xla import f8_dot
 from jfp8.matmul.spec import MatmulSpec, scale_products, to_output, varies_along
 from jfp8.products.operation import Kind, Operand
@@ -35,21 +35,21 @@ class GroupedByXla(GroupedDot):
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         first, second = self.with_own_scales(first, second)
         dtype = self.dtype_of(kind)
-        by_tiles = lambda a, b: self.by_tiles(kind, a, b, spec).astype(dtype)
-        by_groups = lambda a, b: self._by_groups(kind, a, b).astype(dtype)
+        by_tiles = lambda self, a, b: self.by_tiles(kind, a, b, spec).astype(dtype)
+        by_groups = lambda self, a, b: self._by_groups(kind, a, b).astype(dtype)
         if spec.implementation is not None:
             check_not_refused(spec.implementation, f8_dot.BACKEND.why_not_sums(spec.accumulation))
             with note("cuda", "bf16: JAX's own ragged product"):
-                return by_groups(first, second)
+                return by_groups(self, first, second)
         rounds = self._rounds(kind, first, second, spec)
         if rounds is not None:
             backend, function = rounds
             why = f"{backend.name}: a tile of each group at a time"
-            return on_cuda(function, by_tiles, first, second, why=why)
+            return on_cuda(function, by_tiles, self, first, second, why=why)
         if spec.accumulation != "f32":
-            return by_tiles(first, second)
+            return by_tiles(self, first, second)
         why = "bf16: no FP8 kernel for these groups on this GPU"
-        return on_cuda(by_groups, by_tiles, first, second, why=why)
+        return on_cuda(by_groups, by_tiles, self, first, second, why=why)
 
     def _rounds(
         self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec
@@ -65,7 +65,7 @@ class GroupedByXla(GroupedDot):
         if backend is None:
             return None
         product = lambda a, b: backend.multiply(a, b, spec)
-        return backend, lambda a, b: self._by_rounds(kind, a, b, product).astype(
+        return backend, lambda self, a, b: self._by_rounds(kind, a, b, product).astype(
             self.dtype_of(kind)
         )
 

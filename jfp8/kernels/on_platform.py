@@ -1,0 +1,116 @@
+"""Operations that are computed in one way on one platform, and by a reference on all others.
+
+The device is known while a program is traced, so a program holds what that device computes and
+nothing else. Compiled for another platform all the same, such as the host's CPU, it computes the
+reference, which is traced only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
+from jfp8.tracing.device import platform_of
+from jfp8.tracing.notes import note
+
+# Takes the leaves of operands; `program` is the jaxpr for `platform`, `elsewhere` a function of the
+# leaves.
+_on_platform_p = Primitive("jfp8_on_platform")
+_on_platform_p.multiple_results = True
+_on_platform_p.def_abstract_eval(lambda *_, program, **params: program.out_avals)
+
+
+@_on_platform_p.def_impl
+def _evaluate(*leaves: Any, platform: str, program: Any, elsewhere: Any) -> Any:
+    is_there = platform_of(leaves) == {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    return (jaxpr_as_fun(program) if is_there else elsewhere)(*leaves)
+
+
+def _lower(
+    here: str, context: Any, *leaves: Any, platform: str, program: Any, elsewhere: Any
+) -> Any:
+    function = jaxpr_as_fun(program) if platform == here else elsewhere
+    return mlir.lower_fun(function, multiple_results=True)(context, *leaves)
+
+
+mlir.register_lowering(_on_platform_p, partial(_lower, ""))
+for _platform in ("cuda", "rocm", "tpu"):
+    mlir.register_lowering(_on_platform_p, partial(_lower, _platform), platform=_platform)
+
+
+def _batch(
+    leaves: Sequence[Any], dims: Sequence[Any], *, platform: str, program: Any, elsewhere: Any
+) -> tuple[Any, Sequence[int]]:
+    """Map both programs over the leading axis of batched operands and of all results."""
+    over = lambda function: jax.vmap(function, in_axes=tuple(dims))
+    found = _bind(platform, over(jaxpr_as_fun(program)), over(elsewhere), leaves)
+    return found, (0,) * len(found)
+
+
+batching.primitive_batchers[_on_platform_p] = _batch
+
+
+def _bind(
+    platform: str, compute: Callable[..., Any], elsewhere: Callable[..., Any], leaves: Sequence[Any]
+) -> list[Any]:
+    """Return ``compute(*leaves)``, a list of arrays, with what it closes over as more operands."""
+    traced = jax.make_jaxpr(compute)(*leaves)
+    n = len(traced.consts)
+    if n:
+        body = lambda *given: jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, given[:n]))(*given[n:])
+        consts, traced = traced.consts, jax.make_jaxpr(body)(*traced.consts, *leaves)
+        leaves, elsewhere = [*consts, *leaves], lambda *given, f=elsewhere: f(*given[n:])
+    return _on_platform_p.bind(*leaves, platform=platform, program=traced, elsewhere=elsewhere)
+
+
+def on_platform(
+    platform: str, compute: Callable[..., Any], elsewhere: Callable[..., Any] | str, *operands: Any
+) -> Any:
+    """Return ``compute(*operands)``, an array or a tree, where the program is for `platform`.
+
+    Interpreted kernels run anywhere.
+
+    Args:
+      elsewhere: computes the same from the same operands on any other platform, and closes over
+        no arrays; or why nothing else does.
+
+    Raises:
+      NotImplementedError: with that reason, when the program is compiled for anything else.
+    """
+    if kernels_are_interpreted():
+        return compute(*operands)
+    leaves, tree = jax.tree.flatten(operands)
+    results: list[Any] = []
+
+    def flat(function: Callable[..., Any], *leaves: Any) -> list[Any]:
+        operands = tree.unflatten(leaves)
+        found, structure = jax.tree.flatten(same_varying_axes((function(*operands), operands))[0])
+        results.append(structure)
+        return found
+
+    def otherwise(*leaves: Any) -> list[Any]:
+        if isinstance(elsewhere, str):
+            raise NotImplementedError(elsewhere)
+        return flat(elsewhere, *leaves)
+
+    found = _bind(platform, partial(flat, compute), otherwise, leaves)
+    return results[0].unflatten(found)
+
+
+def on_cuda(
+    compute: Callable[..., Any], reference: Callable[..., Any], *operands: Any, why: str = ""
+) -> Any:
+    """Return ``compute(*operands)``, what a CUDA GPU computes; `jfp8.report` shows `why`.
+
+    Where kernels are interpreted, on whatever device there is, it is what `reference` computes.
+    """
+    with note("cuda", why):
+        if kernels_are_interpreted():
+            return reference(*operands)
+        return on_platform("cuda", compute, reference, *operands)
