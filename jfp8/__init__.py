@@ -49,6 +49,7 @@ from jfp8.scaling.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format
 from jfp8.scaling.granularity import Block, PerAxis, PerTensor
 from jfp8.scaling.quantization import quantize
 from jfp8.scaling.trees import dequantize_tree, is_scaled_array
+from jfp8.tracing.backends import backends
 from jfp8.tracing.device import for_platforms
 from jfp8.tracing.listing import listing
 from jfp8.training.advance import advance
@@ -92,6 +93,7 @@ __all__ = [
     "__version__",
     "advance",
     "autocast",
+    "backends",
     "cast",
     "checkpoint",
     "collectives",

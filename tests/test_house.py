@@ -202,13 +202,13 @@ ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths
 ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=200, paths=())
 LINES_OF_A_JAXPR = 250
 LINES_OF_ROOMS = {
-    "tracing": 740,
+    "tracing": 830,
     "scaling": 2820,
     "quantizers": 800,
     "matmul": 890,
     "recipes": 1500,
     "products": 5420,
-    "kernels": 8840,
+    "kernels": 8950,
     "layers": 5484,
     "optim": 2643,
     "training": 3060,

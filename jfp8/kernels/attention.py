@@ -14,6 +14,7 @@ from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER
 from jfp8.kernels.xla import cudnn_attention as cudnn
 from jfp8.products.flash.numerics import Numerics
 from jfp8.products.flash.plan import AttentionSpec, plan_attention
+from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.notes import note
 
 PALLAS = {kernels.name: kernels for kernels in (HOPPER, BLACKWELL)}
@@ -102,7 +103,9 @@ def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels:
         if can:
             return AttentionByKernels(can[0], named=False)
         different = dict.fromkeys(filter(None, reasons.values()))
-        return AttentionByKernels(None, named=False, reason="; ".join(different))
+        reason = "; ".join(different)
+        first_allowed("this attention", "bf16", "emulate", refused=reason)
+        return AttentionByKernels(None, named=False, reason=reason)
     if implementation not in KERNELS:
         allowed = ", ".join(map(repr, ("emulate", *KERNELS)))
         raise ValueError(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.operands import are_powers_of_two, scale_dtype
+from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import (
     ACCUMULATIONS,
     MatmulSpec,
@@ -21,6 +22,7 @@ from jfp8.matmul.spec import (
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
+from jfp8.tracing.backends import why_left_out
 from jfp8.tracing.devices import Device
 
 Granularity = Literal["tensor", "rows", "blocks"]
@@ -122,7 +124,11 @@ class Backend:
 
     def why_not(self, facts: Facts, device: Device) -> str | None:
         """Return what it does not support about a product on `device`; None if it supports all."""
-        reason = self.why_not_on(device) or self.why_not_sums(facts.accumulation)
+        reason = (
+            why_left_out(self.name)
+            or self.why_not_on(device)
+            or self.why_not_sums(facts.accumulation)
+        )
         if reason is not None:
             return reason
         if not self.formats.issuperset(facts.formats):
@@ -172,6 +178,9 @@ _PLACES = {
 }
 
 
+REFERENCE = Backend("emulate", emulated)
+
+
 class Choice(NamedTuple):
     """The backend for a product, and why those ranked before it do not compute it."""
 
@@ -183,6 +192,16 @@ class Choice(NamedTuple):
         if len(reasons) == 1:
             reasons = list(self.refused.values())
         return ": ".join(filter(None, (self.backend.name, ", ".join(reasons))))
+
+
+def none_allowed(refused: dict[str, str]) -> NotImplementedError:
+    """Return the error for a product that no backend of `jfp8.backends` computes."""
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+    return NotImplementedError(
+        f"No backend that jfp8.backends(...) allows computes this matmul ({reasons}). Allow 'bf16' "
+        "or 'emulate' as well, or leave the layer in high precision: jfp8.convert(model, "
+        "exempt='its path')."
+    )
 
 
 def check_not_refused(implementation: str | None, reason: str | None) -> None:

@@ -26,6 +26,7 @@ from jfp8.products.conv import Convolution, ConvSpec
 from jfp8.products.dot_general import DotSpec
 from jfp8.products.ragged.dot import TILE, GroupedPlan, GroupedSpec, tile_height
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.device import current_gpu, has_explicit_axes
 from jfp8.tracing.notes import note
 
@@ -55,6 +56,8 @@ def plan(spec: Any) -> Any:
     if isinstance(spec, DotSpec):
         return k_major(spec)
     if isinstance(spec, ConvSpec):
+        if first_allowed("this convolution", "bf16", "emulate") == "emulate":
+            return None
         # XLA has no FP8 convolution. Every f8 value is a bf16 value, so bf16 is exact.
         return Convolution(spec.shapes, spec.dtypes, spec.window, np.dtype(jnp.bfloat16))
     assert isinstance(spec, GroupedSpec)

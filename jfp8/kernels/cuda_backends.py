@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType
 
 from jfp8.kernels import cost_model
-from jfp8.kernels.backend import Backend, Blocks, Choice, Facts
+from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, none_allowed
 from jfp8.kernels.blackwell import backend as blackwell
 from jfp8.kernels.cost_model import Costs, Scales, Times, Work, scales_of
 from jfp8.kernels.hopper import backend as hopper
@@ -34,7 +34,9 @@ BACKENDS = (
     blackwell.NVFP4_BACKEND,
     f8_dot.BACKEND,
     bf16_dot.BACKEND,
+    REFERENCE,
 )
+WITHOUT_F8 = (bf16_dot.BACKEND, REFERENCE)
 
 
 def known_gpu(device: Device) -> Gpu | None:
@@ -53,18 +55,19 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
     4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
     """
     facts = replace(facts, accumulation="f32")  # of hardware sums, promoted on the way
+    refused: dict[str, str] = {}
     why_no_f8 = _why_no_f8(facts, gpu)
     if why_no_f8 is not None:
-        return Choice(bf16_dot.BACKEND, {"f8": why_no_f8})
-    # Of backends that have not these formats, another one has them: see `_why_no_f8`.
-    known = [b for b in BACKENDS if b.formats.issuperset(facts.formats)]
-    known = [b for b in known if gpu is not None or b.gpus is None]
-    refused: dict[str, str] = {}
+        known, refused = [*WITHOUT_F8], {"f8": why_no_f8}
+    else:
+        # Of backends that have not these formats, another one has them: see `_why_no_f8`.
+        known = [b for b in BACKENDS if b.formats.issuperset(facts.formats)]
+        known = [b for b in known if gpu is not None or b.gpus is None]
     for backend, reason in _ranked(known, facts, gpu):
         if reason is None:
             return Choice(backend, refused)
         refused[backend.name] = reason
-    raise AssertionError("bf16 takes everything")
+    raise none_allowed(refused)
 
 
 def _ranked(
@@ -95,7 +98,7 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
 def _made_for(gpu: Gpu | None) -> list[Backend]:
     """Return the backends for narrow formats on such a GPU; None: those that work on any."""
     major = None if gpu is None or gpu.capability is None else gpu.capability[0]
-    return [b for b in BACKENDS if b is not bf16_dot.BACKEND and b.gpus in (None, major)]
+    return [b for b in BACKENDS if b not in WITHOUT_F8 and b.gpus in (None, major)]
 
 
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:

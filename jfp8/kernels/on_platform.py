@@ -19,10 +19,14 @@ from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
 from jfp8.tracing.device import platform_of
 from jfp8.tracing.notes import note
 
-# Takes the leaves of operands; `program` is the jaxpr for `platform`, `elsewhere` a function of the
-# leaves.
-_on_platform_p = Primitive("jfp8_on_platform")
-_on_platform_p.multiple_results = True
+
+class _OnPlatform(Primitive):
+    """Takes the leaves of operands, the jaxpr for a platform, and a function of the leaves."""
+
+    multiple_results = True
+
+
+_on_platform_p = _OnPlatform("jfp8_on_platform")
 _on_platform_p.def_abstract_eval(lambda *_, program, **params: program.out_avals)
 
 
@@ -49,7 +53,7 @@ def _batch(
 ) -> tuple[Any, Sequence[int]]:
     """Map both programs over the leading axis of batched operands and of all results."""
     over = lambda function: jax.vmap(function, in_axes=tuple(dims))
-    found = _bind(platform, over(jaxpr_as_fun(program)), over(elsewhere), leaves)
+    found, _ = _bind(platform, over(jaxpr_as_fun(program)), over(elsewhere), leaves)
     return found, (0,) * len(found)
 
 
@@ -58,15 +62,19 @@ batching.primitive_batchers[_on_platform_p] = _batch
 
 def _bind(
     platform: str, compute: Callable[..., Any], elsewhere: Callable[..., Any], leaves: Sequence[Any]
-) -> list[Any]:
-    """Return ``compute(*leaves)``, a list of arrays, with what it closes over as more operands."""
-    traced = jax.make_jaxpr(compute)(*leaves)
+) -> tuple[list[Any], Any]:
+    """Return the leaves and the structure of ``compute(*leaves)``.
+
+    What `compute` closes over becomes an operand, too.
+    """
+    traced, shapes = jax.make_jaxpr(compute, return_shape=True)(*leaves)
     n = len(traced.consts)
     if n:
         body = lambda *given: jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, given[:n]))(*given[n:])
         consts, traced = traced.consts, jax.make_jaxpr(body)(*traced.consts, *leaves)
         leaves, elsewhere = [*consts, *leaves], lambda *given, f=elsewhere: f(*given[n:])
-    return _on_platform_p.bind(*leaves, platform=platform, program=traced, elsewhere=elsewhere)
+    found = _on_platform_p.bind(*leaves, platform=platform, program=traced, elsewhere=elsewhere)
+    return found, jax.tree.structure(shapes)
 
 
 def on_platform(
@@ -86,21 +94,18 @@ def on_platform(
     if kernels_are_interpreted():
         return compute(*operands)
     leaves, tree = jax.tree.flatten(operands)
-    results: list[Any] = []
 
-    def flat(function: Callable[..., Any], *leaves: Any) -> list[Any]:
+    def of_leaves(function: Callable[..., Any], *leaves: Any) -> Any:
         operands = tree.unflatten(leaves)
-        found, structure = jax.tree.flatten(same_varying_axes((function(*operands), operands))[0])
-        results.append(structure)
-        return found
+        return same_varying_axes((function(*operands), operands))[0]
 
     def otherwise(*leaves: Any) -> list[Any]:
         if isinstance(elsewhere, str):
             raise NotImplementedError(elsewhere)
-        return flat(elsewhere, *leaves)
+        return jax.tree.leaves(of_leaves(elsewhere, *leaves))
 
-    found = _bind(platform, partial(flat, compute), otherwise, leaves)
-    return results[0].unflatten(found)
+    found, structure = _bind(platform, partial(of_leaves, compute), otherwise, leaves)
+    return structure.unflatten(found)
 
 
 def on_cuda(

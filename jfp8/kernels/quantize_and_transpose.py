@@ -33,7 +33,6 @@ from jfp8.scaling.formats import E8M0FNU
 from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
-from jfp8.tracing.compat import same_varying_axes
 
 
 @jax.tree_util.register_dataclass
@@ -119,10 +118,13 @@ def quantize_both_ways(
     def by_quantizer(x, state, meets):
         values = _read(x, dtype).values()
         largest = amax(values)
-        straight, other = (quantizer(values, Context((d,), largest, state)) for d in (1, 0))
-        of = zip((straight, other), meets, strict=True)
-        factors = [None if s is None else scale_products((q.scale,), (s,))[0] for q, s in of]
-        return BothWays(_paired(straight, factors[0]), _paired(other.T, factors[1]), largest)
+
+        def along(d, met):
+            q = quantizer(values, Context((d,), largest, state))
+            factor = None if met is None else scale_products((jnp.asarray(q.scale),), (met,))[0]
+            return _paired(q if d else q.T, factor)
+
+        return BothWays(along(1, meets[0]), along(0, meets[1]), largest)
 
     return on_platform("cuda", by_kernel, by_quantizer, x, state, meets)
 

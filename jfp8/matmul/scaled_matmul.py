@@ -52,10 +52,11 @@ def scaled_matmul(
       powers_of_two: a promise that all scales of blocks are powers of two and normal f32 numbers,
         so that the values of the operands are exact in bf16, and their scales in E8M0. (Blackwell
         gives NaN for a block whose scale is not.) E8M0 scales do not need it.
-      implementation: ``"emulate"``: f32 arithmetic on any device, the reference. ``"xla"``: f8
-        operands for XLA, FP8 tensor cores on CUDA. ``"mosaic_gpu"``: Pallas kernels for Hopper.
-        ``"mosaic_tpu"``: the Pallas kernel for TPUs. None: the best for the platform that the
-        program is compiled for (emulate on CPUs); `jfp8.report` shows which.
+      implementation: ``"emulate"``: f32 arithmetic on any device, the reference. ``"bf16"``: stored
+        values, which are exact in bf16, on any device. ``"xla"``: f8 operands for XLA, FP8 tensor
+        cores on CUDA. ``"mosaic_gpu"``: Pallas kernels for Hopper. ``"mosaic_tpu"``: the Pallas
+        kernel for TPUs. None: the best for the platform that the program is compiled for (emulate
+        on CPUs) of those that `jfp8.backends` allows; `jfp8.report` shows which.
 
     Returns:
       Array with the shape that ``jax.lax.dot_general`` gives: batch, lhs free, rhs free dimensions.

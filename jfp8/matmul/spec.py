@@ -23,6 +23,7 @@ from jax import lax
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.parts import expand_scale
+from jfp8.tracing.backends import ALLOWED, first_allowed
 from jfp8.tracing.device import PLANNERS
 from jfp8.tracing.devices import Device
 
@@ -35,11 +36,12 @@ ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
 
 HARDWARE_FORMATS = frozenset({E4M3FN, E5M2})
 
-Implementation = Literal[None, "emulate", "xla", "mosaic_gpu", "mosaic_tpu"]
+Implementation = Literal[None, "emulate", "bf16", "xla", "mosaic_gpu", "mosaic_tpu"]
 
 # The implementations that can be asked for by name, with the modules that plan them.
 NAMED = {
     "emulate": None,
+    "bf16": "jfp8.kernels.xla.planner",
     "xla": "jfp8.kernels.xla.planner",
     "mosaic_gpu": "jfp8.kernels.cuda",
     "mosaic_tpu": "jfp8.kernels.tpu.dot",
@@ -55,6 +57,10 @@ def planner_of(device: Device, implementation: str | None = None) -> Any:
         module = NAMED[implementation]
     else:
         module = None if device is None else PLANNERS.get(device.platform)
+    if ALLOWED.value is not None:
+        used = implementation if implementation in NAMED else None if module else "emulate"
+        if used is not None:
+            first_allowed(f"what only {used!r} computes here", used)
     return None if module is None else importlib.import_module(module)
 
 

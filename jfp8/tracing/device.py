@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from jfp8.tracing.backends import ALLOWED
 from jfp8.tracing.devices import Chip, Device, Gpu, Several, Tpu, capability_of
 
 # The door to the chips: each platform of JAX that a module plans for. The core, which computes for
@@ -57,7 +58,9 @@ def for_platforms(*platforms: str) -> AbstractContextManager[object]:
 
 
 def current_device(*arrays: Any) -> Device:
-    """Return the device that JAX is tracing for; None if it is a CPU, or one of no known kind.
+    """Return the device that JAX is tracing for; None if the reference computes everything.
+
+    That is on a CPU, on a device of no known kind, and inside ``backends("emulate")``.
 
     The first of these that there is: what `for_platforms` says; the device that the abstract mesh
     in effect describes, or the mesh in the types of `arrays`; the device that holds `arrays`;
@@ -70,6 +73,8 @@ def current_device(*arrays: Any) -> Device:
         ):
             ...
     """
+    if ALLOWED.value == {"emulate"}:
+        return None
     here = jax.sharding.get_abstract_mesh()
     if (platforms := _lowered_for.value) is not None:
         return _device_of_platforms(platforms)

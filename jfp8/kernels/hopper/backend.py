@@ -21,6 +21,7 @@ from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.backends import why_left_out
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.devices import Gpu
 
@@ -45,6 +46,8 @@ def why_none_for(gpu: Gpu | None, families: dict[int, str], task: str) -> str | 
             f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
             "Python 3.12"
         )
+    if (reason := why_left_out("mosaic_gpu")) is not None:
+        return reason
     if kernels_are_interpreted() or gpu is None:
         return None
     if gpu.capability is None or gpu.capability[0] not in families:

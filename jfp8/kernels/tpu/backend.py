@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.kernels.backend import Backend, Choice, Facts, check_not_refused, facts_of
+from jfp8.kernels.backend import (
+    REFERENCE,
+    Backend,
+    Choice,
+    Facts,
+    check_not_refused,
+    facts_of,
+    none_allowed,
+)
 from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.operands import row_scales
 from jfp8.kernels.tpu.tiles import LANES
@@ -124,7 +132,7 @@ BLOCK_BACKEND = _backend(
     powers_of_two=True,
 )
 # The first that supports the product is used.
-BACKENDS = (BACKEND, BLOCK_BACKEND, f8_dot.BACKEND, bf16_dot.BACKEND)
+BACKENDS = (BACKEND, BLOCK_BACKEND, f8_dot.BACKEND, bf16_dot.BACKEND, REFERENCE)
 
 
 def multiply(
@@ -167,4 +175,4 @@ def choose_on_tpu(facts: Facts, device: Tpu | None) -> Choice:
         if reason is None:
             return Choice(backend, refused)
         refused[backend.name] = reason
-    raise AssertionError("bf16 takes everything")
+    raise none_allowed(refused)

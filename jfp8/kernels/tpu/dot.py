@@ -29,6 +29,7 @@ from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Options, Use
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
+from jfp8.tracing.backends import why_left_out
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.devices import Tpu
 
@@ -77,7 +78,8 @@ class DotOnTpu(Dot):
         axes = None
         if self.layout is not None:
             axes = getattr(self.layout, "y" if role == "grad" else role)
-        kernels = not self.tpu.divides or axes is not None
+        by_kernels = not self.tpu.divides or axes is not None
+        kernels = by_kernels and why_left_out("mosaic_tpu") is None
         return quantized_for_both(x, first, second, state, dtype, kernels=kernels, axes=axes)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:

@@ -23,6 +23,7 @@ from jfp8.products.operation import Kind, Operand
 from jfp8.products.ragged.by_tiles import GroupedDot, grouped_operation
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.codes import decode
+from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.notes import note
 
@@ -46,7 +47,8 @@ class GroupedByXla(GroupedDot):
             backend, function = rounds
             why = f"{backend.name}: a tile of each group at a time"
             return on_cuda(function, by_tiles, self, first, second, why=why)
-        if spec.accumulation != "f32":
+        name = first_allowed("this grouped product", "bf16", "emulate")
+        if spec.accumulation != "f32" or name == "emulate":
             return by_tiles(self, first, second)
         why = "bf16: no FP8 kernel for these groups on this GPU"
         return on_cuda(by_groups, by_tiles, self, first, second, why=why)

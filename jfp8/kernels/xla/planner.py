@@ -1,14 +1,15 @@
-"""The planner for ``implementation="xla"``: f8 dots by XLA, on any device."""
+"""The planner for ``implementation="xla"`` and ``"bf16"``: dots by XLA, on any device."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jfp8.kernels import cuda
 from jfp8.kernels.backend import check_not_refused, facts_of
-from jfp8.kernels.xla import f8_dot
+from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.kernels.xla.grouped import GroupedByXla
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.ragged.dot import GroupedPlan, GroupedSpec
@@ -18,15 +19,18 @@ from jfp8.tracing.notes import note
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the product of two operands as f8 arrays.
+    """Return the product of two operands by the named backend.
 
     Raises:
       NotImplementedError: XLA has no such product.
     """
-    reason = f8_dot.BACKEND.why_not(facts_of(lhs, rhs, spec), spec.device)
-    check_not_refused("xla", reason)
-    with note("cuda", "xla"):
-        return f8_dot.f8_by_xla(lhs, rhs, spec)
+    backend = bf16_dot.BACKEND if spec.implementation == "bf16" else f8_dot.BACKEND
+    facts = facts_of(lhs, rhs, spec)
+    if backend is bf16_dot.BACKEND and facts.accumulation == "f32_every_128":
+        facts = replace(facts, accumulation="f32")
+    check_not_refused(backend.name, backend.why_not(facts, spec.device))
+    with note("cuda", backend.name):
+        return backend.multiply(lhs, rhs, spec)
 
 
 def plan(spec: Any) -> Any:
