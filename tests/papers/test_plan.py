@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
+from jfp8.command_line import plan as calculator
+from jfp8.command_line.parser import main
 from jfp8.optim import Blocks, ScaledFloat16, adam, muon, state_shardings
 from support.scripts import imported
 
@@ -25,7 +27,7 @@ BATCH, LENGTH = 16, 64
 
 @pytest.fixture(scope="module")
 def plan():
-    return imported("plan", "benchmarks")
+    return calculator
 
 
 @pytest.fixture(scope="module")
@@ -321,11 +323,11 @@ def test_times_by_hand(plan):
 
 def test_the_command_line(plan, capsys):
     sizes = "--width 4096 --layers 32 --vocabulary 32768 --sequence 4096 --batch 256 --fsdp 8"
-    plan.main([*sizes.split(), "--json"])
+    main(["plan", *sizes.split(), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert printed["parameters"] == 12 * 4096**2 * 32 + (2 * 32768 + 4096 + 65 * 2) * 4096
     assert [row["precision"] for row in printed["plan"]] == [p.name for p in plan.PRECISIONS]
-    plan.main(sizes.split())
+    main(["plan", *sizes.split()])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("6.73 G parameters, 1,048,576 tokens in a step, 8 devices")
     table = [line for line in lines if line.startswith("|")]
@@ -338,10 +340,10 @@ def test_the_command_line(plan, capsys):
 
 def test_the_tables_of_the_page_are_what_the_commands_print(plan, capsys):
     page = (ROOT / "docs/scaling_out.md").read_text()
-    commands = re.findall(r"\$ python benchmarks/plan\.py ((?:.*\\\n)*.*)\n", page)
+    commands = re.findall(r"\$ python -m jfp8 plan ((?:.*\\\n)*.*)\n", page)
     assert len(commands) == 2
     for command in commands:
-        plan.main(command.replace("\\\n", " ").split())
+        main(["plan", *command.replace("\\\n", " ").split()])
         head, table = capsys.readouterr().out.strip().split("\n\n")
         assert head in page
         assert table in page

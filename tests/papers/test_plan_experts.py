@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jfp8.command_line import plan as calculator
 from support.scripts import imported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def plan():
-    return imported("plan", "benchmarks")
+    return calculator
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,4 @@
-"""Plan a training run on devices that you do not have: bytes and time per step, from formulas.
-
-    python benchmarks/plan.py --width 4096 --layers 32 --vocabulary 32768 --sequence 4096 \\
-        --batch 256 --data 4 --fsdp 8
+"""``python -m jfp8 plan``: bytes and time of a step on devices that you do not have, by formulas.
 
 The model is the Transformer of `examples/lm`: per layer the kernels qkv, out, up and down, learned
 positions, and a table of embeddings besides the logits' kernel. `examples/train_sharded.py` divides
@@ -15,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from dataclasses import dataclass
+from typing import Any
 
 from jfp8.kernels.rates import PEAKS
 
@@ -315,8 +312,8 @@ def add_rates(group: argparse._ArgumentGroup) -> None:
     # fmt: on
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     # fmt: off
     group = parser.add_argument_group("model")
     group.add_argument("--width", type=int, required=True)
@@ -341,28 +338,20 @@ def make_parser() -> argparse.ArgumentParser:
                        "both directions (%(default)s)")
     group.add_argument("--tensor-bandwidth", type=float, default=450.0,
                        help="GB/s sent over the tensor axis (%(default)s)")
-    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
     # fmt: on
-    return parser
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse arguments, plan, print."""
-    a = make_parser().parse_args(argv)
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
+    """Return the plan, its table, and True."""
+    a = options
     model = Model(a.width, a.layers, a.vocabulary, a.sequence, a.batch, a.mlp)
     devices = Devices(a.data, a.fsdp, a.tensor)
     links = {axis: 1e9 * getattr(a, f"{axis}_bandwidth") for axis in ("data", "fsdp", "tensor")}
     rates = Rates(1e12 * a.bf16_tflops, 1e12 * a.fp8_tflops, 1e9 * a.memory_bandwidth, links)
     rows = plan(model, devices, rates)
-    if a.json:
-        print(json.dumps({"arguments": vars(a), "parameters": model.parameters, "plan": rows}))
-        return
-    print(
+    head = (
         f"{model.parameters / 1e9:.2f} G parameters, {model.tokens:,} tokens in a step, "
-        f"{devices.count} devices\n"
+        f"{devices.count} devices"
     )
-    print(table(rows))
-
-
-if __name__ == "__main__":
-    main()
+    result = {"arguments": vars(a), "parameters": model.parameters, "plan": rows}
+    return result, [head, "", table(rows)], True
