@@ -137,7 +137,7 @@ def check_attention(implementation: str) -> Record:
 
 
 HOPPER, BOTH = (((9, 0), (10, 0)), "pallas"), (((9, 0), (11, 0)), "pallas")
-BLACKWELL, WITH_F8 = ((10, 0), (11, 0)), ((8, 9), (99, 0))
+BLACKWELL, WITH_F8, WITH_MX = ((10, 0), (11, 0)), ((8, 9), (99, 0)), ((10, 0), (13, 0))
 X = awkward((72, 136), jnp.bfloat16, 1)
 HEADS = normal((1, 128, 2, 3, 64), jnp.bfloat16, 1)  # three heads of each of two groups
 IN_BLACKWELL = "mosaic_gpu_blackwell"
@@ -162,7 +162,7 @@ TABLE = (
     ("attention_sm90",  "attention", *HOPPER, check_attention, ("mosaic_gpu",)),
     ("attention_sm100", "attention", BLACKWELL, "tcgen05", check_attention, (IN_BLACKWELL,)),
     ("cublaslt_f8",     "cuBLASLt products", WITH_F8, "xla", check_cublaslt, ()),
-    ("cudnn_mx",        "MX products", BLACKWELL, "cudnn", check_block_scaled, (MX,)),
+    ("cudnn_mx",        "MX products", WITH_MX, "cudnn", check_block_scaled, (MX,)),
     ("cudnn_nvfp4",     "NVFP4 products", BLACKWELL, "cudnn", check_block_scaled, (NVFP4,)),
 )
 # fmt: on

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.operands import are_powers_of_two, scale_dtype
+from jfp8.kernels.verdicts import has_passed
 from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import (
     ACCUMULATIONS,
@@ -23,7 +24,7 @@ from jfp8.matmul.spec import (
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
 from jfp8.tracing.backends import why_left_out
-from jfp8.tracing.devices import Device
+from jfp8.tracing.devices import Device, Gpu
 
 Granularity = Literal["tensor", "rows", "blocks"]
 Blocks = tuple[int, int]
@@ -103,6 +104,7 @@ class Backend:
       multiples_of: what all sizes must be multiples of, none of them 0.
       why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
       first_for: the granularities for which it is better than the backends listed before it.
+      proof: the task of ``python -m jfp8 check`` that it must have passed on the GPU to be used.
       why_not_on: why it does not run on a `Gpu` or `Tpu`; None if it does. An unknown GPU counts as
         one of `gpus`.
     """
@@ -120,7 +122,13 @@ class Backend:
     why_not_e5m2: str | None = None
     first_for: frozenset[Granularity] = frozenset()
     gpus: int | None = None  # the major compute capability that it is for; None: any
+    proof: str | None = None
     why_not_on: Callable[[Any], str | None] = lambda device: None
+
+    def is_for(self, gpu: Gpu | None) -> bool:
+        """Return whether it may be used on a GPU of this kind; None: on one that is not known."""
+        major = None if gpu is None or gpu.capability is None else gpu.capability[0]
+        return self.gpus in (None, major) and (self.proof is None or has_passed(self.proof, gpu))
 
     def why_not(self, facts: Facts, device: Device) -> str | None:
         """Return what it does not support about a product on `device`; None if it supports all."""

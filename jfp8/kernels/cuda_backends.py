@@ -32,6 +32,7 @@ BACKENDS = (
     hopper.BACKEND,
     blackwell.MX_BACKEND,
     blackwell.NVFP4_BACKEND,
+    *blackwell.ON_GEFORCE,
     f8_dot.BACKEND,
     bf16_dot.BACKEND,
     REFERENCE,
@@ -63,6 +64,7 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
         # Of backends that have not these formats, another one has them: see `_why_no_f8`.
         known = [b for b in BACKENDS if b.formats.issuperset(facts.formats)]
         known = [b for b in known if gpu is not None or b.gpus is None]
+        known = [b for b in known if b.proof is None or b.is_for(gpu)]
     for backend, reason in _ranked(known, facts, gpu):
         if reason is None:
             return Choice(backend, refused)
@@ -97,8 +99,7 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
 
 def _made_for(gpu: Gpu | None) -> list[Backend]:
     """Return the backends for narrow formats on such a GPU; None: those that work on any."""
-    major = None if gpu is None or gpu.capability is None else gpu.capability[0]
-    return [b for b in BACKENDS if b not in WITHOUT_F8 and b.gpus in (None, major)]
+    return [b for b in BACKENDS if b not in WITHOUT_F8 and b.is_for(gpu)]
 
 
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:

@@ -61,6 +61,14 @@ def verdicts(kind: str) -> dict[str, dict[str, Any]]:
         return {}
 
 
+def has_passed(task: str, device: Device) -> bool:
+    """Return whether all kernels for a task passed their check on `device`, and there is one."""
+    if not isinstance(device, Gpu) or not device.kind:
+        return False
+    found = [k["failure"] for k in verdicts(device.kind).values() if k["task"] == task]
+    return bool(found) and not any(found)
+
+
 def why_failed(tasks: Collection[str], device: Device) -> str | None:
     """Return which kernel for `tasks` failed its check on `device`, and warn; None if none did."""
     if not isinstance(device, Gpu) or not device.kind:

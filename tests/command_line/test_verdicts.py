@@ -53,6 +53,16 @@ def test_without_a_verdict_nothing_is_left_out():
     assert not backend().refused
 
 
+def test_geforce_uses_mx_instructions_only_after_they_passed():
+    gpu = Gpu("NVIDIA GeForce RTX 5090", (12, 0))
+    assert backend(gpu=gpu).backend.name == "xla"
+    judge(gpu.kind, cudnn_mx=("MX products", "wrong"))
+    assert backend(gpu=gpu).backend.name == "xla"
+    judge(gpu.kind, cudnn_mx=("MX products", ""))
+    assert backend(gpu=gpu).backend.name == "cudnn"
+    assert backend(gpu=H200).backend.name == "xla"
+
+
 def test_a_kernel_that_passed_stays():
     judge(H200.kind, cublaslt_f8=("cuBLASLt products", ""))
     assert backend().backend.name == "xla"

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
+from jfp8.kernels import verdicts
 from jfp8.kernels.cost_model import ON_BLACKWELL
 from support.compiled_layers import (
     BF16,
@@ -47,6 +48,26 @@ def test_blocks(name, compiled):
     assert all("quantize" in kernel.name and not kernel.qgmma for kernel in program.kernels)
     tensors, bias = 8192 * 4096 * 2 + 4096 * 4096, 3 * 2 * 8192 * 4096  # its sum, and its gradient
     assert hlo.bytes_beside_products <= 4.4 * tensors + bias
+
+
+@pytest.mark.parametrize("is_proven", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+def test_geforce_multiplies_by_mx_instructions_where_they_passed(
+    name, is_proven, compiled, tmp_path, monkeypatch
+):
+    """Their tensor cores have twice the rate for MX operands: here with 1 as every scale."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.clear_caches()  # programs do not change with verdicts
+    if is_proven:
+        path = verdicts.verdict_file("NVIDIA GeForce RTX 5090")
+        path.parent.mkdir(parents=True)
+        path.write_text('{"kernels": {"cudnn_mx": {"task": "MX products", "failure": ""}}}')
+    f, args = forward_and_backward(Dense(4096, recipe=recipes.get(name)), (8192, 4096))
+    title = f"RTX 5090{', checked' if is_proven else ''}: `Dense`, 8192×4096→4096, bias, {name}"
+    hlo = compiled(title, "rtx5090", f, *args).hlo
+    expected = (3, 0, 0) if is_proven else (0, 0, 3) if name == "mxfp8" else (0, 3, 0)
+    found = hlo.block_products, hlo.f8_products, hlo.other_products
+    assert tuple(map(len, found)) == expected
 
 
 def test_mlp_makes_its_activation_where_it_is_quantized(compiled):

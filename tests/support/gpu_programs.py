@@ -1,7 +1,6 @@
 """Compile for a GPU that is not there, and read what the compilers made of the program.
 
-The CUDA plugin of JAX compiles for a text description of a device, ``data/{h200, b200}.txtpb``:
-XLA's passes, Mosaic GPU, LLVM and ptxas run as for the device itself; only autotuning does not.
+The CUDA plugin of JAX compiles for a text description of a device, in ``tests/data``: XLA's passes, Mosaic GPU, LLVM and ptxas run as for the device itself; only autotuning does not.
 `compile_for` returns the optimized HLO and the resources of the Mosaic kernels as a `Program`.
 
 ``python tests/support/gpu_programs.py report.xml...`` prints the table of counts of test runs.
@@ -40,7 +39,8 @@ from jax.sharding import (
 import jfp8
 
 DATA = Path(__file__).parents[1] / "data"
-CORES = {"h200": 132, "b200": 148}
+CORES = {"h200": 132, "b200": 148, "rtx5090": 170}
+KINDS = {"rtx5090": "NVIDIA GeForce RTX 5090"}  # of others the name says it
 SHARED_MEMORY = 232_448  # bytes that one block may use, on both
 VERSION = (0, 11, 2)  # JAX 0.12 cannot hand an f8 product to its compiler without a device
 
@@ -476,9 +476,8 @@ def compile_divided(
         place(specs),
     )
     # What a device would say of itself, where kernels are chosen.
-    device = AbstractDevice(
-        device_kind=f"NVIDIA {target.upper()}", num_cores=CORES[target], platform="gpu"
-    )
+    name = KINDS.get(target, f"NVIDIA {target.upper()}")
+    device = AbstractDevice(device_kind=name, num_cores=CORES[target], platform="gpu")
     described = AbstractMesh(
         tuple(axes.values()), tuple(axes), (kind,) * len(axes), abstract_device=device
     )

@@ -27,6 +27,7 @@ from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
     MatmulSpec,
     free_dims,
+    has_one_scale,
     layout_of,
     scale_products,
     times,
@@ -37,12 +38,12 @@ from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
 from jfp8.tracing.devices import Gpu
 
 
-def _why_not_on(kind: Kind, gpu: Gpu | None) -> str | None:
+def _why_not_on(task: str, major: int, gpu: Gpu | None) -> str | None:
     if gpu is None:
         return None
-    if gpu.capability is None or gpu.capability[0] != 10:
-        return f"{gpu.kind}: block-scaled products are for Blackwell (compute capability 10.x)"
-    return why_not_divided(gpu) or why_failed({f"{kind.name} products"}, gpu)
+    if gpu.capability is None or gpu.capability[0] != major:
+        return f"{gpu.kind}: block-scaled products are for Blackwell (compute capability {major}.x)"
+    return why_not_divided(gpu) or why_failed({task}, gpu)
 
 
 def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
@@ -76,11 +77,14 @@ def scales_of_rows(
 
     Returns:
       ``[(batch,) rows, ceil(k / kind.block)]`` in ``kind.scale``, and if the scales have two
-      levels, the outer one, f32[], or f32[batch] if each matrix has its own.
+      levels, the outer one, f32[], or f32[batch] if each matrix has its own. One scale for the
+      whole operand is an outer one, and those of blocks are 1.
     """
     (free,) = free_dims(q.ndim, (contract,), batch)
     rows, blocks = q.shape[free], -(-q.shape[contract] // kind.block)
     sizes = [q.shape[d] for d in batch]
+    if has_one_scale(q):
+        return jnp.ones((*sizes, rows, blocks), kind.scale), (jnp.asarray(q.scale),)
     scale, outer = jnp.asarray(q.scale), ()
     if isinstance(q.scale, ScaledArray):
         scale, top = q.scale.data, jnp.asarray(q.scale.scale, jnp.float32)
@@ -110,25 +114,36 @@ def as_e8m0(scale: jax.Array) -> jax.Array:
     return codes_to_format(jnp.where(exact, code, 255).astype(jnp.uint8), E8M0FNU)
 
 
-def _backend(kind: Kind, formats: frozenset[Format], **more: Any) -> Backend:
+def _backend(kind: Kind, formats: frozenset[Format], major: int = 10, **more: Any) -> Backend:
+    task = f"{kind.name} products"
+    options: dict[str, Any] = {
+        "granularities": frozenset({"blocks"}),
+        "blocks": frozenset({(kind.block, 1), (kind.block, kind.block)}),
+        "multiples": True,
+    }
     return Backend(
         "cudnn",
         partial(by_blackwell, kind),
         formats=formats,
-        granularities=frozenset({"blocks"}),
-        blocks=frozenset({(kind.block, 1), (kind.block, kind.block)}),
-        multiples=True,
         accumulations=("f32",),
-        gpus=10,
-        why_not_on=partial(_why_not_on, kind),
-        **more,
+        gpus=major,
+        why_not_on=partial(_why_not_on, task, major),
+        **options | more,
     )
 
 
-MX_BACKEND = _backend(
+_mx = partial(
+    _backend,
     MX,
     HARDWARE_FORMATS,
-    powers_of_two=True,
     why_not_e5m2="no tensor core of Blackwell multiplies e5m2 by e5m2",
 )
+MX_BACKEND = _mx(powers_of_two=True)
 NVFP4_BACKEND = _backend(NVFP4, frozenset({E2M1FN}), scale_dtype=NVFP4.scale)
+
+# GeForce and RTX PRO (12.x). Their tensor cores multiply FP8 with f32 sums at half of the rate that
+# they have for MX operands, so that of one scale takes 1 as the scale of each block. Whether cuDNN
+# has that product for the card only the card can tell.
+_proven = {"major": 12, "proof": "MX products"}
+_one = {"granularities": frozenset({"tensor"}), "first_for": frozenset({"tensor"})}
+ON_GEFORCE = (_mx(powers_of_two=True, **_proven), _mx(**_proven, **_one))

@@ -34,8 +34,9 @@ def scaled_matmul(
 ) -> jax.Array:
     """``y[i, j] = sum_t a_scale[i, t] * b_scale[j, t] * sum_{k in block t} a[i, k] * b[j, k]``.
 
-    For compute capability 10.x only. On other devices the numbers are the same, but XLA writes the
-    scaled operands to memory and multiplies those, which is slower than a product in bf16.
+    For compute capability 10.x and, where cuDNN has it, 12.x. On other devices the numbers are the
+    same, but XLA writes the scaled operands to memory and multiplies those, which is slower than a
+    product in bf16.
 
     Args:
       a, b: ``[M, K]`` and ``[N, K]``. MX: e4m3fn or e5m2, but not both e5m2. NVFP4: e2m1fn. If M or
