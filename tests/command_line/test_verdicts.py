@@ -167,3 +167,12 @@ def test_a_cpu_never_reads_it(monkeypatch):
     assert verdicts.why_failed({"products"}, None) is None
     with pytest.raises(ZeroDivisionError):
         verdicts.why_failed({"products"}, H200)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11, 2), reason="this JAX has the kernels")
+def test_a_jax_without_the_kernels_is_told_for_cards_that_could_use_them():
+    with pytest.warns(UserWarning, match="none of jfp8's Pallas kernels for the NVIDIA H200"):
+        backend(granularity="rows")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backend(granularity="rows", gpu=Gpu("NVIDIA L40S", (8, 9)))

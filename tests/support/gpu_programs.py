@@ -1,6 +1,7 @@
 """Compile for a GPU that is not there, and read what the compilers made of the program.
 
-The CUDA plugin of JAX compiles for a text description of a device, in ``tests/data``: XLA's passes, Mosaic GPU, LLVM and ptxas run as for the device itself; only autotuning does not.
+The CUDA plugin of JAX compiles for a text description of a device, in ``tests/data``: XLA's passes,
+Mosaic GPU, LLVM and ptxas run as for the device itself; only autotuning does not.
 `compile_for` returns the optimized HLO and the resources of the Mosaic kernels as a `Program`.
 
 ``python tests/support/gpu_programs.py report.xml...`` prints the table of counts of test runs.

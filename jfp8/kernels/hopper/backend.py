@@ -7,6 +7,7 @@ that form, and its scales into the shapes that the kernels take.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -42,6 +43,13 @@ def why_no_quantizing(gpu: Gpu | None, families: dict[int, str] | None = None) -
 def why_none_for(gpu: Gpu | None, families: dict[int, str], task: str) -> str | None:
     """Why `gpu` has no kernels for a task: they are for `families`, by major capability."""
     if jax.__version_info__ < (0, 11, 2):
+        if gpu is not None and gpu.capability is not None and gpu.capability[0] in families:
+            warnings.warn(
+                f"JAX {jax.__version__} has none of jfp8's Pallas kernels for the {gpu.kind}; rows "
+                "and blocks of scales, grouped matmuls and attention are slower without them. "
+                "Install Python 3.12 or later, and there jfp8[cuda].",
+                stacklevel=2,
+            )
         return (
             f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
             "Python 3.12"
