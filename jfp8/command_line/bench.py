@@ -27,6 +27,7 @@ from jfp8.checkpoint.atomic import replace_file
 from jfp8.command_line.child import ask, compiled
 from jfp8.command_line.exactness import rehearsed
 from jfp8.conversion.tables import table_lines
+from jfp8.kernels.measured_layers import bench_file
 from jfp8.kernels.verdicts import verdicts, versions
 from jfp8.layers.linen.layers import Dense
 from jfp8.matmul.scaled_matmul import scaled_matmul
@@ -72,6 +73,11 @@ def run(options: argparse.Namespace) -> tuple[Result, list[str], bool]:
     said = f"Written: {path}"
     try:
         replace_file(path, lambda file: file.write(text.encode()))
+        if result.get("platform") == "gpu" and not options.smoke:
+            cached = bench_file(result["card"])
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(cached, lambda file: file.write(text.encode()))
+            said += f"\njfp8 chooses by these times on this card from now on: {cached}"
     except OSError as error:
         said = f"Not written ({error}): name another file with --out, or print it with --json."
     failed = [name for name, rate in rates.items() if "failure" in rate]

@@ -19,7 +19,8 @@ from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, none
 from jfp8.kernels.blackwell import backend as blackwell
 from jfp8.kernels.cost_model import Costs, Scales, Times, Work, scales_of
 from jfp8.kernels.hopper import backend as hopper
-from jfp8.kernels.rates import RATES, rates_of
+from jfp8.kernels.measured_layers import measured_gain
+from jfp8.kernels.rates import RATES, Rates, rates_of
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E5M2, Format
@@ -105,8 +106,15 @@ def _made_for(gpu: Gpu | None) -> list[Backend]:
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
     """Return whether bf16 multiplies quantized operands faster; unlisted GPUs count as H100."""
     rates = rates_of(gpu.kind) or RATES["H100"]
-    times = cost_model.expected(cost_model.work_of(sizes, _devices()), rates, scales, _costs(gpu))
+    times = _times(cost_model.work_of(sizes, _devices()), rates, scales, gpu)
     return times.rounded < times.fp8
+
+
+def _times(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
+    """Return the times that the model expects, or that of FP8 as it was measured on this card."""
+    times = cost_model.expected(work, rates, scales, _costs(gpu))
+    gain = measured_gain(gpu.kind, scales, work.multiplications)
+    return times if gain is None else replace(times, fp8=times.bf16 / gain)
 
 
 def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
@@ -224,5 +232,4 @@ def expected_times(
     if gpu is None or rates is None:
         return None
     n = _devices()
-    work = Work(multiplications / n, elements / n)
-    return cost_model.expected(work, rates, scales, _costs(gpu))
+    return _times(Work(multiplications / n, elements / n), rates, scales, gpu)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
-from jfp8.kernels import verdicts
+from jfp8.kernels import measured_layers, verdicts
 from jfp8.kernels.backend import Facts
 from jfp8.kernels.cuda_backends import choose, quantizing_k_major
 from jfp8.kernels.grouped import why_not_grouped_kernels
@@ -61,6 +61,29 @@ def test_geforce_uses_mx_instructions_only_after_they_passed():
     judge(gpu.kind, cudnn_mx=("MX products", ""))
     assert backend(gpu=gpu).backend.name == "cudnn"
     assert backend(gpu=H200).backend.name == "xla"
+
+
+def test_layers_that_were_timed_replace_the_model_of_time():
+    gpu, rows = Gpu("NVIDIA L40S", (8, 9)), {"granularity": "rows"}
+    assert backend(gpu=gpu, **rows).backend.name == "xla"
+    path = measured_layers.bench_file(gpu.kind)
+    path.parent.mkdir(parents=True)
+    layer = {"layer, bf16": (100.0, 1000.0), "layer, rowwise": (200.0, 2000.0)}
+    times = {
+        f"{name}, {n}": {"us": us} for name, of in layer.items() for n, us in zip((1024, 8192), of)
+    }
+    path.write_text(json.dumps({"rates": times}))
+    assert backend(gpu=gpu, **rows).backend.name == "bf16"
+    assert backend(gpu=gpu).backend.name == "xla"  # another recipe, which was not timed
+    halfway = 1024**1.5 * 8192**1.5
+    times["layer, rowwise, 8192"] = {"us": 250.0}
+    path.write_text(json.dumps({"rates": times}))
+    gain = lambda m: measured_layers.measured_gain(gpu.kind, "rows", m)
+    assert [gain(m) for m in (1.0, 1024.0**3, halfway, 1e30)] == pytest.approx(
+        [0.5, 0.5, 2.25, 4.0]
+    )
+    path.write_text("{")
+    assert gain(1.0) is None
 
 
 def test_a_kernel_that_passed_stays():
