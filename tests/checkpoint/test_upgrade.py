@@ -285,6 +285,7 @@ def test_blocks_that_are_cut_short():
 
 
 @pytest.mark.parametrize("name", ["loss scale around", "O2", "stored"])
+@pytest.mark.representative(1)
 def test_moments_go_into_another_form_and_back(name):
     """From f32 to the form that the target keeps them in, and back to f32."""
     plain, saved = saved_plain()

@@ -37,6 +37,7 @@ def test_one_file_has_the_card_the_versions_and_the_rates(capsys, tmp_path):
     assert "the times mean nothing" in text
 
 
+@pytest.mark.slow
 def test_what_fails_is_told(capsys, monkeypatch, tmp_path):
     """The other process does not know this work, and the file cannot be written either."""
     monkeypatch.setattr(bench, "WORK", {"unknown": bench.WORK["copy"]})

@@ -66,6 +66,7 @@ def test_what_is_wrong_hangs_or_crashes_is_left_out_afterwards():
     assert len(said) == 3
 
 
+@pytest.mark.slow
 def test_what_passes_again_is_chosen_again():
     path = verdict_file(H200)
     path.parent.mkdir(parents=True)
@@ -86,6 +87,7 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     assert "Set XDG_CACHE_HOME to a folder that you may write to" in text
 
 
+@pytest.mark.slow
 def test_some_kernels_alone_are_checked_but_not_stored():
     result, _, is_right = checked("planted_cases:CASES", kernels=["right"])
     assert is_right

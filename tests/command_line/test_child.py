@@ -29,6 +29,7 @@ def test_the_result_comes_back():
         ("nothing_of_this_name", "error", "AttributeError"),
     ],
 )
+@pytest.mark.representative(1)
 def test_a_failure_is_told(function, kind, words):
     answer = ask(f"planted:{function}", "kernel")
     assert (answer.result, answer.kind) == (None, kind)

@@ -102,6 +102,7 @@ LONG = {loop_in_loop, stack_of_stacks, scan_with_one}
         for p in PROGRAMS
     ],
 )
+@pytest.mark.representative(2)
 def test_gradients_and_histories_are_those_of_scaled_dot_general_by_hand(program):
     weight, lead = PROGRAMS[program]
     loss = lambda mm, p, s, x: jnp.sum(program(mm, p, s, x) ** 2)

@@ -366,6 +366,7 @@ class Scanned(nnx.Module):
 
 
 @pytest.mark.parametrize("layers", [3, 8])
+@pytest.mark.representative(1)
 def test_own_modules_in_a_stack_with_layers_of_flax(layers):
     """That a module is stacked shows in the kernels; 8 is the number of features too.
 

@@ -470,6 +470,7 @@ def test_bodies_compute_what_the_function_does_without_flax(way):
     ("given", "said"),
     [(("fp8", "fp8_sink"), "but not to its sink"), ((), "without its 'fp8' collection")],
 )
+@pytest.mark.representative(1)
 def test_histories_that_a_body_cannot_update_are_told(given, said):
     class Model(nn.Module):
         @nn.compact

@@ -280,6 +280,7 @@ def seen_by(call: Any, *args: Any) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.representative(8)
 def test_a_model_sees_its_parameters_and_no_others(name):
     model = MODELS[name]
     converted = jfp8.convert(model, exempt=())
@@ -398,6 +399,7 @@ def test_histories_are_those_of_mapped_parameters(name, cast):
     np.testing.assert_allclose(np.ravel(found)[0], np.abs(X).max(), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_norms_and_counts_are_those_of_the_model():
     """The norm of a sink, zeros, has a gradient that is NaN: every step was skipped."""
     model = Penalized()
@@ -430,6 +432,7 @@ def test_gradients_that_a_model_takes_are_those_of_parameters():
     assert seen == expected
 
 
+@pytest.mark.slow
 def test_an_optimized_cell_is_converted_like_the_cell_that_it_optimizes():
     make = {
         kind: jfp8.convert(nn.RNN(kind(16, name="cell")), "current", exempt=())
@@ -491,6 +494,7 @@ class Bridged(nn.Module):
         return nnx.bridge.to_linen(self.make, 16, 8, name="inside")(nn.Dense(16)(x))
 
 
+@pytest.mark.slow
 def test_nnx_modules_in_linen_models_are_told():
     converted = jfp8.convert(Bridged(nnx.Linear), "current", exempt=())
     with pytest.warns(UserWarning, match=r"Linear at 'inside'.*where they are made") as told:
@@ -537,6 +541,7 @@ class Spectral(nn.Module):
         return nn.SpectralNorm(self.layer(16))(x, update_stats=False)
 
 
+@pytest.mark.slow
 def test_spectral_norm_of_a_converted_layer_is_told_the_way():
     """Its own error is that it needs a random key."""
     converted = jfp8.convert(Spectral(nn.Dense), exempt=())

@@ -96,6 +96,7 @@ def test_batched_matmuls_and_convolutions():
     assert found == {"experts": False, "one": True, "three": False}
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_small_is_the_original():
     """Its results and gradients are those of the original; its histories stay empty."""
     original = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8), nn.relu])

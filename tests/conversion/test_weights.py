@@ -100,6 +100,7 @@ def test_every_layer_takes_them(case):
 
 
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.representative(1)
 def test_stacked_layers_have_scales_of_their_own(name):
     recipe = recipes.get(name)
 

@@ -276,6 +276,7 @@ def test_gradients_that_overflow():
     assert "lower the loss scale" in finding.remedy
 
 
+@pytest.mark.slow
 def test_a_division_between_two_layers():
     rows = train(
         recipes.Float8CurrentScaling(),

@@ -185,6 +185,7 @@ def nnx_layer(recipe):
 
 
 @pytest.mark.parametrize("make", [linen_layer, nnx_layer])
+@pytest.mark.representative(1)
 def test_layers_with_a_recipe_of_their_own_take_part(make):
     """They are compared under the two recipes: as the same layer without one is."""
     x = normal((4, 8))

@@ -44,6 +44,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("recipe", "layer"), CASES)
+@pytest.mark.representative(1)
 def test_the_program_says_what_perturbed_inputs_say(recipe, layer):
     model = LAYERS[layer](recipe)
     variables = model.init(jax.random.key(1), X)

@@ -46,6 +46,7 @@ def run():
     return rows, jfp8.report(model, {"params": params}, X), results, kernels
 
 
+@pytest.mark.slow
 def test_predicted_errors_are_those_of_the_products(run):
     rows, products, results, params = run
     found = recommend(rows, products, share=0.5)

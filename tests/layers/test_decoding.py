@@ -136,6 +136,7 @@ def test_decoding_gives_the_whole_sequence_where_the_recipe_is_causal(kind, reci
 @pytest.mark.parametrize(
     "dtype", ["e4m3", pytest.param(jnp.float8_e5m2, marks=pytest.mark.slow)], ids=str
 )
+@pytest.mark.slow
 def test_a_cache_in_fp8_does_not_depend_on_how_the_tokens_came(kind, dtype):
     case = make(kind, "rowwise", dtype)
     y, cache = case.in_parts(PARTS["step by step"])

@@ -241,6 +241,7 @@ def test_tokens_travel_as_bytes(recipe, hidden, monkeypatch):
 
 
 @pytest.mark.parametrize("mesh", ["fsdp, expert, tensor", "data and expert"])
+@pytest.mark.representative(1)
 def test_gradients_of_kernels_are_scattered(mesh):
     """As they are added up. Who wants all of one gathers it: no more than an all-reduce sends."""
     sizes = MESHES[mesh]

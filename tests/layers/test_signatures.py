@@ -189,6 +189,7 @@ def layers_to_tabulate():
 @pytest.mark.parametrize(
     "name", ["jfp8", "converted", "mlp", "experts", "attention", "transformer"]
 )
+@pytest.mark.representative(2)
 def test_tabulate(name):
     model, x, paths = layers_to_tabulate()[name]
     wide = {"width": 300, "force_terminal": False}

@@ -269,6 +269,7 @@ def test_what_a_loop_destroys_starts_empty(factor):
     np.testing.assert_array_equal(history_of(again)[:2], [2 * AMAX, 0])
 
 
+@pytest.mark.slow
 def test_any_history_survives_to_the_bit():
     """Of lengths that differ, after sums over uses and a weight for each."""
     rng = np.random.default_rng(0)
@@ -432,6 +433,7 @@ def kept_after(model, scales):
 @pytest.mark.parametrize(
     "make", [jfp8.Dense, lambda n, **given: jfp8.convert(nn.Dense(n), **given)]
 )
+@pytest.mark.representative(1)
 def test_a_loop_that_keeps_the_collection_is_told_what_to_type(make):
     exempt = {} if make is jfp8.Dense else {"exempt": ()}
     model = make(4, state_collection=OWG, **exempt)
@@ -485,6 +487,7 @@ def test_histories_in_something_else():
 # Checkpoints.
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_the_collections():
     variables, plain = LAYER.init(KEY, X), nn.Dense(4).init(KEY, X)
     kept = jfp8.Dense(4).init(KEY, X)

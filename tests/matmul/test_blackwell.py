@@ -206,6 +206,7 @@ def nvfp4_values(q):
 
 
 @pytest.mark.parametrize(("block", "contract"), [((16, 1), 1), ((16, 16), 0), ((32, 1), 1)])
+@pytest.mark.representative(1)
 def test_scales_of_nvfp4(block, contract):
     shape = (40, 72)
     q = two_levels(shape, block, contract, 0)

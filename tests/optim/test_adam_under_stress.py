@@ -35,6 +35,7 @@ def check(found, bound=0.05):
         assert of_stress["noise"].max() < 0.3, (name, of_stress["noise"].max())
 
 
+@pytest.mark.slow
 def test_updates_are_within_5_percent(under_stress):
     """From the first step to 120 steps after gradients fell or leapt."""
     check(under_stress.updates(DEFAULT, 320))

@@ -103,6 +103,7 @@ class TestWhatArrives:
     SHAPE, STEPS, RATE = (128, 512), 500, 1e-5
 
     @pytest.mark.parametrize("master", [None, "bfloat16", "float32"])
+    @pytest.mark.representative(1)
     def test_500_updates_of_1e_5_on_e4m3_only_weights(self, master):
         """By lot, or with a master, all of 5e-3 arrives; rounded to nearest, nothing."""
         w = jnp.asarray(normal(self.SHAPE))

@@ -132,6 +132,7 @@ def test_polar_factors(products, error):
 
 
 @pytest.mark.parametrize("products", [None, "current"])
+@pytest.mark.representative(1)
 def test_nan_shows_and_is_skipped(products):
     tx = muon(0.02, products=products)
     params = normal(0, {"w": (64, 64), "small": (8, 8)})
@@ -148,6 +149,7 @@ def test_nan_shows_and_is_skipped(products):
 
 
 @pytest.mark.parametrize("products", [None, "current"])
+@pytest.mark.representative(1)
 def test_each_device_takes_its_share(products):
     """Parts of matrices are exchanged, twice before the iteration and once after it."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -57,6 +57,7 @@ def command(parity, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_everything_is_run_once(parity, runs, command, monkeypatch):
     monkeypatch.setattr(parity, "gaps", lambda runs: {})  # again after each of so many
     command("")

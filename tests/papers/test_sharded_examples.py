@@ -244,6 +244,7 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(text, capsys):
         main([*argv, "--steps=12", "--resume", "--out=rest", "--seed=1"])
 
 
+@pytest.mark.slow
 def test_a_step_of_an_nnx_model_in_fp8(llama_nnx, fsdp_nnx):
     """Divided by the rule for parameters; all products learn their amaxes, and the loss falls."""
     size, mesh = llama_nnx.Size(64, 2, 4, 2, 256, 16, 64), fsdp_nnx.make_mesh(8)

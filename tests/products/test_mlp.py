@@ -358,7 +358,7 @@ def transformed(apply, wrap):
     }[wrap]
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("wrap", ["grad", "value", "vmap of grad", "remat", "scan"])
 def test_one_operation_is_two_products(name, wrap, monkeypatch):

@@ -282,7 +282,7 @@ def spread(tree, mesh):
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @each_kind
 def test_fsdp_is_the_step_of_one_device(kind, axis):
@@ -320,6 +320,7 @@ def test_gathered_weights():
 
 
 @each_kind
+@pytest.mark.representative(1)
 def test_resumed_on_another_number_of_devices(kind, tmp_path):
     """On eight devices, then on three: the same bits, and the same next step."""
     pytest.importorskip("orbax.checkpoint")
@@ -363,6 +364,7 @@ def test_another_recipe_from_a_step_on():
 
 
 @pytest.mark.parametrize("stored", ["moments", "parameters"])
+@pytest.mark.representative(1)
 def test_state_in_fp8_trains_and_is_skipped(stored):
     plain, model = InNnx(), made()
     params = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
@@ -388,6 +390,7 @@ def test_state_in_fp8_trains_and_is_skipped(stored):
     assert dtypes.count("float8_e4m3fn") == 2
 
 
+@pytest.mark.slow
 def test_gradients_by_parameters_in_fp8_are_those_by_their_values():
     stored, wide = made("mxfp8"), made("mxfp8")
     params = jfp8.quantize_params(nnx.state(wide, nnx.Param), "mxfp8")
@@ -412,6 +415,7 @@ def test_advice_names_the_layer(kind):
     assert ("outliers", run.first + " lhs") in {(f.fault, f.tensor) for f in findings}
 
 
+@pytest.mark.slow
 def test_a_function_that_saves_in_fp8_inside_a_module():
     def backward_of(activation):
         model = made("mxfp8", activation=activation)

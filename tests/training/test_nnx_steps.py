@@ -92,6 +92,7 @@ BAD = {
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("bad", [*BAD])
+@pytest.mark.representative(2)
 def test_a_step_that_is_not_finite_changes_nothing(bad, devices):
     model = Network(nnx.Rngs(0))
     optimizer = jfp8.nnx.Optimizer(model, optax.adam(1e-2))
@@ -131,6 +132,7 @@ def test_an_overflow_lowers_the_loss_scale_and_changes_nothing_else():
 
 
 @pytest.mark.parametrize("how", ["micro-batches", "devices"])
+@pytest.mark.representative(1)
 def test_parts_of_a_batch_train_as_the_whole(how):
     """Histories are those of the whole batch; the gradient is, within roundings to FP8."""
     whole, parts = Plain(nnx.Rngs(0)), Plain(nnx.Rngs(0))
@@ -224,6 +226,7 @@ def test_a_linen_layer_in_a_model_is_told_that_its_histories_stand_still():
     assert jfp8.nnx.value_and_grad(loss_fn)(current, BATCH)[0] > 0
 
 
+@pytest.mark.slow
 def test_averaged_histories_are_not_used_on_several_devices():
     """The histories begin anew: one entry, of this step."""
     model = Plain(nnx.Rngs(0))

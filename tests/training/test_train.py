@@ -592,6 +592,7 @@ def without_loss_scale(opt_state):
 
 class TestPromise5NonFiniteNumbers:
     @pytest.mark.parametrize("name", OPTIMIZERS)
+    @pytest.mark.representative(3)
     def test_a_bad_step_is_skipped_exactly(self, name):
         state, scaled = create(tx=OPTIMIZERS[name]), "loss_scale" in name
         # These two hold a lax.cond, which is compiled on every call outside of jit.

@@ -69,6 +69,7 @@ def trees():
     return after(1, 5, 20)
 
 
+@pytest.mark.slow
 def test_histories_that_arithmetic_has_changed_are_not_used(trees):
     """The result is that of the parameters alone, whose scales follow from the data."""
     apply = jax.jit(MODEL.apply)
@@ -209,6 +210,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.representative(3)
 def test_arithmetic_on_gradients_changes_gradients_alone(name):
     state = normalised_state()
     grads = gradients(state)
@@ -251,6 +253,7 @@ def test_a_mean_of_gradients_has_the_mean_of_the_statistics():
     assert 1 <= largest / jnp.max(jnp.abs(3 * X)) <= 9 / 8
 
 
+@pytest.mark.slow
 def test_what_is_no_common_factor_is_loud():
     """Noise on statistics makes them NaN; f16, which would lose them, raises."""
     state, noise = normalised_state(), jax.random.normal

@@ -80,6 +80,7 @@ def entries(newest, n, length=4):
 class TestOneEntryForAllUses:
     @pytest.mark.parametrize("ends", [False, True])
     @pytest.mark.parametrize("how", ["calls", "remat", "while", "cond"])
+    @pytest.mark.representative(4)
     def test_trap_a_mutable_collection(self, how, ends):
         """Was 2.07 in the first step. If all uses are inside of nn.remat, nobody ends a step."""
         model = Twice(how)
@@ -97,6 +98,7 @@ class TestOneEntryForAllUses:
 
     @pytest.mark.parametrize("converted", [False, True])
     @pytest.mark.parametrize("lift", [nn.WeightNorm, nn.while_loop])
+    @pytest.mark.representative(2)
     def test_a_transformation_that_does_not_change_the_collection_is_told(self, lift, converted):
         class Lifted(nn.Module):
             carried: Any = False

@@ -39,6 +39,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.representative(2)
 def test_stored_states_in_nnx_optimizer(name):
     """The second update of a kernel above `min_size` failed. The oracle is a loop over arrays."""
     tx = OPTIMIZERS[name]
@@ -186,6 +187,7 @@ def sharded(kind, *arrays):
 
 
 @AXES
+@pytest.mark.representative(1)
 def test_micro_batches_are_spread_over_all_devices(kind, compiled_here):
     """Each part lay on 2 of 8 devices, so that every device did 4 times the work."""
     model = jfp8.Dense(64, recipe="delayed")
@@ -245,6 +247,7 @@ WHOLE = {"weights": None}
 
 
 @pytest.mark.parametrize("where", ["key", "argument", "keyword"])
+@pytest.mark.representative(1)
 def test_arrays_without_a_batch_axis_are_named(where):
     """Class weights whose length fits were cut like a batch, and look-ups in the parts clamped."""
     state = state_of(nn.Dense(4), optax.sgd(0.1))
@@ -289,6 +292,7 @@ def test_data_parallel_leaves_named_arrays_whole():
     ],
     ids=["value_and_grad", "data_parallel"],
 )
+@pytest.mark.representative(1)
 def test_leading_axes_that_differ_are_told(call):
     """Four class weights beside a batch of eight can be no batch."""
     state = state_of(nn.Dense(4), optax.sgd(0.1))
@@ -311,6 +315,7 @@ def nnx_step(model, optimizer, x, y):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
+@pytest.mark.representative(1)
 def test_nnx_layers_with_x64_enabled(recipe):
     """Histories were f64, and the first step failed. Now it is the step without x64."""
 
@@ -333,6 +338,7 @@ def histories_of(layer) -> dict:
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.representative(1)
 def test_gradients_of_each_example_by_nnx_vmap(jit):
     """The histories of the shared model get the largest amax of all examples."""
     models = [jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0)) for _ in range(9)]
@@ -368,6 +374,7 @@ def test_an_example_that_is_not_finite_leaves_histories_alone():
     assert_same(histories_of(model), before)
 
 
+@pytest.mark.slow
 def test_models_of_their_own_under_nnx_vmap_keep_histories_of_their_own():
     make = nnx.vmap(lambda rngs: jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=rngs))
     models = make(nnx.Rngs(0).split(8))
@@ -512,6 +519,7 @@ def test_a_bridge_that_drops_what_its_nnx_layer_records_is_told():
     np.testing.assert_allclose(histories["lhs"][:2], [np.max(np.abs(X)), 0])
 
 
+@pytest.mark.slow
 def test_float16_without_a_loss_scale_is_told():
     x = jnp.asarray(X, jnp.float16)
     layer = jfp8.nnx.Linear(16, 4, param_dtype=jnp.float16, dtype=jnp.float16, rngs=nnx.Rngs(0))

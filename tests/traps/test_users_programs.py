@@ -88,6 +88,7 @@ def check(state: jfp8.TrainState, losses: Any, expected: Any, n: int = 5) -> Non
     assert not np.any(entries[n:])
 
 
+@pytest.mark.slow
 def test_a_population_whose_winners_are_copied():
     variables = jax.vmap(lambda key: MODEL.init(key, X))(jax.random.split(KEY, 3))
     states = jax.vmap(lambda v: new().replace(params=v["params"]))(variables)
@@ -194,6 +195,7 @@ def test_training_until_the_loss_is_small():
 
 
 @pytest.mark.parametrize("change", [lambda g: jnp.clip(g, -1e-3, 1e-3), jnp.nan_to_num])
+@pytest.mark.representative(1)
 def test_gradients_that_are_changed_one_by_one_in_the_state_of_flax(change):
     """The gradient of ``_overwrite_with_gradient``, the next state, is changed like the others."""
     where = "_overwrite_with_gradient"
