@@ -112,8 +112,7 @@ def quantize_both_ways(
         meets = None, None
 
     def by_kernel(x, state, meets):
-        both = kernel(quantizer, _read(x, dtype), state, meets)
-        return both._replace(amax=jnp.max(both.amax))
+        return kernel(quantizer, _read(x, dtype), state, meets)
 
     def by_quantizer(x, state, meets):
         values = _read(x, dtype).values()
@@ -124,7 +123,9 @@ def quantize_both_ways(
             factor = None if met is None else scale_products((jnp.asarray(q.scale),), (met,))[0]
             return _paired(q if d else q.T, factor)
 
-        return BothWays(along(1, meets[0]), along(0, meets[1]), largest)
+        parts = jax.eval_shape(by_kernel, x, state, meets).amax.shape
+        largest_of = jnp.broadcast_to(largest, parts)
+        return BothWays(along(1, meets[0]), along(0, meets[1]), largest_of)
 
     return on_platform("cuda", by_kernel, by_quantizer, x, state, meets)
 
