@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.kernels.operands import are_powers_of_two, scale_dtype
 from jfp8.matmul.spec import (
     ACCUMULATIONS,
     MatmulSpec,
+    are_powers_of_two,
     free_dims,
     layout_of,
+    scale_dtype,
     scale_shape_of,
     varies_along,
 )

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
-from jfp8.scaling.formats import E4M3FN, E5M2
+from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU
 from jfp8.scaling.parts import expand_scale
 from jfp8.tracing.device import PLANNERS
 from jfp8.tracing.devices import Device
@@ -247,6 +247,21 @@ def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
     """Return True if the scale of `q` varies along these dimensions."""
     shape = scale_shape_of(q)
     return bool(shape) and any(shape[d] != 1 for d in dims)
+
+
+def scale_dtype(q: ScaledArray) -> np.dtype:
+    """Return the dtype in which the scales of blocks are stored."""
+    return np.dtype(q.scale.data.dtype if isinstance(q.scale, ScaledArray) else q.scale.dtype)
+
+
+def are_powers_of_two(q: ScaledArray, dims: Sequence[int], spec: MatmulSpec) -> bool:
+    """Whether the scales of an operand that is summed over `dims` are known to be powers of two.
+
+    What `spec` promises is about scales of blocks, which vary along the sum.
+    """
+    if scale_dtype(q) == E8M0FNU.dtype:
+        return True
+    return spec.powers_of_two and varies_along(q, dims)
 
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:

@@ -486,7 +486,7 @@ def test_training_keeps_up_with_f32(recipe, f32_losses):
     """20 steps bring the loss below a tenth; in 8 bits it ends near that of f32, in 4 not far."""
     curve = losses(recipe)
     assert f32_losses[-1] < f32_losses[0] / 5
-    factor = 2 if recipe.products().fprop.lhs.fmt is jfp8.E2M1FN else 1.2
+    factor = 2 if recipe.products().fprop.rhs.fmt is jfp8.E2M1FN else 1.2
     assert curve[-1] < factor * f32_losses[-1]
     assert not np.array_equal(curve, f32_losses)
 

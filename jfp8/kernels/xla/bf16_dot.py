@@ -10,12 +10,14 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.backend import Backend
-from jfp8.kernels.operands import are_powers_of_two, factors_by_kernels, scale_dtype
+from jfp8.kernels.operands import factors_by_kernels
 from jfp8.matmul.spec import (
     MatmulSpec,
     Numbers,
+    are_powers_of_two,
     layout_of,
     plain_dot,
+    scale_dtype,
     times,
     to_output,
     varies_along_sum,
