@@ -213,8 +213,8 @@ LINES_OF_ROOMS = {
     "optim": 2643,
     "training": 3060,
     "checkpoint": 3040,
-    "conversion": 4765,
-    "debug": 4440,
+    "conversion": 4760,
+    "debug": 4465,
     "plot": 1180,
     "command_line": 1790,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ def quantize_params(
     only: Choice | Sequence[Choice] | None = None,
     stacked: str | Sequence[str] = (),
     kernels: str | Sequence[str] = "kernel",
-    contracting: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
+    contracting: Mapping[str, int | Sequence[int]] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Any:
     """Quantize the kernels of layers in `params`: one byte for each weight, and scales. ::
@@ -87,7 +86,7 @@ def quantize_params(
         )
     selection = select(recipe, exempt, only)
     stacks = Selection(DelayedScaling(), (stacked,) if isinstance(stacked, str) else tuple(stacked))
-    summed = Selection(DelayedScaling(), tuple(contracting))
+    summed = Selection(DelayedScaling(), tuple(contracting or ()))
     paths: list[str] = []
     names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
     _mapped(params, (), names, lambda path, kernel: paths.append(path))
@@ -107,8 +106,9 @@ def quantize_params(
                 "params has kernels in FP8 already; quantize_params takes the originals."
             )
         value = value if dtype is None else value.astype(dtype)
-        dims = next((d for p, d in contracting.items() if path_matches(p, path)), None)
-        quantize = _Single(path, chosen, (dims,) if isinstance(dims, int) else dims)
+        dims = next((d for p, d in (contracting or {}).items() if path_matches(p, path)), None)
+        quantizer = chosen.products().fprop.rhs or Current(E4M3FN)
+        quantize = _Single(path, chosen, quantizer, (dims,) if isinstance(dims, int) else dims)
         is_stacked = stacks.decide(path, kernel, None).recipe is None
         q = quantize.stacked(value) if is_stacked else quantize(value)
         return kernel.replace(q) if isinstance(kernel, nnx.Variable) else q
@@ -122,17 +122,14 @@ class _Single:
 
     Attributes:
       path: of the layer.
-      recipe: of the layer.
+      recipe, quantizer: of the layer, and of its kernel.
       summed: the dimensions of the kernel that the product sums over, if they are given.
     """
 
     path: str
     recipe: Recipe
+    quantizer: Quantizer
     summed: Sequence[int] | None
-
-    @property
-    def quantizer(self) -> Quantizer:
-        return self.recipe.resolved().fprop.rhs or Current(E4M3FN)
 
     def __call__(self, kernel: jax.Array) -> ScaledArray:
         if self.summed is None and kernel.ndim != 2:

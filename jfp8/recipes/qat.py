@@ -100,8 +100,7 @@ class QuantizationAware(Recipe):
                 )
 
     def products(self) -> Products:
-        w = _quantizer(self.weights, 0)
-        x = _quantizer(self.activations, 1)
+        w, x = _quantizer(self.weights, 0), _quantizer(self.activations, 1)
         fprop = Product(x, w, fast_accumulation=True)
         if self.backward in _IN_FP8:
             backward = _IN_FP8[self.backward].products()
