@@ -77,7 +77,7 @@ def table(runs: dict[str, dict[str, float]]) -> str:
     rows = {name: gap(name) for name in losses if name != "f32"}
     for grid in GRIDS:
         after, aware = f"{grid}, rounded after training", f"{grid}, quantization-aware"
-        rows[f"{grid}: the second less the first"] = rows[aware] - rows[after]
+        rows[f"{grid}, the latter less the former"] = rows[aware] - rows[after]
     lines = [
         f"float32 has {losses['f32'].min():.4f} to {losses['f32'].max():.4f}, {len(seeds)} seeds.",
         "",

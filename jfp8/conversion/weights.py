@@ -102,9 +102,7 @@ def quantize_params(
             return kernel
         value = kernel.get_value() if isinstance(kernel, nnx.Variable) else kernel
         if isinstance(value, ScaledArray):
-            raise ValueError(
-                "params has kernels in FP8 already; quantize_params takes the originals."
-            )
+            raise ValueError("params has kernels in FP8 already; quantize_params takes originals.")
         value = value if dtype is None else value.astype(dtype)
         dims = next((d for p, d in (contracting or {}).items() if path_matches(p, path)), None)
         quantizer = chosen.products().fprop.rhs or Current(E4M3FN)

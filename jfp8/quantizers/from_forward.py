@@ -11,9 +11,8 @@ from jfp8.quantizers.quantizer import Quantizer
 class FromForward(Quantizer):
     """Reuse the bytes and scales of the forward product, whatever the direction of the sum.
 
-    For ``dgrad.rhs`` and ``wgrad.lhs`` of a recipe, beside a gradient in high precision: the values
-    are dequantized and multiplied, so that the gradient is that of the values that the forward
-    product multiplied. All other quantizers start again from the unquantized operand.
+    For ``dgrad.rhs`` and ``wgrad.lhs`` of a recipe, beside a gradient in high precision, which is
+    multiplied by the dequantized values. All other quantizers start from the unquantized operand.
 
     Attributes:
       fmt: format of the data, that of the forward product's quantizer.

@@ -59,17 +59,15 @@ class QuantizationAware(Recipe):
         128x128; ``"rowwise"``: E4M3, an f32 scale for each output channel; ``"mxfp8"``,
         ``"mxfp4"``: E4M3 or E2M1, a power of two for every 32 values along the sum; ``"nvfp4"``:
         E2M1, an E4M3 scale for every 16 values along the sum, and one f32 scale for the tensor.
-      activations: that of the activations, for engines that quantize them: the same names, where
-        ``"block"`` has 1x128, ``"rowwise"`` one scale for each token; or a quantizer. None: they
-        stay in high precision.
+      activations: that of the activations, for engines that quantize them, where ``"block"`` has
+        1x128 and ``"rowwise"`` a scale for each token; None: they stay in high precision.
       backward: ``"dequantized"``: both gradients in high precision, of the values that the forward
         pass multiplied. ``"high_precision"``: of the unquantized operands. ``"current"``,
         ``"rowwise"``, ``"block"``, ``"mxfp8"``: in FP8, as that recipe computes them, from the
         unquantized operands.
 
     References:
-      Transformer Engine, ``backward_override``, for the first two of `backward`; arXiv 1712.05877
-      section 3.
+      Transformer Engine, ``backward_override``; arXiv 1712.05877 section 3.
     """
 
     name: ClassVar[str] = "qat"
@@ -100,7 +98,8 @@ class QuantizationAware(Recipe):
                 )
 
     def products(self) -> Products:
-        w, x = _quantizer(self.weights, 0), _quantizer(self.activations, 1)
+        on_grid = lambda given, operand: _GRIDS[given][operand] if isinstance(given, str) else given
+        w, x = on_grid(self.weights, 0), on_grid(self.activations, 1)
         fprop = Product(x, w, fast_accumulation=True)
         if self.backward in _IN_FP8:
             backward = _IN_FP8[self.backward].products()
@@ -109,7 +108,3 @@ class QuantizationAware(Recipe):
             return Products(fprop, Product(None, None), Product(None, None))
         again = lambda q: None if q is None else FromForward(q.fmt, q.powers_of_two)
         return Products(fprop, Product(None, again(w)), Product(again(x), None))
-
-
-def _quantizer(given: Grid | Quantizer | None, operand: int) -> Quantizer | None:
-    return given if given is None or isinstance(given, Quantizer) else _GRIDS[given][operand]
