@@ -58,7 +58,7 @@ def quantize_params(
         them themselves, only in converted models.
       contracting: patterns of layers, and the dimensions of their kernels, without a leading axis
         of `stacked` ones, that the product sums over: ``{"*/out": (0, 1), "*/query": 0}`` for the
-        projections of attention, ``{"*": (0, 1, 2)}`` for convolutions over images. Others: 0.
+        projections of attention, ``{"*": (0, 1, 2)}`` for convolutions over images. Matrices: 0.
       dtype: in which layers compute, if they cast kernels in another one to it before they quantize
         them (``nn.Dense(dtype=jnp.bfloat16)``).
 

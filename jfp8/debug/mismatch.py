@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 LogProbs: TypeAlias = jax.typing.ArrayLike | str | os.PathLike[str] | Callable[[], np.ndarray]
-"""An array, the path of an ``.npy`` file, or a function that asks an engine for the array."""
 
 
 @dataclass(frozen=True)
