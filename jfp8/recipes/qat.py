@@ -21,7 +21,7 @@ __all__ = ["QuantizationAware"]
 Grid = Literal["block", "rowwise", "mxfp8", "mxfp4", "nvfp4"]
 
 # The quantizers of weights and of activations.
-_GRIDS: dict[Grid, tuple[Quantizer, Quantizer]] = {
+_GRIDS: dict[str, tuple[Quantizer, Quantizer]] = {
     "block": (
         Blockwise(E4M3FN, (128, 128), "power_of_two"),
         Blockwise(E4M3FN, (128, 1), "power_of_two"),
