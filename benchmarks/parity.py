@@ -119,7 +119,7 @@ LABELS = {
     **{
         recipe.name: f"`{recipe.__name__}()`"
         for recipe in jfp8.recipes.RECIPES
-        if recipe is not jfp8.recipes.Unscaled
+        if recipe not in (jfp8.recipes.Unscaled, jfp8.recipes.QuantizationAware)
     },
     **{name: label for name, (label, _) in MIXED.items()},
     CONTROL: "control: no scales, loss × 10⁻³",

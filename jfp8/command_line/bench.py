@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> tuple[Result, list[str], bool]:
     try:
         replace_file(path, lambda file: file.write(text.encode()))
         if result.get("platform") == "gpu" and not options.smoke:
-            cached = bench_file(result["card"])
+            cached = bench_file(str(result["card"]))
             cached.parent.mkdir(parents=True, exist_ok=True)
             replace_file(cached, lambda file: file.write(text.encode()))
             said += f"\njfp8 chooses by these times on this card from now on: {cached}"

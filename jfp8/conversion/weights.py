@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
+from jfp8.matmul.as_matrices import as_matrix, matrix_groups
+from jfp8.matmul.spec import free_dims
 from jfp8.quantizers.quantizer import Context, Current, Quantizer
+from jfp8.recipes.per_layer import path_matches
 from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import amax
@@ -26,6 +31,8 @@ def quantize_params(
     only: Choice | Sequence[Choice] | None = None,
     stacked: str | Sequence[str] = (),
     kernels: str | Sequence[str] = "kernel",
+    contracting: Mapping[str, int | Sequence[int]] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> Any:
     """Quantize the kernels of layers in `params`: one byte for each weight, and scales. ::
 
@@ -40,21 +47,28 @@ def quantize_params(
     Args:
       params: the ``params`` of a Linen model, nested dicts; or ``nnx.state(model, nnx.Param)``.
       recipe: the recipe of the model, or those of its layers. Matrices are quantized as it
-        quantizes weights in the forward product; other kernels with its format and one scale, from
-        which recipes with finer scales quantize again.
+        quantizes weights in the forward product; other kernels, unless they are in `contracting`,
+        with its format and one scale, from which recipes with finer scales quantize again.
+        `QuantizationAware` raises instead.
       exempt, only: layers whose kernels stay, or are the only ones quantized: patterns of paths
         (``"decoder/*"``) or functions ``(path, kernel) -> bool``, as for `jfp8.convert`.
       stacked: patterns of layers whose kernels have a leading axis of layers (``nn.scan``, NNX
-        models made under ``nnx.vmap``): scales for each layer.
+        models made under ``nnx.vmap``) or of experts: scales for each.
       kernels: the names of parameters to quantize, ``("kernel", "w")``; of modules that multiply by
         them themselves, only in converted models.
+      contracting: patterns of layers, and the dimensions of their kernels, without a leading axis
+        of `stacked` ones, that the product sums over: ``{"*/out": (0, 1), "*/query": 0}`` for the
+        projections of attention, ``{"*": (0, 1, 2)}`` for convolutions over images. Matrices: 0.
+      dtype: in which layers compute, if they cast kernels in another one to it before they quantize
+        them (``nn.Dense(dtype=jnp.bfloat16)``).
 
     Returns:
       The same tree with a `ScaledArray` for every kernel of at least two dimensions.
 
     Raises:
       TypeError: `params` are not nested dicts; `recipe` is not a recipe.
-      ValueError: a pattern that matches no layer with a kernel; a kernel in FP8 already.
+      ValueError: a pattern that matches no layer with a kernel; a kernel in FP8 already; with
+        `QuantizationAware`, a kernel whose values would not be those of the forward pass.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> model, x = jfp8.Dense(4), jnp.ones((1, 3))
@@ -72,6 +86,7 @@ def quantize_params(
         )
     selection = select(recipe, exempt, only)
     stacks = Selection(DelayedScaling(), (stacked,) if isinstance(stacked, str) else tuple(stacked))
+    summed = Selection(DelayedScaling(), tuple(contracting or ()))
     paths: list[str] = []
     names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
     _mapped(params, (), names, lambda path, kernel: paths.append(path))
@@ -79,33 +94,71 @@ def quantize_params(
         raise ValueError(f"params has no kernels of two or more dimensions called {list(names)}.")
     selection.check_patterns(paths)
     stacks.check_patterns(paths)
+    summed.check_patterns(paths)
 
     def quantized(path: str, kernel: Any) -> Any:
         chosen = selection.decide(path, kernel, None).recipe
         if chosen is None:
             return kernel
-        quantizer = chosen.products().fprop.rhs or Current(E4M3FN)
         value = kernel.get_value() if isinstance(kernel, nnx.Variable) else kernel
+        if isinstance(value, ScaledArray):
+            raise ValueError("params has kernels in FP8 already; quantize_params takes originals.")
+        value = value if dtype is None else value.astype(dtype)
+        dims = next((d for p, d in (contracting or {}).items() if path_matches(p, path)), None)
+        quantizer = chosen.products().fprop.rhs or Current(E4M3FN)
+        quantize = _Single(path, chosen, quantizer, (dims,) if isinstance(dims, int) else dims)
         is_stacked = stacks.decide(path, kernel, None).recipe is None
-        q = _stacked(value, quantizer) if is_stacked else _single(value, quantizer)
+        q = quantize.stacked(value) if is_stacked else quantize(value)
         return kernel.replace(q) if isinstance(kernel, nnx.Variable) else q
 
     return _mapped(params, (), names, quantized)
 
 
-def _single(kernel: jax.Array, quantizer: Quantizer) -> ScaledArray:
-    if isinstance(kernel, ScaledArray):
-        raise ValueError("params has kernels in FP8 already; quantize_params takes the originals.")
-    if kernel.ndim != 2:
-        quantizer = Current(quantizer.fmt)
-    return quantizer(kernel, Context((0,), amax(kernel), None, None))
+@dataclass(frozen=True)
+class _Single:
+    """Quantize the kernel of a layer.
 
+    Attributes:
+      path: of the layer.
+      recipe, quantizer: of the layer, and of its kernel.
+      summed: the dimensions of the kernel that the product sums over, if they are given.
+    """
 
-def _stacked(kernels: jax.Array, quantizer: Quantizer) -> ScaledArray:
-    q = jax.vmap(lambda kernel: _single(kernel, quantizer))(kernels)
-    if q.block is not None:  # blocks cut short, of whose size a slice of the stack knows nothing
-        q = jax.vmap(lambda kernel: _single(kernel, Current(quantizer.fmt)))(kernels)
-    return replace(q, scale=_with_dims(q.scale, kernels.ndim))
+    path: str
+    recipe: Recipe
+    quantizer: Quantizer
+    summed: Sequence[int] | None
+
+    def __call__(self, kernel: jax.Array) -> ScaledArray:
+        if self.summed is None and kernel.ndim != 2:
+            return self.with_one_scale(kernel)
+        summed = tuple(d % kernel.ndim for d in self.summed or (0,))
+        if self.quantizer.block is None or kernel.ndim == 2:
+            return self.quantizer(kernel, Context(summed, amax(kernel)))
+        free = free_dims(kernel.ndim, summed, ())
+        matrix, axis = as_matrix(kernel, (), free, summed)
+        q = self.quantizer(matrix, Context((axis,), amax(kernel)))
+        order = [d for group in matrix_groups((), free, summed) for d in group]
+        return q.reshape([kernel.shape[d] for d in order]).transpose(np.argsort(order).tolist())
+
+    def stacked(self, kernels: jax.Array) -> ScaledArray:
+        q = jax.vmap(self)(kernels)
+        if (
+            q.block is not None
+        ):  # blocks cut short, of whose size a slice of the stack knows nothing
+            q = jax.vmap(self.with_one_scale)(kernels)
+        return replace(q, scale=_with_dims(q.scale, kernels.ndim))
+
+    def with_one_scale(self, kernel: jax.Array) -> ScaledArray:
+        if self.recipe.exact_export:
+            raise ValueError(
+                f"The kernel of {self.path or 'the layer'!r}, of shape {kernel.shape}, would get "
+                f"one scale, but {self.recipe!r} multiplies it in other blocks. Name the "
+                'dimensions that its product sums over, as in contracting={"*/out": (0, 1)}; a '
+                "leading axis of layers or experts by stacked=, whose matrices must consist of "
+                "whole blocks; or exempt= it."
+            )
+        return Current(self.quantizer.fmt)(kernel, Context((), amax(kernel)))
 
 
 def _with_dims(scale: Any, ndim: int) -> Any:

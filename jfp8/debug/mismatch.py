@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import jax
 import numpy as np
+
+LogProbs: TypeAlias = jax.typing.ArrayLike | str | os.PathLike[str] | Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,8 @@ class DecodingMismatch:
       kl: ``mean(-d)``, the plain estimate of the Kullback-Leibler divergence; it may be negative.
       k3: ``mean(exp(d) - 1 - d)``, an estimate with less noise; never negative.
       probability_mean, probability_max: of ``|p_train - p_decode|``.
+      unquantized: the mismatch of both without quantization, if that was given. What quantization
+        adds to it is ``kl - unquantized.kl`` and ``k3 - unquantized.k3`` for each token.
     """
 
     tokens: int
@@ -28,21 +35,30 @@ class DecodingMismatch:
     k3: float
     probability_mean: float
     probability_max: float
+    unquantized: DecodingMismatch | None = None
 
     def __str__(self) -> str:
+        other, split = self.unquantized, ""
+        if other is not None:
+            split = (
+                f" Without quantization, KL {other.kl:.2g} and k3 {other.k3:.2g}; quantization "
+                f"adds {self.kl - other.kl:.2g} and {self.k3 - other.k3:.2g}."
+            )
         return (
             f"|log p| differs by {self.mean:.2g} on average, {self.p99:.2g} at the 99th percentile "
             f"and at most {self.max:.2g} ({self.tokens:,} tokens). "
             f"KL(decode || train): {self.kl:.2g}, k3 {self.k3:.2g}. "
             f"Probabilities differ by {self.probability_mean:.2g} on average, at most "
-            f"{self.probability_max:.2g}."
+            f"{self.probability_max:.2g}.{split}"
         )
 
 
 def decoding_mismatch(
-    train: jax.typing.ArrayLike,
-    decode: jax.typing.ArrayLike,
+    train: LogProbs,
+    decode: LogProbs,
     mask: jax.typing.ArrayLike | None = None,
+    *,
+    unquantized: tuple[LogProbs, LogProbs] | None = None,
 ) -> DecodingMismatch:
     """Compare training and decoding by the log-probabilities of sampled tokens. ::
 
@@ -56,8 +72,12 @@ def decoding_mismatch(
       train: f32 array of any shape, log-probabilities of the tokens from one pass over the whole
         sequence, in nats:
         ``jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]``.
-      decode: those from decoding step by step, of the same shape.
+      decode: those from decoding step by step, or of another engine that has the exported weights,
+        of the same shape. Each may be the path of an ``.npy`` file, or a function without arguments
+        that returns the array.
       mask: bool array of this shape, True or 1 where a token counts; None: all do.
+      unquantized: both for the same tokens with the weights before quantization, in bf16: what
+        differs then is due to kernels and the order of sums, and the rest to quantization.
 
     Returns:
       A `DecodingMismatch`, computed in f64.
@@ -75,7 +95,7 @@ def decoding_mismatch(
     >>> round(found.max, 3), round(found.k3, 4), round(found.probability_max, 3)
     (0.223, 0.0116, 0.05)
     """
-    one, other = (np.asarray(x, np.float64) for x in (train, decode))
+    one, other = (_read(x) for x in (train, decode))
     counts = np.ones(one.shape, bool) if mask is None else np.asarray(mask).astype(bool)
     if not one.shape == other.shape == counts.shape:
         raise ValueError(
@@ -95,7 +115,7 @@ def decoding_mismatch(
     d = one - other
     size = np.abs(d)
     probability = np.abs(np.exp(one) - np.exp(other))
-    return DecodingMismatch(
+    found = DecodingMismatch(
         tokens=d.size,
         mean=float(size.mean()),
         p99=float(np.percentile(size, 99)),
@@ -105,3 +125,11 @@ def decoding_mismatch(
         probability_mean=float(probability.mean()),
         probability_max=float(probability.max()),
     )
+    if unquantized is None:
+        return found
+    return replace(found, unquantized=decoding_mismatch(*unquantized, counts))
+
+
+def _read(given: LogProbs) -> np.ndarray:
+    x = given() if callable(given) else given
+    return np.asarray(np.load(x) if isinstance(x, (str, os.PathLike)) else x, np.float64)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.kernels.operands import are_powers_of_two, scale_dtype
 from jfp8.kernels.verdicts import has_passed
 from jfp8.matmul.emulate import emulated
+from jfp8.matmul.known_scales import are_powers_of_two, scale_dtype
 from jfp8.matmul.spec import (
     ACCUMULATIONS,
     MatmulSpec,

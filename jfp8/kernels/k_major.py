@@ -91,7 +91,8 @@ def k_major(spec: DotSpec) -> KMajorDot | None:
     """Return `KMajorDot`, if the program is traced for a GPU where it is faster."""
     numbers, options = spec.dimension_numbers, spec.options
     products = options.recipe.resolved()
-    if numbers[1][0] or any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
+    three = products.fprop, products.dgrad, products.wgrad
+    if numbers[1][0] or any(p.rotation or (p.lhs is None) != (p.rhs is None) for p in three):
         return None
     if spec.has_quantized_rhs and not products.matrices:
         return None

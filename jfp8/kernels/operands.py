@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.matmul.spec import MatmulSpec, factors_of, free_dims, to_output, varies_along
+from jfp8.matmul.spec import MatmulSpec, factors_of, free_dims, to_output
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.formats import E8M0FNU
 from jfp8.tracing.devices import Tpu
 
 
@@ -47,21 +46,6 @@ def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) ->
     scale = jnp.broadcast_to(scale, [q.shape[d] for d in (*batch, *free)])
     size = math.prod(q.shape[d] for d in free)
     return scale.reshape(-1, size) if batch else scale.reshape(size)
-
-
-def scale_dtype(q: ScaledArray) -> np.dtype:
-    """Return the dtype in which the scales of blocks are stored."""
-    return np.dtype(q.scale.data.dtype if isinstance(q.scale, ScaledArray) else q.scale.dtype)
-
-
-def are_powers_of_two(q: ScaledArray, dims: Sequence[int], spec: MatmulSpec) -> bool:
-    """Whether the scales of an operand that is summed over `dims` are known to be powers of two.
-
-    What `spec` promises is about scales of blocks, which vary along the sum.
-    """
-    if scale_dtype(q) == E8M0FNU.dtype:
-        return True
-    return spec.powers_of_two and varies_along(q, dims)
 
 
 def factors_by_kernels(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:

@@ -19,13 +19,13 @@ def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, 
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     layout = layout_of(lhs.shape, rhs.shape, numbers)
-    lhs, lhs_k = _grouped(lhs, lhs_batch, layout.lhs_free, lhs_contract)
-    rhs, rhs_k = _grouped(rhs, rhs_batch, layout.rhs_free, rhs_contract)
+    lhs, lhs_k = as_matrix(lhs, lhs_batch, layout.lhs_free, lhs_contract)
+    rhs, rhs_k = as_matrix(rhs, rhs_batch, layout.rhs_free, rhs_contract)
     batch = ((0,), (0,)) if lhs_batch else ((), ())
     return lhs, rhs, (((lhs_k,), (rhs_k,)), batch)
 
 
-def _grouped(
+def as_matrix(
     x: Any, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
 ) -> tuple[Any, int]:
     """Return `x` with each of three groups of dimensions merged, and the position of `contract`."""

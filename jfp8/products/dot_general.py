@@ -15,6 +15,7 @@ from jax import lax
 
 from jfp8.matmul.bias import plus_bias, with_gradient_of_sum
 from jfp8.matmul.emulate import multiply
+from jfp8.matmul.one_quantized import multiply_dequantized
 from jfp8.matmul.spec import (
     Implementation,
     MatmulSpec,
@@ -42,7 +43,7 @@ from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import explicit_mesh_of, has_explicit_axes, has_only_explicit_axes
 
@@ -248,14 +249,11 @@ def multiply_operands(
     """
     if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
         return multiply(lhs, rhs, spec)
-    precision = None
-    if isinstance(lhs, ScaledArray):
-        lhs, precision = scaled_values(lhs), lax.Precision.HIGHEST
-    if isinstance(rhs, ScaledArray):
-        rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
+    if isinstance(lhs, ScaledArray) or isinstance(rhs, ScaledArray):
+        return multiply_dequantized(lhs, rhs, spec, sum_dtype)
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
     lhs, rhs = lhs.astype(common), rhs.astype(common)
-    y = plain_dot(lhs, rhs, spec.dimension_numbers, precision, sum_dtype)
+    y = plain_dot(lhs, rhs, spec.dimension_numbers, dtype=sum_dtype)
     return y.astype(spec.dtype)
 
 

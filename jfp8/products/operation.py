@@ -19,6 +19,7 @@ from jfp8.matmul.spec import Implementation, MatmulSpec, check_implementation, p
 from jfp8.products.observers import OBSERVER
 from jfp8.products.quantized_rhs import has_scales_of, with_one_scale
 from jfp8.products.seeds import rotation_seed, seed_for
+from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Context, Quantizer, quantized
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
@@ -344,6 +345,8 @@ class QuantizedOperand:
 
 def _same(first: Use, second: Use) -> bool:
     """Return True if both products take the same bytes."""
+    if isinstance(second.quantizer, FromForward):
+        return True
     rotated = first.product.rotation is not None or second.product.rotation is not None
     any_direction = first.quantizer is None or first.quantizer.one_for_both
     return first.quantizer == second.quantizer and any_direction and not rotated

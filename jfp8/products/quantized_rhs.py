@@ -47,7 +47,10 @@ def has_scales_of(
 
     wanted = jax.eval_shape(quantized, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     bare = [replace(each, block=None, carrier=None) for each in (q, wanted)]
-    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in bare]
+    leaves = [jax.tree.leaves(each) for each in bare]
+    # Scales that are applied after the sum may be in E8M0 as well.
+    typed = 1 if quantizer.block is None else len(leaves[1])
+    shapes = [[x.shape for x in each] + [x.dtype for x in each[:typed]] for each in leaves]
     return shapes[0] == shapes[1] and q.block_sizes() == wanted.block_sizes()
 
 

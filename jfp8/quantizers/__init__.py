@@ -2,6 +2,7 @@
 
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.eden import Eden
+from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.quantization import block_scale, quantize
@@ -14,6 +15,7 @@ __all__ = [
     "Current",
     "Delayed",
     "Eden",
+    "FromForward",
     "Quantizer",
     "Rowwise",
     "TwoLevel",

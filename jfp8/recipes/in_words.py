@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import EVERYWHERE, Quantizer
 from jfp8.recipes.product import Product, Products
 
@@ -31,6 +32,8 @@ def _product(product: Product) -> str:
 def _operand(quantizer: Quantizer | None) -> str:
     if quantizer is None:
         return "high precision"
+    if isinstance(quantizer, FromForward):
+        return f"{quantizer.fmt.name} as in fprop, dequantized"
     rounding = ""
     if quantizer.stochastic:
         rounding = " (stochastic)" if quantizer.rounding == "stochastic" else " (stochastic scales)"

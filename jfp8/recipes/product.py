@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Quantizer
 from jfp8.quantizers.rotations import Rotation
 from jfp8.scaling import printing
@@ -66,7 +67,8 @@ class Product:
     @property
     def powers_of_two(self) -> bool:
         """Whether all scales that vary along the contraction are powers of two."""
-        return all(q.powers_of_two for q in (self.lhs, self.rhs) if q is not None and q.block)
+        operands = [q for q in (self.lhs, self.rhs) if q is not None]
+        return all(q.powers_of_two for q in operands if q.block or isinstance(q, FromForward))
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,6 +103,8 @@ class Products:
                 "Nothing is quantized: all operands of all products are None. Use the layer "
                 "without jfp8 (flax.linen.Dense, jax.lax.dot_general) for high precision."
             )
+        if FromForward in map(type, self.quantizers()):
+            _check_from_forward(self)
         for role, (first, second) in self.by_role().items():
             lengths = {q.history_len for q in (first, second) if q and q.history_len}
             if len(lengths) > 1:
@@ -145,6 +149,21 @@ def uniform(lhs: Quantizer, rhs: Quantizer, grad: Quantizer) -> Products:
         dgrad=Product(grad, rhs),
         wgrad=Product(lhs, grad),
     )
+
+
+def _check_from_forward(products: Products) -> None:
+    for role, (first, second) in products.by_role().items():
+        product = {"lhs": products.wgrad, "rhs": products.dgrad}.get(role)
+        if isinstance(second, FromForward) and product is not None:
+            beside = {product.lhs, product.rhs, product.output} - {second}
+            if first is not None and first.fmt == second.fmt and beside == {None}:
+                continue
+        if isinstance(first, FromForward) or isinstance(second, FromForward):
+            raise ValueError(
+                f"The quantizers of {role} are {first!r} and {second!r}. FromForward is for "
+                "dgrad.rhs and wgrad.lhs, in the format that fprop has for the same operand, and "
+                "beside a gradient in high precision."
+            )
 
 
 def _check_rotation(rotation: Any, operands: list[Quantizer]) -> None:

@@ -91,6 +91,8 @@ class Recipe:
     """Short name, for `get`."""
     needs_loss_scale: ClassVar[bool] = False
     """Whether gradients have no scale of their own, and need a loss scale to stay in range."""
+    exact_export: ClassVar[bool] = False
+    """Whether `jfp8.quantize_params` gives what the forward pass multiplies, or raises."""
 
     accumulation: Accumulation = field(
         default="f32", kw_only=True, metadata={"allowed": ACCUMULATIONS}

@@ -59,9 +59,10 @@ def gather_weights(
     models use it as it is. The numbers are then the same as without `gather_weights`, to the bit,
     if the scales agree, as they do under current scaling. Under delayed scaling, too, a weight here
     gets its current scale, since all of the weight can be read. Other recipes quantize the gathered
-    values once more, in their own blocks. Exempt kernels, and parameters that are not kernels, are
-    sent in high precision. Kernels that are stored in FP8 (`ScaledArray`, see
-    `jfp8.optim.master_weights`) are sent as they are; a 0-d scale has to be equal on all devices.
+    values once more, in their own blocks. Exempt kernels, those of `QuantizationAware`, and
+    parameters that are not kernels are sent in high precision. Kernels that are stored in FP8
+    (`ScaledArray`, see `jfp8.optim.master_weights`) are sent as they are; a 0-d scale has to be
+    equal on all devices.
 
     The whole weights are kept for the backward pass, one byte for each element. To keep nothing and
     gather a second time instead, use
@@ -141,7 +142,9 @@ def _quantizers(selection: Selection, with_paths: Any, ways: list[Any]) -> dict[
     found = {}
     for i, (layer, x) in kernels.items():
         chosen = selection.decide(layer, x, None).recipe
-        quantizer = None if chosen is None else chosen.products().fprop.rhs
+        if chosen is None or chosen.exact_export:  # a part may have other scales than the whole
+            continue
+        quantizer = chosen.products().fprop.rhs
         if quantizer is not None and ways[i] is not None and not is_scaled_array(x):
             found[i] = quantizer
     return found

@@ -364,7 +364,7 @@ def test_a_recipe_by_name_in_dot_general():
 
 
 def test_an_unknown_implementation_is_refused():
-    words = "implementation='cuda' is unknown. Allowed: 'emulate', 'xla'"
+    words = "implementation='cuda' is unknown. Allowed: 'emulate', 'bf16'"
     with pytest.raises(ValueError, match=words):
         jfp8.Dense(4, implementation="cuda").init(KEY, normal((8, 16)))
 

@@ -230,6 +230,26 @@ def test_the_documentation_is_other_text():
     assert rate(code, b"self.") > 5 * rate(english, b"self.")
 
 
+# ---- quantization-aware training
+
+
+@pytest.mark.slow
+def test_the_student_is_deployed_as_it_was_trained(text, capsys):
+    script = imported("quantization_aware", "examples")
+    argv = [*SMALL, "--teacher-steps=12", "--data", text]
+    result = script.main(argv)
+    figures = figures_of(capsys.readouterr().out)
+    assert figures["example"] == "quantization_aware"
+    losses = result["validation_loss"]
+    assert losses["qat"] == result["trained"] != result["rounded"]
+    assert losses["f32"] < np.log(256) - 1
+    # From the rounded teacher on, towards the teacher.
+    assert result["train_loss"]["qat"][-1] < result["train_loss"]["qat"][0]
+    other = script.main([*argv, "--backward=high_precision"])
+    assert other["train_loss"]["qat"][0] == result["train_loss"]["qat"][0]
+    assert other["train_loss"]["qat"] != result["train_loss"]["qat"]
+
+
 # ---- a recipe of one's own
 
 

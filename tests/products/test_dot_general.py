@@ -533,7 +533,7 @@ def test_error_sink(sink):
 
 
 def test_error_unknown_implementation():
-    with pytest.raises(ValueError, match=r"'mosaic' is unknown.*'emulate', 'xla'.*None"):
+    with pytest.raises(ValueError, match=r"'mosaic' is unknown.*'emulate', 'bf16', 'xla'.*None"):
         scaled_dot_general(LHS, RHS, PLAIN, implementation="mosaic")
 
 

@@ -170,7 +170,17 @@ def test_nothing_of_a_later_token_or_another_sequence_shows(recipe):
     assert np.any(np.asarray(other[1] != y[1]))
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda recipe: recipe.name)
+def test_attention_has_no_weights():
+    """A recipe for weights alone leaves it in high precision; one for activations does not."""
+    assert numerics_of(recipes.QuantizationAware()) == Numerics()
+    found = numerics_of(recipes.QuantizationAware("mxfp8", "mxfp8"))
+    assert (found.weights, found.scores) == ((E4M3FN, None), (None, None))
+
+
+ATTENDING = [recipe for recipe in recipes.RECIPES if recipe is not recipes.QuantizationAware]
+
+
+@pytest.mark.parametrize("recipe", ATTENDING, ids=lambda recipe: recipe.name)
 def test_every_recipe_has_formats_for_attention(recipe):
     found = numerics_of(recipe())
     forward = E5M2 if recipe.name == "direct_e5m2" else E4M3FN

@@ -394,6 +394,23 @@ def test_stored_bytes_that_do_not_fit_the_recipe_are_quantized_like_any_values()
         np.testing.assert_array_equal(d_lhs, expected[1])
 
 
+def test_stored_matrices_of_one_block_each_keep_their_scales():
+    """They were scaled by two different numbers where the largest codes of groups differ."""
+    lhs, _, dy = operands(m=48, groups=3)
+    sizes = np.array([64, 32, 40]).reshape(3, 1, 1)
+    codes = (np.random.default_rng(1).integers(-7, 8, (3, K, N)) * sizes).astype(E4M3)
+    scales = 2.0 ** np.array([-6, -3, -9]).reshape(3, 1, 1)
+    q = ScaledArray(jnp.asarray(codes), jnp.asarray(scales, jnp.float32))
+    y, d_lhs = value_and_gradient_by_lhs(lhs, q, (16, 16, 16), dy, recipe="block")
+    block = per_block(E4M3, 128, 1, "power_of_two")
+    groups = zip(
+        *(np.split(block(x[None], 2)[0], 3) for x in (lhs, dy)), codes.astype(float) * scales
+    )
+    exact = [(x @ w, g @ w.T) for x, g, w in groups]
+    for found, parts in zip((y, d_lhs), zip(*exact)):
+        np.testing.assert_allclose(found, np.concatenate(parts), rtol=1e-6, atol=1e-6)
+
+
 # What a recipe may ask for.
 
 

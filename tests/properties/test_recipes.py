@@ -47,6 +47,9 @@ FIELDS = {
     "quantize_outputs": st.booleans(),
     "stochastic_gradients": st.booleans(),
     "fused": patterns,
+    "weights": st.sampled_from(["rowwise", "mxfp8", "mxfp4"]),
+    "activations": st.sampled_from([None, "rowwise", "mxfp8"]),
+    "backward": st.sampled_from(["dequantized", "high_precision", "current", "block"]),
 }
 FIELDS_OF = dict.fromkeys(
     ("MXFP8BlockScaling", "MXFP4BlockScaling"), {"scale_rounding": E8M0_SCALES}

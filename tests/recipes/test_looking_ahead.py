@@ -32,6 +32,7 @@ CROSSES = {
     "nvfp4_4over6": True,
     "nvfp4_row": False,
     "quartet_ii": True,
+    "qat": False,
     "direct_e5m2": False,
     "hybrid": True,
     "unscaled": False,

@@ -30,6 +30,7 @@ from jfp8.recipes.per_layer import check_recipes
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.product import Product, Products
+from jfp8.recipes.qat import QuantizationAware
 from jfp8.recipes.quartet_ii import QuartetII
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeName
@@ -47,6 +48,7 @@ NAMES = {
     "nvfp4_4over6": NVFP4FourOverSix,
     "nvfp4_row": NVFP4RowScaling,
     "quartet_ii": QuartetII,
+    "qat": QuantizationAware,
     "direct_e5m2": DirectE5M2,
     "hybrid": Hybrid,
     "unscaled": Unscaled,
@@ -102,6 +104,12 @@ OTHER = {
     NVFP4FourOverSix: NVFP4_OTHER,
     NVFP4RowScaling: NVFP4_OTHER,
     QuartetII: {"accumulation": "f32_every_128"},
+    QuantizationAware: {
+        "weights": Blockwise(E4M3FN, (128, 128)),
+        "activations": "rowwise",
+        "backward": "mxfp8",
+        "accumulation": "f32_every_128",
+    },
     DirectE5M2: TOOLKIT,
     Hybrid: TOOLKIT,
     Unscaled: {"fp8_format": "E4M3", "accumulation": "hopper"},
@@ -373,7 +381,7 @@ def test_what_holds_for_every_recipe():
         assert hash(products) == hash(recipe.products())
         nvfp4 = (NVFP4BlockScaling, NVFP4FourOverSix, NVFP4RowScaling)
         in_blocks = (Float8BlockScaling, MXFP8BlockScaling, MXFP4BlockScaling, QuartetII, *nvfp4)
-        assert products.matrices == isinstance(recipe, in_blocks)
+        assert products.matrices == isinstance(recipe, (*in_blocks, QuantizationAware))
         at_random = getattr(recipe, "stochastic_rounding", isinstance(recipe, QuartetII))
         at_random |= isinstance(recipe, MXFP4BlockScaling) and recipe.random_hadamard
         assert products.stochastic == getattr(recipe, "stochastic_gradients", at_random)
@@ -454,6 +462,9 @@ def test_get_unknown_name_lists_the_known_ones(name):
 def test_json_is_a_flat_object():
     for recipe in SAMPLES:
         fields = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(recipe).items()}
+        if isinstance(fields.get("weights"), Blockwise):
+            assert json.loads(recipe.to_json())["weights"]["class"] == "Blockwise"
+            continue
         assert json.loads(recipe.to_json()) == {"recipe": type(recipe).__name__, **fields}
 
 
@@ -541,6 +552,9 @@ WRONG = {
     "fp8_format": [(ValueError, "allowed are 'HYBRID', 'E4M3', 'E5M2'", NO_CHOICE)],
     "amax_compute_algo": [(ValueError, "allowed are 'max', 'most_recent'", NO_CHOICE)],
     "scale_rounding": [(ValueError, "allowed are None, 'power_of_two'", ["rceil", *NO_CHOICE])],
+    "weights": [(ValueError, "allowed are 'block', 'rowwise', 'mxfp8'", [None, *NO_CHOICE])],
+    "activations": [(ValueError, "allowed are 'block', 'rowwise', 'mxfp8'", NO_CHOICE)],
+    "backward": [(ValueError, "allowed are 'dequantized', 'high_precision'", NO_CHOICE)],
     "accumulation": [
         (
             ValueError,

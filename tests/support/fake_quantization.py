@@ -233,6 +233,13 @@ HYBRID_ALL = uniform(
     outputs=(per_tensor(E4M3), unit(E5M2), unit(E5M2)),
 )
 
+
+def quantization_aware(weights: Rule, activations: Rule = high_precision) -> Rules:
+    """Gradients in high precision, of what the forward product multiplied."""
+    again = (lambda x, axis: activations(x, 2)), (lambda x, axis: weights(x, 1))
+    return Rules((activations, weights), (high_precision, again[1]), (again[0], high_precision))
+
+
 # Nearest rounding everywhere: what stochastic rounding does is in test_stochastic.py.
 VARIANTS = {
     "delayed": (
@@ -293,6 +300,31 @@ VARIANTS = {
     "mxfp4, options off": (
         recipes.MXFP4BlockScaling(stochastic_rounding=False, random_hadamard=False),
         uniform(mx(E2M1), mx(E2M1), mx(E2M1)),
+    ),
+    "qat": (recipes.QuantizationAware(), quantization_aware(mx(E2M1))),
+    "qat, mxfp4 by mxfp8": (
+        recipes.QuantizationAware("mxfp4", "mxfp8"),
+        quantization_aware(mx(E2M1), mx(E4M3)),
+    ),
+    "qat, nvfp4": (
+        recipes.QuantizationAware("nvfp4", "nvfp4"),
+        quantization_aware(nvfp4(1), nvfp4(1)),
+    ),
+    "qat, rowwise": (
+        recipes.QuantizationAware("rowwise", "rowwise"),
+        quantization_aware(per_row(E4M3, None), per_row(E4M3, None)),
+    ),
+    "qat, block": (
+        recipes.QuantizationAware("block", "block"),
+        quantization_aware(tiles(E4M3, 128), tiles(E4M3, 1)),
+    ),
+    "qat, high-precision backward": (
+        recipes.QuantizationAware("mxfp8", backward="high_precision"),
+        Rules((high_precision, mx(E4M3)), *[(high_precision, high_precision)] * 2),
+    ),
+    "qat, fp8 backward": (
+        recipes.QuantizationAware("nvfp4", backward="mxfp8"),
+        Rules((high_precision, nvfp4(1)), *[(mx(E4M3), mx(E4M3))] * 2),
     ),
     "direct_e5m2, nearest": (recipes.DirectE5M2(**RNE), DIRECT),
     "hybrid, nearest": (recipes.Hybrid(**RNE), HYBRID_ALL),

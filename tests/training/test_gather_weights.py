@@ -419,3 +419,15 @@ def test_one_spec_is_enough_for_the_parts_of_a_stored_weight():
     whole = jax.jit(mapped)(stored.data)
     assert whole.dtype == stored.data.dtype
     np.testing.assert_array_equal(whole, stored.data)
+
+
+@pytest.mark.parametrize("grid", ["rowwise", "nvfp4"])
+def test_weights_that_will_be_deployed_keep_the_scales_of_the_whole(grid):
+    """The parts of a row have other scales than the row, and no part knows the tensor's."""
+    recipe = recipes.QuantizationAware(grid)
+    make, arguments = WAYS["shard_map"][1], (make_params(), normal(4, (16, 64)))
+    function, given = make(*arguments, recipe=recipe)
+    gathered = re.findall(r"all_gather\[", str(jax.make_jaxpr(function)(*given)))
+    assert len(gathered) == 3
+    alone = jax.value_and_grad(functools.partial(loss_of, recipe=CURRENT))(*arguments)
+    np.testing.assert_allclose(function(*given)[0], alone[0], rtol=1e-5)

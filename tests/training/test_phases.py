@@ -89,6 +89,49 @@ def test_a_run_of_three_phases_and_one_that_was_killed(tmp_path):
     assert_same(resumed, state)
 
 
+IN_BF16 = nn.Sequential([nn.Dense(32, dtype=jnp.bfloat16) for _ in range(2)])
+TO_4_BITS = {0: None, 2: DELAYED, 4: jfp8.recipes.QuantizationAware("nvfp4")}
+
+
+def test_from_bf16_over_fp8_to_4_bits_and_killed_at_each_border(tmp_path):
+    """Before and after the model is switched, whose state is restored into a fresh one."""
+    models = {s: jfp8.convert(IN_BF16, {"*": r}, exempt=()) for s, r in TO_4_BITS.items()}
+
+    def fresh(step):
+        variables = jax.jit(models[0].init)(jax.random.key(step), X)
+        state = jfp8.TrainState.create(
+            apply_fn=models[0].apply, variables=variables, tx=optax.adam(1e-2)
+        )
+        return state.with_model(models[max(s for s in models if s <= step)], X)
+
+    def run(state, first, save=lambda name, state: None):
+        losses = []
+        for step in range(first, 6):
+            if step in models and step > first:
+                save(f"{step} before", state)
+                state = state.with_model(models[step], X)
+                save(f"{step} after", state)
+            state, loss = train_step(state)
+            losses.append(float(loss))
+        return state, losses
+
+    save = lambda name, state: jfp8.checkpoint.save(tmp_path / name, state)
+    state, losses = run(fresh(0), 0, save)
+    assert len({*losses}) == 6
+    for border in (2, 4):
+        before = jfp8.checkpoint.restore(tmp_path / f"{border} before", fresh(border - 1))
+        after = jfp8.checkpoint.restore(tmp_path / f"{border} after", fresh(border), strict=True)
+        for resumed in (before.with_model(models[border], X), after):
+            found, again = run(resumed, border)
+            assert again == losses[border:]
+            assert_same(found, state)
+    assert set(state.fp8 or {}) == set()
+    # The last phase multiplied what is deployed.
+    params = jfp8.quantize_params(state.params, TO_4_BITS[4], dtype=jnp.bfloat16)
+    y = jax.jit(models[4].apply)
+    np.testing.assert_array_equal(y({"params": params}, X), y({"params": state.params}, X))
+
+
 def test_the_recipe_is_another_from_the_switch_on():
     state = begun()
     plain = train_step(state)[1]

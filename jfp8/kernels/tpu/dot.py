@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.matrices import Arrangement, arrangements
-from jfp8.kernels.operands import are_powers_of_two, dtype_of_partial_sums
+from jfp8.kernels.operands import dtype_of_partial_sums
 from jfp8.kernels.tpu import sharded
 from jfp8.kernels.tpu.backend import multiply
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
@@ -27,7 +27,7 @@ from jfp8.matmul.spec import MatmulSpec, layout_of
 from jfp8.products.dot_general import Dot, DotSpec, multiply_operands, three_matmuls
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Options, Use
-from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.backends import why_left_out
 from jfp8.tracing.compat import kernels_are_interpreted
@@ -96,12 +96,6 @@ class DotOnTpu(Dot):
                 division = sharded.division_of(self.layout, kind, (a, b), order)
                 if _has_parts(first, division.first) and _has_parts(second, division.second):
                     return self._multiply_on_each(division, kind, first, second, spec, bias)
-        elif jnp.bfloat16 in (first.dtype, second.dtype):
-            of_values = replace(
-                spec, dimension_numbers=self.dimension_numbers, dtype=self.dtype_of(kind)
-            )
-            pairs = zip((first, second), self.contracting(kind), strict=True)
-            first, second = (_in_bf16_if_exact(x, summed, of_values) for x, summed in pairs)
         return self._multiply_here(kind, first, second, spec, bias)
 
     def _multiply_here(
@@ -166,13 +160,6 @@ def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
         return False
     parts = map(sharded.count_of, axes)
     return all(m == 1 or m % n == 0 for m, n in zip(q.scale.shape, parts, strict=False))
-
-
-def _in_bf16_if_exact(x: Operand, summed: tuple[int, ...], spec: MatmulSpec) -> Operand:
-    """Return the values of bytes beside an operand that is in bf16 already."""
-    if not isinstance(x, ScaledArray) or not are_powers_of_two(x, summed, spec):
-        return x
-    return scaled_values(x).astype(jnp.bfloat16)
 
 
 def plan(spec: Any) -> DotOnTpu | None:

@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.backend import Backend
-from jfp8.kernels.operands import are_powers_of_two, factors_by_kernels, scale_dtype
+from jfp8.kernels.operands import factors_by_kernels
+from jfp8.matmul.known_scales import are_powers_of_two, scale_dtype
 from jfp8.matmul.spec import (
     MatmulSpec,
     Numbers,

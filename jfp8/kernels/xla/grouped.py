@@ -34,7 +34,6 @@ class GroupedByXla(GroupedDot):
     """Computes what `GroupedDot` does."""
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        first, second = self.with_own_scales(first, second)
         dtype = self.dtype_of(kind)
         by_tiles = lambda self, a, b: self.by_tiles(kind, a, b, spec).astype(dtype)
         by_groups = lambda self, a, b: self._by_groups(kind, a, b).astype(dtype)

@@ -98,6 +98,8 @@ def numerics_of(recipe: Recipe) -> Numerics:
             "scaled_dot_product_attention adds in f32. Use a recipe with accumulation='f32'."
         )
     products = recipe.resolved()
+    if products.fprop.lhs is None:  # activations stay in high precision, and there are no weights
+        return Numerics()
     # A subclass may do anything.
     fprop, dgrad, wgrad = (
         [q if type(q) in _KNOWN else None for q in (product.lhs, product.rhs)]

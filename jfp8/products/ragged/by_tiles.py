@@ -32,12 +32,10 @@ class Grouped(Operation):
       dtypes: of lhs, rhs and y.
       group: i32[t], the group of each tile.
       padded_sizes: i32[g], the rows of all tiles of each group.
-      scales: those of an rhs that came quantized with one for each group: f32[g, 1, 1].
     """
 
     group: jax.Array
     padded_sizes: jax.Array
-    scales: jax.Array | None = None
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((2,), (1,)), "dgrad": ((2,), (2,)), "wgrad": ((1,), (1,))}[kind]
@@ -62,7 +60,7 @@ class Grouped(Operation):
 
 grouped_operation = functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["group", "padded_sizes", "scales"],
+    data_fields=["group", "padded_sizes"],
     meta_fields=["shapes", "dtypes"],
 )
 
@@ -76,26 +74,12 @@ class GroupedDot(Grouped):
         """As the quantizer says; rhs group by group, each with its own amax and no history."""
         if role != "rhs":
             return super().quantize(role, x, quantizer, at)
-        contracting = tuple(d - 1 for d in at.contracting)
-
-        def quantize_one(x: jax.Array, group: jax.Array) -> ScaledArray:
-            seed = None if at.seed is None else fold_in(at.seed, group)
-            return quantizer(x, Context(contracting, amax(x), None, seed))
-
-        q = jax.vmap(quantize_one)(x, jnp.arange(x.shape[0], dtype=jnp.uint32))
-        block = None if q.block is None else (1, *q.block)
-        return ScaledArray(q.data, with_all_dims(q.scale, x.ndim), block)
+        return quantized_by_group(x, quantizer, at)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         with explained("grouped", self, kind, first, second, spec):
-            y = self.by_tiles(kind, *self.with_own_scales(first, second), spec)
+            y = self.by_tiles(kind, first, second, spec)
         return y.astype(self.dtype_of(kind))
-
-    def with_own_scales(self, first: Operand, second: Operand) -> tuple[Operand, Operand]:
-        """Return both operands, an rhs that came quantized with a scale for each group."""
-        if self.scales is not None and isinstance(second, ScaledArray):
-            second = ScaledArray(second.data, self.scales)
-        return first, second
 
     def by_tiles(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         """Multiply one tile after the other, each by the reference; f32."""
@@ -115,6 +99,19 @@ class GroupedDot(Grouped):
         zeros = jnp.zeros((groups, k, n), jnp.float32)
         zeros, *_ = same_varying_axes((zeros, first, second, group))
         return lax.scan(add, zeros, indices)[0]
+
+
+def quantized_by_group(x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
+    """Return the matrices ``[g, k, n]``, each quantized by itself."""
+    contracting = tuple(d - 1 for d in at.contracting)
+
+    def quantize_one(x: jax.Array, group: jax.Array) -> ScaledArray:
+        seed = None if at.seed is None else fold_in(at.seed, group)
+        return quantizer(x, Context(contracting, amax(x), None, seed))
+
+    q = jax.vmap(quantize_one)(x, jnp.arange(x.shape[0], dtype=jnp.uint32))
+    block = None if q.block is None else (1, *q.block)
+    return ScaledArray(q.data, with_all_dims(q.scale, x.ndim), block)
 
 
 class _Stack:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jfp8.matmul.spec import Implementation, scale_shape_of
+from jfp8.matmul.spec import Implementation
 from jfp8.products.operation import (
     Observed,
     Operand,
@@ -30,17 +29,15 @@ from jfp8.products.operation import (
     plan,
     value_dtype,
 )
-from jfp8.products.quantized_rhs import values_of
-from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
+from jfp8.products.quantized_rhs import has_scales_of, values_of, with_one_scale
+from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, quantized_by_group
 from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.codes import decode
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
 
 # Rows of a tile, where the recipe leaves it open: enough for the matrix units; for much smaller
@@ -77,9 +74,9 @@ def scaled_ragged_dot(
     Args:
       lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.
       rhs: the same of shape ``[g, k, n]``. It may be a `ScaledArray`: matrices that are only kept
-        in FP8. They get no gradient. Their bytes are used unchanged if they have one scale for each
-        group, ``[g, 1, 1]``, or one for all, and the format that `recipe` requires; otherwise their
-        values are quantized.
+        in FP8. They get no gradient. Their bytes are used unchanged if they have the format that
+        `recipe` requires and one scale for each group, ``[g, 1, 1]``, one for all, or those of each
+        row or block as `recipe` has them in this product; otherwise their values are quantized.
       group_sizes: integers of shape ``[g]``, not negative, with a sum of at most ``m``. A group may
         be empty.
       recipe, state, sink, key, preferred_element_type: see `scaled_dot_general`. With another
@@ -136,12 +133,12 @@ def _observed(options, out_dtype, lhs, rhs, sizes, state):
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
-    rhs, scales = frozen_groups(rhs, options.recipe)
+    rhs = frozen_groups(rhs, options.recipe)
     found: Any = plan(GroupedSpec(options, m, groups, isinstance(rhs, ScaledArray)))
     tiles = lay_out(sizes, m, found.height)
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     shapes = rows.shape, rhs.shape
-    operation = found.operation(shapes, dtypes, tiles.group, tiles.padded_sizes, scales)
+    operation = found.operation(shapes, dtypes, tiles.group, tiles.padded_sizes)
     y, observed = multiply_quantized(operation, rows, rhs, options, state)
     y = take_rows(y.reshape(tiles.rows.size, n), tiles.slots, tiles.rows.reshape(-1))
     return y, observed
@@ -246,24 +243,19 @@ def _quarter(m: int, groups: int) -> int:
     return 1 << (quarter.bit_length() - 1)
 
 
-def frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
-    """`rhs` as `multiply_quantized` takes it, and scales, one for each group, to use instead.
+def frozen_groups(rhs: Operand, recipe: Recipe) -> Operand:
+    """Return `rhs` as `multiply_quantized` takes it: a `ScaledArray` only if its bytes are used.
 
-    A `ScaledArray` with a scale for each group is passed on with a single one, which makes its amax
-    that of the largest group, and is used unchanged unless the recipe requires otherwise.
+    They are if they have the format of the forward product, and one scale for all or the scales
+    that its quantizer would give each group.
     """
     if not isinstance(rhs, ScaledArray):
-        return rhs, None
-    products = recipe.resolved()
-    uses = ((products.fprop, products.fprop.rhs), (products.dgrad, products.dgrad.rhs))
-    fits = all(q is not None and q.fmt == rhs.format and p.rotation is None for p, q in uses)
-    shape = scale_shape_of(rhs)
-    if not fits or isinstance(rhs.scale, ScaledArray) or math.prod(shape[1:]) != 1:
-        return values_of(rhs), None
-    if math.prod(shape) == 1:
-        return replace(rhs, scale=rhs.scale.reshape(()), block=None), None
-    if shape[0] != rhs.shape[0]:
-        return values_of(rhs), None
-    largest, stored = amax(scaled_values(rhs)), amax(decode(rhs.data))
-    scale = jnp.where(stored > 0, largest / jnp.where(stored > 0, stored, 1.0), 1.0)
-    return replace(rhs, scale=scale, block=None), lax.stop_gradient(rhs.scale)
+        return rhs
+    fprop = recipe.resolved().fprop
+    quantizer = fprop.rhs
+    if quantizer is None or quantizer.fmt != rhs.format or fprop.rotation is not None:
+        return values_of(rhs)
+    one = with_one_scale(rhs)
+    if one is not None and quantizer.block is None:
+        return one
+    return rhs if has_scales_of(quantizer, rhs, (1,), quantized_by_group) else values_of(rhs)

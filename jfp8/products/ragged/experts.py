@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jfp8.matmul.spec import Implementation, MatmulSpec, planner_of
+from jfp8.matmul.spec import Implementation, MatmulSpec, planner_of, scale_shape_of
 from jfp8.products.operation import (
     Kind,
     Observed,
@@ -43,6 +43,7 @@ from jfp8.products.operation import (
     plan,
     value_dtype,
 )
+from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
 from jfp8.products.ragged.dot import GroupedSpec, frozen_groups, plain_tile_height
 from jfp8.products.ragged.exchange import Exchange
@@ -94,15 +95,15 @@ class ExpertRows:
             apart = x.reshape(*x.shape[:2], self.projections, parts, -1)
             return apart.swapaxes(2, 3).reshape(x.shape)
 
-        if not isinstance(rhs, ScaledArray):
-            return by_device(rhs)
-        carrier = None if rhs.carrier is None else by_device(rhs.carrier)
-        return replace(rhs, data=by_device(rhs.data), carrier=carrier)
+        n = rhs.shape[-1]
+        if isinstance(rhs, ScaledArray) and not {1, n}.issuperset(scale_shape_of(rhs)[-1:]):
+            rhs = values_of(rhs)  # blocks of several columns
+        return jax.tree.map(lambda x: by_device(x) if x.shape[-1:] == (n,) else x, rhs)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["exchange", "scales"],
+    data_fields=["exchange"],
     meta_fields=["shapes", "dtypes", "travels", "way", "tensor"],
 )
 @dataclass(frozen=True)
@@ -115,14 +116,12 @@ class ExpertDot(Operation):
       travels: ``"lhs"``, and its gradient back; or ``"result"``, and its gradient there.
       way: how a device multiplies tiles.
       tensor: see `ExpertRows.divided`.
-      scales: those of an rhs that came quantized with one for each expert: f32[E, 1, 1].
     """
 
     exchange: Exchange
     travels: Travels
     way: type[Grouped]
     tensor: bool
-    scales: jax.Array | None = None
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self._here(self.exchange).contracting(kind)
@@ -170,8 +169,6 @@ class ExpertDot(Operation):
         return self._here(self.exchange).relayout(role, operand, contracting)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        if self.scales is not None and isinstance(second, ScaledArray):
-            second = ScaledArray(second.data, self.scales)
         mesh, dtype = self.exchange.mesh, self.dtype_of(kind)
         names = self.way.dimensions(kind)
         returns = kind == {"lhs": "dgrad", "result": "fprop"}[self.travels]
@@ -270,8 +267,7 @@ def _observed(options, out_dtype, multiply, lhs, rhs, rows, state):
     recipe = options.recipe
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     lhs, rhs = same_varying_axes((lhs, rhs))
-    rhs, scales = frozen_groups(rhs, recipe)
-    rhs = rows.sort_columns(rhs)
+    rhs = rows.sort_columns(frozen_groups(rhs, recipe))
     lhs = lhs[:, None] if travels == "lhs" else lhs
     tiles, quantized = exchange.group.size, isinstance(rhs, ScaledArray)
     spec = GroupedSpec(
@@ -282,10 +278,8 @@ def _observed(options, out_dtype, multiply, lhs, rhs, rows, state):
     how = rhs, options, state
     run = lambda operation, lhs, restore: multiply(operation, lhs, *how, restore=restore)
     if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
-        return _sorted_first(way, dtypes, lhs, rhs, scales, rows, run)
-    operation = ExpertDot(
-        (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, scales
-    )
+        return _sorted_first(way, dtypes, lhs, rhs, rows, run)
+    operation = ExpertDot((lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided)
     return run(operation, lhs, lambda y: y[:, 0] if travels == "result" else y)
 
 
@@ -301,7 +295,7 @@ def _serves_both(recipe: Recipe, travels: Travels) -> bool:
     return first is not None and first == second and first.one_for_both
 
 
-def _sorted_first(way, dtypes, lhs, rhs, scales, rows, run):
+def _sorted_first(way, dtypes, lhs, rhs, rows, run):
     """On one device: rows are sorted as they are, and quantized for both products from that.
 
     From bytes in one direction those in the other would be rounded twice.
@@ -312,7 +306,7 @@ def _sorted_first(way, dtypes, lhs, rhs, scales, rows, run):
         each = jnp.repeat(lhs[:, 0], exchange.copies // max(len(lhs), 1), axis=0)
         lhs = take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1])
     shapes, groups = (lhs.shape, rhs.shape), (exchange.group, exchange.padded_sizes)
-    operation = way(shapes, dtypes, *groups, scales)
+    operation = way(shapes, dtypes, *groups)
     back = lambda y: take_rows(y.reshape(-1, y.shape[-1]), row, copy)
     return run(operation, lhs, back if rows.travels == "result" else lambda y: y)
 
