@@ -216,7 +216,7 @@ LINES_OF_ROOMS = {
     "conversion": 4758,
     "debug": 4465,
     "plot": 1180,
-    "command_line": 2160,
+    "command_line": 2165,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

@@ -145,6 +145,8 @@ def backend_of(recipe: Any, card: str, cores: int = 132) -> dict[str, str]:
     with described(card, cores):
         rows = report(model, variables, x).rows
     backend, _, reason = rows[0].cuda.partition(": ")
+    if not rows[0].fp8:
+        backend, reason = "bf16", rows[0].reason
     return {"recipe": recipe.name, "backend": backend, "reason": reason}
 
 
