@@ -212,7 +212,7 @@ LINES_OF_ROOMS = {
     "layers": 5484,
     "optim": 2643,
     "training": 3060,
-    "checkpoint": 3040,
+    "checkpoint": 3530,
     "conversion": 4758,
     "debug": 4465,
     "plot": 1180,

@@ -1,8 +1,9 @@
 """Checkpoints: saving so that nothing is lost, and loading into models with and without FP8.
 
 `load` and `save` handle files, `upgrade` and `downgrade` handle models, and `restore` does both.
-`load_fp8_safetensors` and `save_fp8_safetensors` exchange FP8 weights with PyTorch. The others
-import amax histories of other libraries.
+`load_fp8_safetensors` and `save_fp8_safetensors` exchange FP8 and FP4 weights with PyTorch and
+engines that serve models; `names_for` has the names of several models. The others import amax
+histories of other libraries.
 """
 
 from jfp8.checkpoint.changes import CheckpointChange
@@ -10,6 +11,7 @@ from jfp8.checkpoint.files import load, restore, save
 from jfp8.checkpoint.flax_fp8_ops import from_flax_fp8_ops
 from jfp8.checkpoint.fp8_safetensors import load_fp8_safetensors, save_fp8_safetensors
 from jfp8.checkpoint.fp8_style import Fp8Style
+from jfp8.checkpoint.name_maps import names_for
 from jfp8.checkpoint.torch_layout import Place, from_flax_params, to_flax_params
 from jfp8.checkpoint.transformer_engine import from_transformer_engine
 from jfp8.checkpoint.upgrade import downgrade, upgrade
@@ -25,6 +27,7 @@ __all__ = [
     "from_transformer_engine",
     "load",
     "load_fp8_safetensors",
+    "names_for",
     "restore",
     "save",
     "save_fp8_safetensors",

@@ -1,44 +1,55 @@
-"""FP8 checkpoints for PyTorch, read and written without dequantizing: see `Fp8Style`."""
+"""Checkpoints for PyTorch in FP8 and FP4, read and written without dequantizing: see `Fp8Style`.
+
+Arrays are mapped from files and unpacked where they are read; files are written one at a time.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jfp8.checkpoint import atomic
-from jfp8.checkpoint.fp8_style import Fp8Style, style_called, style_of
+from jfp8.checkpoint.fp8_style import Fp8Style, Stored, layouts_in, styles
 from jfp8.checkpoint.safetensors_file import parsed, read_arrays, write_arrays
 from jfp8.checkpoint.state_dict import short
+from jfp8.checkpoint.torch_layout import Names, Tensors, from_flax_params, on_this_host, places
+from jfp8.checkpoint.weight_layout import Layout
+from jfp8.conversion.selection import Recipes, select
+from jfp8.quantizers.quantizer import Context, Current
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import E4M3FN
+from jfp8.scaling.scales import amax
 
 _INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-_SCALES = ("_scale_inv", "_scale")
-_OF_INPUTS = ("input_scale", "act_scale")  # the second in older files for vLLM
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
-Tensors = dict[str, ScaledArray | np.ndarray]
+_UNFINISHED = ".model-{:05}.safetensors"
+_OF_INPUTS = ("input_scale", "input_global_scale", "act_scale")  # the last in older files for vLLM
+_CODES = ("float8_e4m3fn", "uint8")
+Arrays = dict[str, np.ndarray]
 
 
 def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Style]:
-    """Read the tensors of an FP8 checkpoint for PyTorch, and the style in which it stores them.
+    """Read the tensors of an FP8 or FP4 checkpoint for PyTorch, and the style that it has.
 
-    Reads DeepSeek-V3's and Qwen3's blocks of 128 x 128 (``weight_scale_inv``), compressed-tensors'
-    FP8 (per tensor, channel or block) and modelopt's and vLLM's per tensor; see `Fp8Style`. Each
-    FP8 weight becomes a `ScaledArray` of the stored bytes, in PyTorch's layout ``[out, in]``.
-    Other tensors, scales of activations (``input_scale``) included, stay arrays. Arrays are mapped
-    from the files and read where they are used.
+    Each weight in one of the formats of `Fp8Style` becomes a `ScaledArray` of the stored codes, in
+    PyTorch's layout ``[out, in]``. Other tensors, scales of activations (``input_scale``) included,
+    stay arrays.
 
     Args:
       path: a folder with config.json and model.safetensors, or several files and
         model.safetensors.index.json.
 
     Returns:
-      Tensors by their names in the files; and the style, for `save_fp8_safetensors`.
+      Tensors by their names in the files, mapped into memory and unpacked where they are read; and
+      the style, for `save_fp8_safetensors`.
 
     Raises:
       ValueError: a damaged file; a format that is not read here; an FP8 weight without a scale.
@@ -49,103 +60,200 @@ def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Styl
     >>> w = jfp8.quantize(jnp.ones((256, 200)), granularity=jfp8.Block((128, 128)))
     >>> jfp8.checkpoint.save_fp8_safetensors(folder, {"up.weight": w}, "deepseek")
     >>> tensors, style = jfp8.checkpoint.load_fp8_safetensors(folder)
-    >>> tensors["up.weight"].scale.shape, style.granularity
-    ((2, 2), 'block')
+    >>> tensors["up.weight"].scale.shape, style.layouts[0].kind
+    ((2, 2), 'fp8-block')
     """
     folder = Path(path)
     arrays = _arrays(folder)
-    scales = {n: _scale_name(n, arrays) for n, x in arrays.items() if x.dtype.name in _FP8}
-    if not scales:
-        raise ValueError(f"{folder} has no FP8 weights. jfp8.checkpoint.load reads other files.")
-    for name in arrays:
-        of = next((name.removesuffix(s) for s in _SCALES if name.endswith(s)), name)
-        if of != name and of in arrays and of not in scales:
-            raise ValueError(
-                f"{short(of)} has the scale {short(name)}, but it is {arrays[of].dtype}, not FP8. "
-                "Formats of other widths are not read here."
-            )
     config = _json(folder / _CONFIG).get("quantization_config")
     if not isinstance(config, dict):
         raise ValueError(
             f"{folder / _CONFIG} has no quantization_config, which says what the scales belong to."
         )
     try:
-        style = style_of(config, {scale: arrays[scale] for scale in scales.values()})
+        weights = _weights(arrays, layouts_in(config))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    tensors: Tensors = {
-        name: style.join(name, x, arrays[scales[name]]) if name in scales else x
-        for name, x in arrays.items()
-        if name not in scales.values()
-    }
-    return tensors, style
+    makers: dict[str, Any] = {name: partial(arrays.__getitem__, name) for name in arrays}
+    for name, layout in weights.items():
+        makers[name] = partial(layout.join, *(makers.pop(name + s)() for s in layout.suffixes))
+    calibrated = any(name.endswith(_OF_INPUTS) for name in arrays)
+    layouts = tuple(dict.fromkeys(weights.values()))
+    outer = {n: arrays[n + x.suffixes[2]] for n, x in weights.items() if x.reciprocal}
+    return Tensors(makers), Fp8Style(config["quant_method"], layouts, config, calibrated, outer)
+
+
+def _weights(arrays: Arrays, layouts: list[Layout]) -> dict[str, Layout]:
+    """Return the layout of each quantized weight of a checkpoint."""
+    found: dict[str, Layout] = {}
+    misfits: dict[str, str] = {}
+    for layout in layouts:
+        for name in layout.names_in(arrays):
+            data, scale, *outer = (arrays[name + suffix] for suffix in layout.suffixes)
+            stored = layout.stored_as(scale)
+            if stored.holds(data, scale, *outer):
+                found.setdefault(name, stored)
+            needed = stored.scale_shape(layout.shape_of(data))
+            misfits[name] = (
+                f"{short(name)}, {data.dtype}{list(data.shape)}, has a scale {scale.dtype}"
+                f"{list(scale.shape)}, but {layout.in_words()} need {list(needed)}. Does "
+                "config.json belong to these weights?"
+            )
+    for name in sorted(misfits.keys() - found.keys()):
+        raise ValueError(misfits[name])
+    known = {name + suffix for name, layout in found.items() for suffix in layout.suffixes}
+    endings = {" and ".join(map(repr, layout.suffixes[1:])) for layout in layouts}
+    for name in sorted(arrays.keys() - known):
+        if arrays[name].dtype.name in _CODES and arrays[name].ndim > 1:
+            raise ValueError(
+                f"The weight {short(name)} needs its scales, which have its name and the ending "
+                f"{' or '.join(sorted(endings))}."
+            )
+    if not found:
+        raise ValueError("there are no quantized weights. jfp8.checkpoint.load reads other files.")
+    return found
 
 
 def save_fp8_safetensors(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, Any],
+    tensors: Any,
     style: Fp8Style | str,
     *,
+    names: Names | None = None,
+    recipe: Recipes | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> None:
-    """Write an FP8 checkpoint for PyTorch, which `load_fp8_safetensors` reads.
+    """Write an FP8 or FP4 checkpoint for PyTorch, which `load_fp8_safetensors` reads.
 
-    Bytes and scales are written as they are: a checkpoint of one file becomes the same file again.
+    Codes and scales are written as they are: a checkpoint of one file becomes the same file again.
     An existing config.json keeps everything but its ``quantization_config``: copy the model's own
-    into the folder first.
+    into the folder first. All processes of a run call this with the same tensors; each writes some
+    of the files, and the first one the index and config.json.
 
     Args:
       path: the folder.
-      tensors: arrays and instances of `ScaledArray` by name, in PyTorch's layout ``[out, in]``.
-      style: of the original; or ``"deepseek"`` (blocks of 128 x 128), ``"compressed-tensors"`` (per
-        channel) or ``"per-tensor"``.
+      tensors: arrays and instances of `ScaledArray` by name, in PyTorch's layout ``[out, in]``; or
+        with `names` the parameters of a Flax model.
+      style: of the original; or ``"deepseek"``, ``"compressed-tensors"``, ``"modelopt"``,
+        ``"gpt-oss"`` or ``"per-tensor"``, see `Fp8Style`. A weight keeps its format.
+      names: those of `from_flax_params`.
+      recipe: quantizes matrices that are none yet as this recipe quantizes weights in the forward
+        product: one recipe, or some by patterns of paths, ``{"*/mlp/*": "nvfp4", "*": "rowwise"}``,
+        as for `jfp8.convert`; None leaves a layer as it is. Paths are those of the parameters, or
+        without `names` those of the tensors.
       max_shard_size: bytes of a file.
 
     Raises:
       ValueError: scales that the style does not have, or would round; names that collide; an
         unknown style; no scales of activations where the style says that there are.
     """
-    style, folder = style_called(style), Path(path)
-    if style.has_input_scales and not any(name.endswith(_OF_INPUTS) for name in tensors):
+    folder = Path(path)
+    if not isinstance(style, Fp8Style):
+        if style not in styles():
+            raise ValueError(
+                f"style={style!r} is unknown. Allowed: {', '.join(map(repr, styles()))}, or the "
+                "Fp8Style that load_fp8_safetensors returned."
+            )
+        style = styles()[style]
+    found = tensors if names is None else from_flax_params(tensors, names)
+    if recipe is not None:
+        found = _quantized(found, names, recipe)
+    if style.input_scales and not any(name.endswith(_OF_INPUTS) for name in found):
         raise ValueError(
             "The style's quantization_config says that the files have calibrated scales of "
             "activations (input_scale), but there are none among the tensors. Add those that "
             'load_fp8_safetensors returned, or write another style, such as "per-tensor".'
         )
-    arrays: dict[str, np.ndarray] = {}
-    for name, x in tensors.items():
+    layers: dict[str, Stored | None] = {}
+    files: list[list[str]] = []
+    size = 0
+    try:
+        for shard in _shards(_entries(found, style, layers), max_shard_size):
+            folder.mkdir(parents=True, exist_ok=True)
+            files.append(list(shard))
+            size += sum(x.nbytes for x in shard.values())
+            if (len(files) - 1) % jax.process_count() == jax.process_index():
+                file = folder / _UNFINISHED.format(len(files))
+                atomic.replace_file(file, partial(write_arrays, shard))
+            del shard
+        config = style.config(layers)
+    except BaseException:
+        for number in range(1, 1 + len(files)):
+            (folder / _UNFINISHED.format(number)).unlink(missing_ok=True)
+        raise
+    _finish(folder, files, {"total_size": size}, config)
+
+
+def _quantized(tensors: Mapping[str, Any], names: Names | None, recipe: Recipes) -> Tensors:
+    """Return `tensors`, of which those that are kernels are quantized where they are read."""
+    paths = {n: n[: -len(".weight")].replace(".", "/") for n in tensors if n.endswith(".weight")}
+    if names is not None:
+        matrices = {n: p for n, p in places(names).items() if p.axes or p.path.endswith("kernel")}
+        paths = {name: place.path.rpartition("/")[0] for name, place in matrices.items()}
+    selection = select(recipe, (), None)
+    selection.check_patterns(paths.values())
+
+    def made(name: str) -> Any:
+        x = on_this_host(tensors[name])
+        chosen = selection.decide(paths[name], x, None).recipe if name in paths else None
+        if chosen is None or isinstance(x, ScaledArray) or x.ndim < 2:
+            return x
+        quantizer, x = chosen.products().fprop.rhs or Current(E4M3FN), jnp.asarray(x)
+        return quantizer(x, Context((x.ndim - 1,), amax(x), None, None))
+
+    return Tensors({name: partial(made, name) for name in tensors})
+
+
+def _entries(
+    tensors: Mapping[str, Any], style: Fp8Style, layers: dict[str, Stored | None]
+) -> Iterator[Arrays]:
+    """Yield what is stored of each tensor, and note in `layers` in which way."""
+    for name in tensors:
+        x, layer = on_this_host(tensors[name]), name.removesuffix(".weight")
+        arrays = {name: x}
         if isinstance(x, ScaledArray):
-            data, scale = style.split(name, x)
-            if name + style.suffix in tensors:
-                raise ValueError(f"{name + style.suffix!r} is taken by the scale of {name!r}.")
-            arrays |= {name: data, name + style.suffix: scale}
+            layout, arrays = style.split(name, x)
+            layers[layer] = layout, any(f"{layer}.{scale}" in tensors for scale in _OF_INPUTS)
+            if taken := arrays.keys() & tensors.keys() - {name}:
+                raise ValueError(f"{min(taken)!r} is taken by the scale of {name!r}.")
+        elif x.ndim >= 2 and layer != name:
+            layers[layer] = None
+        yield arrays
+
+
+def _shards(entries: Iterable[Arrays], most: int) -> Iterator[Arrays]:
+    """Yield the contents of files of at most `most` bytes; a weight and its scales share one."""
+    shard: Arrays = {}
+    size = 0
+    for arrays in entries:
+        more = sum(x.nbytes for x in arrays.values())
+        if shard and size + more > most:
+            yield shard
+            shard, size = {}, 0
+        shard, size = shard | arrays, size + more
+    yield shard
+
+
+def _finish(folder: Path, files: list[list[str]], metadata: Any, config: dict[str, Any]) -> None:
+    """Give all files their names, once all are there, and write the index and config.json."""
+    n = len(files)
+    names = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, 1 + n)]
+    names = names if n > 1 else [_SINGLE]
+    multihost_utils.sync_global_devices(f"files of {folder}")
+    if jax.process_index() == 0:
+        for number, name in enumerate(names, 1):
+            os.replace(folder / _UNFINISHED.format(number), folder / name)
+        index = {name: file for file, shard in zip(names, files, strict=True) for name in shard}
+        if n > 1:
+            _write_json(folder / _INDEX, {"metadata": metadata, "weight_map": index})
         else:
-            arrays[name] = np.asarray(x)
-    shards = _shards(arrays, max_shard_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [_SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, 1 + len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        atomic.replace_file(folder / name, partial(write_arrays, shard))
-    if len(shards) > 1:
-        files = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        size = sum(x.nbytes for x in arrays.values())
-        _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": files})
-    config = _json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
-    _write_json(folder / _CONFIG, config | {"quantization_config": dict(style.quantization_config)})
+            (folder / _INDEX).unlink(missing_ok=True)
+        old = _json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
+        _write_json(folder / _CONFIG, old | {"quantization_config": config})
+    multihost_utils.sync_global_devices(f"names of {folder}")
 
 
-def _shards(arrays: Mapping[str, np.ndarray], max_shard_size: int) -> list[dict[str, np.ndarray]]:
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, x in arrays.items():
-        if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > max_shard_size:
-            shards.append({})
-        shards[-1][name] = x
-    return shards
-
-
-def _arrays(folder: Path) -> dict[str, np.ndarray]:
+def _arrays(folder: Path) -> Arrays:
     """Return all arrays of a checkpoint, from one file or several."""
     if not (folder / _INDEX).exists():
         if not (folder / _SINGLE).exists():
@@ -161,16 +269,6 @@ def _arrays(folder: Path) -> dict[str, np.ndarray]:
         if name not in found[file]:
             raise ValueError(f"{short(name)} is not in {file}, where {_INDEX} says it is.")
     return {name: found[file][name] for name, file in files.items()}
-
-
-def _scale_name(name: str, arrays: Mapping[str, np.ndarray]) -> str:
-    found = [name + suffix for suffix in _SCALES if name + suffix in arrays]
-    if len(found) != 1:
-        tried = " and ".join(repr(name + suffix) for suffix in _SCALES)
-        raise ValueError(
-            f"The FP8 weight {short(name)} needs one scale, but of {tried} there are {len(found)}."
-        )
-    return found[0]
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,247 +1,205 @@
-"""`Fp8Style`: how FP8 checkpoints for PyTorch store weights and their scales.
-
-A weight ``W``, ``[out, in]``, is stored as FP8 bytes under its name, and its scales under this name
-and a suffix. All scales multiply: ``W ~= bytes * scale``.
-
-    DeepSeek-V3, Qwen3-FP8   W_scale_inv   one for each block of 128 x 128, the last ones cut short
-    compressed-tensors       W_scale       one for the tensor, for each row (channel), or block
-    modelopt, vLLM           W_scale       one for the tensor
-
-``quantization_config`` in config.json says which. A scale of activations that was calibrated
-(``input_scale``) is a tensor like any other here.
-
-References:
-  DeepSeek-V3, ``inference/kernel.py`` (``weight_dequant``) and its README_WEIGHTS.md; transformers,
-  ``integrations/finegrained_fp8.py``; compressed-tensors, ``compressors/naive_quantized``;
-  nvidia-modelopt, ``export_hf_checkpoint``.
-"""
+"""`Fp8Style`: the formats that a library reads, and what it has to know of them in config.json."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jfp8.checkpoint.state_dict import DTYPES
+from jfp8.checkpoint.weight_layout import Layout
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.granularity import Block, ragged_block
 
-Granularity = Literal["tensor", "channel", "block"]
-_SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+# Where a library that mixes formats says which, and what it calls several.
+_MIXED = {
+    "compressed-tensors": ("format", "mixed-precision"),
+    "modelopt": ("quant_algo", "MIXED_PRECISION"),
+}
+Stored = tuple[Layout, bool]
+"""How a layer is stored, and if it has calibrated scales of activations."""
 
 
 @dataclass(frozen=True)
 class Fp8Style:
-    """How a checkpoint stores FP8 weights.
+    """How a checkpoint stores quantized weights. serving_formats.toml has those of new ones.
 
     Attributes:
-      granularity: the elements that share a scale: a ``"tensor"``, a ``"channel"`` (a row of
-        ``[out, in]``), or a ``"block"``.
-      block: its rows and columns; only for ``"block"``.
-      suffix: of the name of a scale, after that of its weight.
-      scale_dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float8_e8m0fnu"``.
-      scale_ndim: dimensions of a stored scale: 0 or 1 for ``"tensor"``, 1 or 2 for ``"channel"``.
-        Those of blocks have as many as the weight.
-      quantization_config: the dict of that name in config.json.
+      library: the ``quant_method`` of its config.json.
+      layouts: those that a weight may have. One that repeats no scale is taken, if there is one.
+      quantization_config: the dict of that name in config.json, of files that were read. None: it
+        is made of the tensors that are saved, and names every layer in high precision.
+      input_scales: the files have calibrated scales of activations.
+      outer: stored outer scales, by weight, which their reciprocals in memory would not give back.
     """
 
-    granularity: Granularity
-    block: tuple[int, int] | None = None
-    suffix: str = "_scale"
-    scale_dtype: str = "float32"
-    scale_ndim: int = 0
-    quantization_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    library: str
+    layouts: tuple[Layout, ...]
+    quantization_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    input_scales: bool = False
+    outer: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
-    @property
-    def has_input_scales(self) -> bool:
-        """Tell whether config.json promises calibrated scales of activations in the files."""
-        groups = self.quantization_config.get("config_groups") or {}
-        inputs = [group.get("input_activations") or {} for group in groups.values()]
-        static = self.quantization_config.get("activation_scheme") == "static"
-        return static or any(x.get("dynamic") is False for x in inputs)
-
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the stored scale of a weight of this `shape`."""
-        if self.granularity == "block":
-            assert self.block is not None
-            rows, columns = (-(-n // b) for n, b in zip(shape[-2:], self.block, strict=True))
-            return (*shape[:-2], rows, columns)
-        if self.granularity == "channel":
-            return shape[:-1] if self.scale_ndim < len(shape) else (*shape[:-1], 1)
-        return (1,) * self.scale_ndim
-
-    def join(self, name: str, data: Any, scale: Any) -> ScaledArray:
-        """Join a stored weight, `data`, and its stored `scale`; errors call the weight `name`.
+    def split(self, name: str, q: ScaledArray) -> tuple[Layout, dict[str, np.ndarray]]:
+        """Return the layout of a weight `q`, ``[out, in]``, and its tensors, stored under `name`.
 
         Raises:
-          ValueError: a scale of another shape.
+          ValueError: no layout has its scales, or one would round them.
         """
-        wanted = self.scale_shape(data.shape)
-        if scale.shape != wanted:
-            raise ValueError(
-                f"{name!r} of shape {data.shape} has a scale of shape {scale.shape}, but "
-                f"{self._in_words()} need {wanted}. Does config.json belong to these weights?"
-            )
-        scale = scale.astype(np.float32)
-        if self.granularity == "tensor":
-            return ScaledArray(data, scale.reshape(()))
-        if self.granularity == "channel":
-            return ScaledArray(data, scale.reshape(*data.shape[:-1], 1))
-        assert self.block is not None
-        whole = Block((1,) * (data.ndim - 2) + self.block)
-        return ScaledArray(data, scale, ragged_block(whole, data.shape))
-
-    def split(self, name: str, q: ScaledArray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes and the scale of a weight `q`, ``[out, in]``, as stored under `name`.
-
-        Raises:
-          ValueError: scales that are laid out otherwise, or that `scale_dtype` would round.
-        """
-        if isinstance(q.scale, ScaledArray):
-            raise ValueError(f"{name!r} has scales of two levels (NVFP4), which no style here has.")
-        data, scale = np.asarray(q.data), np.asarray(q.scale, np.float32)
-        if self.granularity == "tensor" and scale.size == 1:
-            scale = scale.reshape((1,) * self.scale_ndim)
-        elif self.granularity == "channel" and scale.shape == (*data.shape[:-1], 1):
-            scale = scale.reshape(self.scale_shape(data.shape))
-        empty = np.zeros(self.scale_shape(data.shape), np.float32)
-        wanted = self.join(name, data, empty)
-        laid_out = scale.shape == empty.shape
-        if not laid_out or (scale.size > 1 and q.block_sizes() != wanted.block_sizes()):
-            raise ValueError(
-                f"{name!r} of shape {data.shape} has scales of shape {np.shape(q.scale)}, but "
-                f"{self._in_words()} need {empty.shape}. Save it in another style, or quantize it "
-                "so: jfp8.quantize_params(params, recipe)."
-            )
-        narrow = scale.astype(DTYPES[self.scale_dtype])
-        if not np.array_equal(narrow.astype(np.float32), scale):
-            raise ValueError(
-                f"The scales of {name!r} are not numbers of {self.scale_dtype}, in which this "
-                "style stores them. Use dataclasses.replace(style, scale_dtype='float32')."
-            )
-        return data, narrow
-
-    def _in_words(self) -> str:
-        of = "" if self.block is None else f" of {self.block[0]} x {self.block[1]}"
-        return f"scales of each {self.granularity}{of}"
-
-
-_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-STYLES: dict[str, Fp8Style] = {
-    "deepseek": Fp8Style(
-        "block", (128, 128), "_scale_inv", "float32", 2, {**_FP8, "weight_block_size": [128, 128]}
-    ),
-    "compressed-tensors": Fp8Style(
-        "channel",
-        None,
-        "_scale",
-        "float32",
-        2,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {**_WEIGHTS, "strategy": "channel"},
-                    "input_activations": {**_WEIGHTS, "strategy": "token", "dynamic": True},
-                }
-            },
-            "ignore": ["lm_head"],
-        },
-    ),
-    "per-tensor": Fp8Style("tensor", None, "_scale", "float32", 0, _FP8),
-}
-"""Styles of new checkpoints, by name."""
-
-
-def style_called(style: Fp8Style | str) -> Fp8Style:
-    """Return the `Fp8Style` of that name; ``ValueError`` if there is none."""
-    if isinstance(style, Fp8Style):
-        return style
-    if style not in STYLES:
+        if found := self._held(name, q):
+            scales = lambda layout, tensors: tensors[name + layout.suffixes[1]].size
+            layout, tensors = min(found, key=lambda held: (not held[0].is_mx, scales(*held)))
+            if name in self.outer and layout.is_outer_scale(self.outer[name], q):
+                tensors[name + layout.suffixes[2]] = self.outer[name]
+            return layout, tensors
+        others = [key for key, style in styles().items() if style._held(name, q)]
         raise ValueError(
-            f"style={style!r} is unknown. Allowed: {', '.join(map(repr, STYLES))}, or the Fp8Style "
-            "that load_fp8_safetensors returned."
+            f"{name!r}, {q!r}, cannot be stored in this style, which has (FP8 in E4M3 alone) "
+            f"{', '.join(layout.in_words() for layout in self.layouts)}. Save it in another style"
+            f"{' (' + ', '.join(map(repr, others)) + ')' if others else ''}, or quantize it so: "
+            "jfp8.quantize_params(params, recipe)."
         )
-    return STYLES[style]
+
+    def _held(self, name: str, q: ScaledArray) -> list[tuple[Layout, dict[str, np.ndarray]]]:
+        fitted = [layout.fitted(q) for layout in self.layouts]
+        splits = [(layout, layout.split(name, q)) for layout in fitted]
+        return [(layout, tensors) for layout, tensors in splits if tensors is not None]
+
+    def config(self, layers: Mapping[str, Stored | None]) -> dict[str, Any]:
+        """Return the ``quantization_config`` for these layers; None are in high precision."""
+        if self.quantization_config is not None:
+            return dict(self.quantization_config)
+        layers = {"lm_head": None, **layers}
+        groups: dict[Stored, list[str]] = {}
+        for name in sorted(layers):
+            if stored := layers[name]:
+                groups.setdefault(stored, []).append(name)
+        kept = sorted(name for name, stored in layers.items() if stored is None)
+        entries = [_entry(*stored, names[0]) for stored, names in groups.items()]
+        config: dict[str, Any] = {"quant_method": self.library}
+        if len(groups) != 1 and (not groups or self.library not in _MIXED):
+            raise ValueError(
+                f"This style has one format of weights, and not {len(groups)}. Pass ScaledArrays, "
+                "or arrays and recipe=, all with an input_scale or none."
+            )
+        if self.library not in _MIXED:
+            return {**config, **entries[0], "modules_to_not_convert": kept}
+        return {
+            **config,
+            **_mixed(*_MIXED[self.library], entries, list(groups.values())),
+            "ignore": kept,
+        }
 
 
-def style_of(config: Mapping[str, Any], scales: Mapping[str, np.ndarray]) -> Fp8Style:
-    """Return the style that a ``quantization_config`` describes.
+def _mixed(key: str, several: str, entries: list[Any], groups: list[list[str]]) -> dict[str, Any]:
+    """Return what a library that mixes formats is told of groups of layers."""
+    found = [entry[key] for entry in entries]
+    config: dict[str, Any] = {key: found[0] if len(set(found)) == 1 else several}
+    if key == "format":
+        config["quantization_status"] = "compressed"
+    elif len(groups) > 1:
+        pairs = zip(found, groups, strict=True)
+        config["quantized_layers"] = {name: {key: x} for x, names in pairs for name in names}
+    for entry, names in zip(entries, groups, strict=True):
+        entry["targets"] = ["Linear"] if len(groups) == 1 else names
+    return {**config, "config_groups": {f"group_{i}": entry for i, entry in enumerate(entries)}}
 
-    Args:
-      config: the dict.
-      scales: of weights, by the names of these and a suffix.
+
+def _entry(layout: Layout, calibrated: bool, layer: str) -> dict[str, Any]:
+    """Return what config.json says of a group of layers, one of which errors call `layer`."""
+    more = layout.calibrated if calibrated else layout.group
+    if more is None:
+        which, cure = ("with", "leave it out") if calibrated else ("without", "add it")
+        raise ValueError(
+            f"{layer!r} is {layout.kind} {which} a calibrated scale of activations (input_scale), "
+            f'which this library has not: {cure}, or save in the style "compressed-tensors".'
+        )
+    entry = {**(layout.group or {}), **more}
+    if "block_structure" in entry.get("weights", {}):
+        rows, columns = layout.block
+        entry["weights"] = entry["weights"] | {"block_structure": [rows, columns]}
+        entry["input_activations"] = entry["input_activations"] | {"group_size": columns}
+    return entry
+
+
+@cache
+def styles() -> dict[str, Fp8Style]:
+    """Return the styles of new checkpoints, by name."""
+    text = Path(__file__).with_name("serving_formats.toml").read_text("utf-8")
+    found = {}
+    for name, rows in tomllib.loads(text).items():
+        library, layouts = rows.pop("library", name), []
+        for kind, row in rows.items():
+            fields: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+            layouts.append(Layout(kind, **fields))
+        found[name] = Fp8Style(library, tuple(layouts))
+    return found
+
+
+# Other entries of a config that have to be known: "fp8" is that of DeepSeek, Qwen3 and vLLM.
+_KNOWN = {
+    "fmt": ("e4m3", "float8_e4m3fn", None),
+    "scale_fmt": ("float", "ue8m0", None),
+    "activation_scheme": ("dynamic", "static", None),
+    "expert_dtype": ("fp8", None),
+}
+
+
+def layouts_in(config: Mapping[str, Any]) -> list[Layout]:
+    """Return the layouts of the weights that a ``quantization_config`` describes.
 
     Raises:
       ValueError: it describes something else; the message says what.
     """
-    method = _known(config, "quant_method", tuple(_KNOWN))
-    for key, allowed in _KNOWN[method].items():
-        _known(config, key, allowed)
+    method = _known(config, "quant_method", sorted({x.library for x in styles().values()}))
+    layouts = [x for style in styles().values() if style.library == method for x in style.layouts]
+    if method == "fp8":
+        return _fp8_layouts(config, {layout.kind: layout for layout in layouts})
+    if method == "modelopt":
+        return _modelopt_layouts(config, layouts)
     if method == "compressed-tensors":
-        granularity, block = _of_groups(config.get("config_groups", {}))
-    else:
-        block = config.get("weight_block_size") if method == "fp8" else None
-        granularity = "tensor" if block is None else "block"
-        block = None if block is None else _pair("weight_block_size", block)
-    ndims = {x.ndim for x in scales.values() if granularity != "tensor" or x.size == 1} or {0}
-    ndim = max(ndims) if granularity == "block" else _only("dimensions", ndims)
-    dtype = _only("dtypes", {x.dtype.name for x in scales.values()})
-    suffix = _only("suffixes", {name[name.rindex("_scale") :] for name in scales})
-    if dtype not in _SCALE_DTYPES:
-        allowed = ", ".join(_SCALE_DTYPES)
-        raise ValueError(f"The scales of weights are {dtype}; known are {allowed}.")
-    return Fp8Style(granularity, block, suffix, dtype, ndim, dict(config))
+        groups = (config.get("config_groups") or {}).values()
+        return list(dict.fromkeys(_layout_of(x.get("weights") or {}, layouts) for x in groups))
+    return layouts
 
 
-def _only(what: str, found: set[Any]) -> Any:
-    if len(found) != 1:
-        raise ValueError(f"The scales of weights have several {what}: {sorted(found)}.")
-    return found.pop()
+def _fp8_layouts(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> list[Layout]:
+    """Return the layout of the weights of DeepSeek, Qwen3 and vLLM, with both names of scales."""
+    for key, allowed in _KNOWN.items():
+        _known(config, key, allowed)
+    layout, sizes = layouts["fp8-tensor"], config.get("weight_block_size")
+    if sizes is not None:
+        layout = replace(layouts["fp8-block"], block=_pair("weight_block_size", sizes))
+    return [replace(layout, suffixes=("", scale)) for scale in ("_scale_inv", "_scale")]
 
 
-# Other entries of a config, by its method: "fp8" is that of DeepSeek, Qwen3, transformers and vLLM.
-_KNOWN: dict[str, dict[str, tuple[Any, ...]]] = {
-    "fp8": {
-        "fmt": ("e4m3", "float8_e4m3fn", None),
-        "scale_fmt": ("float", "ue8m0", None),
-        "activation_scheme": ("dynamic", "static", None),
-    },
-    "compressed-tensors": {"format": ("float-quantized", "naive-quantized")},
-    "modelopt": {"quant_algo": ("FP8",)},
-}
+def _modelopt_layouts(config: Mapping[str, Any], layouts: list[Layout]) -> list[Layout]:
+    both = [(x, layout) for layout in layouts for x in (layout.group, layout.calibrated) if x]
+    named = {x["quant_algo"]: layout for x, layout in both if "quant_algo" in x}
+    layers = list((config.get("quantized_layers") or {}).values()) or [config]
+    return list(dict.fromkeys(named[_known(x, "quant_algo", named)] for x in layers))
 
 
-def _of_groups(groups: Mapping[str, Any]) -> tuple[Granularity, tuple[int, int] | None]:
-    """Return what has a scale in all groups of layers, and the sizes of blocks."""
-    found = set()
-    for group in groups.values():
-        weights = group.get("weights") or {}
-        _known(weights, "type", ("float",))
-        _known(weights, "num_bits", (8,))
-        strategy = _known(weights, "strategy", ("tensor", "channel", "block"))
-        block = weights.get("block_structure")
-        found.add((strategy, _pair("block_structure", block) if strategy == "block" else None))
-    if len(found) != 1:
-        raise ValueError(
-            f"config_groups has {len(found)} kinds of weights, {sorted(found, key=str)}, but all "
-            "FP8 weights of a checkpoint must be quantized alike here."
-        )
-    return found.pop()
+def _layout_of(weights: Mapping[str, Any], layouts: list[Layout]) -> Layout:
+    """Return the layout of the weights of a group of compressed-tensors."""
+    keys = ("type", "num_bits", "strategy", "group_size")
+    asked = lambda given: {key: given[key] for key in keys if given.get(key) is not None}
+    rows = [asked((layout.group or {})["weights"]) for layout in layouts]
+    layout = layouts[rows.index(_known({"weights": asked(weights)}, "weights", rows))]
+    if layout.kind != "fp8-block":
+        return layout
+    return replace(layout, block=_pair("block_structure", weights.get("block_structure")))
 
 
 def _known(config: Mapping[str, Any], key: str, allowed: Iterable[Any]) -> Any:
     """Return an entry of a config, if it is one of those that are read here."""
-    if config.get(key) not in allowed:
+    if config.get(key) not in list(allowed):
         raise ValueError(
             f"{key}={config.get(key)!r} in quantization_config is not read here. Known: "
-            f"{', '.join(map(repr, allowed))}."
+            f"{', '.join(map(repr, allowed))}. Dequantize the checkpoint with the library that "
+            "wrote it, and quantize its values: jfp8.quantize_params(params, recipe)."
         )
     return config.get(key)
 

@@ -40,22 +40,17 @@ from jfp8.checkpoint.state_dict import (
 _METADATA, _OURS, _OURS_CRC32 = "__metadata__", "jfp8", "jfp8_crc32"
 _LONGEST_HEADER = 100_000_000  # of the library
 _MOST_DIMENSIONS = 64  # of NumPy
-_NAMES = {
-    "bool": "BOOL",
-    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "bfloat16": "BF16",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float4_e2m1fn": "F4",  # two elements in a byte, the first in its lower half
-}
+# In the order of the library, whose files have the last first. Two elements of F4 share a byte.
+_OF_NUMPY = (
+    "bool float4_e2m1fn uint8 int8 float8_e5m2 float8_e4m3fn float8_e8m0fnu float8_e4m3fnuz "
+    "float8_e5m2fnuz int16 uint16 float16 bfloat16 int32 uint32 float32 complex64 float64 int64 "
+    "uint64"
+)
+_OF_LIBRARY = (
+    "BOOL F4 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 "
+    "C64 F64 I64 U64"
+)
+_NAMES = dict(zip(_OF_NUMPY.split(), _OF_LIBRARY.split(), strict=True))
 _DTYPES = {name: DTYPES[dtype] for dtype, name in _NAMES.items()}
 # Largest byte of dtypes that use a part of it. NumPy and ml_dtypes define no value for others.
 _LARGEST_BYTE = {
@@ -106,7 +101,8 @@ def _write(
     file: BinaryIO,
 ) -> None:
     # As the library does: elements of any size are then aligned for whoever maps the file.
-    order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
+    place = list(_DTYPES).index
+    order = sorted(arrays, key=lambda name: (-place(stored[name].dtype), name))
     header: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for name in order:
@@ -131,10 +127,22 @@ def _stored(name: str, array: np.ndarray) -> _Stored:
     if array.itemsize > 1 and dtype == "U8":
         raise _unnamed(name, array)
     if dtype == "F4" and array.ndim and array.shape[-1] % 2 == 0:
-        raw = raw[0::2] | raw[1::2] << 4
+        raw = joined_nibbles(raw)
     elif dtype == "F4":
         dtype = "U8"
     return _Stored(dtype, array.shape, raw)
+
+
+def joined_nibbles(codes: np.ndarray) -> np.ndarray:
+    """Pack two codes of four bits into a byte, along the last axis; the first in its lower half."""
+    codes = codes.view(np.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def split_nibbles(packed: np.ndarray) -> np.ndarray:
+    """Return the codes in `packed` bytes, uint8: `joined_nibbles` inverted."""
+    codes = np.stack([packed & np.uint8(15), packed >> 4], axis=-1)
+    return codes.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def _unnamed(name: str, array: np.ndarray) -> ValueError:
@@ -192,7 +200,7 @@ def _array(name: str, entry: _Stored, hidden: Any = None) -> np.ndarray:
             what = f"its dtype in {_METADATA} is {short(hidden)}, and {entry.dtype} above"
             raise ValueError(f"{short(name)}: {what}")
     if entry.dtype == "F4":
-        raw = np.stack([raw & np.uint8(15), raw >> 4], axis=-1).reshape(-1)
+        raw = split_nibbles(raw)
     largest = _LARGEST_BYTE.get(dtype.name, 255)
     if largest < 255 and raw.size and raw.max() > largest:
         raise ValueError(f"{short(name)}: the byte {raw.max()} is no {dtype}")

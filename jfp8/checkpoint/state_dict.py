@@ -150,7 +150,7 @@ def unflatten(leaves: Any) -> dict[str, Any]:
 
 def spelled(path: Path) -> str:
     """Spell a path for a message."""
-    return short("/".join(path)) if path else "the tree"
+    return short("/".join(map(str, path))) if path else "the tree"
 
 
 def short(value: Any) -> str:

@@ -5,16 +5,20 @@
     python tests/data/fp8_checkpoints/make.py
 
 The models have one tiny Qwen3 layer with random weights. checksums.json has, for each weight, the
-sum of its values, dequantized by the library, times their places 1, 2, 3 ... in the tensor.
+sum of its values, dequantized by the library, times their places 1, 2, 3 ... in the tensor. For
+files with MX formats and NVFP4, crc32.json has the CRC-32 of these values in float32.
 """
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import modelopt.torch.quantization as mtq
 import torch
 from compressed_tensors import ModelCompressor
+from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -22,13 +26,19 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
 )
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from modelopt.torch.export import export_hf_checkpoint
-from safetensors.torch import load_file
-from transformers import FineGrainedFP8Config, Qwen3Config, Qwen3ForCausalLM
+from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+from modelopt.torch.quantization.qtensor import MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
+from safetensors.torch import load_file, save_file
+from transformers import FineGrainedFP8Config, Mxfp4Config, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 HERE = Path(__file__).parent
-CHECKSUMS = {}
+CHECKSUMS: dict[str, dict] = {}
+CRC32: dict[str, dict] = {}
 
 
 def model(hidden=16, intermediate=24):
@@ -113,6 +123,99 @@ def by_modelopt(name):
     note(name, lambda x, scale: x.float() * scale)
 
 
+def note_exactly(name, values):
+    """Keep the CRC-32 of the weights of a checkpoint, by name, dequantized to float32."""
+    for x in values.values():
+        assert x.dtype == torch.float32
+    CRC32[name] = {w: zlib.crc32(x.contiguous().numpy().tobytes()) for w, x in values.items()}
+    (HERE / name / "generation_config.json").unlink(missing_ok=True)
+
+
+def mixed_by_compressed_tensors(name):
+    tiny = model(32, 64)
+    groups = {
+        "group_0": preset_name_to_scheme("MXFP8", ["re:.*[qkv]_proj"]),
+        "group_1": preset_name_to_scheme("FP8_DYNAMIC", ["re:.*o_proj"]),
+        "group_2": preset_name_to_scheme("MXFP4", ["re:.*(gate|up)_proj"]),
+        "group_3": preset_name_to_scheme("NVFP4A16", ["re:.*down_proj"]),
+    }
+    config = QuantizationConfig(config_groups=groups, ignore=["lm_head"])
+    apply_quantization_config(tiny, config)
+    for module in tiny.modules():
+        if getattr(module, "quantization_scheme", None):
+            weights, w = module.quantization_scheme.weights, module.weight.float()
+            size = weights.group_size or w.shape[1]
+            largest = w.abs().reshape(len(w), -1, size).amax(2)
+            outer = None
+            if hasattr(module, "weight_global_scale"):
+                outer = generate_gparam(w.min(), w.max())
+                module.weight_global_scale.data.copy_(outer)
+            scale, _ = calculate_qparams(-largest, largest, weights, outer)
+            module.weight_scale.data = scale.to(torch.float32)
+    compressor = ModelCompressor.from_pretrained_model(tiny)
+    compressor.compress_model(tiny)
+    tiny.save_pretrained(HERE / name, state_dict=tiny.state_dict())
+    compressor.update_config(str(HERE / name))
+    values = {}
+    for layer, module in tiny.named_modules():
+        if getattr(module, "quantization_scheme", None):
+            weights, scale = module.quantization_scheme.weights, module.weight_scale.data
+            data = getattr(module, "weight_packed", getattr(module, "weight", None)).data
+            if data.dtype == torch.uint8:
+                data = unpack_fp4_from_uint8(data, len(data), 2 * data.shape[1], torch.float32)
+            scale = decompress_mx_scale(scale) if scale.dtype == torch.uint8 else scale
+            outer = getattr(module, "weight_global_scale", None)
+            values[layer + ".weight"] = dequantize(
+                data, scale.float(), args=weights, dtype=torch.float32, global_scale=outer
+            )
+    note_exactly(name, values)
+
+
+def by_tensors_of_modelopt(name, algorithm):
+    """Write with modelopt's tensors: its quantizers need a GPU for these formats."""
+    tiny, arrays, values = model(32, 64), {}, {}
+    tiny.save_pretrained(HERE / name)
+    for weight, x in tiny.state_dict().items():
+        if "proj" not in weight:
+            arrays[weight] = x
+        elif algorithm == "MXFP8":
+            q, scale = MXFP8QTensor.quantize(x.float())
+            arrays |= {weight: q._quantized_data, weight + "_scale": scale}
+            values[weight] = q.dequantize(torch.float32, scale=scale)
+        else:
+            q, scale, outer = NVFP4QTensor.quantize(x.float(), 16)
+            arrays |= {weight: q._quantized_data, weight + "_scale": scale}
+            arrays |= {weight + "_scale_2": outer.squeeze()}
+            values[weight] = q.dequantize(
+                torch.float32, scale=scale, double_scale=outer, block_sizes={-1: 16}
+            )
+    del arrays["lm_head.weight"]
+    save_file(arrays, HERE / name / "model.safetensors", {"format": "pt"})
+    details = {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}
+    config = json.loads((HERE / name / "config.json").read_text())
+    config["quantization_config"] = convert_hf_quant_config_format({"quantization": details})
+    (HERE / name / "config.json").write_text(json.dumps(config, indent=2))
+    note_exactly(name, values)
+
+
+def like_gpt_oss(name):
+    """Write blocks and scales as gpt-oss has them; transformers can only read them on a CPU."""
+    torch.manual_seed(1)
+    arrays, values = {"model.layers.0.mlp.router.weight": torch.randn(2, 64).bfloat16()}, {}
+    for proj, shape in {"gate_up_proj": (2, 24, 64), "down_proj": (2, 64, 32)}.items():
+        weight = f"model.layers.0.mlp.experts.{proj}"
+        q, scale = MXFP4QTensor.quantize(torch.randn(shape), 32)
+        blocks = q._quantized_data.reshape(*shape[:2], -1, 16)
+        scales = scale.reshape(*shape[:2], -1)
+        arrays |= {weight + "_blocks": blocks, weight + "_scales": scales}
+        values[weight] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).mT
+    (HERE / name).mkdir()
+    save_file(arrays, HERE / name / "model.safetensors", {"format": "pt"})
+    kept = Mxfp4Config(modules_to_not_convert=["model.layers.*.mlp.router", "lm_head"]).to_dict()
+    (HERE / name / "config.json").write_text(json.dumps({"quantization_config": kept}, indent=2))
+    note_exactly(name, values)
+
+
 def args(strategy, **more):
     return QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, **more)
 
@@ -129,4 +232,9 @@ by_compressed_tensors(
     args("group", group_size=8, dynamic=True),
 )
 by_modelopt("modelopt_tensor")
+mixed_by_compressed_tensors("compressed_mixed")
+by_tensors_of_modelopt("modelopt_nvfp4", "NVFP4")
+by_tensors_of_modelopt("modelopt_mxfp8", "MXFP8")
+like_gpt_oss("gpt_oss")
+(HERE / "crc32.json").write_text(json.dumps(CRC32, indent=1) + "\n")
 (HERE / "checksums.json").write_text(json.dumps(CHECKSUMS, indent=1) + "\n")

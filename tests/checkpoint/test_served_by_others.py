@@ -1,0 +1,242 @@
+"""Exported checkpoints, opened and dequantized by the libraries whose formats they have.
+
+    pip install torch==2.13.0 transformers==5.23.0 compressed-tensors==0.20.0 \\
+        nvidia-modelopt==0.47.0 accelerate==1.15.0 requests
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import ScaledArray, checkpoint
+
+pytestmark = pytest.mark.slow
+CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+GPT_OSS = CONFIG | {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+# A weight with a zero block, blocks far apart, and a NaN.
+EXTREMES = "model.layers.1.mlp.up_proj.weight"
+F32_SCALES = jfp8.recipes.Float8BlockScaling(scale_rounding=None)
+MIXED = {"*/attn": "rowwise", "layers/0/mlp/*": "mxfp4", "*/down_proj": "nvfp4", "*": "mxfp8"}
+RECIPES: dict[str, tuple[str, Any]] = {
+    "deepseek": ("deepseek", F32_SCALES),
+    "deepseek, powers of two": ("deepseek", "block"),
+    "one scale": ("compressed-tensors", "current"),
+    "channels": ("compressed-tensors", "rowwise"),
+    "blocks": ("compressed-tensors", F32_SCALES),
+    "MXFP8, rceil": ("compressed-tensors", "mxfp8"),
+    "MXFP8, floor": ("compressed-tensors", jfp8.recipes.MXFP8BlockScaling(scale_rounding="floor")),
+    "MXFP4": ("compressed-tensors", "mxfp4"),
+    "NVFP4": ("compressed-tensors", "nvfp4"),
+    "mixed": ("compressed-tensors", MIXED),
+}
+
+
+def weights_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+    w = tensors[EXTREMES]
+    w[:128] *= np.exp2(rng.integers(-30, 30, size=(128, 1)))
+    w[128:] = 0
+    w[3, 5] = np.nan
+    return tensors
+
+
+def different(ours: Any, theirs: Any) -> int:
+    """How many values differ; NaN is equal to NaN."""
+    a, b = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
+    assert a.shape == b.shape
+    return int(np.sum(~((a == b) | (np.isnan(a) & np.isnan(b)))))
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> Any:
+    """The names of tunix's Qwen3, its parameters, and that model of transformers."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    plain = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG))
+    tensors = weights_of({name: tuple(x.shape) for name, x in plain.state_dict().items()})
+    names = checkpoint.names_for("tunix/qwen3", CONFIG)
+    return names, checkpoint.to_flax_params(tensors, names), plain
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_model_that_others_open_has_our_values(case, qwen3, tmp_path):
+    names, params, plain = qwen3
+    style, recipe = RECIPES[case]
+    recipe = {"lm_head": None, **(recipe if isinstance(recipe, dict) else {"*": recipe})}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float32"}))
+    checkpoint.save_fp8_safetensors(
+        tmp_path, params, style, names=names, recipe=recipe, max_shard_size=200_000
+    )
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    quantized = {name for name, x in ours.items() if isinstance(x, ScaledArray)}
+    assert quantized == {name for name in names if "_proj" in name}
+    opened = dequantized_by_compressed_tensors if case == "mixed" else opened_by_transformers
+    theirs = opened(tmp_path, plain)
+    assert names.keys() <= theirs.keys()
+    for name in names:
+        x = ours[name]
+        if name in quantized and isinstance(x.scale, ScaledArray):  # it gives bf16
+            x = x.dequantize(jnp.bfloat16)
+        assert different(x, theirs[name]) == 0, name
+        assert np.count_nonzero(theirs[name]) > (1000 if name == EXTREMES else np.size(x) / 2)
+
+
+def opened_by_transformers(folder: Path, plain: Any) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    del plain
+    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+    configs = {
+        "fp8": transformers.FineGrainedFP8Config,
+        "compressed-tensors": transformers.CompressedTensorsConfig,
+        "mxfp4": transformers.Mxfp4Config,
+    }
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=configs[method](dequantize=True)
+    )
+    return {name: x.numpy() for name, x in model.state_dict().items()}
+
+
+def dequantized_by_compressed_tensors(folder: Path, plain: Any) -> dict[str, Any]:
+    """Let it choose the layers and their formats by config.json; transformers knows one format."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    model = copy.deepcopy(plain)
+    apply_quantization_config(model, QuantizationConfig.model_validate(config))
+    stored: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors"):
+        stored |= load_file(file)
+    found = {}
+    for layer, module in model.named_modules():
+        state = {
+            n.rpartition(".")[2]: x for n, x in stored.items() if n.rpartition(".")[0] == layer
+        }
+        if scheme := getattr(module, "quantization_scheme", None):
+            compressor = BaseCompressor.get_value_from_registry(scheme.format)
+            found[layer + ".weight"] = (
+                compressor.decompress(state, scheme)["weight"].float().numpy()
+            )
+        elif "weight" in state:
+            found[layer + ".weight"] = state["weight"].numpy()
+    return found
+
+
+def test_gpt_oss(tmp_path):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    plain = transformers.GptOssForCausalLM(transformers.GptOssConfig(**GPT_OSS))
+    rng = np.random.default_rng(0)
+    tensors: dict[str, Any] = {}
+    for name, x in plain.state_dict().items():
+        shape = tuple(x.mT.shape) if name.endswith("_proj") else tuple(x.shape)
+        w = rng.normal(size=shape).astype(np.float32)
+        tensors[name] = w
+        if name.endswith("_proj"):
+            w[0] *= np.exp2(rng.integers(-60, 60, size=(shape[1], 1)))
+            w[1] = 0
+            tensors[name] = mxfp4(w)
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS | {"dtype": "float32"}))
+    checkpoint.save_fp8_safetensors(tmp_path, tensors, "gpt-oss")
+    theirs = opened_by_transformers(tmp_path, plain)
+    for name, x in tensors.items():
+        values = np.asarray(x).mT if isinstance(x, ScaledArray) else x
+        assert different(values, theirs[name]) == 0, name
+    assert theirs["model.layers.1.mlp.experts.down_proj"].any()
+
+
+def recipes_weight(recipe: str, w: Any) -> ScaledArray:
+    """A matrix ``[out, in]`` as a recipe quantizes it."""
+    return jfp8.quantize_params({"kernel": jnp.asarray(w).T}, recipe)["kernel"].T
+
+
+def mxfp4(x: Any) -> ScaledArray:
+    return jfp8.quantize(x, "e2m1", granularity=jfp8.Block((1, 32)), scale_rounding="floor")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_modelopt(recipe, tmp_path):
+    torch = pytest.importorskip("torch")
+    modelopt = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
+    from safetensors.torch import load_file
+
+    w = weights_of({"a.weight": (64, 96), EXTREMES: (256, 128), "lm_head.weight": (8, 96)})
+    checkpoint.save_fp8_safetensors(tmp_path, w, "modelopt", recipe={"lm_head": None, "*": recipe})
+    ours, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in ("a.weight", EXTREMES):
+        shape, scale = w[name].shape, stored[name + "_scale"]
+        if recipe == "mxfp8":
+            tensor = modelopt.MXFP8QTensor(shape, torch.float32, stored[name])
+            theirs = tensor.dequantize(torch.float32, scale=scale)
+        else:
+            tensor = modelopt.NVFP4QTensor(shape, torch.float32, stored[name])
+            outer = stored[name + "_scale_2"]
+            theirs = tensor.dequantize(
+                torch.float32, scale=scale, double_scale=outer, block_sizes={-1: 16}
+            )
+        assert different(ours[name], theirs) == 0
+    if recipe == "nvfp4":  # names and dtypes, as its converter checks them
+        converter = ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*"])
+        assert "a.weight_packed" in converter.validate(stored)
+
+
+def test_nvfp4_of_compressed_tensors_is_exact_where_the_outer_scale_is_a_power_of_two(tmp_path):
+    torch = pytest.importorskip("torch")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from safetensors.torch import load_file
+
+    w = jax.random.normal(jax.random.key(0), (64, 96))
+    counts = []
+    for factor in (1.0, 4 / 3):
+        q = recipes_weight("nvfp4", w)
+        outer = jnp.exp2(jnp.round(jnp.log2(q.scale.scale))) * np.float32(factor)
+        q = dataclasses.replace(q, scale=dataclasses.replace(q.scale, scale=outer))
+        checkpoint.save_fp8_safetensors(tmp_path, {"a.weight": q}, "compressed-tensors")
+        stored = load_file(tmp_path / "model.safetensors")
+        theirs = dequantize(
+            unpack_fp4_from_uint8(stored["a.weight_packed"], *w.shape, torch.float32),
+            stored["a.weight_scale"].float(),
+            args=quantization.quant_scheme.NVFP4A16["weights"],
+            dtype=torch.float32,
+            global_scale=stored["a.weight_global_scale"],
+        ).numpy()
+        np.testing.assert_allclose(theirs, q, rtol=2.0**-22)
+        counts.append(different(q, theirs))
+    assert counts[0] == 0 < counts[1] < w.size

@@ -1,0 +1,479 @@
+"""Files that engines read: MXFP8, MXFP4 and NVFP4, mixed too, with the names of their layers.
+
+tests/data/fp8_checkpoints/make.py wrote the files with the libraries whose formats they have, and
+the CRC-32 of the values that these libraries give. The rules are spelled out below, in NumPy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import weakref
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jfp8
+from jfp8 import ScaledArray, checkpoint
+from jfp8.checkpoint.torch_layout import Tensors
+from support.checkpoints import assert_same
+
+FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
+CRC32 = json.loads((FOLDER / "crc32.json").read_text())
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+DTYPES = {
+    "F32": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "U8": np.uint8,
+}
+SUFFIXES = ("_packed", "_blocks", "")
+
+
+def raw(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of a folder, read by a few lines of this test."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        content = file.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        header.pop("__metadata__")
+        for name, entry in header.items():
+            begin, end = (start + n for n in entry["data_offsets"])
+            array = np.frombuffer(content[begin:end], DTYPES[entry["dtype"]])
+            found[name] = array.reshape(entry["shape"])
+    return found
+
+
+def published(stored: dict[str, np.ndarray], weight: str) -> np.ndarray:
+    """What the tensors of a weight stand for, by the rules of their libraries, in f32."""
+    data = next(stored[weight + s] for s in SUFFIXES if weight + s in stored)
+    scale = next(
+        stored[weight + s] for s in ("_scales", "_scale_inv", "_scale") if weight + s in stored
+    )
+    if data.dtype == np.uint8:
+        data = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1)
+        if weight + "_scale_2" in stored:
+            data += 0  # modelopt's -0 is 0
+        data = data.reshape(*scale.shape[:-1], -1)
+    data = data.astype(np.float32)
+    if scale.dtype == np.uint8:
+        scale = np.where(scale == 255, np.nan, np.exp2(scale.astype(np.float64) - 127))
+    scale = scale.astype(np.float32)
+    if weight + "_global_scale" in stored:  # of compressed-tensors, which divides by it
+        scale = scale / stored[weight + "_global_scale"]
+    if weight + "_scale_2" in stored:  # of modelopt, which multiplies
+        scale = scale * stored[weight + "_scale_2"]
+    if scale.size > 1:
+        scale = scale.reshape(*scale.shape, *(1,) * (data.ndim - scale.ndim))
+        for axis in range(data.ndim):
+            scale = np.repeat(scale, -(-data.shape[axis] // scale.shape[axis]), axis)
+        scale = scale[tuple(slice(n) for n in data.shape)]
+    return data * scale
+
+
+def in_ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.abs(a.view(np.int32).astype(np.int64) - b.view(np.int32))
+
+
+@pytest.mark.parametrize("name", CRC32)
+def test_values_are_those_of_the_library_that_wrote_them(name):
+    tensors, _ = checkpoint.load_fp8_safetensors(FOLDER / name)
+    stored = raw(FOLDER / name)
+    assert {n for n, x in tensors.items() if isinstance(x, ScaledArray)} == CRC32[name].keys()
+    for weight, crc in CRC32[name].items():
+        expected = published(stored, weight)
+        assert zlib.crc32(expected.tobytes()) == crc
+        assert np.count_nonzero(expected) > expected.size / 2
+        values = np.asarray(tensors[weight])
+        if weight + "_global_scale" in stored:  # its f32 values are quotients, ours are products
+            assert in_ulps(values, expected).max() <= 2
+            values, expected = (x.astype(ml_dtypes.bfloat16) for x in (values, expected))
+        np.testing.assert_array_equal(values, expected)
+        if weight + "_scale_2" not in stored:
+            np.testing.assert_array_equal(np.signbit(values), np.signbit(expected))
+
+
+@pytest.mark.parametrize("name", CRC32)
+def test_what_was_read_is_written_byte_for_byte(name, tmp_path):
+    tensors, style = checkpoint.load_fp8_safetensors(FOLDER / name)
+    shutil.copy(FOLDER / name / "config.json", tmp_path)
+    checkpoint.save_fp8_safetensors(tmp_path, tensors, style)
+    for file in ("config.json", "model.safetensors"):
+        ours, theirs = ((folder / file).read_bytes() for folder in (tmp_path, FOLDER / name))
+        assert ours == theirs if file != "config.json" else json.loads(ours) == json.loads(theirs)
+
+
+def test_what_went_through_a_model_is_written_byte_for_byte(tmp_path):
+    """An outer scale too that its reciprocal, which is in memory, would not give back."""
+    stored = np.float32(1.9)
+    while np.float32(1) / (np.float32(1) / stored) == stored:
+        stored = np.nextafter(stored, np.float32(1))
+    theirs = shutil.copytree(FOLDER / "compressed_mixed", tmp_path / "theirs") / "model.safetensors"
+    content = bytearray(theirs.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    name = "model.layers.0.mlp.down_proj.weight_global_scale"
+    begin, end = json.loads(content[8:start])[name]["data_offsets"]
+    content[start + begin : start + end] = stored.tobytes()
+    theirs.write_bytes(content)
+    tensors, style = checkpoint.load_fp8_safetensors(theirs.parent)
+    names = {name: name.replace(".", "/").replace("proj/weight", "proj/kernel") for name in tensors}
+    params = checkpoint.to_flax_params(tensors, names)
+    assert params["model"]["layers"][0]["mlp"]["down_proj"]["kernel"].shape == (64, 32)
+    checkpoint.save_fp8_safetensors(tmp_path / "ours", params, style, names=names)
+    assert (tmp_path / "ours" / "model.safetensors").read_bytes() == theirs.read_bytes()
+
+
+# What jfp8 writes.
+
+
+def quantized(recipe, w) -> ScaledArray:
+    """A matrix ``[out, in]`` as a recipe quantizes it in the forward product."""
+    return jfp8.quantize_params({"kernel": jnp.asarray(w).T}, recipe)["kernel"].T
+
+
+def extreme(shape=(256, 128)) -> np.ndarray:
+    """Blocks far apart, one of zeros, and one with a NaN."""
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=shape).astype(np.float32)
+    w[:128] *= np.exp2(rng.integers(-40, 40, size=(128, 1)))
+    w[128:] = 0
+    w[130, 3] = np.nan
+    return w
+
+
+F32_SCALES = jfp8.recipes.Float8BlockScaling(scale_rounding=None)
+WRITTEN = {
+    "deepseek": {"fp8-block": F32_SCALES},
+    "per-tensor": {"fp8-tensor": "current"},
+    "modelopt": {"fp8-channel": "rowwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"},
+    "compressed-tensors": {
+        "fp8-tensor": "current",
+        "fp8-channel": "rowwise",
+        "fp8-block": F32_SCALES,
+        "mxfp8": jfp8.recipes.MXFP8BlockScaling(two_dimensional_weights=True),
+        "mxfp4": "mxfp4",
+        "nvfp4": "nvfp4",
+    },
+}
+
+
+@pytest.mark.parametrize(("style", "kind"), [(s, k) for s, kinds in WRITTEN.items() for k in kinds])
+def test_every_format_by_the_published_rule(style, kind, tmp_path):
+    q = quantized(WRITTEN[style][kind], extreme())
+    checkpoint.save_fp8_safetensors(tmp_path, {"up.weight": q}, style)
+    expected, values = published(raw(tmp_path), "up.weight"), np.asarray(q)
+    assert 1000 < np.count_nonzero(np.isfinite(expected)) < expected.size
+    if style == "compressed-tensors" and kind == "nvfp4":
+        np.testing.assert_allclose(values, expected, rtol=2.0**-22)
+    else:
+        np.testing.assert_array_equal(values, expected)
+    again, found = checkpoint.load_fp8_safetensors(tmp_path)
+    assert [layout.kind for layout in found.layouts] == [kind]
+    assert_same(np.asarray(again["up.weight"]), values)
+    checkpoint.save_fp8_safetensors(tmp_path / "again", again, found)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / file).read_bytes()
+
+
+def test_experts_of_gpt_oss_by_the_published_rule(tmp_path):
+    """[experts, out, in]; the exponent of a block with a NaN is 255, which stands for NaN."""
+    w = np.stack([extreme(), np.roll(extreme(), 7, 1)])
+    q = jfp8.quantize(w, "e2m1", granularity=jfp8.Block((1, 32)), scale_rounding="rceil")
+    checkpoint.save_fp8_safetensors(tmp_path, {"mlp.experts.up_proj": q}, "gpt-oss")
+    stored = raw(tmp_path)
+    assert stored["mlp.experts.up_proj_blocks"].shape == (2, 256, 4, 16)
+    assert stored["mlp.experts.up_proj_scales"].shape == (2, 256, 4)
+    assert np.count_nonzero(stored["mlp.experts.up_proj_scales"] == 255) == 2
+    expected = published(stored, "mlp.experts.up_proj")
+    assert np.count_nonzero(np.isnan(expected)) == 64
+    np.testing.assert_array_equal(expected, q)
+    again, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    assert_same(again["mlp.experts.up_proj"], jax.tree.map(np.asarray, q))
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])
+def test_zero_blocks_and_nan(kind, tmp_path):
+    """Blocks of zeros stay zeros, one with a NaN becomes NaN, and no other block does."""
+    w = np.concatenate([extreme()[:128], np.zeros((128, 128), np.float32), extreme()[128:]])
+    q = quantized(WRITTEN["compressed-tensors"][kind], w)
+    checkpoint.save_fp8_safetensors(tmp_path, {"a.weight": q}, "compressed-tensors")
+    values = published(raw(tmp_path), "a.weight")
+    assert np.all(np.isfinite(values[:128]))
+    assert np.any(values[:128] != 0)
+    assert np.all(values[128:256] == 0)
+    assert np.isnan(values[258, 3])
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(np.asarray(q)))
+
+
+def test_f32_scales_of_blocks_do_not_pass_through_bf16(tmp_path):
+    q = quantized(F32_SCALES, np.random.default_rng(0).normal(size=(512, 512)))
+    assert np.mean(q.scale != q.scale.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
+    checkpoint.save_fp8_safetensors(tmp_path, {"a.weight": q}, "deepseek")
+    assert_same(raw(tmp_path)["a.weight_scale_inv"], np.asarray(q.scale))
+    tensors, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    assert_same(tensors["a.weight"].scale, np.asarray(q.scale))
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+def test_mx_values_that_are_quantized_again_stay(rounding, tmp_path):
+    """The file has the scales of training. A reader's own, of values in bf16, may be smaller."""
+    w = np.random.default_rng(0).normal(size=(32, 1024)).astype(np.float32)
+    recipe = jfp8.recipes.MXFP8BlockScaling(scale_rounding=rounding)
+    q = quantized(recipe, w)
+    checkpoint.save_fp8_safetensors(tmp_path, {"a.weight": q}, "compressed-tensors")
+    stored = raw(tmp_path)
+    assert_same(stored["a.weight_scale"], np.asarray(q.scale).view(np.uint8))
+    values = published(stored, "a.weight").astype(ml_dtypes.bfloat16)
+    again = quantized(recipe, values)
+    np.testing.assert_array_equal(again, q)
+    changed = np.count_nonzero(np.asarray(again.scale) != np.asarray(q.scale))
+    assert changed == (29 if rounding == "rceil" else 0)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(64, 128, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(128, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+def test_the_forward_pass_of_the_file_is_that_of_training(tmp_path):
+    recipe = {"*/up": "nvfp4", "*": "mxfp8"}
+    convert = lambda model: jfp8.convert(model, recipe=recipe, exempt=())
+    make = lambda seed: nnx.Sequential(*(Block(nnx.Rngs(seed + i)) for i in range(2)))
+    table = {f"h.{{i}}.{x}.weight": f"layers/{{i}}/{x}/kernel" for x in ("up", "down")}
+    names = checkpoint.names_for(table, {"num_hidden_layers": 2, "num_attention_heads": 1})
+    model, served = make(0), convert(make(7))
+    params = nnx.state(model, nnx.Param)
+    checkpoint.save_fp8_safetensors(
+        tmp_path, params, "compressed-tensors", names=names, recipe=recipe
+    )
+    tensors, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    before = served(x)
+    nnx.update(served, checkpoint.to_flax_params(tensors, names))
+    trained = convert(model)(x)
+    assert jnp.any(before != trained)
+    assert jnp.any(model(x) != trained)
+    np.testing.assert_array_equal(served(x), trained)
+
+
+# config.json
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+LAYERS = {
+    "model.embed_tokens.weight": (32, 128),
+    "model.layers.0.self_attn.q_proj.weight": (128, 128),
+    "model.layers.0.mlp.gate.weight": (8, 128),
+    "model.layers.0.mlp.up_proj.weight": (256, 128),
+    "model.norm.weight": (128,),
+}
+KEPT = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
+
+
+def layers() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in LAYERS.items()}
+
+
+@pytest.mark.parametrize(
+    ("style", "recipe", "key"),
+    [
+        ("deepseek", F32_SCALES, "modules_to_not_convert"),
+        ("per-tensor", "current", "modules_to_not_convert"),
+        ("compressed-tensors", "mxfp4", "ignore"),
+        ("modelopt", "nvfp4", "ignore"),
+    ],
+)
+def test_every_layer_in_high_precision_is_named(style, recipe, key, tmp_path):
+    """The head too where it is the embedding: an engine has a layer for it."""
+    recipe = {"model/embed_tokens": None, "*/gate": None, "*": recipe}
+    checkpoint.save_fp8_safetensors(tmp_path, layers(), style, recipe=recipe)
+    assert config_of(tmp_path)[key] == KEPT
+    tensors, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    quantized = {name for name, x in tensors.items() if isinstance(x, ScaledArray)}
+    assert quantized == {name for name in LAYERS if "_proj" in name}
+
+
+def test_a_config_of_mixed_formats(tmp_path):
+    """Groups of compressed-tensors name their layers; modelopt has an entry for each."""
+    recipe = {"model/embed_tokens": None, "*/gate": None, "*/self_attn/*": "rowwise", "*": "nvfp4"}
+    tensors = layers() | {"model.layers.0.mlp.up_proj.input_global_scale": np.ones(1, np.float32)}
+    checkpoint.save_fp8_safetensors(tmp_path / "a", tensors, "compressed-tensors", recipe=recipe)
+    config = config_of(tmp_path / "a")
+    assert (config["format"], config["ignore"]) == ("mixed-precision", KEPT)
+    groups = {group["targets"][0]: group for group in config["config_groups"].values()}
+    q, up = (groups[f"model.layers.0.{n}"] for n in ("self_attn.q_proj", "mlp.up_proj"))
+    assert (q["format"], up["format"]) == ("float-quantized", "nvfp4-pack-quantized")
+    assert (q["weights"]["strategy"], q["input_activations"]["strategy"]) == ("channel", "token")
+    assert (up["weights"]["group_size"], up["input_activations"]["dynamic"]) == (16, "local")
+    checkpoint.save_fp8_safetensors(tmp_path / "b", layers(), "modelopt", recipe=recipe)
+    config = config_of(tmp_path / "b")
+    assert (config["quant_algo"], config["ignore"]) == ("MIXED_PRECISION", KEPT)
+    assert {name: layer["quant_algo"] for name, layer in config["quantized_layers"].items()} == {
+        "model.layers.0.self_attn.q_proj": "FP8_PER_CHANNEL_PER_TOKEN",
+        "model.layers.0.mlp.up_proj": "W4A16_NVFP4",
+    }
+
+
+# One tensor at a time, several files, several processes.
+
+
+def test_a_tensor_is_made_where_it_is_written(tmp_path):
+    """Never more at once than fit into a file; each file has whole weights."""
+    made: list[str] = []
+    alive: list[int] = []
+
+    def maker(name):
+        def make():
+            made.append(name)
+            q = jfp8.quantize(jnp.full((32, 64), 3.0), granularity=jfp8.PerAxis(0))
+            q = jax.tree.map(np.asarray, q)
+            weakref.finalize(q.data, lambda: alive.remove(1))
+            alive.append(1)
+            assert len(alive) <= 3
+            return q
+
+        return make
+
+    names = [f"layers.{i}.weight" for i in range(12)]
+    tensors = Tensors({name: maker(name) for name in names})
+    save = partial(checkpoint.save_fp8_safetensors, style="compressed-tensors")
+    save(tmp_path, tensors, max_shard_size=5000)
+    assert made == names
+    assert len(list(tmp_path.glob("model-*-of-00006.safetensors"))) == 6
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert all(index[name] == index[name + "_scale"] for name in names)
+    again, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    assert np.all(np.asarray(again["layers.7.weight"]) == 3)
+    save(tmp_path, {names[0]: tensors[names[0]]})  # one file takes the place of an index
+    assert len(checkpoint.load_fp8_safetensors(tmp_path)[0]) == 1
+
+
+def main(directory: Path, address: str, process: int) -> None:
+    """One of two processes, each with a part of each parameter."""
+    jax.distributed.initialize(address, 2, process)
+    mesh = jax.make_mesh((2,), ("data",))
+
+    def create() -> dict[str, Any]:
+        layers = {f"layers_{i}": {"kernel": jnp.asarray(x.T)} for i, x in enumerate(parts())}
+        return jfp8.quantize_params(layers, "nvfp4")
+
+    specs = lambda x: PartitionSpec("data") if x.ndim == 2 else PartitionSpec()
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, specs(x)), jax.eval_shape(create))
+    params = jax.jit(create, out_shardings=shardings)()
+    assert not params["layers_0"]["kernel"].data.is_fully_addressable
+    names = {f"layers.{i}.weight": f"layers_{i}/kernel" for i in range(3)}
+    checkpoint.save_fp8_safetensors(
+        directory / "run", params, "modelopt", names=names, max_shard_size=1500
+    )
+    print("all is there", flush=True)
+
+
+def parts() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(32, 64)).astype(np.float32) for _ in range(3)]
+
+
+@pytest.mark.slow
+def test_several_processes_write_files_of_one_checkpoint(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    paths = [str(Path(jfp8.__file__).parents[1]), str(Path(__file__).parents[1])]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, tmp_path, address, str(i)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        out, error = process.communicate(timeout=300)
+        assert "all is there" in out, error[-3000:]
+    assert len(list((tmp_path / "run").glob("*.safetensors"))) == 3
+    tensors, _ = checkpoint.load_fp8_safetensors(tmp_path / "run")
+    for i, x in enumerate(parts()):
+        q = quantized("nvfp4", x)
+        assert_same(tensors[f"layers.{i}.weight"].data, np.asarray(q.data))
+        np.testing.assert_array_equal(tensors[f"layers.{i}.weight"], q)
+
+
+# Mistakes.
+
+MXFP6 = {"a": {"weights": {"type": "float", "num_bits": 6, "strategy": "group", "group_size": 32}}}
+MISTAKES = [
+    ("deepseek", {"expert_dtype": "fp4"}, "expert_dtype='fp4' in quantization_config is not read"),
+    ("compressed-tensors", {"config_groups": MXFP6}, "weights=.*'num_bits': 6, .* Known"),
+    ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'.*Known: .*'NVFP4'.*Deq"),
+    (
+        "modelopt",
+        {"quant_algo": "MXFP8"},
+        r"float8_e4m3fn\[4, 2\], but mxfp8 of 1 x 32 need \[4, 1\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("style", "config", "message"), MISTAKES)
+def test_what_is_not_read_says_what_is(style, config, message, tmp_path):
+    w = {"a.weight": jnp.linspace(-1, 1, 128).reshape(4, 32)}
+    recipe = {"deepseek": F32_SCALES, "modelopt": "nvfp4"}.get(style, "mxfp8")
+    checkpoint.save_fp8_safetensors(tmp_path, w, style, recipe=recipe)
+    tree = {"quantization_config": config_of(tmp_path) | config}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load_fp8_safetensors(tmp_path)
+
+
+def test_what_a_style_has_not(tmp_path):
+    save, w = partial(checkpoint.save_fp8_safetensors, tmp_path), jnp.ones((64, 64))
+    tensors = {"a.weight": quantized("mxfp4", w)}
+    with pytest.raises(ValueError, match=r"style \('gpt-oss', 'compressed-tensors'\), or quantize"):
+        save(tensors, "modelopt")
+    with pytest.raises(ValueError, match="alone. mxfp4 of 1 x 32. Save it in"):
+        save({"a.weight": quantized("rowwise", w)}, "gpt-oss")
+    with pytest.raises(ValueError, match="'a' is fp8-tensor without a calibrated .*: add it, or"):
+        save({"a.weight": quantized("current", w)}, "modelopt")
+    with pytest.raises(ValueError, match="E5M2.*has .FP8 in E4M3 alone. fp8-tensor. Save"):
+        save({"a.weight": jfp8.quantize(w, "e5m2")}, "per-tensor")
+    taken = {"a.weight": quantized("nvfp4", 7 * w), "a.weight_global_scale": np.ones(1, np.float32)}
+    with pytest.raises(ValueError, match="'a.weight_global_scale' is taken by the scale of"):
+        save(taken, "compressed-tensors")
+    with pytest.raises(ValueError, match=r"'b/\*' matches no layer of the model"):
+        save({"a.weight": w}, "compressed-tensors", recipe={"b/*": "mxfp8"})
+    q = quantized("nvfp4", w)
+    row = dataclasses.replace(q, scale=ScaledArray(q.scale.data, jnp.ones((64, 1))))
+    with pytest.raises(ValueError, match="cannot be stored in this style"):
+        save({"a.weight": row}, "compressed-tensors")
+    assert not list(tmp_path.iterdir())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
