@@ -68,7 +68,14 @@ class Fp8Style:
         return [(layout, tensors) for layout, tensors in splits if tensors is not None]
 
     def config(self, layers: Mapping[str, Stored | None]) -> dict[str, Any]:
-        """Return the ``quantization_config`` for these layers; None are in high precision."""
+        """Return the ``quantization_config`` of config.json.
+
+        Args:
+          layers: how each layer is stored, by name; None: in high precision.
+
+        Raises:
+          ValueError: several formats, or none, in a style that has one.
+        """
         if self.quantization_config is not None:
             return dict(self.quantization_config)
         layers = {"lm_head": None, **layers}

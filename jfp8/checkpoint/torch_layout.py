@@ -29,10 +29,10 @@ class Place:
       inputs: how many dimensions of `shape` are the kernel's inputs: 2 in ``(heads, depth,
         features)``.
       layer: the index along a leading axis of layers, as ``nn.scan`` stacks them.
-      axes: in place of these three, the dimensions of the tensor and of the parameter, by names of your own: ``"(heads=4
-        depth) in -> layer=3 in heads depth"``. Parentheses split or join; ``layer=3`` is the index
-        along an axis that several tensors share, as ``nn.scan`` stacks layers. None: a ``kernel``
-        is transposed, anything else stays as it is.
+      axes: in place of these three, the dimensions of the tensor and of the parameter, by names of
+        your own: ``"(heads=4 depth) in -> layer=3 in heads depth"``. Parentheses split or join;
+        ``layer=3`` is the index along an axis that several tensors share. Without any of the four
+        a ``kernel`` is transposed, and anything else stays as it is.
       times, plus: ``parameter = tensor * times + plus``. The scale of a `ScaledArray` takes
         `times`.
     """
@@ -136,7 +136,7 @@ def from_flax_params(params: Any, names: Names) -> Tensors:
 
 def _tensor(name: str, x: Any, place: Place) -> Any:
     """Return the tensor called `name` of the parameter `x`."""
-    axes = _axes(place, x.ndim)
+    axes = _axes(place, x.ndim - (place.layer is not None))
     if at := dict(zip(axes.stacked, axes.index.values(), strict=True)):
         x = x[tuple(at.get(axis, slice(None)) for axis in range(x.ndim))]
     x = _rearranged(name, on_this_host(x), axes.right, axes.left, axes.sizes)
