@@ -10,8 +10,7 @@ import numpy as np
 
 from gpu.ptx.arithmetic import TYPES, bits_of
 from gpu.ptx.memory import REGION, Fault
-from gpu.ptx.parser import Instruction, vector
-from gpu.ptx.registers import UNSIGNED, Registers
+from gpu.ptx.parser import UNSIGNED, Instruction, Registers, vector
 from gpu.ptx.warp import Act, Warp
 
 
@@ -69,18 +68,15 @@ def _matrices(op: list[str], loads: bool, registers: list[int], where: Any) -> A
     def turned(x: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(x.T) if transposed else x
 
-    def load(warp: Warp, lanes: np.ndarray) -> None:
-        rows = where(warp.registers)
+    def run(warp: Warp, lanes: np.ndarray) -> None:
+        r, shared, rows = warp.registers, warp.block.shared, where(warp.registers)
         for i, register in enumerate(registers):
-            found = warp.block.shared.load(rows[8 * i : 8 * i + 8, None] + row)
-            matrix = turned(np.ascontiguousarray(found).view(np.uint16))
-            warp.registers[register] = matrix.view(np.uint32).reshape(32)
-
-    def store(warp: Warp, lanes: np.ndarray) -> None:
-        rows = where(warp.registers)
-        for i, register in enumerate(registers):
-            matrix = turned(warp.registers[register].copy().view(np.uint16).reshape(8, 8))
             at = rows[8 * i : 8 * i + 8, None] + row
-            warp.block.shared.store(at, matrix.view(np.uint8), warp.number)
+            if loads:
+                matrix = turned(np.ascontiguousarray(shared.load(at)).view(np.uint16))
+                r[register] = matrix.view(np.uint32).reshape(32)
+            else:
+                matrix = turned(r[register].copy().view(np.uint16).reshape(8, 8))
+                shared.store(at, matrix.view(np.uint8), warp.number)
 
-    return load if loads else store
+    return run

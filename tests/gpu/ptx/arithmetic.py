@@ -8,8 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gpu.ptx.parser import Instruction, vector
-from gpu.ptx.registers import UNSIGNED, Registers
+from gpu.ptx.parser import UNSIGNED, Instruction, Registers, vector
 
 F32, F64 = np.float32, np.float64
 TYPES = {

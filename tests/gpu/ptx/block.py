@@ -15,14 +15,15 @@ from gpu.ptx.control import control
 from gpu.ptx.events import Event
 from gpu.ptx.host import Launch, Tensor
 from gpu.ptx.memory import DeviceMemory, Fault, SharedMemory
-from gpu.ptx.parser import Instruction, parse
-from gpu.ptx.registers import LANES, Registers, constant
+from gpu.ptx.parser import LANES, Instruction, Registers, constant, parse
 from gpu.ptx.tma import bulk
 from gpu.ptx.warp import Step, Warp
 from gpu.ptx.wgmma import wgmma
 
 WARPS = 4  # of a warpgroup
-VISIBLE = ("mbarrier", "bar.", "fence.proxy", "wgmma", "cp.async", "setmaxnreg")
+# Steps after which others may come in between.
+VISIBLE = ("mbarrier", "bar.", "fence.proxy", "wgmma.wait", "setmaxnreg")
+VISIBLE += ("cp.async.bulk.tensor", "cp.async.bulk.wait")
 
 
 class Program:

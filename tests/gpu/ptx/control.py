@@ -8,8 +8,7 @@ import numpy as np
 
 from gpu.ptx.access import address
 from gpu.ptx.memory import Fault, MBarrier
-from gpu.ptx.parser import Instruction
-from gpu.ptx.registers import LANES, Registers
+from gpu.ptx.parser import LANES, Instruction, Registers
 from gpu.ptx.warp import Act, Waiting, Warp
 
 NOTHING = ("prefetch", "fence.mbarrier_init", "membar", "nanosleep")

@@ -15,7 +15,6 @@ import numpy as np
 SHARED = 1024  # where shared memory begins, so that an offset alone is no address
 REGION = 1 << 40  # from one array to the next
 SPACING = 65536  # from one parameter of a kernel to the next
-CLEAN = -1
 
 
 class Fault(Exception):
@@ -85,15 +84,14 @@ class SharedMemory:
 
     def __post_init__(self) -> None:
         self.bytes = np.full(SHARED + self.size, 0xFF, np.uint8)
-        self.writer = np.full(len(self.bytes), CLEAN, np.int16)  # a warp, without a fence since
+        self.writer = np.zeros(len(self.bytes), np.int16)  # a warp + 1, unfenced
         self.read_later = np.zeros(len(self.bytes), np.int16)  # by how many copies or products
         self.written_later = np.zeros(len(self.bytes), np.int16)  # by how many copies
         self.written: dict[int, list[np.ndarray]] = {}  # of each warp, since its last fence
 
     def _check(self, at: np.ndarray, who: str, marks: np.ndarray, what: str) -> None:
-        if marks[at].any():
-            byte = int(at.ravel()[np.flatnonzero(marks[at].ravel())[0]]) - SHARED
-            raise Fault(f"{who} byte {byte} of shared memory, which {what}")
+        if (marked := marks[at]).any():
+            raise Fault(f"{who} byte {at[marked != 0][0] - SHARED} of shared memory, which {what}")
 
     def barrier(self, address: int) -> MBarrier:
         if address not in self.barriers:
@@ -112,13 +110,13 @@ class SharedMemory:
         self._check(at, "a warp writes", self.read_later, "a copy or product has yet to read")
         self._check(at, "a warp writes", self.written_later, "a copy has yet to write")
         self.bytes[at] = values
-        self.writer[at] = warp
+        self.writer[at] = warp + 1
         self.written.setdefault(warp, []).append(at.ravel())
 
     def fence(self, warp: int) -> None:
         """Show what a warp wrote to the async proxy."""
         for at in self.written.pop(warp, []):
-            self.writer[at] = np.where(self.writer[at] == warp, CLEAN, self.writer[at])
+            self.writer[at] = np.where(self.writer[at] == warp + 1, 0, self.writer[at])
 
     def _inside(self, at: np.ndarray) -> None:
         if at.min() < SHARED or at.max() >= len(self.bytes):
@@ -134,7 +132,7 @@ class SharedMemory:
         """Read at last what was announced."""
         self.read_later[at] -= 1
         self._check(at, f"{who} reads", self.written_later, "a copy has yet to write")
-        self._check(at, f"{who} reads", self.writer != CLEAN, "a warp wrote without a fence")
+        self._check(at, f"{who} reads", self.writer, "a warp wrote without a fence")
         return self.bytes[at]
 
     def will_write(self, at: np.ndarray) -> None:
@@ -147,4 +145,4 @@ class SharedMemory:
         """Write at last what was announced."""
         self.written_later[at] -= 1
         self.bytes[at] = values
-        self.writer[at] = CLEAN
+        self.writer[at] = 0

@@ -69,18 +69,18 @@ class Following:
         self.together = [warp for warp in self.together if warp in warps]
         if not self.together:
             groups = sorted({warp.number // 4 for warp in warps})
-            number = self._number(warps, events, len(groups) + len(events))
+            # Without copies or products that may end, no order of warps matters.
+            number = self._number(events[0].warp.block, len(groups) + len(events)) if events else 0
             if number >= len(groups):
                 return events[number - len(groups)]
             self.together = [warp for warp in warps if warp.number // 4 == groups[number]]
         return self.together.pop(0)
 
-    def _number(self, warps: list[Any], events: list[Any], count: int) -> int:
+    def _number(self, block: Any, count: int) -> int:
         at = len(self.branches)
         self.branches.append(count)
         if at < len(self.choices):
             return self.choices[at]
-        block = (warps or [event.warp for event in events])[0].block
         state = tuple(warp.steps for warp in block.warps), frozenset(e.name for e in block.events)
         if state in self.seen:
             self.branches.pop()

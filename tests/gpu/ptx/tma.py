@@ -12,9 +12,8 @@ from gpu.ptx.access import address
 from gpu.ptx.events import Event, grouped
 from gpu.ptx.host import Tensor
 from gpu.ptx.memory import REGION, SPACING, Fault, MBarrier, SharedMemory
-from gpu.ptx.parser import Instruction, vector
-from gpu.ptx.registers import Registers
-from gpu.ptx.warp import Act, Warp, first
+from gpu.ptx.parser import Instruction, Registers, vector
+from gpu.ptx.warp import Act, Warp
 from gpu.ptx.wgmma import swizzled
 
 
@@ -83,7 +82,7 @@ def bulk(instruction: Instruction, at: Registers) -> Act | None:
     def start(warp: Warp, lanes: np.ndarray) -> None:
         if lanes.sum() != 1:
             raise Fault(f"{lanes.sum()} lanes start the same copy")
-        r, lane = warp.registers, first(lanes)
+        r, lane = warp.registers, int(np.flatnonzero(lanes)[0])
         tensor = warp.block.tensors[divmod(int(r[base][lane]) - REGION, SPACING)]
         corner_here = [int(r[x].view(np.int32)[lane]) for x in corner]
         copy = Copy.of(warp, tensor, corner_here, int(place(r)[lane]))

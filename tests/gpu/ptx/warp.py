@@ -12,7 +12,6 @@ import numpy as np
 from gpu.ptx.events import Groups
 from gpu.ptx.memory import Fault
 from gpu.ptx.parser import Instruction
-from gpu.ptx.registers import LANES
 
 if TYPE_CHECKING:
     from gpu.ptx.block import Block
@@ -106,8 +105,3 @@ class Warp:
 
     def _fault(self, step: Step, what: str) -> None:
         raise Fault(f"warp {self.number}: {what} (`{step.instruction.text}`)")
-
-
-def first(lanes: np.ndarray) -> int:
-    """Return the first lane that takes part."""
-    return int(LANES[lanes][0])

@@ -13,8 +13,7 @@ import numpy as np
 from gpu.ptx.arithmetic import F32, TYPES
 from gpu.ptx.events import grouped
 from gpu.ptx.memory import Fault
-from gpu.ptx.parser import Instruction, vector
-from gpu.ptx.registers import LANES, Registers
+from gpu.ptx.parser import LANES, Instruction, Registers, vector
 from gpu.ptx.warp import Act, Warp
 
 VALUES = {
