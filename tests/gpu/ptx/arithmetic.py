@@ -190,10 +190,13 @@ def _selp(op: list[str], operands: tuple[str, ...], at: Registers) -> tuple[Run,
 def _setp(op: list[str], operands: tuple[str, ...], at: Registers) -> tuple[Run, list[int]]:
     compare, kind = COMPARE[op[1]], TYPES[op[-1]]
     outs = [at(x) for x in operands[0].split("|")]
-    a, b = (at(x, bits_of(op[-1])) for x in operands[1:])
+    a, b = (at(x, bits_of(op[-1])) for x in operands[1:3])
+    combine = FUNCTIONS[op[2]] if len(operands) > 3 else None  # with another predicate
+    other = at(operands[3]) if combine else None
 
     def run(r: list[Any]) -> None:
-        found = compare(r[a].view(kind), r[b].view(kind)).reshape(32, -1)
+        found = compare(r[a].view(kind), r[b].view(kind))
+        found = (combine(found, r[other], op) if combine else found).reshape(32, -1)
         for i, out in enumerate(outs):
             r[out] = found[:, i].copy()
 

@@ -68,32 +68,42 @@ def launch_of(module: str) -> Launch:
 
 
 def _value(op: str, code: str, given: list, memory: dict, result: str, buffers: str) -> Any:
-    """Return the result of an operation that has one; of a structure, the pointer in it."""
+    """Return the result of an operation that has one."""
+    places = re.search(r"\[([\d, ]+)\]", code)
+    path = tuple(map(int, places[1].split(","))) if places else ()
     if op == "llvm.mlir.constant":
         return int(re.search(r"\((-?\d+)", code)[1])
     if op == "llvm.alloca":
         return result, 0
+    if op == "llvm.insertvalue":
+        return (given[1] or {}) | {path: given[0]}
+    if op == "llvm.extractvalue":
+        return given[0][path]
     if op == "llvm.getelementptr":
-        block, offset = given[0]
-        places = re.search(r"\[([\d, ]*)\]", code)[1].split(",")
-        return block, offset + int(places[-1]) * (1 if code.endswith(" i8") else 8)
+        (block, offset), index = given[0], path[-1] if path else given[1]
+        return block, offset + index * (1 if code.endswith(" i8") else 8)
     if op == "llvm.load":
         if given[0][0] == buffers:
             return given[0][1] // 8, 0  # the pointer to an argument
         return memory.get(given[0], given[0])  # a whole object: by its place
-    return next((x for x in given if isinstance(x, tuple)), given[0] if given else None)
+    if op == "llvm.mul":
+        return given[0] * given[1]
+    if op == "llvm.add":
+        return (given[0][0], given[0][1] + given[1]) if isinstance(given[0], tuple) else sum(given)
+    return given[0] if given else None
 
 
 def _launch(given: Sequence[Any], memory: dict, described: dict[Any, Tensor]) -> Launch:
-    _, *numbers, _, _, pointers = given
-    grid, cluster, threads = (tuple(numbers[i : i + 3]) for i in (0, 3, 6))
+    grid, cluster, threads = (tuple(given[i : i + 3]) for i in (1, 4, 7))
+    shared_memory, pointers = given[10], given[13]
     parameters, tensors, number = [], {}, 0
     while (pointers[0], 8 * number) in memory:
-        block, _ = memory[memory[pointers[0], 8 * number]]
+        place = memory[pointers[0], 8 * number]
+        block, _ = memory.get(place, place)  # JAX 0.12 passes tensors by their place
         parameters.append(block if isinstance(block, int) else None)
         of = {at[1]: tensor for at, tensor in described.items() if at[0] == block}
         tensors |= {(number, offset): tensor for offset, tensor in of.items()}
         number += 1
     assert threads[1:] == (1, 1)
     cluster = tuple(max(n, 1) for n in cluster)
-    return Launch(grid, cluster, threads[0], numbers[9], tuple(parameters), tensors)
+    return Launch(grid, cluster, threads[0], shared_memory, tuple(parameters), tensors)

@@ -73,7 +73,7 @@ def bulk(instruction: Instruction, at: Registers) -> Act | None:
         return None
     if waits := grouped(op, operands, "stores"):
         return waits
-    brings = ".shared::cluster.global" in op
+    brings = ".global.mbarrier" in op
     tensor, place = (operands[1], operands[0]) if brings else operands
     base, corner = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*(\{.*\})\s*\]", tensor).groups()
     base, corner = at(base, 64), [at(x) for x in vector(corner)][::-1]
