@@ -52,6 +52,16 @@ def load(vector: Any, layout: Any) -> jax.Array:
     return plgpu.load(vector, layout=layout, optimized=False)
 
 
+def release(empty: Any) -> None:
+    """Tell that a slot of a ring may be filled again: all warps have read, and multiplied, it.
+
+    A warp waits only for its own part of a product, and one thread arrives for all. Were it all
+    threads, dQ on Hopper would spill more registers where there is a mask.
+    """
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(empty)
+
+
 def along(x: Any, shape: tuple[int, ...], dimension: int) -> Any:
     """Return a matrix that is a vector along `dimension`, constant along the other.
 

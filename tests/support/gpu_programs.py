@@ -21,7 +21,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,19 @@ SHARED_MEMORY = 232_448  # bytes that one block may use, on both
 VERSION = (0, 11, 2)  # JAX 0.12 cannot hand an f8 product to its compiler without a device
 
 
-def why_not() -> str | None:
-    """Why nothing can be compiled for a GPU in this process; None: it can."""
-    missing = [
-        name
-        for name in ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
-        if importlib.util.find_spec(name.split(".")[0]) is None
-        or importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        return f"needs the CUDA plugin of JAX ({', '.join(missing)}): bash .ci/compile_for_gpus"
-    if jax.__version_info__ != VERSION:
-        return f"needs JAX {'.'.join(map(str, VERSION))}, not {jax.__version__}"
+def why_not(least: tuple[int, ...] | None = None) -> str | None:
+    """Why nothing can be compiled for a GPU in this process; None: it can.
+
+    Args:
+      least: for kernels alone, which JAX from this version on compiles, for CUDA 12, too.
+    """
+    plugins = [f"jax_plugins.xla_cuda{n}" for n in ((13,) if least is None else (13, 12))]
+    if importlib.util.find_spec("jax_plugins") is None or not any(
+        importlib.util.find_spec(name) for name in plugins
+    ):
+        return f"needs the CUDA plugin of JAX ({plugins[0]}): bash .ci/compile_for_gpus"
+    if jax.__version_info__ < least if least else jax.__version_info__ != VERSION:
+        return f"needs JAX {'.'.join(map(str, least or VERSION))}, not {jax.__version__}"
     # A process that has looked for a GPU is not to be given another one.
     for name, value in (("JAX_PLATFORMS", "cpu"), ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")):
         if os.environ.get(name) != value:
@@ -391,13 +392,25 @@ class Kernel:
     qgmma: tuple[str, ...]  # instructions of the FP8 tensor cores
     other_mma: tuple[str, ...]  # of tensor cores in other types
     barriers: int = 0  # instructions at which threads of a warpgroup or block wait for each other
+    # What the compilers wrote: the report of ptxas, code, and passes over the host's code.
+    ptxas: str = field(default="", repr=False, compare=False)
+    sass: str = field(default="", repr=False, compare=False)
+    ptx: str = field(default="", repr=False, compare=False)
+    host: str = field(default="", repr=False, compare=False)
 
     @classmethod
     def read(cls, stem: Path) -> Kernel:
-        """From the files ``{stem}.{ptxas, sass_ctrl, after_layout_inference.txt}``."""
+        """From the files ``{stem}.{ptxas, sass_ctrl, after_layout_inference.txt}``.
+
+        Those of PTX and of passes are for tests that execute a kernel, and may be absent.
+        """
         ptxas, sass, module = (
             stem.with_name(stem.name + suffix).read_text()
             for suffix in (".ptxas", ".sass_ctrl", ".after_layout_inference.txt")
+        )
+        ptx, passes = (
+            path.read_text() if (path := stem.with_name(stem.name + suffix)).exists() else ""
+            for suffix in (".ptx", ".mlir-passes.log")
         )
         size = re.search(r"dynamic_shared_memory_size %(\S+)", module)[1]
         mma = re.findall(r"\b(Q?H?I?GMMA\.\S+|U?[HQI]MMA\.\S+|UTC\w*MMA\S*)", sass)
@@ -409,6 +422,10 @@ class Kernel:
             tuple(m for m in mma if m.startswith(FP8_MMA)),
             tuple(m for m in mma if not m.startswith(FP8_MMA)),
             len(re.findall(r"\bBAR\.", sass)),
+            ptxas,
+            sass,
+            ptx,
+            passes[passes.rfind("// -----// IR Dump") :],
         )
 
 
@@ -453,7 +470,10 @@ def assert_resources(program: Program, spilled: int = 0) -> None:
 
 
 def compile_for(target: str, f: Callable[..., Any], *args: Any) -> Program:
-    """``jit(f)`` of arguments like `args` (trees of anything with shape and dtype) for `target`."""
+    """``jit(f)`` of arguments like `args` (trees of anything with shape and dtype) for `target`.
+
+    That is an ``h200``, a ``b200``, or one with fewer multiprocessors, ``h200:2``.
+    """
     everywhere = jax.tree.map(lambda _: PartitionSpec(), args)
     return compile_divided(target, {"x": 1}, f, args, everywhere)
 
@@ -476,11 +496,8 @@ def compile_divided(
         args,
         place(specs),
     )
-    # What a device would say of itself, where kernels are chosen.
-    name = KINDS.get(target, f"NVIDIA {target.upper()}")
-    device = AbstractDevice(device_kind=name, num_cores=CORES[target], platform="gpu")
     described = AbstractMesh(
-        tuple(axes.values()), tuple(axes), (kind,) * len(axes), abstract_device=device
+        tuple(axes.values()), tuple(axes), (kind,) * len(axes), abstract_device=device_of(target)
     )
     before = os.environ.get("MOSAIC_GPU_DUMP_TO")
     with tempfile.TemporaryDirectory() as folder, use_abstract_mesh(described):
@@ -502,6 +519,13 @@ def compile_divided(
     return Program(Hlo(compiled.as_text(), kernels), kernels, exchanged, memory)
 
 
+def device_of(target: str) -> AbstractDevice:
+    """Return what a device would say of itself, where kernels are chosen."""
+    name, _, cores = target.partition(":")
+    kind = KINDS.get(name, f"NVIDIA {name.upper()}")
+    return AbstractDevice(device_kind=kind, num_cores=int(cores or CORES[name]), platform="gpu")
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
@@ -516,7 +540,7 @@ def _mesh_of(
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology=f"1x1x{math.prod(sizes)}",
-        target_config=(DATA / f"{target}.txtpb").read_text(),
+        target_config=(DATA / f"{target.partition(':')[0]}.txtpb").read_text(),
     )
     devices = topologies.make_mesh(topology, sizes, names).devices
     return jax.sharding.Mesh(devices, names, axis_types=(kind,) * len(names))

@@ -23,7 +23,7 @@ from jfp8.kernels.flash import softmax
 from jfp8.kernels.flash.problem import BLOCK, Bounds, Problem
 from jfp8.kernels.flash.query_tile import ForwardTile
 from jfp8.kernels.flash.ring import head_of, store
-from jfp8.kernels.shared_memory import COMPUTE, along, filled, load
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, release
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,6 @@ class ForwardByTcgen05(ForwardTile):
 
         products = m.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]  # in their place
         tcgen05.multiply(ready, done, (products, weights, m.value_ring.at[slot]))
-        tcgen05.release(m.empty.at[slot])
+        release(m.empty.at[slot])
         total = total * along(shrink, total.shape, 0)
         return tcgen05.added(total, products, unit), highest, sums

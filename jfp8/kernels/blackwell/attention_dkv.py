@@ -24,7 +24,7 @@ from jfp8.kernels.flash.problem import QUERIES, Problem
 from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.flash.tile_work import COMPUTE_REGISTERS
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
-from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, staging, tile
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, release, staging, tile
 
 TURNS = 2  # places for probabilities
 
@@ -100,7 +100,7 @@ class KeyGradientsByTcgen05(KeyTile):
             plgpu.commit_tmem()
             plgpu.barrier_arrive(m.made.at[turn])
             self.multiply(0, m.of_dv, m.weights, m.grad_t_ring.at[slot])
-            tcgen05.release(m.empty.at[slot])
+            release(m.empty.at[slot])
             unit = filled(1.0, (ROWS,), BY_ROW) * self.given["unit"][head, t]
             return tcgen05.added(total, m.of_dv, unit)
 
@@ -145,7 +145,7 @@ class KeyGradientsByTcgen05(KeyTile):
             scale, inverse = scale_and_inverse(largest, self.p.formats[1], "power_of_two")
             tcgen05.write_all(m.scores, m.dp, inverse)
             self.multiply(1, m.of_dk, m.scores, m.q_t_ring.at[slot])
-            tcgen05.release(m.empty.at[slot])
+            release(m.empty.at[slot])
             return tcgen05.added(total, m.of_dk, scale)
 
         total = self.loop(self.count(self.steps()), step)

@@ -22,7 +22,7 @@ from jfp8.kernels.flash.problem import BLOCK, Bounds, Problem
 from jfp8.kernels.flash.query_tile import BackwardTile
 from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
-from jfp8.kernels.shared_memory import COMPUTE, along, filled, load
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, release
 
 HALF = BLOCK // 2
 
@@ -102,5 +102,5 @@ class QueryGradientByTcgen05(BackwardTile):
         tcgen05.write_all(weights, scores, inverse)
         products = m.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]
         tcgen05.multiply(ready, done, (products, weights, m.k_t_ring.at[slot]))
-        tcgen05.release(m.empty.at[slot])
+        release(m.empty.at[slot])
         return tcgen05.added(total, products, scale), largest

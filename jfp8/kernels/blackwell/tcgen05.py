@@ -58,12 +58,6 @@ def multiply(ready: Any, done: Any, *products: tuple[Any, Any, Any]) -> None:
     plgpu.barrier_wait(done)
 
 
-def release(empty: Any) -> None:
-    """Tell that a slot of the ring may be filled again: all have read its vectors."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(empty)
-
-
 def read(total: Any) -> jax.Array:
     """Return ``f32[ROWS, n]`` of tensor memory, in registers."""
     return plgpu.async_load_tmem(total, layout=BY_ELEMENT)

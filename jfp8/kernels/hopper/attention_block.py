@@ -26,7 +26,7 @@ from jfp8.kernels.flash.query_tile import ForwardTile
 from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.hopper.hidden_keys import Mask, masks_of
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS, cut, multiply, slices
-from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, tile
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, release, tile
 
 PART = 64  # keys whose scales are in registers at the same time
 PARTS = slices(BLOCK, PART)
@@ -91,13 +91,13 @@ class ForwardByWgmma(ForwardTile):
             made.append(p.astype(weights.dtype))
         sums = sums * shrink + functools.reduce(jnp.add, added) * unit
         weights[...] = jnp.concatenate(made, 1)
-        plgpu.commit_smem()  # and all warps have read the slot's scales, before it is freed
+        plgpu.commit_smem()
 
         for n, part in enumerate(self.columns()):
             (added,) = multiply((weights, m.value_ring.at[slot, part]))
             added = added * along(unit, added.shape, 0)
             total[n] = total[n] * along(shrink, added.shape, 0) + added
-        plgpu.barrier_arrive(m.empty.at[slot])
+        release(m.empty.at[slot])
         return total, highest, sums
 
     def unit(self, slot: jax.Array, mask: Mask) -> jax.Array:

@@ -21,7 +21,7 @@ from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.hopper.hidden_keys import Mask, masks_of
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS, cut, multiply, slices
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
-from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, tile
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, release, tile
 
 PARTS = slices(QUERIES, 16)
 
@@ -91,9 +91,9 @@ class KeyGradientsByWgmma(KeyTile):
         largest = jnp.max(jnp.abs(ds), axis=1)
         scale, inverse = scale_and_inverse(largest, self.p.formats[1], "power_of_two")
         scores[...] = (ds * along(inverse, ds.shape, 0)).astype(scores.dtype)
-        plgpu.commit_smem()  # and all warps have read the slot's vectors, before it is freed
+        plgpu.commit_smem()
         (added,) = multiply((weights, m.grad_t_ring.at[slot]))
         dv = dv + added * unit
         (added,) = multiply((scores, m.q_t_ring.at[slot]))
-        plgpu.barrier_arrive(m.empty.at[slot])
+        release(m.empty.at[slot])
         return dk + added * along(scale, added.shape, 0), dv

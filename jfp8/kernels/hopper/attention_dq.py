@@ -22,7 +22,7 @@ from jfp8.kernels.flash.ring import head_of, store
 from jfp8.kernels.hopper.hidden_keys import Mask, masks_of
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS, cut, multiply, slices
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
-from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, tile
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, release, tile
 
 PARTS = slices(BLOCK, 64)
 
@@ -85,7 +85,7 @@ class QueryGradientByWgmma(BackwardTile):
         scale, inverse = scale_and_inverse(largest_scaled, self.p.formats[0], "power_of_two")
         made = [(x * along(inverse, x.shape, 0)).astype(weights.dtype) for x in made]
         weights[...] = jnp.concatenate(made, 1)
-        plgpu.commit_smem()  # and all warps have read the slot's scales, before it is freed
+        plgpu.commit_smem()
         (added,) = multiply((weights, m.k_t_ring.at[slot]))
-        plgpu.barrier_arrive(m.empty.at[slot])
+        release(m.empty.at[slot])
         return total + added * along(scale, added.shape, 0), largest

@@ -120,8 +120,6 @@ def _product(
         out_type=jax.ShapeDtypeStruct((rows, columns), out_dtype),
         grid=(problem.blocks,),
         grid_names=("sm",),
-        cluster=(1,),
-        cluster_names=("cluster",),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         scratch_types=problem.scratch(a.dtype, b.dtype, out_dtype),
@@ -172,10 +170,8 @@ class _Problem:
             "a_ring": tile((tiles.stages, self.grid.height, BLOCK), a),
             "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b),
             "full": plgpu.Barrier(num_arrivals=2 + len(in_ring), num_barriers=tiles.stages),
-            # One thread of a warpgroup arrives at a barrier of a cluster, all 128 at a plain one.
-            "empty": plgpu.ClusterBarrier(
-                collective_axes=("cluster",), num_arrivals=COMPUTE, num_barriers=tiles.stages
-            ),
+            # All threads arrive: a warp knows of its own rows alone that they are multiplied.
+            "empty": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
             "staging": staging(tiles.tile_m, out, slots=2),
         }
         for name, length in in_ring.items():
@@ -313,7 +309,7 @@ class _Block:
             def product(acc):
                 plgpu.wgmma(acc, a, b)
                 if self.p.scales_in_ring():
-                    # All warps have read them before one frees the slot. While wgmma works.
+                    # Read by all, before the copy engine puts others there. While wgmma works.
                     plgpu.commit_smem()
                 # Loaded a step ahead, and after wgmma: the compiler makes everything after these
                 # loads wait for them.

@@ -1,0 +1,134 @@
+"""Run the blocks of a kernel, each step of it chosen by a schedule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gpu.ptx.access import access
+from gpu.ptx.arithmetic import arithmetic
+from gpu.ptx.control import control
+from gpu.ptx.events import Event
+from gpu.ptx.host import Launch, Tensor
+from gpu.ptx.memory import DeviceMemory, Fault, SharedMemory
+from gpu.ptx.parser import LANES, Instruction, Registers, constant, parse
+from gpu.ptx.tma import bulk
+from gpu.ptx.warp import Step, Warp
+from gpu.ptx.wgmma import wgmma
+
+WARPS = 4  # of a warpgroup
+# Steps after which others may come in between.
+VISIBLE = ("mbarrier", "bar.", "fence.proxy", "wgmma.wait", "setmaxnreg")
+VISIBLE += ("cp.async.bulk.tensor", "cp.async.bulk.wait")
+
+
+class Program:
+    """A kernel, ready to run: PTX and how it is launched."""
+
+    def __init__(self, ptx: str, launch: Launch, registers: int):
+        self.launch, self.registers = launch, registers
+        kernel = parse(ptx)
+        self.at = Registers(kernel.widths)
+        self.steps = [self._step(i, kernel.labels) for i in kernel.instructions]
+
+    def _step(self, instruction: Instruction, labels: dict[str, int]) -> Step:
+        at = self.at
+        predicate = None if instruction.predicate is None else at(instruction.predicate)
+        if instruction.op.startswith("bra"):
+            return Step(instruction, predicate, target=labels[instruction.operands[0]])
+        visible = instruction.op.startswith(VISIBLE)
+        if found := arithmetic(instruction, at):
+            run, writes = found
+            touches = self._named(instruction)
+            return Step(instruction, predicate, run, tuple(writes), touches=touches)
+        for family in (control, access, wgmma, bulk):
+            if act := family(instruction, at):
+                # Products themselves may add to what others will write.
+                own = frozenset() if family is wgmma else self._named(instruction)
+                return Step(instruction, predicate, act=act, touches=own, visible=visible)
+        raise Fault(f"not known: {instruction.text}")
+
+    def _named(self, instruction: Instruction) -> frozenset[int]:
+        names = re.findall(r"[%A-Za-z_][\w.@]*", " ".join(instruction.operands))
+        return frozenset(self.at(name) for name in names if self.at.is_register(name))
+
+    def run(
+        self, arrays: Sequence[np.ndarray], schedule: Any, *, collective: bool = True
+    ) -> tuple[list[np.ndarray], int]:
+        """Return the bytes of all arrays after all blocks have run, and how many steps it took."""
+        memory, steps = DeviceMemory(arrays, self.launch.parameters), 0
+        with np.errstate(all="ignore"):
+            for place in np.ndindex(*self.launch.grid[::-1]):
+                block = Block(self, memory, place[::-1], collective)
+                block.run(schedule)
+                steps += sum(warp.steps for warp in block.warps)
+        return memory.arrays, steps
+
+
+@dataclass(eq=False)
+class Block:
+    """The state of a block."""
+
+    of: Program
+    memory: DeviceMemory
+    place: tuple[int, ...]
+    collective: bool  # see `wgmma`
+    events: list[Event] = field(default_factory=list)
+    named_barriers: dict[int, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        launch = self.of.launch
+        self.program = self.of.steps
+        self.tensors: dict[tuple[int, int], Tensor] = launch.tensors
+        self.shared = SharedMemory(launch.shared_memory)
+        count = launch.threads // 32
+        self.registers = [self.of.registers] * count  # of a thread, for each warp
+        self.issued = [0] * count  # products, of each warp
+        self.products: dict[int, list[Event]] = {}  # of each warpgroup or warp, by their number
+        self.warps = [Warp(self, n, self._first_registers(n)) for n in range(count)]
+
+    def _first_registers(self, warp: int) -> list[Any]:
+        special = {"%tid.x": (LANES + 32 * warp).astype(np.uint32)}
+        for axis, name in enumerate("xyz"):
+            special[f"%ctaid.{name}"] = constant(self.place[axis], 32)
+            special[f"%nctaid.{name}"] = constant(self.of.launch.grid[axis], 32)
+            special[f"%cluster_ctaid.{name}"] = constant(0, 32)
+        registers = list(self.of.at.initial)
+        for (name, _), place in self.of.at.places.items():
+            registers[place] = special.get(name, registers[place])
+        return registers
+
+    def run(self, schedule: Any) -> None:
+        """Run until all warps have ended and nothing is left to happen."""
+        while True:
+            warps = [warp for warp in self.warps if warp.ready()]
+            events = [event for event in self.events if event.ready()]
+            if not warps and not events:
+                break
+            chosen = schedule.choose(warps, events)
+            if isinstance(chosen, Warp):
+                chosen.run()
+            else:
+                chosen.happen()
+        if stuck := [warp for warp in self.warps if not warp.ended]:
+            steps = (self.program[warp.place - 1].instruction.text for warp in stuck)
+            raise Fault(f"all wait for ever: warp {stuck[0].number} after `{next(steps)}`")
+        for address, barrier in self.shared.barriers.items():
+            if barrier.bytes:
+                raise Fault(f"the barrier at {address} still expects {barrier.bytes} bytes")
+
+    def product(self, warp: Warp, part: Callable[[], None]) -> Event:
+        """Return the product that this is a part of, in the order of its warpgroup or warp."""
+        owner = warp.number // WARPS if self.collective else ~warp.number
+        events = self.products.setdefault(owner, [])
+        number = self.issued[warp.number]
+        self.issued[warp.number] += 1
+        if number == len(events):
+            needed, before = WARPS if self.collective else 1, events[-1] if events else None
+            events.append(Event("product", warp, [], needed, before))
+        events[number].parts.append(part)
+        return events[number]
