@@ -6,8 +6,8 @@ the same learning rates. All of them end after equally many steps, and are then 
 `jfp8.quantize_params`: the loss is that of the bytes that would be deployed. Gaps are to the
 float32 model of the same seed, in percent of its loss, with the 90 % interval of their mean.
 
-    taskset -c 0 nice -n 10 python benchmarks/quantization_aware.py      # 12 seeds
-    python benchmarks/quantization_aware.py --table      # what has been run, as Markdown
+    taskset -c 0 nice -n 10 python benchmarks/exported_lm.py      # 12 seeds
+    python benchmarks/exported_lm.py --table      # what has been run, as Markdown
 
 Only weights are quantized, all but those of the embeddings and of the last layer.
 """
@@ -34,7 +34,7 @@ from lm.model import Transformer
 
 GRIDS = ("mxfp4", "nvfp4")
 SIZES = {"width": 128, "layers": 2, "heads": 4, "max_length": 64}
-RESULTS = ROOT / "benchmarks/results/quantization_aware.json"
+RESULTS = ROOT / "benchmarks/results/exported_lm.json"
 RECIPES = {grid: jfp8.recipes.QuantizationAware(grid) for grid in GRIDS}
 MODELS = {name: Transformer(**SIZES, recipe=recipe) for name, recipe in RECIPES.items()}
 MODELS["f32"] = Transformer(**SIZES)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_has_the_table_of_the_runs():
-    script = imported("quantization_aware", "benchmarks")
+    script = imported("exported_lm", "benchmarks")
     runs = json.loads(script.RESULTS.read_text())["runs"]
     assert len(runs) == 12
     table = script.table(runs)
