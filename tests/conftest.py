@@ -139,12 +139,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 MAPS, STATM = Path("/proc/self/maps"), Path("/proc/self/statm")
 # Linux gives a process 65,530 by default, and XLA dies without a word when it gets no more.
 MANY_MAPS = 25_000
-MUCH_MEMORY = 1_600_000_000  # bytes
+MUCH_MEMORY, TOO_MUCH_MEMORY = 1_600_000_000, 2_100_000_000  # bytes: between files, between tests
+
+
+def memory() -> int:
+    """Return the bytes of memory that this process holds; 0 if the system does not tell."""
+    return int(STATM.read_text().split()[1]) * mmap.PAGESIZE if STATM.exists() else 0
 
 
 def has_grown() -> bool:
     """Return True if this process holds much memory, many maps of it, or many new objects."""
-    if STATM.exists() and int(STATM.read_text().split()[1]) * mmap.PAGESIZE > MUCH_MEMORY:
+    if memory() > MUCH_MEMORY:
         return True
     many_maps = MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS
     return many_maps or gc.get_count()[0] > MANY_OBJECTS
@@ -157,11 +162,24 @@ def release_memory() -> None:
         libc.malloc_trim(0)
 
 
+def drop_what_is_compiled() -> None:
+    """Free compiled programs and garbage."""
+    jax.clear_caches()
+    gc.collect()
+    release_memory()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def little_memory() -> Iterator[None]:
     """Drops compiled programs and garbage between files, where a process has grown."""
     yield
     if has_grown():
-        jax.clear_caches()
-        gc.collect()
-        release_memory()
+        drop_what_is_compiled()
+
+
+@pytest.fixture(autouse=True)
+def no_more_memory() -> Iterator[None]:
+    """Does so between the tests of a file that makes a process grow further."""
+    yield
+    if memory() > TOO_MUCH_MEMORY:
+        drop_what_is_compiled()
