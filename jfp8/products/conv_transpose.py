@@ -38,7 +38,7 @@ def conv_transpose(
         values = rhs.dequantize() if isinstance(rhs, ScaledArray) else rhs
         if values.dtype == jnp.float32 and lhs.dtype.itemsize < 4:
             values = values.astype(lhs.dtype)  # `convolve` would cast it
-        rhs = jnp.flip(values, range(rank)).swapaxes(-1, -2)
+        rhs = jnp.flip(values, range(rank))
     rule = "VALID" if padding == "CIRCULAR" else padding
     if isinstance(rule, str):
         extents = [(k - 1) * d + 1 for k, d in zip(rhs.shape[:rank], rhs_dilation, strict=True)]
@@ -46,7 +46,8 @@ def conv_transpose(
     else:
         pads = list(rule)
     space = "DHW"[-rank:] if rank <= 3 else "".join(map(chr, range(ord("a"), ord("a") + rank)))
-    numbers: Any = (f"N{space}C", f"{space}IO", f"N{space}C")
+    channels = "OI" if transpose_kernel else "IO"
+    numbers: Any = (f"N{space}C", f"{space}{channels}", f"N{space}C")
     y = convolve(
         lhs,
         rhs,
