@@ -129,6 +129,8 @@ def assert_close(y, expected, k):
 @layouts
 @pytest.mark.parametrize(("k", "batch"), [(384, ()), (300, (3,))], ids=str)
 def test_f32_every_128(layout, k, batch):
+    if LAYOUTS[layout][-1] is E2M1 and jax.__version_info__ < (0, 11):
+        pytest.skip("XLA:CPU cannot compile slices of 4-bit values")
     lhs, rhs = pair(LAYOUTS[layout], 5, k, 130, batch)
     y = matmul(lhs, rhs, BATCHED if batch else PLAIN, accumulation="f32_every_128")
     assert_close(y, every_128(lhs, rhs), k)

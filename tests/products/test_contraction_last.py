@@ -160,6 +160,7 @@ def test_small_products_are_multiplied_in_bf16():
 
 @pytest.mark.representative(1)
 @needs_mosaic
+@pytest.mark.filterwarnings("ignore:A loss is differentiated:UserWarning")
 @pytest.mark.parametrize(
     "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=repr
 )
@@ -201,6 +202,7 @@ def test_transformations(recipe):
 
 
 @needs_mosaic
+@pytest.mark.filterwarnings("ignore:A loss is differentiated:UserWarning")
 def test_layers_of_the_same_shapes_share_their_kernels():
     """In the program, that is: each of them takes a second to compile. (JAX copies a few.)"""
 
