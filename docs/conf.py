@@ -1,4 +1,4 @@
-"""Sphinx: python -m sphinx -W -b html docs docs/_build. No network is needed."""
+"""Sphinx: python -m sphinx -W -b html docs docs/_build. The build needs no network."""
 
 import inspect
 import re
@@ -11,7 +11,6 @@ sys.path.insert(0, str(HERE.parent))
 
 import flax.linen as nn  # noqa: E402
 from docutils import nodes  # noqa: E402
-from docutils.utils.math.latex2mathml import tex2mathml  # noqa: E402
 from sphinx import addnodes  # noqa: E402
 
 import jfp8  # noqa: E402
@@ -24,11 +23,12 @@ version = release = jfp8.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]  # what a build writes
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
@@ -36,12 +36,11 @@ html_title = f"jfp8 {release}"
 
 # Pages are Markdown that also reads well where no site is built. Headings get anchors to link to.
 myst_heading_anchors = 3
-# Formulas between $$ become MathML, which browsers show without a script from elsewhere.
+# Formulas stand between $$.
 myst_enable_extensions = ["dollarmath", "colon_fence"]
-html_math_renderer = "mathml"
 # Notebooks are shown as committed. The tests execute them.
 nb_execution_mode = "off"
-# They belong beside examples and benchmarks, and Sphinx reads nothing outside of its own folder.
+# They are stored next to examples and benchmarks, but Sphinx reads only its own folder.
 shutil.rmtree(HERE / "notebooks", ignore_errors=True)
 shutil.copytree(
     HERE.parent / "notebooks",
@@ -141,13 +140,6 @@ def name_pictures(app, doctree, docname):
                 image["alt"] = f"Drawn by the code above: {section[0].astext()}"
 
 
-def mathml(translator, node):
-    """A formula."""
-    formula = tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block))
-    translator.body.append(formula)
-    raise nodes.SkipNode
-
-
 def breakable_names(app, pagename, template, context, doctree):
     """Long words of code in tables break after these signs, and nowhere else."""
 
@@ -187,8 +179,27 @@ def keep_first_line(app, what, name, thing, options, lines):
         lines.insert(0, "")
 
 
+def list_pages(app, exception):
+    """Write ``llms.txt``: every page in the order of the index, and its first sentence."""
+    if exception or app.builder.format != "html":
+        return
+    index = (HERE / "index.md").read_text(encoding="utf-8")
+    summary = index.partition("\n\n")[2].partition("\n\n")[0].replace("\n", " ")
+    lines = [f"# {project}", "", f"> {summary}"]
+    for caption, names in re.findall(r":caption: (.*)\n\n((?:[\w/]+\n)+)", index):
+        lines += ["", f"## {caption}", ""]
+        for name in names.split():
+            text = (HERE / f"{name}.md").read_text(encoding="utf-8")
+            title, first = re.search(r"^# ([^\n]*)\n+(.*?[.?:])(?:\s|$)", text, re.S).groups()
+            lines.append(f"- [{title}]({name}.html): {' '.join(first.split()).replace(':', '.')}")
+    agents = (HERE.parent / "AGENTS.md").read_text(encoding="utf-8").partition("\n\n")[2]
+    text = "\n".join(lines) + f"\n\n## Writing code that uses jfp8\n\n{agents}"
+    Path(app.outdir, "llms.txt").write_text(text, encoding="utf-8")
+
+
 def setup(app):
-    """What Sphinx calls."""
+    """Connect the functions above to Sphinx."""
+    app.connect("build-finished", list_pages)
     app.connect("autodoc-skip-member", skip_member)
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)  # before Napoleon
     app.connect("source-read", link_to_copies)
@@ -197,5 +208,4 @@ def setup(app):
     app.connect("doctree-read", link_papers)
     app.connect("doctree-resolved", name_pictures)
     app.connect("html-page-context", breakable_names)
-    app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.connect("autodoc-process-signature", short_signature)

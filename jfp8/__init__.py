@@ -59,7 +59,7 @@ from jfp8.training.initialize import initialize
 from jfp8.training.state import Gradients, TrainState
 from jfp8.training.step import value_and_grad
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "E2M1FN",

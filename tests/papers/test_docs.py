@@ -421,7 +421,7 @@ def test_pages_have_code():
     without = {page.relative_to(DOCS).as_posix() for page in {*GUIDES} - {*RUNNING}}
     elsewhere = {"memory.md", "scaling_out.md"}
     tables = {"notebooks.md", "results.md", "promises.md", "coming_from/index.md"}
-    tables |= {"glossary.md", "works_with.md"}
+    tables |= {"glossary.md", "support.md", "works_with.md"}
     # Their code needs other libraries, which the scripts of benchmarks/clients run.
     trainers = {page for page in without if page.startswith("trainers/")}
     assert without == elsewhere | tables | trainers
@@ -489,8 +489,12 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert 'id="jfp8.Dense"' in linen
     assert "nn.Dense" in linen
     formulas = [(tmp_path / f"{page}.html").read_text() for page in ("recipes", *notebooks)]
-    assert "<math" in formulas[0]
+    assert 'class="math notranslate nohighlight"' in formulas[0]
     assert not any("$$" in page for page in formulas)
+    listed = (tmp_path / "llms.txt").read_text()
+    assert "- [Quickstart](quickstart.html): " in listed
+    assert "jfp8.nnx.value_and_grad(loss_fn)(model, x, y)" in listed
+    assert all((tmp_path / page).exists() for page in re.findall(r"\((.*\.html)\):", listed))
     recipes = (tmp_path / "api/recipes.html").read_text()
     assert "https://arxiv.org/abs/2209.05433" in recipes
     assert "https://www.opencompute.org/documents/ocp-microscaling-formats" in recipes

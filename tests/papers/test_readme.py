@@ -68,6 +68,7 @@ def test_scripts_exist(page):
     scripts = set(re.findall(r"(?:examples|benchmarks|notebooks)/\w+\.\w+", page.read_text()))
     assert scripts or page.name in {
         "promises.md",
+        "support.md",
         "checkpoints.md",
         "glossary.md",
         "works_with.md",
