@@ -1,6 +1,6 @@
-"""Flax Linen modules: Flax's own layers with an FP8 product inside.
+"""Flax Linen modules: Flax's own layers with an FP8 matmul inside.
 
-State lives in two collections beside ``params``, both made by ``model.init``:
+State lives in two collections next to ``params``, both created by ``model.init``:
 
   * ``fp8/<path>/{lhs,rhs,grad}``: amax histories (see `jfp8.scaling.AmaxState`);
   * ``fp8_sink/<path>/amax``: zeros, whose gradient carries the amaxes of the backward pass.
@@ -10,8 +10,8 @@ scaling; with it, activations and weights use their histories; with ``fp8_sink``
 gradients. Without a sink, `apply` itself updates a mutable ``fp8``, like ``batch_stats``. With a
 sink, `jfp8.advance` updates it, once per optimizer step.
 
-With ``state_collection="_overwrite_with_gradient"`` all state of a product is one variable of that
-collection instead, and the gradient by it is its next value: for loops that replace the one by the
+With ``state_collection="_overwrite_with_gradient"`` all state of a matmul is one variable of that
+collection instead, and its gradient is its next value: for loops that replace the one by the
 other, such as Flax's own ``TrainState``. `histories_in` reads it.
 
 Recipes that round stochastically draw from the random stream ``fp8``, if `apply` is given one

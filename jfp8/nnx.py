@@ -1,10 +1,10 @@
-"""Flax NNX modules: Flax's own layers with an FP8 product inside.
+"""Flax NNX modules: Flax's own layers with an FP8 matmul inside.
 
-Each product holds its amax histories in a Variable of a type of its own, `Fp8State`; the
+Each matmul holds its amax histories in a Variable of type `Fp8State`; the
 ``nnx.Param`` state of a model is the same as without FP8. There are two ways to train:
 
   * any loop, with ``nnx.grad`` or ``nnx.value_and_grad``: calls update the histories of activations
-    and weights, as those of ``BatchNorm`` update its statistics, until ``model.eval()``. Gradients
+    and weights, as ``BatchNorm`` updates its statistics, until ``model.eval()``. Gradients
     use current scaling, because their amaxes are not recorded;
   * `jfp8.nnx.value_and_grad` instead: gradients use their histories too, and every history gets one
     entry per step.

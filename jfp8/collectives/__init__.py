@@ -16,7 +16,7 @@ types on the wire to 16 bits.
 
 Records never cross the border between two arrays, and each array is quantized by itself: a small
 gradient does not share a scale with a large one, and no copy of all gradients in f32 is made. An
-array so small that its record would be longer than its elements in f32 travels in f32.
+array so small that its record would be longer than its elements in f32 is sent in f32.
 
 Nothing on the wire is multiplied, so hardware need not support its format. E4M3FN rounds every
 element by at most 1/16 of itself, over a range of 2^18, whatever else is in its block. That is a

@@ -46,7 +46,7 @@ def pmean(
     (`jfp8.data_parallel` does so.) An array that does not vary is its own mean, and is returned
     unchanged.
 
-    The derivatives are those of ``jax.lax.pmean``, straight through the rounding.
+    Derivatives are as for ``jax.lax.pmean``, straight through the rounding.
 
     Args:
       tree: arrays of any shapes. ``jax.lax.pmean`` is used for arrays that are not floating, have
@@ -126,12 +126,12 @@ def reduce_scatter(
 
     The first half of `pmean`: every device gets its part of the sum, computed in f32, so that each
     value is rounded once before the dtype of `x`. An Inf or a NaN makes its block NaN. The
-    derivatives are those of ``jax.lax.psum_scatter``: cotangents are gathered in their own dtype.
+    derivatives are as for ``jax.lax.psum_scatter``: cotangents are gathered in their own dtype.
 
     Args:
       x: array, such as a gradient.
       axis_name: one name, or a tuple of names.
-      scatter_dimension: dimension of `x` that is divided among the devices.
+      scatter_dimension: dimension of `x` to scatter over the devices.
       mean: divide the sum by the number of devices.
       fmt, block, rounding, key: as for `pmean`.
       min_size: with fewer elements than this, ``jax.lax.psum_scatter`` in f32 is used; also for
@@ -307,12 +307,12 @@ def _widened(x: jax.Array) -> jax.Array:
 
 
 def _is_float(x: jax.Array) -> bool:
-    """Whether f32 holds the values of `x`."""
+    """Return whether f32 holds the values of `x`."""
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 4
 
 
 def _is_checked(axis_name: AxisName) -> bool:
-    """Whether ``check_vma`` tracks what varies over the axes."""
+    """Return whether ``check_vma`` tracks variation over the axes."""
     return bool(varying_axes(lax.axis_index(axis_name)))
 
 

@@ -35,7 +35,7 @@ _ON_WIRE = (*(f for f in FORMATS if f.bits == 8 and f.signed), E2M5)
 
 @dataclass(frozen=True)
 class Wire:
-    """How the elements of an array are packed into records.
+    """Pack the elements of an array into records.
 
     Attributes:
       axis_name: the devices that take part.
@@ -86,7 +86,7 @@ class Wire:
         return self.block + 4
 
     def pays(self, sizes: list[int], multiple: int = 1) -> bool:
-        """Whether arrays of `sizes` take fewer bytes than in f32, padded to `multiple` records."""
+        """Return whether arrays of `sizes` take fewer bytes than f32 in a `multiple` of records."""
         records = sum(-(-size // self.block) for size in sizes)
         return -(-records // multiple) * multiple * self.record < 4 * sum(sizes)
 

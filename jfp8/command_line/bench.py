@@ -1,6 +1,6 @@
 """``python -m jfp8 bench``: rates of this card, large and small, in one file to send.
 
-Each rate is measured in a process of its own. A program has several calls, each with parameters of
+Each rate is measured in a separate process. A program has several calls, each with parameters of
 its own; the time of one is the difference between a long and a short program. Only that of a
 launch shows what the host needs.
 """
@@ -99,7 +99,7 @@ def lines(result: Result) -> Iterator[str]:
         yield "A rehearsal: the times mean nothing."
 
 
-# In processes of their own.
+# In separate processes.
 
 
 def this_card(_: None) -> Result:
@@ -153,7 +153,7 @@ def random(*shape: int) -> jax.Array:
 
 
 def matmul(is_fp8: bool, n: int) -> Work:
-    """Return an n x n x n product, in bf16 or of FP8 operands with a scale each."""
+    """Return an n x n x n matmul, in bf16 or of FP8 operands with a scale each."""
     x = random(n, n)
     if not is_fp8:
         return Work(jnp.dot, (x, x), 2 * n**3)
@@ -164,7 +164,7 @@ def matmul(is_fp8: bool, n: int) -> Work:
 
 
 def layer(recipe: str | None, n: int) -> Work:
-    """Return a linear layer of n x n on n tokens, forward and backward; None: Flax's in bf16."""
+    """Return an n x n layer of n tokens, forward and backward; without a recipe Flax's in bf16."""
     options: Any = {"use_bias": False, "dtype": jnp.bfloat16}
     model = nn.Dense(n, **options)
     if recipe is not None:
@@ -190,7 +190,7 @@ def attention(is_fp8: bool, n: int) -> Work:
 
 
 def grouped(n: int) -> Work:
-    """Return products of n tokens with the n x n matrices of 8 groups."""
+    """Return matmuls of n tokens with the n x n matrices of 8 groups."""
     sizes = jnp.full((8,), n // 8, jnp.int32)
     multiply = functools.partial(scaled_ragged_dot, recipe=recipes.get("block"))
     return Work(multiply, (random(n, n), random(8, n, n), sizes), 2 * n**3)

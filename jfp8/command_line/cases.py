@@ -68,7 +68,7 @@ class Case(NamedTuple):
     arguments: tuple[Any, ...]
 
     def is_for(self, capability: Capability | None) -> bool:
-        """Return whether a GPU of this capability has the kernel; None: whether a CPU can try."""
+        """Return whether a GPU of this capability, or a CPU for None, can try the kernel."""
         if self.by in ("pallas", "tcgen05") and jax.__version_info__ < (0, 11, 2):
             return False
         if capability is None:
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
 
 def check_cublaslt() -> Record:
-    """Check an FP8 product by XLA with one scale for each operand."""
+    """Check an FP8 matmul by XLA with one scale for each operand."""
 
     def ours(a, b):
         lhs, rhs = ScaledArray(a, jnp.float32(2)), ScaledArray(b, jnp.float32(0.25))
@@ -91,7 +91,7 @@ def check_cublaslt() -> Record:
 
 
 def check_block_scaled(kind: Kind) -> Record:
-    """Check a product whose tensor cores apply the scales of blocks."""
+    """Check a matmul whose tensor cores apply scales of blocks."""
     (m, n, k), record = (128, 256, 512), {}
     shapes = (m, k // kind.block), (n, k // kind.block)
     scales = [powers_of_two(shape, 3 + i).astype(kind.scale) for i, shape in enumerate(shapes)]

@@ -1,4 +1,4 @@
-"""``python -m jfp8 check``: run a small case of each kernel in a process of its own.
+"""``python -m jfp8 check``: run a small case of each kernel in a separate process.
 
 Its result is held to a reference. Planners leave out the kernels that are wrong, hang or crash: the
 verdict is stored in the user's cache directory, for this kind of card and these versions.
@@ -97,7 +97,7 @@ def _store(result: Result) -> str | None:
     return None
 
 
-# In processes of their own.
+# In separate processes.
 
 
 def _table(cases: str) -> Any:

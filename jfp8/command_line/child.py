@@ -1,4 +1,4 @@
-"""Ask a function in a process of its own: one that hangs or crashes takes nothing else with it.
+"""Call a function in a separate process, so that a hang or crash ends nothing else.
 
 The parent never touches the GPU itself: JAX would take most of its memory from the children.
 """
@@ -17,13 +17,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-MARK = "@@jfp8 "  # before what a child has to say; other lines are those of libraries
+MARK = "@@jfp8 "  # before what a child has to say; other lines come from libraries
 STARTING = 300.0  # seconds to import, to find the GPU, and to compile
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold what a function returned in a process of its own, or why it did not.
+    """Hold the result of a function from a separate process, or the reason for its failure.
 
     Attributes:
       result: None if it failed.

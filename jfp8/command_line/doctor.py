@@ -1,4 +1,4 @@
-"""``python -m jfp8 doctor``: what is installed, which cards there are, and what runs on them."""
+"""``python -m jfp8 doctor``: show installed versions, the GPUs and their backends."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _output(*command: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-# In a process of its own.
+# In a separate process.
 
 
 def asked(card: str | None) -> Facts:
@@ -171,7 +171,7 @@ def _about_jax(facts: Facts) -> Iterator[tuple[bool, str]]:
     if _numbers(version)[:3] < KERNELS_SINCE:
         text = (
             f"Python {facts['python']} has JAX {version}, and with it none of jfp8's Pallas "
-            "kernels, which compute rows and blocks of scales, grouped products and attention in "
+            "kernels, which compute rows and blocks of scales, grouped matmuls and attention in "
             "FP8. Install Python 3.12 or later, and there pip install 'jfp8[cuda]'."
         )
         yield bool(gpus or facts["jax"].get("card")), text

@@ -36,7 +36,7 @@ class Model:
 
     @property
     def kernels_per_layer(self) -> int:
-        """Elements of qkv, out, up and down: the FP8 products."""
+        """Return the number of elements of qkv, out, up and down: the FP8 matmuls."""
         return (3 + 1 + 2 * self.mlp) * self.width**2
 
     @property
@@ -45,7 +45,7 @@ class Model:
 
     @property
     def head(self) -> int:
-        """Elements of the kernel that computes logits: a product in high precision."""
+        """Elements of the kernel that computes logits: a matmul in high precision."""
         return self.vocabulary * self.width
 
     @property
@@ -65,7 +65,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Devices:
-    """How many ways a step is divided.
+    """Numbers of devices that a step is sharded over.
 
     Attributes:
       data: the batch.
@@ -82,7 +82,7 @@ class Devices:
         return self.data * self.fsdp * self.tensor
 
     def tokens(self, model: Model) -> float:
-        """That one device computes with."""
+        """Return the number of tokens on one device."""
         return model.tokens / (self.data * self.fsdp)
 
     def parameters(self, model: Model) -> float:
@@ -100,7 +100,7 @@ class Precision:
     gradients: float = 4
     moments: float = 8
     reduced: float = 2  # gradients between devices, over the data axis
-    gathered: float = 2  # kernels of FP8 products, over the fsdp axis
+    gathered: float = 2  # kernels of FP8 matmuls, over the fsdp axis
     gathered_others: float = 2  # other parameters
     scattered: float = 2  # gradients of those kernels, over the fsdp axis
     scattered_others: float = 2  # gradients of other parameters
@@ -153,7 +153,7 @@ def memory(model: Model, devices: Devices, precision: Precision) -> dict[str, fl
 def saved_per_layer(model: Model, devices: Devices, precision: Precision) -> float:
     """Bytes that one layer keeps from its forward to its backward pass.
 
-    Per token, with w the width: the inputs of the four products, w + w + w + mlp w; of the two
+    Per token, with w the width: the inputs of the four matmuls, w + w + w + mlp w; of the two
     norms, w + w; of gelu, mlp w; and of attention q and k, 2 w in 16 bits, and v, w. Its weights
     are computed again. Tensor parallelism divides what lies between its columns and rows: q, k, v,
     the input of out, and all of mlp w.
@@ -189,7 +189,7 @@ def wire(model: Model, devices: Devices, precision: Precision) -> dict[str, floa
     kernels, head = model.kernels / devices.tensor, model.head / devices.tensor
     whole = kernels + head + model.tables
     activations = devices.tokens(model) * model.width
-    # Those of layers for the forward pass and once more for the backward pass; the others are kept.
+    # Kernels of layers are gathered for each pass; the others are kept.
     gathered = 2 * kernels * precision.gathered
     gathered += (head + model.tables) * precision.gathered_others
     scattered = kernels * precision.scattered + (head + model.tables) * precision.scattered_others
@@ -211,7 +211,7 @@ def wire(model: Model, devices: Devices, precision: Precision) -> dict[str, floa
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device, in units of 1 / s: what is given, not what is hoped for."""
+    """Rates of one device, in units of 1 / s, as given by the user."""
 
     bf16_flops: float
     fp8_flops: float
@@ -233,7 +233,7 @@ def flops(model: Model) -> dict[str, float]:
 
 
 def polar_flops(model: Model, steps: int = 5) -> float:
-    """Those of Muon's polar factors: (4 r + 2) w^3 in each step of a kernel of w times r w."""
+    """Return FLOPs of Muon's polar factors: (4 r + 2) w^3 in each step of a w by r w kernel."""
     ratios = (3, 1, model.mlp, model.mlp)
     return model.layers * steps * sum(4.0 * r + 2 for r in ratios) * model.width**3
 
@@ -301,7 +301,7 @@ def table(rows: list[dict]) -> str:
 
 
 def add_rates(group: argparse._ArgumentGroup) -> None:
-    """Rates of a device, without those of its links."""
+    """Add the rates of a device, without its links."""
     # fmt: off
     group.add_argument("--bf16-tflops", type=float, default=H200.bf16,
                        help="half of the 1979 with sparsity (%(default)s)")

@@ -37,7 +37,7 @@ def check_matmul(
     rows: bool,
     tiles: Any = None,
 ) -> Record:
-    """Check a product with one scale for each operand, or for each row and column."""
+    """Check a matmul with one scale for each operand, or for each row and column."""
 
     def ours(a, b, row, column):
         return kernel("matmul")(a, b, row, column, out, promote=promote, tiles=tiles)
@@ -58,7 +58,7 @@ def check_matmul(
 def check_block_matmul(
     m: int, n: int, k: int, dtypes: tuple[Any, Any], out: Any, by_tile: bool, tiles: Any = None
 ) -> Record:
-    """Check a product with a scale for each 1x128 of `a`, and 1x128 or 128x128 of `b`."""
+    """Check a matmul with a scale for each 1x128 of `a`, and 1x128 or 128x128 of `b`."""
     blocks = math.ceil(k / 128)
     a_scale = powers_of_two((blocks, m), 3)
     b_scale = powers_of_two((blocks, math.ceil(n / 128) if by_tile else n), 4)

@@ -29,7 +29,7 @@ def check_tensor_amax(x: jax.Array) -> Record:
 
 
 def largest(amaxes: jax.Array) -> jax.Array:
-    """The amax of a tensor from the bits of those of its parts."""
+    """Return the amax of a tensor from the bits of the amaxes of its parts."""
     return jax.lax.bitcast_convert_type(jnp.max(amaxes), jnp.float32)
 
 
@@ -45,7 +45,7 @@ def check_row_and_column_amax(x: jax.Array, sweep: Any = None) -> Record:
 
 
 def from_amax(fmt: Format) -> Callable[..., Any]:
-    """What makes a scale in `quantize_tensor`: from one amax."""
+    """Return a function that computes the scale in `quantize_tensor` from one amax."""
     make = kernel("scale_and_inverse")
     return lambda known: make(jnp.full((128,), known[0]), fmt, None, poison=False)
 

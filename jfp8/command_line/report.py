@@ -29,11 +29,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "example",
         type=named,
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns those of jfp8.report, such as "
-        "(model, variables, x)",
+        help="a function without arguments that returns the arguments of jfp8.report, "
+        "such as (model, variables, x)",
     )
     parser.add_argument("--card", help='trace for a card that is not here, such as "NVIDIA H200"')
-    parser.add_argument("--verbose", action="store_true", help="print a line for each product")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each matmul")
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:

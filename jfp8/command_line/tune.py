@@ -1,6 +1,6 @@
 """``python -m jfp8 tune``: check and time the tiles that kernels may be cut into; keep the best.
 
-Needs a Hopper GPU. Each candidate, in a process of its own, first computes data of the shape that
+Needs a Hopper GPU. Each candidate, in a separate process, first computes data of the shape that
 it is timed on, and must agree with a reference bit for bit. Candidates are those that a model of
 the device predicts to be fastest. Kernels look the best up in a table, which is JSON::
 
@@ -131,7 +131,7 @@ def lines(records: list[Record]) -> Iterator[str]:
         yield f"FAILED {r['kernel']}, candidate {r['index']}: {r['failure'][:160]}"
 
 
-# In processes of their own.
+# In separate processes.
 
 
 def tried(asked: Record) -> Record:
@@ -210,7 +210,7 @@ def scales_of(kind: str, m: int, n: int, k: int) -> list[jax.Array]:
 def product(
     kind: str, tiles: Any, a: jax.Array, b: jax.Array, row: jax.Array, column: jax.Array
 ) -> jax.Array:
-    """Return a `kind` of product by its kernel, as it is timed; in bf16."""
+    """Return a `kind` of matmul by its kernel, as it is timed; in bf16."""
     if kind in ("block", "block_columns"):
         return kernel("block_matmul")(a, b, row, column, jnp.bfloat16, tiles=tiles)
     promote = kind == "promoted"
@@ -218,7 +218,7 @@ def product(
 
 
 def check_large(kind: str, m: int, n: int, k: int, tiles: Any = None) -> Record:
-    """Hold a product of integers at a size that is timed, and so with its tiles, to XLA's in bf16.
+    """Hold a matmul of integers at a size that is timed, and so with its tiles, to XLA's in bf16.
 
     Both are exact: all sums stay below 2^13.
     """

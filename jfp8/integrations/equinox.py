@@ -60,7 +60,7 @@ def apply_updates(module: Fp8Module, updates: Any, grads: Fp8Module) -> Fp8Modul
 
     Args:
       module: before the step.
-      updates: of the optimizer, for `module`; those of the state are left out.
+      updates: updates of the optimizer for `module`, without updates of the state.
       grads: the gradient with respect to `module`, which holds the next state.
     """
     updated = eqx.apply_updates(module, updates)

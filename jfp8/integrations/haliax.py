@@ -43,7 +43,7 @@ class DotGeneral(OverwriteWithGradient):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        """Compute the product; `precision` has no meaning for FP8 operands."""
+        """Compute the matmul; `precision` has no meaning for FP8 operands."""
         states, sink = None, None
         if self.state is not None:
             states, sink = read_overwritten(self.state, self.recipe.init_state())
@@ -67,7 +67,7 @@ def convert(
       model: any tree of haliax's modules, such as a model of Levanter.
       recipe: how operands are quantized.
       targets: which layers, as in ``haliax.quantization.QuantizationConfig``: names, or a regular
-        expression of their paths; None: all.
+        expression of their paths; None means all.
 
     Source: ``haliax.quantization.quantize_linear_layers``, which finds the layers.
     """

@@ -24,7 +24,7 @@ def convert(
 ) -> keras.Model:
     """Return a Keras model with the layers and variables of `model`, and FP8 matmuls.
 
-    Compile and fit it as any. Amax histories are variables of its own that the optimizer replaces
+    Compile and fit it as any. Amax histories are separate variables that the optimizer replaces
     by their gradients (``overwrite_with_gradient``), so they are saved with its weights.
 
     Args:

@@ -1,4 +1,4 @@
-"""A bias, which is added to each row of a product, and its gradient where a kernel adds it."""
+"""A bias, which is added to each row of a matmul, and its gradient where a kernel adds it."""
 
 from __future__ import annotations
 

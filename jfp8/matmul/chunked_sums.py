@@ -1,4 +1,4 @@
-"""Sums over the contraction in chunks, like those of hardware, with scales applied between them."""
+"""Sums over the contraction in chunks, as in hardware, with scales applied between them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dot_in_chunks(
 ) -> jax.Array:
     """Compute ``sum_c scale_c * (sum_{k in c} lhs_k rhs_k)`` over chunks of the contraction.
 
-    The inner sums are those of the hardware, the outer one is in f32. A chunk has 128 terms where
+    Inner sums are as in hardware, the outer one is in f32. A chunk has 128 terms where
     `accumulation` says so, and is never longer than the run over which the scales are constant:
     otherwise they could not be applied after its sum. (Sums in f32 apply them to the terms
     instead.) `exact` is the product of the data of two chunks with f32 sums.
@@ -133,7 +133,7 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _run_length(q: ScaledArray, axis: int) -> int | None:
-    """Return the number of consecutive elements along `axis` that share a scale; None: all."""
+    """Return the number of consecutive elements along `axis` per scale; None if all share one."""
     shape = scale_shape_of(q)
     return None if not shape or shape[axis] == 1 else q.block_sizes()[axis]
 

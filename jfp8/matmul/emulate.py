@@ -1,6 +1,6 @@
 """The reference, with which every other implementation must agree: f32 arithmetic on any device.
 
-Sums over the contraction are in f32, or like those of hardware, see `chunked_sums`.
+Sums over the contraction are in f32, or as in hardware, see `chunked_sums`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
 
 
 def emulated(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the product in f32 arithmetic."""
+    """Multiply in f32 arithmetic."""
     one_scale = has_one_scale(lhs) and has_one_scale(rhs)
     if spec.accumulation != "f32":
         how = {"accumulation": spec.accumulation, "exact": dot_in_f32}

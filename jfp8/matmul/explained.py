@@ -1,4 +1,4 @@
-"""How a GPU would compute something, noted while a report is being made."""
+"""Notes on the backends that a GPU would use, taken for a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the scales of an operand while JAX traces."""
+"""Properties of an operand's scales that are known while JAX traces."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def scale_dtype(q: ScaledArray) -> np.dtype:
 
 
 def are_powers_of_two(q: ScaledArray, dims: Sequence[int], spec: MatmulSpec) -> bool:
-    """Whether the scales of an operand that is summed over `dims` are known to be powers of two.
+    """Return whether scales of an operand summed over `dims` are known to be powers of two.
 
-    What `spec` promises is about scales of blocks, which vary along the sum.
+    The promise of `spec` concerns scales of blocks, which vary along the sum.
     """
     if scale_dtype(q) == E8M0FNU.dtype:
         return True

@@ -51,10 +51,10 @@ def multiply_dequantized(
 def exact_in_bf16(
     q: ScaledArray, summed: Sequence[int], spec: MatmulSpec
 ) -> tuple[jax.Array, tuple[jax.Array, ...]] | None:
-    """Return bf16 values and f32 scales to multiply their sums by; None: bf16 does not hold them.
+    """Return bf16 values and f32 scales for their sums; None if the values are not exact in bf16.
 
     Each stored value is a bf16 value, also times a power of two. A value of 4 bits times an E4M3
-    scale is one as well: its scale above those of the blocks is left for after the sum.
+    scale is one as well: its scale above the scales of blocks is applied after the sum.
     """
     if not varies_along(q, summed):
         return decode(q.data).astype(jnp.bfloat16), scale_as_f32_pair(q)

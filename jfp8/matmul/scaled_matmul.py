@@ -1,4 +1,4 @@
-"""`scaled_matmul`: the product of two `ScaledArray`s, by a chosen or the best backend."""
+"""`scaled_matmul`: a matmul of two `ScaledArray`s, by a chosen or the best backend."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def scaled_matmul(
       implementation: ``"emulate"``: f32 arithmetic on any device, the reference. ``"bf16"``: stored
         values, which are exact in bf16, on any device. ``"xla"``: f8 operands for XLA, FP8 tensor
         cores on CUDA. ``"mosaic_gpu"``: Pallas kernels for Hopper. ``"mosaic_tpu"``: the Pallas
-        kernel for TPUs. None: the best for the platform that the program is compiled for (emulate
-        on CPUs) of those that `jfp8.backends` allows; `jfp8.report` shows which.
+        kernel for TPUs. None chooses the best one that `jfp8.backends` allows on the platform that
+        the program is compiled for (on CPUs emulate); `jfp8.report` shows which.
 
     Returns:
       Array with the shape that ``jax.lax.dot_general`` gives: batch, lhs free, rhs free dimensions.

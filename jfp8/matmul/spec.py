@@ -49,7 +49,7 @@ NAMED = {
 
 
 def planner_of(device: Device, implementation: str | None = None) -> Any:
-    """Return the module that plans for a device, or for a named implementation; None: nobody does.
+    """Return the planner for a device or a named implementation; None if there is none.
 
     Then the reference computes. See `jfp8.kernels` for the functions that a planner has.
     """
@@ -76,13 +76,13 @@ def check_implementation(implementation: str | None) -> None:
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """What is known of a matmul of two `ScaledArray`s while JAX traces; see `scaled_matmul`.
+    """Describe a matmul of two `ScaledArray`s while JAX traces; see `scaled_matmul`.
 
     Attributes:
       dimension_numbers: checked.
       dtype: of the result.
       accumulation, fast_accumulation, powers_of_two, implementation: see `scaled_matmul`.
-      partial_dtype: of the partial sums that devices exchange; None: `dtype`.
+      partial_dtype: dtype of the partial sums of devices; None means `dtype`.
       device: that the program is traced for.
     """
 
@@ -147,12 +147,12 @@ def free_dims(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the dimensions of two operands go in their product.
+    """Map the dimensions of two operands to dimensions of their product.
 
     Attributes:
       lhs_free, rhs_free: the dimensions that are neither contracted nor batch dimensions.
       sizes: ``(m, n, k)`` of each matrix product: lhs free, rhs free, contracted.
-      shape: of the product: batch, lhs free, rhs free dimensions.
+      shape: shape of the result: batch, lhs free, rhs free dimensions.
     """
 
     lhs_free: tuple[int, ...]
@@ -163,7 +163,7 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: Numbers) -> Layout:
-    """Return the layout of a product with these checked dimension numbers."""
+    """Return the layout of a matmul with these checked dimension numbers."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     lhs_free = tuple(d for d in range(len(lhs_shape)) if d not in lhs_contract + lhs_batch)
     rhs_free = tuple(d for d in range(len(rhs_shape)) if d not in rhs_contract + rhs_batch)
@@ -191,7 +191,7 @@ def to_output(
     before: int,
     after: int,
 ) -> jax.Array:
-    """Lay a scale of `q` out like the product: batch, `before` ones, free, `after` ones."""
+    """Lay a scale of `q` out like the result: batch, `before` ones, free, `after` ones."""
     if scale.ndim == 0:
         return scale
     scale = expand_scale(scale, q.shape, q.block)
@@ -207,9 +207,9 @@ LARGEST_FACTOR = np.float32(np.finfo(np.float32).max)
 def scale_products(
     lhs_scales: tuple[jax.Array, ...], rhs_scales: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
-    """Return factors for the product of both operands; E8M0 scales come as pairs, others alone.
+    """Return factors for the matmul of both operands; E8M0 scales come as pairs, others alone.
 
-    No factor is Inf, because 0 times Inf is NaN. Spikes in two histories of a product make such
+    No factor is Inf, because 0 times Inf is NaN. Spikes in two histories of a matmul make such
     scales; each step would be NaN and skipped, and the histories would keep their spikes forever.
     Instead, a sum of codes below 1 gives a finite number that is too small; a larger one gives Inf.
     """
@@ -256,7 +256,7 @@ def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
 
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
-    """Return factors for a product of the stored values: scales that do not vary along the sum."""
+    """Return factors for a matmul of the stored values: scales that do not vary along the sum."""
     if has_one_scale(lhs) and has_one_scale(rhs):
         scales: Any = lhs.scale, rhs.scale
         return scale_products(scales[:1], scales[1:])

@@ -5,7 +5,7 @@ running sum to the largest exponent among them, and drop what lies beyond 13 fra
 
     E   = max(e(acc), max_k e(a_k) + e(b_k))                      over products that are not zero
     s   = trunc(acc * 2^(13-E)) + sum_k trunc(a_k * b_k * 2^(13-E))                  an integer
-    acc = s * 2^(E-13), truncated to 13 fraction bits of its own; a zero is +0
+    acc = s * 2^(E-13), truncated to 13 fraction bits; a zero is +0
 
 for one block of 32 after the other along the contraction, from ``acc = +0``: a sum of 14 bits.
 ``trunc`` rounds toward zero. ``e(x) = floor(log2|x|)``, but a subnormal operand has the exponent of

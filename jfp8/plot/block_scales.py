@@ -20,8 +20,8 @@ def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
     made NaN are hatched, and so are scales of zero (of blocks that became zero).
 
     Args:
-      q: a `ScaledArray` of two dimensions. Of two-level scales the product is drawn.
-      ax: axes to draw on; None for new ones. A colour bar is put beside it.
+      q: a `ScaledArray` of two dimensions. Two-level scales are multiplied before they are drawn.
+      ax: axes to draw on; None for new ones. A colour bar is put next to it.
 
     Returns:
       The axes. Element ``q[i, j]`` is the square with the corners ``(j, i)`` and ``(j+1, i+1)``;

@@ -27,12 +27,12 @@ _NOTHING = ("no number", GREY, "xxxx")
 
 @dataclass(frozen=True)
 class _Shown:
-    """How a value is coloured. If one end is bad, it is dark."""
+    """Colours of a value. If one end is bad, it is dark."""
 
     label: str
     unit: str = ""
     factor: float = 1.0
-    ends: tuple[float, float] | None = None  # of the colours; None: those of the data
+    ends: tuple[float, float] | None = None  # of the colours; None means the range of the data
     log: bool = True
     dark_is_high: bool = True
 
@@ -65,7 +65,7 @@ def heat_map(
 
     * *dead: all zeros*: a tensor of nothing but zeros. None of it underflows, and no recipe helps:
       look at what computes it.
-    * *NaN or Inf*: a tensor with an element that is not finite. Its number is that of the others.
+    * *NaN or Inf*: a tensor with an element that is not finite. Its number ignores this element.
     * *no number*: cells without a row, and NaN.
 
     With more than 200 steps every column shows the worst of several successive steps (the largest
@@ -79,7 +79,7 @@ def heat_map(
         ``"sqnr"``, ``"headroom"``, ``"amax"``, ``"rms"``, ``"mse"``, ``"scale_min"`` or
         ``"scale_max"``.
       tensor: ``"lhs"``, ``"rhs"``, ``"grad"`` or another that the rows have; None for all.
-      ax: axes to draw on; None for new ones. A colour bar is put beside it.
+      ax: axes to draw on; None for new ones. A colour bar is put next to it.
 
     Returns:
       The axes. ``ax.collections[0]`` holds the numbers, ``[layers, columns]``, in the unit of the

@@ -49,7 +49,7 @@ def histogram(
     largest magnitude, whose bar may be too low to be seen.
 
     The percentages in the legend are exact shares of all elements. The bars of an array count all
-    elements too; those of a row count what the row counted, which leaves out zeros.
+    elements too; fractions of a row leave out zeros, as the row does.
 
     Args:
       x: ``f32 | bf16 | f16`` array of any shape; or a row of statistics, which contains its format
@@ -113,7 +113,7 @@ def histogram(
 
 @dataclass(frozen=True)
 class _Magnitudes:
-    """What is drawn from an array or a row; all shares are fractions."""
+    """Data to draw, of an array or a row; all shares are fractions."""
 
     shares: Mapping[int, float]
     unit: str

@@ -1,4 +1,4 @@
-"""What all pictures share: where they are drawn, colours, and how numbers are written."""
+"""Axes, colours and number formats of all pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantizers: how one operand of a product is quantized. Recipes are made of them."""
+"""Quantizers: how one operand of a matmul is quantized. Recipes are made of them."""
 
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.eden import Eden

@@ -22,7 +22,7 @@ Outer = Literal["tensor", "row"]
 
 @dataclass(frozen=True, repr=False)
 class _InBlocks(Quantizer):
-    """What quantizers in blocks have in common: the block size, and how blocks lie in an array."""
+    """Base of quantizers in blocks: the block size and the layout of blocks in an array."""
 
     block_size: tuple[int, int] = (32, 1)
 
@@ -180,7 +180,7 @@ class TwoLevel(TwoLevelScales):
       reach: to what the largest value of all is scaled, before ``s`` divides it; None:
         ``scale_fmt.max`` times the first target. No larger than ``scale_fmt.max`` times the
         smallest, or ``s`` would saturate.
-      outer: what shares an ``S``: the ``"tensor"``, or each ``"row"`` that a product sums over.
+      outer: unit that shares an ``S``: the ``"tensor"``, or each ``"row"`` that a matmul sums over.
 
     References:
       arXiv 2509.25149 appendix B; Transformer Engine, ``common/cast/nvfp4``. Several targets: arXiv

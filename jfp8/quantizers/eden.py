@@ -61,8 +61,8 @@ class Eden(TwoLevelScales):
             )
         if self.rounding != "nearest_even":
             raise ValueError(
-                f"Eden(rounding={self.rounding!r}): values are rounded to nearest; what makes "
-                "them unbiased are the scales. Use TwoLevel for another rounding."
+                f"Eden(rounding={self.rounding!r}): values are rounded to nearest, and "
+                "unbiased through their scales. Use TwoLevel for another rounding."
             )
 
     @property

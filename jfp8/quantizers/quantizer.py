@@ -1,4 +1,4 @@
-"""`Quantizer`: how one operand of a product is quantized. Recipes are made of them.
+"""`Quantizer`: how one operand of a matmul is quantized. Recipes are made of them.
 
 This file also has those with one scale for a tensor: from its data, from its history, or 1.
 """
@@ -31,10 +31,10 @@ EVERYWHERE: frozenset[Along] = frozenset(("contracting", "free", "batch"))
 
 @dataclass(frozen=True)
 class Context:
-    """What a quantizer is told about a tensor, besides its values.
+    """Information for a quantizer about a tensor, besides its values.
 
     Attributes:
-      contracting: the dimensions that the product sums over. If the quantizer has a
+      contracting: the dimensions that the matmul sums over. If the quantizer has a
         `Quantizer.block`, there is only one, among the last two dimensions of the tensor; the other
         of the two is the free one, and a batch dimension may come before them.
       amax: f32[], the amax of the tensor.
@@ -85,20 +85,20 @@ class Quantizer:
 
     @property
     def one_for_both(self) -> bool:
-        """Whether the result is the same for every `Context.contracting`.
+        """Return whether the result is the same for every `Context.contracting`.
 
-        Then the tensor is quantized once for both products that it takes part in.
+        Then the tensor is quantized once for both matmuls that it takes part in.
         """
         return False
 
     @property
     def spans_rows(self) -> bool:
-        """Whether a whole row, along the contraction, shares a scale that other rows do not."""
+        """Return whether each row along the contraction has one scale."""
         return self.block is None and not self.one_for_both
 
     @property
     def powers_of_two(self) -> bool:
-        """Whether all of its scales are powers of two."""
+        """Return whether all scales are powers of two."""
         return False
 
     @property
@@ -108,13 +108,13 @@ class Quantizer:
 
     @property
     def stochastic(self) -> bool:
-        """Whether it needs `Context.seed`."""
+        """Return whether quantizing needs `Context.seed`."""
         return self.rounding == "stochastic"
 
     def scale_shared_along(self, history: bool) -> frozenset[Along]:
         """Return the dimensions along which elements share a scale that any one of them can change.
 
-        Some of ``"contracting"`` (the product sums over it), ``"free"`` (the product keeps it) and
+        Some of ``"contracting"`` (the matmul sums over it), ``"free"`` (the matmul keeps it) and
         ``"batch"`` (both operands have it); all three, unless a quantizer overrides this.
         `Recipe.is_causal` depends on it.
 
@@ -187,7 +187,7 @@ def _without_nan(quantizer: Quantizer) -> ValueError:
 
 
 class _OneScale(Quantizer):
-    """The tensor is quantized alike, whichever dimensions a product sums over."""
+    """Quantize a tensor alike, whichever dimensions a matmul sums over."""
 
     one_for_both = True
 
@@ -267,7 +267,7 @@ class Delayed(_OneScale):
 
 @dataclass(frozen=True, repr=False)
 class Unit(_OneScale):
-    """No scaling: the scale is 1; values outside of the format's range saturate or are flushed."""
+    """No scaling: the scale is 1; values outside the format's range saturate or are flushed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,18 +31,18 @@ class Rotation:
 
     @property
     def random(self) -> bool:
-        """Whether it needs a seed: another one gives another rotation."""
+        """Return whether the rotation depends on a seed."""
         return False
 
     def __call__(self, x: jax.Array, axis: int, seed: jax.Array | None = None) -> jax.Array:
         """Rotate `x` along `axis`; f32, padded with zeros to a multiple of `size` along it.
 
-        The padding is kept, because it holds rotated values that a product over `axis` needs.
+        The padding is kept, because it holds rotated values that a matmul over `axis` needs.
 
         Args:
           x: floating array.
-          axis: the dimension that the product sums over.
-          seed: uint32[2], the same for both operands of a product; for a rotation that is `random`.
+          axis: the dimension that the matmul sums over.
+          seed: uint32[2], the same for both operands of a matmul; for a rotation that is `random`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override __call__.")
 
@@ -85,7 +85,7 @@ class Hadamard(Rotation):
 
 @dataclass(frozen=True, repr=False)
 class RandomHadamard(Rotation):
-    """`Hadamard` with signs that are drawn anew for every product and step.
+    """`Hadamard` with signs that are drawn anew for every matmul and step.
 
     From the key, if one was given, and in any case from the amax of the operand that is quantized
     first. Averages over rotations are then averages over steps, as unbiased estimates need them.

@@ -14,7 +14,7 @@ from jfp8.scaling.scales import amax, scale_from_amax
 
 @dataclass(frozen=True, repr=False)
 class Rowwise(ScalesFromData):
-    """One scale for every row that the product sums over ("per axis", "axiswise").
+    """One scale for every row that the matmul sums over ("per axis", "axiswise").
 
     ``scale = amax(row) / fmt.max``. The scales vary along all dimensions except the contracting
     ones, and so are applied after the sum.

@@ -1,4 +1,4 @@
-"""Recipes: which quantizer each operand of each of the three products gets.
+"""Recipes: which quantizer each operand of each of the three matmuls gets.
 
 There is a file for each family of recipes; `get` finds a recipe by its name. To add one to a
 family, write its class there and add it to that file's ``__all__``.

@@ -1,7 +1,7 @@
-"""Whether scales carry information from later positions, or from other sequences, into a result.
+"""Causality and batch invariance of recipes: how far scales carry information into a result.
 
 Elements that share a scale all affect it. If positions of a sequence share one, a result depends on
-positions after its own: training sees them, decoding does not. If sequences share one, a result
+later positions: training sees them, decoding does not. If sequences share one, a result
 depends on what else is in its batch.
 """
 
@@ -18,13 +18,13 @@ Among = Literal["positions", "sequences"]
 
 
 class _Place(NamedTuple):
-    """Where an operand has the positions of a sequence, and the sequences."""
+    """Dimensions of an operand that hold positions and sequences."""
 
     positions: Along
     sequences: Along
 
 
-# The operands that are data; those not named are weights. A convolution is a product of patches,
+# The operands that are data; those not named are weights. A convolution is a matmul of patches,
 # which hold what its result may depend on.
 _ROWS = {"lhs": _Place("free", "free")}
 LAYERS: tuple[Layer, ...] = ("dense", "conv", "moe", "attention")
@@ -34,7 +34,7 @@ OPERANDS: tuple[Operand, ...] = ("lhs", "rhs", "output")
 def shares_among(
     products: Products, among: Among, layer: Layer, operand: Operand | None, history: bool
 ) -> bool:
-    """Return True if the forward product of `layer` shares a scale among positions or sequences.
+    """Return True if the forward matmul of `layer` shares a scale among positions or sequences.
 
     Args:
       among: ``"positions"`` or ``"sequences"``.

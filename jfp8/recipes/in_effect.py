@@ -1,7 +1,7 @@
-"""Which recipe is in effect: that of the layer, or of the region of the program that it is in.
+"""The recipe in effect, which comes from the layer or from the region around it.
 
 `jfp8.autocast` sets regions and layers read them. The region is part of the key of JAX's caches: a
-function that was traced outside of a region is traced again inside. Each thread has its own.
+function that was traced outside a region is traced again inside. Each thread has its own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _override = jax.make_user_context(None)
 
 @dataclass(frozen=True)
 class Region:
-    """The settings inside of a region.
+    """The settings inside a region.
 
     Attributes:
-      recipe: for layers without a recipe of their own, by their paths.
+      recipe: for layers without a recipe, by their paths.
       enabled: False computes everything in high precision, even layers with a recipe.
       selection: which layers of a model are converted in it; None in a region of `jfp8.autocast`.
       edges: which layers are at the edges of the model, on which the selection depends too.
@@ -75,7 +75,7 @@ def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
 
 
 def recipes_in_effect(own: RecipeLike | None, paths: Sequence[str]) -> list[Recipe]:
-    """Return the recipes of the products at `paths`, but for those in high precision."""
+    """Return the recipes of the matmuls at `paths`, but for those in high precision."""
     own = None if own is None else check_recipe(own)
     found = (recipe_in_effect(own, path) for path in paths)
     return [each for each in found if each is not None]

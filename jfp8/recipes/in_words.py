@@ -1,4 +1,4 @@
-"""A description of what a recipe does to the operands of the three products."""
+"""A description of a recipe in words, one line for each matmul."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jfp8.recipes.product import Product, Products
 
 
 def products_in_words(products: Products) -> list[str]:
-    """Return a line for each product, such as ``"dgrad  E5M2 per tensor x E4M3FN per tensor"``."""
+    """Return a line for each matmul, such as ``"dgrad  E5M2 per tensor x E4M3FN per tensor"``."""
     return [f"{kind}  {_product(product)}" for kind, product in vars(products).items()]
 
 

@@ -17,9 +17,9 @@ __all__ = ["DirectE5M2", "Hybrid"]
 
 @dataclass(frozen=True, repr=False)
 class _Toolkit(Recipe):
-    """What both recipes share: gradients in E5M2 without a scale, and quantized results.
+    """Base of both recipes: gradients in E5M2 without a scale, and quantized results.
 
-    The result of fprop is quantized like an activation, those of dgrad and wgrad like a gradient.
+    The result of fprop is quantized like an activation, the others like gradients.
     Results of `fused` layers are not, because the next operation is fused with them.
     """
 
@@ -57,14 +57,14 @@ class _Toolkit(Recipe):
 
 @dataclass(frozen=True, repr=False)
 class DirectE5M2(_Toolkit):
-    """E5M2 without any scale, for all operands and results of all three products. No state.
+    """E5M2 without scales for all operands and results. No state.
 
     Weights and activations are rounded to nearest even, gradients stochastically. Gradients below
     2^-17 vanish more often than not: train with `jfp8.loss_scale`. For 16-bit master weights see
     `jfp8.optim.stochastic_rounding`.
 
     Attributes:
-      quantize_outputs: also quantize the results of the three products (before a bias is added).
+      quantize_outputs: also quantize the results of the three matmuls (before a bias is added).
       fused: layers whose results stay in high precision: patterns of paths, ``("*/logits",)``.
       stochastic_gradients: round gradients stochastically; otherwise to nearest even.
 
@@ -84,7 +84,7 @@ class Hybrid(_Toolkit):
 
     ``scale = amax(x) / 448`` for weights, activations and outputs. Gradients are rounded
     stochastically and have no scale: train with `jfp8.loss_scale`. For 16-bit master weights see
-    `jfp8.optim.stochastic_rounding`. The fields are those of `DirectE5M2`.
+    `jfp8.optim.stochastic_rounding`. See `DirectE5M2` for the fields.
 
     References:
       Intel FP8 Emulation Toolkit, ``mpemu/hybrid_emu.py``, whose multiplying scale is at most 2^16.

@@ -19,7 +19,7 @@ __all__ = ["MXFP4BlockScaling"]
 class MXFP4BlockScaling(Recipe):
     """4 bits: E2M1 data, and an E8M0 scale, a power of two, for every 32 values. No state.
 
-    ``scale_b = 2^ceil(log2(amax(x_b) / 6))`` with the default rounding. The forward product rounds
+    ``scale_b = 2^ceil(log2(amax(x_b) / 6))`` with the default rounding. The forward matmul rounds
     to nearest. Both gradients are unbiased estimates: their operands are rotated, 64 values at a
     time, by a Hadamard matrix with random signs, and then rounded stochastically, both of them.
 

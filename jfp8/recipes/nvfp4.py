@@ -17,12 +17,12 @@ __all__ = ["NVFP4BlockScaling", "NVFP4FourOverSix", "NVFP4RowScaling"]
 
 @dataclass(frozen=True, repr=False)
 class _NVFP4(Recipe):
-    """What they share: stochastic gradients, a rotated wgrad, weights in square blocks."""
+    """Base of NVFP4 recipes: stochastic gradients, a rotated wgrad, weights in square blocks."""
 
     scaling: ClassVar[TwoLevel] = TwoLevel(E2M1FN, (16, 1))
     """The quantizer of activations, and with other blocks or rounding of all operands."""
     activations: ClassVar[TwoLevel | None] = None
-    """That of activations in the forward product, if it is another."""
+    """Another quantizer for activations in the forward matmul, or None."""
 
     stochastic_rounding: bool = takes(bool, True)
     random_hadamard: bool = takes(bool, True)
@@ -89,7 +89,7 @@ class NVFP4FourOverSix(_NVFP4):
 class NVFP4RowScaling(_NVFP4):
     """NVFP4 with an f32 scale for each row of the activations, instead of one for all. No state.
 
-    ``S_i = 448 * 6 / amax(x_i)`` for each row ``i`` of the forward product's `lhs`, and all else as
+    ``S_i = 448 * 6 / amax(x_i)`` for each row ``i`` of the forward matmul's `lhs`, and all else as
     `NVFP4BlockScaling`. No result then depends on another token or sequence: it is causal and
     batch-invariant. An outlier takes no range from other rows, either.
 

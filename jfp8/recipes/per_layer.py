@@ -13,10 +13,10 @@ from jfp8.recipes.registry import check_recipe
 
 @dataclass(frozen=True)
 class PerLayer:
-    """What `jfp8.convert` makes of ``{pattern: recipe}``: the first pattern that matches wins.
+    """Recipes by pattern, as in ``{pattern: recipe}``: the first pattern that matches wins.
 
     Attributes:
-      recipes: patterns of paths, and the recipe of the layers that they match; None: those stay in
+      recipes: patterns of paths, and the recipe of matching layers; with None these stay in
         high precision, as do layers that no pattern matches.
     """
 
@@ -34,7 +34,7 @@ class PerLayer:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether a recipe of it does."""
+        """Return whether any of the recipes does."""
         return any(recipe.needs_loss_scale for recipe in self.given)
 
     def for_layer(self, path: str) -> Recipe | None:

@@ -12,10 +12,10 @@ from jfp8.recipes.registry import check_recipe
 
 @dataclass(frozen=True, repr=False)
 class PerOperand(Recipe):
-    """A recipe of your own: a quantizer, or None for high precision, for each operand.
+    """A custom recipe: a quantizer, or None for high precision, for each operand.
 
     Attributes:
-      fprop, dgrad, wgrad: the three products; see `Product` for the order of the operands. Of a
+      fprop, dgrad, wgrad: the three matmuls; see `Product` for the order of the operands. Of a
         recipe, or of the name of one, it is that product.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Products`: which quantizer each operand gets in each of the three products."""
+"""`Products`: which quantizer each operand gets in each of the three matmuls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jfp8.scaling import printing
 
 @dataclass(frozen=True, repr=False)
 class Product:
-    """How one of the three products is computed.
+    """Quantizers of one of the three matmuls.
 
     Attributes:
       lhs, rhs: quantizers of its operands; None leaves an operand in high precision. The operands
@@ -66,24 +66,24 @@ class Product:
 
     @property
     def powers_of_two(self) -> bool:
-        """Whether all scales that vary along the contraction are powers of two."""
+        """Return whether all scales that vary along the contraction are powers of two."""
         operands = [q for q in (self.lhs, self.rhs) if q is not None]
         return all(q.powers_of_two for q in operands if q.block or isinstance(q, FromForward))
 
 
 @dataclass(frozen=True, repr=False)
 class Products:
-    """The three products of ``y = lhs @ rhs`` and its gradient. ::
+    """The three matmuls of ``y = lhs @ rhs`` and its gradient. ::
 
         fprop  y    = lhs . rhs
         dgrad  dlhs = grad . rhs^T
         wgrad  drhs = lhs^T . grad
 
-    A tensor is quantized once for both products it takes part in, if their quantizers are equal and
+    A tensor is quantized once for both matmuls it takes part in, if their quantizers are equal and
     do not depend on the direction of the contraction; otherwise once for each, from high precision.
 
     Attributes:
-      fprop, dgrad, wgrad: the three products.
+      fprop, dgrad, wgrad: the three matmuls.
 
     Raises:
       TypeError, ValueError: as for `Product`; also if nothing is quantized, or if one tensor would
@@ -100,7 +100,7 @@ class Products:
                 raise TypeError(f"{name} must be a recipes.Product, got {product!r}.")
         if not any(self.quantizers()):
             raise ValueError(
-                "Nothing is quantized: all operands of all products are None. Use the layer "
+                "Nothing is quantized: all operands of all matmuls are None. Use the layer "
                 "without jfp8 (flax.linen.Dense, jax.lax.dot_general) for high precision."
             )
         if FromForward in map(type, self.quantizers()):
@@ -130,20 +130,20 @@ class Products:
 
     @property
     def stochastic(self) -> bool:
-        """Whether any of them rounds stochastically, or any product is rotated at random."""
+        """Return whether anything is rounded stochastically or rotated at random."""
         products = (self.fprop, self.dgrad, self.wgrad)
         rotated = any(p.rotation is not None and p.rotation.random for p in products)
         return rotated or any(q.stochastic for q in self.quantizers())
 
     @property
     def matrices(self) -> bool:
-        """Whether the operands have to be laid out as (batches of) matrices, for blocks."""
+        """Return whether operands must be laid out as (batches of) matrices, for blocks."""
         rotated = any(p.rotation for p in (self.fprop, self.dgrad, self.wgrad))
         return rotated or any(q.block is not None for q in self.quantizers())
 
 
 def uniform(lhs: Quantizer, rhs: Quantizer, grad: Quantizer) -> Products:
-    """Return each tensor with the same quantizer in both of its products."""
+    """Return each tensor with the same quantizer in both of its matmuls."""
     return Products(
         fprop=Product(lhs, rhs, fast_accumulation=True),
         dgrad=Product(grad, rhs),
@@ -162,7 +162,7 @@ def _check_from_forward(products: Products) -> None:
             raise ValueError(
                 f"The quantizers of {role} are {first!r} and {second!r}. FromForward is for "
                 "dgrad.rhs and wgrad.lhs, in the format that fprop has for the same operand, and "
-                "beside a gradient in high precision."
+                "next to a gradient in high precision."
             )
 
 
@@ -174,11 +174,11 @@ def _check_rotation(rotation: Any, operands: list[Quantizer]) -> None:
     if not operands:
         raise ValueError(
             "rotation without a quantized operand changes nothing: leave it out, or give the "
-            "product a quantizer."
+            "matmul a quantizer."
         )
     if any(q.history_len for q in operands):
         raise ValueError(
-            "rotation with an amax history: the history is that of the original tensor, not of the "
+            "rotation with an amax history: the history belongs to the original tensor, not to the "
             "rotated one. Use quantizers with current scaling, such as quantizers.Current(fmt)."
         )
 

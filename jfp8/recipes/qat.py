@@ -59,8 +59,8 @@ class QuantizationAware(Recipe):
         128x128; ``"rowwise"``: E4M3, an f32 scale for each output channel; ``"mxfp8"``,
         ``"mxfp4"``: E4M3 or E2M1, a power of two for every 32 values along the sum; ``"nvfp4"``:
         E2M1, an E4M3 scale for every 16 values along the sum, and one f32 scale for the tensor.
-      activations: that of the activations, for engines that quantize them, where ``"block"`` has
-        1x128 and ``"rowwise"`` a scale for each token; None: they stay in high precision.
+      activations: quantizer of activations, for engines that quantize them, where ``"block"`` has
+        1x128 and ``"rowwise"`` a scale for each token; None keeps them in high precision.
       backward: ``"dequantized"``: both gradients in high precision, of the values that the forward
         pass multiplied. ``"high_precision"``: of the unquantized operands. ``"current"``,
         ``"rowwise"``, ``"block"``, ``"mxfp8"``: in FP8, as that recipe computes them, from the

@@ -22,9 +22,9 @@ _TARGET = 6.0 / (17 / 16 * 0.93)
 class QuartetII(Recipe):
     """NVFP4 with "4/6" forward, and gradients by MS-EDEN, unbiased without stochastic values.
 
-    The forward product is that of `NVFP4FourOverSix`, with blocks of 16 for weights, too. Both
+    The forward matmul is as in `NVFP4FourOverSix`, with blocks of 16 for weights, too. Both
     operands of both gradients are rotated, 128 values at a time, by a Hadamard matrix with random
-    signs, drawn anew for each product and step, rounded to nearest, and given scales that undo the
+    signs, drawn anew for each matmul and step, rounded to nearest, and given scales that undo the
     loss, rounded stochastically: see `quantizers.Eden`. No state.
 
     References:

@@ -77,10 +77,10 @@ class Recipe:
 
     Attributes:
       accumulation: how the emulated products round their sums, see `scaled_matmul`. ``"hopper"``
-        sums like Hopper's tensor cores in all three products: fast accumulation where the recipe
+        sums like Hopper's tensor cores in all three matmuls: fast accumulation where the recipe
         allows it (in most only forward), promotion to f32 every 128 products elsewhere.
-      fast_accumulation: the products, any of ``"fprop"``, ``"dgrad"`` and ``"wgrad"``, in which
-        hardware may keep fewer bits of its sums, which is faster. None: the recipe's default, in
+      fast_accumulation: the matmuls, any of ``"fprop"``, ``"dgrad"`` and ``"wgrad"``, in which
+        hardware may keep fewer bits of its sums, which is faster. None means the default, in
         most ``("fprop",)``.
 
     Raises:
@@ -90,7 +90,7 @@ class Recipe:
     name: ClassVar[str] = ""
     """Short name, for `get`."""
     needs_loss_scale: ClassVar[bool] = False
-    """Whether gradients have no scale of their own, and need a loss scale to stay in range."""
+    """Return whether gradients have no scale, and need a loss scale to stay in range."""
     exact_export: ClassVar[bool] = False
     """Whether `jfp8.quantize_params` gives what the forward pass multiplies, or raises."""
 
@@ -151,7 +151,7 @@ class Recipe:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def products(self) -> Products:
-        """Return the quantizers of the operands of the three products.
+        """Return the quantizers of the operands of the three matmuls.
 
         Raises:
           TypeError: of `Recipe` itself, which is abstract.
@@ -179,7 +179,7 @@ class Recipe:
         return self
 
     def init_state(self) -> dict[str, AmaxState] | None:
-        """Make the empty state of a product, ``{"lhs", "rhs", "grad"}``; None if it keeps none."""
+        """Make the empty state of a matmul, ``{"lhs", "rhs", "grad"}``; None if it keeps none."""
         lengths = {
             role: max(q.history_len if q else 0 for q in pair)
             for role, pair in self.products().by_role().items()
@@ -198,15 +198,15 @@ class Recipe:
         decoding, where the sequence grows token by token.
 
         Args:
-          layer: ``"dense"`` (every product with a weight), ``"conv"`` (along a spatial dimension
-            that is padded on one side only), ``"moe"``, or ``"attention"``: the two products of
+          layer: ``"dense"`` (every matmul with a weight), ``"conv"`` (along a spatial dimension
+            that is padded on one side only), ``"moe"``, or ``"attention"``: the two matmuls of
             attention itself, where keys after a query are masked.
           operand: ``"lhs"``, ``"rhs"`` or ``"output"``, the result, which some recipes quantize;
-            None: all of them.
+            None means all of them.
           history: whether each amax history has an entry, as it has after the first training step;
             recipes without histories ignore it. With True, the promise covers products that are
             used once in a step; a second use, and one that records its amaxes (NNX in training
-            outside of ``nnx.jit``), may take a larger scale.
+            outside ``nnx.jit``), may take a larger scale.
 
         Raises:
           ValueError: unknown `layer` or `operand`.

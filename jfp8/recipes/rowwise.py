@@ -16,9 +16,9 @@ __all__ = ["RowwiseScaling"]
 
 @dataclass(frozen=True, repr=False)
 class RowwiseScaling(Recipe):
-    """One scale for every row that a product sums over. No state.
+    """One scale for every row that a matmul sums over. No state.
 
-    ``scale_i = amax_k(x_ik) / fmt.max``, along the contraction ``k`` of each product, so every
+    ``scale_i = amax_k(x_ik) / fmt.max``, along the contraction ``k`` of each matmul, so every
     tensor is quantized twice. An outlier affects only its own row.
 
     Attributes:

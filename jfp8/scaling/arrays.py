@@ -76,7 +76,7 @@ class ScaledArray(ByValues):
 
     @property
     def dtype(self) -> np.dtype:
-        """float32, that of the values: what `dequantize` and ``np.asarray`` give."""
+        """Return float32, the dtype of `dequantize` and ``np.asarray``."""
         return np.dtype(np.float32)
 
     @property
@@ -91,7 +91,7 @@ class ScaledArray(ByValues):
 
     @property
     def T(self) -> ScaledArray:
-        """The transpose: the dimensions, and those of the scales, in reverse order."""
+        """Return the transpose: dimensions of data and scales in reverse order."""
         return self.transpose()
 
     def transpose(self, *axes: Any) -> ScaledArray:
@@ -194,8 +194,8 @@ def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
     """Return the values ``data * scale``, multiplied in f32 and rounded once to `dtype`.
 
     Exact for E8M0 scales, including f32 subnormals. The gradient is straight-through: the cotangent
-    of ``data`` is that of the values, saturated and rounded to the stored format, because JAX gives
-    a cotangent the dtype of its primal. The scale gets none. Where this rounding is too coarse,
+    of ``data`` is the values' cotangent, saturated and rounded to the stored format, because JAX
+    gives a cotangent the dtype of its primal. The scale gets none. If this rounding is too coarse,
     differentiate `round_to_format` or `scaled_dot_general`. If there is a `ScaledArray.carrier`,
     the cotangent goes there instead, in the carrier's dtype.
 
@@ -320,7 +320,7 @@ def _has_values(q: Any) -> bool:
 
 
 def _fits(q: ScaledArray) -> bool:
-    """Return True if the shapes fit. (Those of an array made under vmap do not, outside of it.)"""
+    """Return whether shapes fit; outside ``vmap``, an array made under it does not fit."""
     try:
         check_scale_shape(q)
     except (ValueError, TypeError):
@@ -343,7 +343,7 @@ _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "pow", "integer_pow"
 
 
 def _check_leaves(data: Any, scale: Any) -> None:
-    """Raise if `data` and `scale` were computed separately from those of a `ScaledArray`.
+    """Raise if `data` and `scale` were computed separately from leaves of a `ScaledArray`.
 
     Placeholders of any type pass, and so do scalars, which may stand for a leaf: a mask, a learning
     rate.

@@ -37,7 +37,7 @@ def cast(
     E8M0FNU has neither sign nor zero: values below 2^-127 (zero included) go to 2^-127, negative
     ones to NaN, and ties go up, as in ml_dtypes.
 
-    The gradient is straight-through (that of the identity). JAX gives a cotangent the dtype of its
+    The gradient is straight-through (as for the identity). JAX gives a cotangent the dtype of its
     primal, so the gradient through `cast` is itself rounded to ``fmt.dtype``; use `round_to_format`
     where the gradient must stay exact.
 

@@ -161,7 +161,7 @@ def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
 
     Devices that see parts of the tensor, in ``jax.shard_map`` or ``jax.pmap``, agree on the largest
     amax of all. Where JAX keeps track of what varies over the axes of the mesh, a state that itself
-    varies over one (each device has a layer of its own) is left alone.
+    varies over one (each device has its own layer) is left alone.
     """
     seen = lax.stop_gradient(jnp.where(jnp.isfinite(amax), amax, 0.0))
     seen = largest_of_devices(seen, state["amax_history"])
@@ -225,7 +225,7 @@ def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
 
     Args:
       state: an `AmaxState`.
-      amax: f32[...], folded in as by `observe` before; None: nothing.
+      amax: f32[...], folded in as by `observe` before, unless None.
     """
     if amax is None:
         entry, history = running_amax(state), ended_steps(state)

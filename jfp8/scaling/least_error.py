@@ -1,4 +1,4 @@
-"""Of several scales for a block, the one under which rounding to E2M1 loses least."""
+"""Choose the scale of a block for which rounding to E2M1 has the least error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_least_error(
       granularity: the blocks, of at most `LARGEST_COMPARED` elements if there is a choice.
 
     Returns:
-      ``(scale, inverse)``, of which each block's is that of one candidate.
+      ``(scale, inverse)``, from the best candidate for each block.
     """
     best, *others = candidates
     if not others:

@@ -1,4 +1,4 @@
-"""How values print: short, without defaults, and arrays by shape instead of by contents.
+"""Print values in short form: without defaults, and arrays by shape instead of contents.
 
 A ``repr`` may be called anywhere: while JAX traces, on trees that hold shapes, shardings or
 placeholders instead of arrays, in a debugger. So nothing here computes with JAX, and anything that
@@ -160,7 +160,7 @@ def scaled_array(
 
     Args:
       data: stored bytes.
-      scale: that of the blocks.
+      scale: scale of the blocks.
       outer: the scale of scales in a format, or None.
       sizes: elements that share a scale in each dimension, ``()`` if all do; None if `data` and
         `scale` do not belong together.

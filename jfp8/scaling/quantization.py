@@ -149,15 +149,15 @@ def two_level_scale(
         S = reach / amax
         s = cast(block_amax / target * S, scale_fmt)
 
-    A non-finite amax makes its block's scale NaN, and ``S`` is that of the others. Blocks so far
+    A non-finite amax makes its block's scale NaN, and does not affect ``S``. Blocks so far
     below the amax that their scale is zero become zero.
 
     Args:
       block_amax: f32 array, of each block.
       fmt, scale_fmt: of the data and of its scales.
-      target: to what the largest value of a block is scaled; None: ``fmt.max``.
-      reach: to what the amax is scaled; None: ``scale_fmt.max * target``.
-      axis: blocks along it share an ``S``; None: all do.
+      target: value to scale the largest element of a block to; None means ``fmt.max``.
+      reach: value to scale the amax to; None means ``scale_fmt.max * target``.
+      axis: blocks along it share an ``S``; None means all do.
 
     Returns:
       ``(scale, inverse)``: the outer scale is f32[], or has a 1 at `axis`; f32 array.

@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 class Reshaped(NamedTuple):
-    """How scales follow their data into another shape.
+    """Describe scales after their data was reshaped.
 
     Attributes:
       scale: the shape of the scales.
@@ -58,7 +58,7 @@ def _groups(shape: Shape, sizes: Shape, new: Shape) -> Iterator[tuple[Shape, Sha
 
 
 def _run(shape: Shape, sizes: Shape) -> int | None:
-    """Count the consecutive elements that share a scale; None: they are not consecutive."""
+    """Count the consecutive elements that share a scale; None if they are not consecutive."""
     run, ended = 1, False
     for axis in reversed(range(len(shape))):
         n, b = shape[axis], min(sizes[axis], shape[axis])

@@ -124,7 +124,7 @@ def scale_from_amax(
         ``2^(floor(log2 amax) - emax)``, ``"ceil"`` ``2^(ceil(log2 amax) - emax)``, ``"even"`` the
         floor of `amax` first rounded to the format's mantissa. In these modes an `amax` of 0 gives
         code 0, and Inf and NaN give code 255 (NaN).
-      poison: whether a non-finite `amax` makes the scale NaN, for the elements beside it.
+      poison: whether a non-finite `amax` makes the scale NaN, for the elements next to it.
 
     Returns:
       Array of the shape of `amax`: f32, or e8m0 for the E8M0 modes.
@@ -229,7 +229,7 @@ def quantize_with_scale(
       `ScaledArray` of the shape of `x`.
 
     Raises:
-      ValueError: the shape of `scale` does not fit that of `x`.
+      ValueError: the shape of `scale` does not fit `x`.
     """
     check_scale_shape(ScaledArray(x, scale, block))
     values = x.astype(jnp.float32)

@@ -29,13 +29,13 @@ _SHIFT = 20  # bin = bits >> 20: the exponent and three bits of the mantissa
 WIDTH = 2050
 BINS = WIDTH - _SHIFT
 # Bin 1 begins at 1.5 * 2^-126. What normal numbers there are below it share that bin: there is no
-# room for bins of their own.
+# room for separate bins.
 _FIRST = (0x00C00000 >> _SHIFT) - 1
 _SMALLEST_NORMAL, _INF = np.uint32(0x00800000), np.uint32(0x7F800000)
 
 # Code that reads a sink ignores the size of its entries. Clipping by the global gradient norm does
 # not, if all variables are trained as if they were parameters. So sinks of matmuls are too small to
-# count there. Those of `Gradients`, times `SMALL`, count in no norm: the square is 0 in f32.
+# count there. Sinks of `Gradients`, times `SMALL`, count in no norm: the square is 0 in f32.
 SINK_UNIT, SMALL = np.float32(2.0**-20), np.float32(2.0**-64)
 
 # What `decode_amax` notes of a row, above its other bits.

@@ -1,7 +1,7 @@
 """State whose gradient is its new value, for training loops that know nothing of FP8.
 
 Flax's ``TrainState``, Keras, and trainers such as MaxText, replace some variables by their
-gradients. So all state of a product is one such variable, and its gradient is what the
+gradients. So all state of a matmul is one such variable, and its gradient is what the
 product has to remember.
 
 JAX adds cotangents of several uses, and loops average them over micro-batches and devices. What is
@@ -51,7 +51,7 @@ def read_overwritten(
 
     Args:
       variable: f32[3 * (2050 + 31 H)].
-      empty: ``recipe.init_state()``, which gives the lengths; None: all have the longest.
+      empty: ``recipe.init_state()``, which gives the lengths; with None all have the longest.
 
     Returns:
       ``(state, sink)``, as `jfp8.scaled_dot_general` takes them.
@@ -88,7 +88,7 @@ def read_overwritten(
 
 
 def steps_of(shape: tuple[int, ...]) -> int | None:
-    """Return the H of a variable of this shape; None: it has no such shape."""
+    """Return the history length H of a variable of this shape, or None for other shapes."""
     if len(shape) != 1 or shape[0] % len(ROLES):
         return None
     steps, rest = divmod(shape[0] // len(ROLES) - WIDTH, _BITS)

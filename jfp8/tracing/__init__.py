@@ -1,1 +1,1 @@
-"""What a program is traced for: the JAX version, the device, notes for reports."""
+"""The JAX version and device that a program is traced for, and notes for reports."""

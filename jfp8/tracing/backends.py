@@ -9,7 +9,7 @@ import jax
 
 BACKENDS = ("emulate", "bf16", "xla", "cudnn", "mosaic_gpu", "mosaic_tpu")
 
-# Those that are allowed, a frozenset; None: all.
+# Allowed implementations, a frozenset; None allows all.
 ALLOWED = jax.make_user_context(None)
 
 

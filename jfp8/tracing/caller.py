@@ -1,4 +1,4 @@
-"""Where the user's code is that a warning is about."""
+"""The place in the user's code that a warning is about."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOT_THE_USER = (
 
 
 def user_level() -> int:
-    """Return ``stacklevel`` of a warning by the caller: its first frame outside of libraries.
+    """Return ``stacklevel`` for a warning: the first frame outside libraries.
 
     These are JAX, Flax, Optax and jfp8.
     """

@@ -90,7 +90,7 @@ def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def mesh_in_effect() -> Mesh | AbstractMesh | None:
-    """That of ``jax.set_mesh``, or of ``with mesh:``, which JAX deprecates."""
+    """Return the mesh of ``jax.set_mesh``, or of ``with mesh:``, which JAX deprecates."""
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         return abstract
@@ -121,9 +121,9 @@ def _prime_factors(n: int) -> list[int]:
 
 
 def axes_by_dimension(x: Any, mesh: Mesh) -> list[tuple[str, ...]]:
-    """Return the axes of `mesh` along which the compiler divides each dimension of an array.
+    """Return the axes of `mesh` over which the compiler shards each dimension of an array.
 
-    Empty for all, if that is not decided, or done in a way that the axes cannot express.
+    Empty for all, if sharding is undecided, or cannot be expressed by axes.
     """
     none: list[tuple[str, ...]] = [()] * len(x.shape)
     if x.sharding is None:
@@ -171,13 +171,13 @@ def manual_axes(eqn: Any) -> frozenset[Any]:
 
 
 def kernels_are_interpreted() -> bool:
-    """Whether Pallas kernels are interpreted, as `plgpu.force_gpu_interpret_mode` makes them."""
+    """Return whether Pallas kernels are interpreted, as by `force_gpu_interpret_mode`."""
     context = getattr(config, "pallas_tpu_interpret_mode_context_manager", None)
     return context is not None and context.value is not None
 
 
 def cudnn_version() -> int | None:
-    """That of cuDNN, such as 91500 for 9.15.0; None if it is not installed."""
+    """Return the version of cuDNN, such as 91500 for 9.15.0; None if it is not installed."""
     from jax._src.lib import cuda_versions
 
     try:
@@ -190,7 +190,7 @@ def cudnn_attention() -> Callable[..., tuple[jax.Array, jax.Array]] | None:
     """JAX's attention of f8 operands by cuDNN, forward; None if this JAX has none.
 
     A function of Q, K and V, f8 ``[batch, heads, queries or keys, depth]``; of f32[1, 1, 1, 1]: the
-    scales of Q, K, V and P, and the reciprocals of those of P and O; of `scale`, that of the
+    scales of Q, K, V and P, and the reciprocals of the scales of P and O; of `scale`, that of the
     scores, and `is_causal`. It returns O, in f8, and the logarithms of the sums of the softmax.
     """
     try:
@@ -217,7 +217,7 @@ def trace_state() -> Any:
 
 
 def is_in_a_body() -> bool:
-    """Whether a ``scan``, ``remat``, ``jit`` or the like is being traced inside another function.
+    """Return whether the body of a ``scan``, ``remat``, ``jit`` or the like is being traced.
 
     Its body may run several times, or be traced once for several calls.
     """
@@ -234,9 +234,9 @@ def is_eager() -> bool:
 
 
 def outermost_scope() -> Scope | None:
-    """Return the scope made by the running ``apply``: the root of all but those of lifted modules.
+    """Return the scope of the running ``apply``: the root of all scopes except lifted modules'.
 
-    None outside of a Linen module.
+    None outside a Linen module.
     """
     modules = flax.linen.module._context.module_stack
     outermost = modules[1] if len(modules) > 1 else None
@@ -263,14 +263,14 @@ def scopes_of_lift() -> Sequence[Any]:
     return frame.f_locals["scopes"] if frame.f_code.co_qualname == "_dup_scopes" else ()
 
 
-# Compiled functions of the region inside are not those of the region outside.
+# The region inside does not share compiled functions with the region outside.
 _interposes = jax.make_user_context(False)
 
 
 class _Interposed(core.Trace):
     """Hands every operation to a function, and everything else to the trace that is under way.
 
-    It has no tracers of its own: values are those of the other trace, so none can leak.
+    It has no tracers: values belong to the other trace, so none can leak.
     """
 
     def __init__(self, parent: Any, handle: Callable[..., Any]) -> None:
@@ -318,7 +318,7 @@ def interposed(handle: Callable[..., Any]) -> Iterator[None]:
     It returns what ``primitive.bind(*values, **params)`` would. What `handle` itself computes is
     not interposed, and neither are the bodies of loops, of ``jax.checkpoint`` and of functions with
     derivatives of their own; the results of these are told to ``handle.derived(values, results)``,
-    if it is there. A region inside of another takes its place.
+    if it is there. A region inside another takes its place.
     """
     parent = _not_interposed(core.trace_ctx.trace)
     with core.set_current_trace(_Interposed(parent, handle)), _interposes(True):
@@ -333,6 +333,6 @@ def interposing() -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def not_interposed() -> Iterator[None]:
-    """Inside, operations are those of JAX again."""
+    """Restore the operations of JAX in this context."""
     with core.set_current_trace(_not_interposed(core.trace_ctx.trace)), _interposes(False):
         yield

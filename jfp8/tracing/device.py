@@ -119,7 +119,7 @@ def _described(platform: str, kind: str, here: AbstractMesh, mesh: Any) -> Devic
 def platform_of(arrays: Any) -> str:
     """Return JAX's name of the platform that holds `arrays`, or of the default device."""
     for x in arrays:
-        while isinstance(x, jax.core.Tracer):  # what `grad` and `vmap` wrap, outside of `jit`
+        while isinstance(x, jax.core.Tracer):  # what `grad` and `vmap` wrap, outside `jit`
             x = getattr(x, "primal", getattr(x, "val", None))
         if isinstance(x, jax.Array) and getattr(x, "committed", False):
             return next(iter(x.devices())).platform

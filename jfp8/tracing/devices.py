@@ -38,12 +38,12 @@ class Gpu:
 
     @property
     def hopper(self) -> bool:
-        """Whether it has Hopper's tensor cores and their instructions."""
+        """Return whether the GPU has Hopper's tensor cores."""
         return self.capability is not None and self.capability[0] == 9
 
     @property
     def multiplies_f8(self) -> bool:
-        """Whether it has FP8 tensor cores; True if unknown."""
+        """Return whether the GPU has FP8 tensor cores; True if unknown."""
         return self.capability is None or self.capability >= (8, 9)
 
 
@@ -63,7 +63,7 @@ class Tpu:
 
     @property
     def multiplies_f8(self) -> bool:
-        """Whether its matrix units take f8: from TPU7x on. Earlier ones convert it to bf16."""
+        """Return whether matrix units take f8, from TPU7x on. Earlier ones convert it to bf16."""
         return re.match(r"TPU v\d", self.kind) is None
 
 
@@ -84,7 +84,7 @@ class Chip:
 
 
 Device: TypeAlias = Gpu | Tpu | Chip | Several | None
-"""None: a CPU, or any other device that the reference computes for."""
+"""None stands for a CPU, or any other device that the reference computes for."""
 
 
 def capability_of(kind: str) -> tuple[int, int] | None:

@@ -33,7 +33,7 @@ def note(kind: Kind, text: str) -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def layer_noted(path: str, layer: str, reason: str) -> Iterator[None]:
-    """Note the path and the type of a layer, and why its product stays as it is, if it does."""
+    """Note the path and type of a layer, and the reason if its matmul is not converted."""
     with note("path", path), note("layer", layer), note("reason", reason):
         yield
 
@@ -50,9 +50,9 @@ def notes_of(name_stack: str) -> dict[str, str]:
 
 
 def product_path(notes: dict[str, str]) -> str:
-    """Return the path of a layer, and of the product in it if it may have several; "" without one.
+    """Return the path of a layer, and of the matmul in it if it may have several; "" without one.
 
-    Layers of Flax call their only product ``DotGeneral_0``.
+    Layers of Flax call their only matmul ``DotGeneral_0``.
     """
     inside = re.sub(r"(^|/)(DotGeneral|ConvGeneralDilated)_0$", "", notes.get("product", ""))
     return "/".join(filter(None, [notes.get("path", ""), inside]))

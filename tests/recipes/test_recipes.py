@@ -690,7 +690,7 @@ REFUSED = {
     ),
     "rotation with a history": (
         {"lhs": Q, "rhs": Delayed(E4M3FN), "rotation": Hadamard()},
-        "rotation with an amax history: the history is that of the original tensor",
+        "rotation with an amax history: the history belongs to the original tensor",
     ),
     "output in blocks": (
         {"output": Blockwise(E4M3FN, (128, 128))},

@@ -1,4 +1,4 @@
-"""Where MaxText's ``quantization`` takes recipes of jfp8."""
+"""Let MaxText's ``quantization`` take recipes of jfp8 in a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MaxText's grouped product of tokens with experts, in FP8."""
+"""MaxText's grouped matmul of tokens with experts, in FP8."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jfp8.recipes.recipe import Recipe
 def multiplying(gmm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """``megablox.gmm`` that multiplies by `scaled_ragged_dot` if its dtype is a recipe.
 
-    MaxText calls it inside of a ``shard_map``, where no state of a product is within reach: all
-    operands have scales from their own amaxes, each device of its own.
+    MaxText calls it inside a ``shard_map``, where matmuls have no access to their state: each
+    device computes its own scales from the amaxes of its operands.
     """
 
     @wraps(gmm)
@@ -53,7 +53,7 @@ def _check(more: dict[str, Any]) -> None:
     elsewhere = offset is not None and not (isinstance(offset, int) and offset == 0)
     if elsewhere or more.get("weight_gather_axes") or more.get("transpose_rhs"):
         raise NotImplementedError(
-            "The grouped product of jfp8 knows no group offset, no gathering of weights and no "
+            "The grouped matmul of jfp8 supports no group offset, gathered weights or "
             "transposed weights. Set use_ring_of_experts=False and shard_exp_on_fsdp=False, or "
             "sparse_matmul=False."
         )

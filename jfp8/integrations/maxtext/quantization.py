@@ -1,4 +1,4 @@
-"""What MaxText's layers take as ``quant``, with a recipe of jfp8."""
+"""The ``quant`` argument of MaxText's layers, with a recipe of jfp8."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Quantization(quantizations.Fp8Quantization):
     A subclass of MaxText's FP8 because its mixture of experts makes state for that class only.
 
     Attributes:
-      recipe: of all products.
-      quantize_dtype: what MaxText hands to its grouped product; see `grouped.multiplying`.
+      recipe: for all matmuls.
+      quantize_dtype: dtype that MaxText passes to its grouped matmul; see `grouped.multiplying`.
     """
 
     def __init__(self, recipe: Recipe):
@@ -57,7 +57,7 @@ class ExpertEinsum(nn.Module):
     MaxText also dispatches and combines tokens by einsums, with masks of the tokens' dimension B.
 
     Attributes:
-      recipe: of the products with weights.
+      recipe: for matmuls with weights.
       dtype: of the operands of those.
     """
 
@@ -110,7 +110,7 @@ def _recipe(config: Any) -> Recipe:
 
 
 def _check_grouped(config: Any, recipe: Recipe) -> None:
-    """Refuse grouped products that MaxText does not compute by ``megablox.gmm``."""
+    """Refuse grouped matmuls that MaxText does not compute by ``megablox.gmm``."""
     if not config.megablox or config.use_tokamax_gmm:
         raise ValueError(
             f"quantization={config.quantization} with sparse_matmul=True replaces megablox: set "
@@ -118,8 +118,8 @@ def _check_grouped(config: Any, recipe: Recipe) -> None:
         )
     if recipe.init_state() is not None:
         warnings.warn(
-            f"quantization={config.quantization}: with sparse_matmul=True the experts' products "
-            "are scaled by their own amaxes on each device, not by histories. For histories set "
+            f"quantization={config.quantization}: with sparse_matmul=True each device scales "
+            "the experts' matmuls by current amaxes, not by histories. For histories set "
             "sparse_matmul=False.",
             stacklevel=2,
         )
