@@ -20,7 +20,7 @@ _TARGET = 6.0 / (17 / 16 * 0.93)
 
 @dataclass(frozen=True, repr=False)
 class QuartetII(Recipe):
-    """NVFP4 with "4/6" forward, and gradients by MS-EDEN, unbiased without stochastic values.
+    """NVFP4 with "4/6" forward, and gradients rounded by MS-EDEN: unbiased, not stochastic.
 
     The forward matmul is as in `NVFP4FourOverSix`, with blocks of 16 for weights, too. Both
     operands of both gradients are rotated, 128 values at a time, by a Hadamard matrix with random

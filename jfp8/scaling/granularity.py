@@ -1,4 +1,4 @@
-"""Which elements of an array share a scale."""
+"""Sets of elements of an array that share a scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which scales belong to which elements of an array and of its parts, where blocks share them."""
+"""The mapping of scales to elements of an array and of its parts, where blocks share them."""
 
 from __future__ import annotations
 
