@@ -1,0 +1,160 @@
+"""Facts on the pages are the code's and the records': defaults, limits, figures, names, options.
+
+Printed output is compared in test_docs.py, the table of gains in test_gain_table.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from packaging.requirements import Requirement
+
+import jfp8
+from jfp8.command_line.doctor import KERNELS_SINCE
+from jfp8.command_line.parser import COMMANDS
+from jfp8.debug import faults
+from jfp8.matmul.spec import NAMED
+from jfp8.optim.adam import PRESETS
+from support.scripts import imported
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = (".", "docs", "docs/api", "docs/coming_from", "docs/trainers")
+TEXTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).glob("*.md"))
+    if path.name != "CHANGELOG.md"
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def default(function: object, name: str) -> object:
+    return inspect.signature(function).parameters[name].default
+
+
+def bytes_per_parameter(tx: optax.GradientTransformation) -> str:
+    shapes = jax.eval_shape(tx.init, {"kernel": jnp.zeros((4096, 4096))})
+    stored = [leaf for leaf in jax.tree.leaves(shapes) if leaf.ndim]
+    return f"{sum(leaf.size * leaf.dtype.itemsize for leaf in stored) / 4096**2:.2f}"
+
+
+def floor(package: str) -> str:
+    found = {r.name: r for r in map(Requirement, PROJECT["dependencies"])}
+    (specifier,) = found[package].specifier
+    return specifier.version
+
+
+def gain_on_h200(size: int) -> str:
+    table = imported("gain_table", "benchmarks")
+    (row,) = (row for row in table.gains() if row.startswith("| H200 | `delayed`"))
+    return row.split(" | ")[2 + table.SIZES.index(size)]
+
+
+# Pattern with one group -> the value in the code. Each occurrence must have it, and one must exist.
+FACTS = {
+    r"(?:stores|last) (\d\d) (?:amaxes|steps)\b": lambda: str(
+        jfp8.recipes.get("delayed").init_state()["lhs"]["amax_history"].size
+    ),
+    r"doubles after (\d+) finite": lambda: str(default(jfp8.loss_scale, "growth_interval")),
+    r"JAX (0\.(?!10)\d+[\d.]*) or later": lambda: ".".join(map(str, KERNELS_SINCE)),
+    r"JAX ([\d.]+\d), Flax [\d.]+\d": lambda: floor("jax"),
+    r"JAX [\d.]+\d, Flax ([\d.]+\d)": lambda: floor("flax"),
+    r"Flax [\d.]+\d(?:,| and) Optax ([\d.]+\d)": lambda: floor("optax"),
+    r"Python (3\.\d+) or later, (?:JAX|from a clone)": lambda: PROJECT["requires-python"][2:],
+    r"`jfp8\.optim\.adamw\(1e-3\)` \| ([\d.]+) instead of 8": lambda: bytes_per_parameter(
+        jfp8.optim.adamw(1e-3)
+    ),
+    r"`jfp8\.optim\.muon\(0\.02\)` \| ([\d.]+) instead of 4": lambda: bytes_per_parameter(
+        jfp8.optim.muon(0.02)
+    ),
+    r"8192³ on an H200 to run \[([\d.]+) times": lambda: gain_on_h200(8192),
+    r"and one of 1024³\n *([\d.]+) times": lambda: gain_on_h200(1024),
+}
+
+
+@pytest.mark.parametrize("pattern", FACTS)
+def test_numbers_on_pages_are_in_the_code(pattern):
+    found = {name: re.findall(pattern, text) for name, text in TEXTS.items()}
+    value = FACTS[pattern]()
+    assert any(found.values())
+    assert {name: got for name, got in found.items() if set(got) - {value}} == {}, value
+
+
+def test_the_table_of_gaps_is_the_record():
+    """Compare the number of seeds, mean gap and interval of every recipe."""
+    parity = imported("parity", "benchmarks")
+    results = parity.read(ROOT / "benchmarks/results/parity.json")
+    rows = parity.table({name: results[name] for name in ("lm", "images")}).splitlines()
+    expected = [re.sub(r"^(\| .* \| \d+ \| .*?\]).*", r"\1", row) for row in rows if "**" in row]
+    assert len(expected) > 30
+    assert [row for row in expected if row not in TEXTS["docs/results.md"]] == []
+
+
+def test_the_picture_of_the_readme_is_described_by_the_record():
+    record = json.loads((ROOT / "benchmarks/results/parity.json").read_text())["lm"]["gaps"]
+    (text,) = re.findall(r"!\[(Mean gap .*?)\]", TEXTS["README.md"])
+    assert f"NVFP4 ends {record['nvfp4']['loss_percent']['mean']:.2f} percent higher" in text
+    assert f"over {record['nvfp4']['loss_percent']['n']} seeds" in text
+
+
+# Pattern with one group, a name -> the names that exist.
+NAMES = {
+    r"python -m jfp8 ([a-z][a-z-]*)": lambda: set(COMMANDS),
+    r'implementation="(\w+)"': lambda: {*NAMED, "cudnn"},
+    r'preset="(\w+)"': lambda: set(PRESETS),
+    r"(?:jfp8|\.)\[(\w+)\]'?`? ": lambda: set(PROJECT["optional-dependencies"]),
+    r"\.ci/full (\w+)": lambda: set(
+        subprocess.check_output(["bash", ROOT / ".ci/full", "--list"], text=True).split()
+    ),
+    # "mxfp" is the misspelled one of the table of errors.
+    r'recipe="(\w+)"': lambda: {"mxfp", *(recipe.name for recipe in jfp8.recipes.RECIPES)},
+    r"`(?:jfp8\.recipes\.)?(\w+(?:Scaling|E5M2|Toolkit))\(\)`": lambda: {
+        recipe.__name__ for recipe in jfp8.recipes.RECIPES
+    },
+}
+
+
+@pytest.mark.parametrize("pattern", NAMES)
+def test_names_on_pages_exist(pattern):
+    found = {name for text in TEXTS.values() for name in re.findall(pattern, text)}
+    assert found
+    assert found <= NAMES[pattern]()
+
+
+UNDOCUMENTED = {"saturated_gradient", "empty_history"}
+
+
+def test_the_table_of_faults_has_the_names_of_the_code():
+    page = TEXTS["docs/debugging.md"]
+    named = set(
+        re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`\w+`.*?) \|", page, re.MULTILINE)))
+    )
+    ours = {name for name in named if "_in_fp8" in name or name.endswith(("_history", "_gradient"))}
+    assert {"non_finite", "dead", "outliers", "noise", "no_scale"} <= named
+    assert ours <= set(faults.NAMES)
+    assert set(faults.NAMES) - UNDOCUMENTED <= named
+
+
+def test_options_on_pages_exist():
+    """Each ``--option`` of an example or benchmark, in its file or in one that it imports."""
+    sources = {
+        folder: "".join(p.read_text() for p in (ROOT / folder).rglob("*.py"))
+        for folder in ("examples", "benchmarks")
+    }
+    used = {
+        (folder, option)
+        for text in TEXTS.values()
+        for folder, _, rest in re.findall(r"python (examples|benchmarks)/(\w+)\.py([^`\n]*)", text)
+        for option in re.findall(r"--[a-z][\w-]*", rest)
+    }
+    assert len(used) > 10
+    assert [pair for pair in used if f'"{pair[1]}"' not in sources[pair[0]]] == []
