@@ -14,19 +14,17 @@ from jfp8.command_line.exactness import (
     Record,
     as_f32,
     awkward,
-    integers,
     normal,
     on_cpu,
     powers_of_two,
-    product_error,
     run,
-    same,
 )
 from jfp8.command_line.product_checks import (
     check_block_matmul,
     check_grouped_matmul,
     check_grouped_outer,
     check_matmul,
+    check_product,
 )
 from jfp8.command_line.quantize_checks import (
     check_quantize_heads,
@@ -83,36 +81,26 @@ def check_cublaslt() -> Record:
         lhs, rhs = ScaledArray(a, jnp.float32(2)), ScaledArray(b, jnp.float32(0.25))
         return by_implementation(lhs, rhs, (((1,), (1,)), ((), ())), implementation="xla")
 
-    record: Record = {}
-    for make in (integers, normal):
-        a, b = make((80, 256), E4M3FN.dtype, 1), make((144, 256), E4M3FN.dtype, 2)
-        record = _held(run(ours, a, b)[0], 2 * as_f32(a), as_f32(b) / 4, make is integers)
-    return record
+    def whole(a, b):
+        yield ..., 2 * a, b / 4
+
+    dtypes = E4M3FN.dtype, E4M3FN.dtype
+    return check_product(ours, ((80, 256), (144, 256)), dtypes, (), whole, None, jnp.float32)
 
 
 def check_block_scaled(kind: Kind) -> Record:
-    """Check a matmul whose tensor cores apply scales of blocks."""
-    (m, n, k), record = (128, 256, 512), {}
+    """Check a product whose tensor cores apply the scales of blocks."""
+    m, n, k = 128, 256, 512
     shapes = (m, k // kind.block), (n, k // kind.block)
     scales = [powers_of_two(shape, 3 + i).astype(kind.scale) for i, shape in enumerate(shapes)]
-    for make in (integers, normal):
-        a, b = make((m, k), kind.data[0], 1), make((n, k), kind.data[0], 2)
-        ours = lambda a, b, s, t: scaled_matmul(a, b, s, t, jnp.float32)
-        (got,) = run(ours, a, b, *scales)
-        left, right = (
-            as_f32(x) * np.repeat(as_f32(s), kind.block, 1)
-            for x, s in zip((a, b), scales, strict=True)
-        )
-        record = _held(got, left, right, make is integers)
-    return record
+    ours = lambda a, b, s, t: scaled_matmul(a, b, s, t, jnp.float32)
 
+    def whole(a, b):
+        s, t = (np.repeat(as_f32(scale), kind.block, 1) for scale in scales)
+        yield ..., a * s, b * t
 
-def _held(got: np.ndarray, a: np.ndarray, b: np.ndarray, exact: bool) -> Record:
-    """Hold `got` to ``a @ b.T``, bit for bit if `exact`."""
-    if not exact:
-        return product_error(got, a, b, None, got.dtype)
-    same([got], [(a.astype(np.float64) @ b.T.astype(np.float64)).astype(got.dtype)])
-    return {}
+    dtypes = kind.data[0], kind.data[0]
+    return check_product(ours, ((m, k), (n, k)), dtypes, tuple(scales), whole, None, jnp.float32)
 
 
 def check_attention(implementation: str) -> Record:

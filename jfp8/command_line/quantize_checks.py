@@ -18,14 +18,19 @@ from jfp8.scaling.quantization import block_scale
 from jfp8.scaling.scales import amax, quantize_with_scale, reciprocal, scale_from_amax
 
 
+def agree(ours: Callable[..., Any], reference: Callable[..., Any], *arguments: Any) -> Record:
+    """Hold `ours` to `reference` on a CPU, bit for bit."""
+    same(run(ours, *arguments), on_cpu(reference, *arguments))
+    return {}
+
+
 def check_tensor_amax(x: jax.Array) -> Record:
     """Check the amax of a tensor, which is left out unless it is needed."""
     unless = lambda known: known[0] > 0
     f = lambda x, known: largest(kernel("tensor_amax")(x, known, unless=unless))
-    same(run(lambda x: largest(kernel("tensor_amax")(x)), x), on_cpu(amax, x))
     same(run(f, x, jnp.float32([2])), [np.zeros((), np.float32)])
-    same(run(f, x, jnp.float32([0])), on_cpu(amax, x))
-    return {}
+    agree(f, lambda x, _: amax(x), x, jnp.float32([0]))
+    return agree(lambda x: largest(kernel("tensor_amax")(x)), amax, x)
 
 
 def largest(amaxes: jax.Array) -> jax.Array:
@@ -39,13 +44,11 @@ def check_row_and_column_amax(x: jax.Array, sweep: Any = None) -> Record:
     def reference(x):
         return amax(x, PerAxis(0))[:, 0], amax(x, PerAxis(1))[0]
 
-    ours = lambda x: kernel("row_and_column_amax")(x, sweep=sweep)
-    same(run(ours, x), on_cpu(reference, x))
-    return {}
+    return agree(lambda x: kernel("row_and_column_amax")(x, sweep=sweep), reference, x)
 
 
 def from_amax(fmt: Format) -> Callable[..., Any]:
-    """Return a function that computes the scale in `quantize_tensor` from one amax."""
+    """Return the function by which `quantize_tensor` makes a scale from one amax."""
     make = kernel("scale_and_inverse")
     return lambda known: make(jnp.full((128,), known[0]), fmt, None, poison=False)
 
@@ -64,8 +67,7 @@ def check_quantize_tensor(x: jax.Array, fmt: Format, with_amax: bool, sweep: Any
         q = _codes(x, reciprocal(scale[0]), fmt)
         return (q, q.T, scale, amax(x)) if with_amax else (q, q.T, scale)
 
-    same(run(ours, x, known), on_cpu(reference, x, known))
-    return {}
+    return agree(ours, reference, x, known)
 
 
 def check_quantize_lines(x: jax.Array, fmt: Format, sweep: Any = None) -> Record:
@@ -81,8 +83,7 @@ def check_quantize_lines(x: jax.Array, fmt: Format, sweep: Any = None) -> Record
     def reference(x, rows, columns):
         return _codes(x, rows[:, None], fmt), _codes(x, columns[None], fmt).T
 
-    same(run(ours, x, rows, columns), on_cpu(reference, x, rows, columns))
-    return {}
+    return agree(ours, reference, x, rows, columns)
 
 
 def _codes(x: jax.Array, inverse: jax.Array, fmt: Format) -> jax.Array:
@@ -107,8 +108,7 @@ def check_quantize_rows_in_blocks(
         q_t, s_t = _in_blocks(x, fmt, Block((block, 1)), rounding)
         return q, s.T, q_t.T, s_t
 
-    same(run(ours, x), on_cpu(reference, x))
-    return {}
+    return agree(ours, reference, x)
 
 
 def check_quantize_tiles(
@@ -123,8 +123,7 @@ def check_quantize_tiles(
         q, s = _in_blocks(x, fmt, Block((128, 128)), rounding)
         return q, q.T, s
 
-    same(run(ours, x), on_cpu(reference, x))
-    return {}
+    return agree(ours, reference, x)
 
 
 def _in_blocks(x: jax.Array, fmt: Format, granularity: Block, rounding: Any) -> Any:
@@ -153,6 +152,4 @@ def check_quantize_heads(x: jax.Array, fmt: Format) -> Record:
         q = cast(heads * inverse[..., None], fmt)
         return q, q.swapaxes(-1, -2)
 
-    arguments = x, jnp.asarray(inverse, jnp.float32)
-    same(run(ours, *arguments), on_cpu(reference, *arguments))
-    return {}
+    return agree(ours, reference, x, jnp.asarray(inverse, jnp.float32))

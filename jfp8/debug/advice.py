@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import table_html
-from jfp8.debug.arguments import check_report, check_rows
 from jfp8.debug.faults import FAULTS, NAMES
 from jfp8.debug.faults.run import Finding, Run
 from jfp8.debug.faults.values import non_finite
-from jfp8.debug.records import TensorStats
+from jfp8.debug.records import TensorStats, check_report, check_rows
 from jfp8.scaling.printing import counted
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}

@@ -17,9 +17,9 @@ from flax import nnx
 from jfp8.conversion.edges import arrays_in
 from jfp8.conversion.models import convert
 from jfp8.conversion.selection import Choice
-from jfp8.debug.by_layer import by_layer
 from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
 from jfp8.debug.measurement import Measurement
+from jfp8.debug.reading import by_layer
 from jfp8.debug.records import OPERANDS
 from jfp8.debug.stats import Stats, observed
 from jfp8.matmul.spec import MatmulSpec

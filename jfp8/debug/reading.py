@@ -1,4 +1,4 @@
-"""Evaluate a traced program with taps in it, and return the measurements at the taps.
+"""Evaluate a traced program with taps in it, and merge the measurements at the taps by layer.
 
 Measurements leave a ``scan`` stacked along a new leading axis, one for each iteration; those of a
 ``while`` are merged, because their number is not known. ``vmap`` and devices are merged as well. A
@@ -8,13 +8,14 @@ branch that is not taken measures nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
@@ -23,6 +24,7 @@ from jfp8.conversion.edges import jaxprs_of
 from jfp8.debug.measurement import Measurement
 from jfp8.products.observers import TAP
 from jfp8.tracing.compat import body_of, context_of, evaluate, scan_sizes, varying_axes
+from jfp8.tracing.notes import notes_of, product_path
 
 # What a value is computed from: inputs of the loops around it, each an object of its own.
 Origins = frozenset[object]
@@ -302,3 +304,57 @@ _READERS: dict[str, Reader] = {
     "remat2": _read_checkpoint,
     "shard_map": _read_shard_map,
 }
+
+
+def by_layer(
+    places: Sequence[Place], vectors: Sequence[jax.Array]
+) -> Iterator[tuple[Place, tuple[int, ...], np.ndarray]]:
+    """Yield place, index among stacked layers, and measurement ``f64[W]``, in program order.
+
+    Several uses of a layer, and iterations of loops, become one. Iterations of a loop over stacked
+    layers stay apart: the index counts them. `vectors` are ``f32[*loops, W]`` for each of `places`.
+    """
+    on_host = [np.asarray(x, np.float64) for x in jax.device_get(vectors)]
+    stacked = _stacked_loops(places)
+    found: dict[tuple[Any, ...], tuple[Place, np.ndarray]] = {}
+    for place, vector in zip(places, on_host, strict=True):
+        if _is_computed_again(place):
+            continue
+        notes = notes_of(place.stack)
+        path = product_path(notes)
+        vector = _without_other_loops(vector, place, stacked.get(path, ()))
+        key = (path or place.number, notes.get("recipe"), place.measure, vector.shape)
+        if key in found:
+            place, before = found[key]
+            vector = place.measure.merged(np.stack([before, vector]), np)
+        found[key] = (place, vector)
+    for place, vector in found.values():
+        for index in np.ndindex(vector.shape[:-1]):
+            yield place, index, vector[index]
+
+
+def _is_computed_again(place: Place) -> bool:
+    """Recognize a part of the forward pass that the backward pass repeats."""
+    again = "transpose(" in place.stack or "rematted_computation" in place.stack
+    return again and place.measure.forward
+
+
+def _stacked_loops(places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
+    """Return, for each path, the lengths of the loops over its layers, whose weights differ."""
+    found: dict[str, tuple[int, ...]] = {}
+    for place in places:
+        if place.measure.weight is not None and not _is_computed_again(place):
+            path = product_path(notes_of(place.stack))
+            found.setdefault(path, tuple(loop.length for loop in place.loops if loop.over_inputs))
+    return found
+
+
+def _without_other_loops(vector: np.ndarray, place: Place, layers: tuple[int, ...]) -> np.ndarray:
+    """Merge `vector` along all loops but those over layers, the innermost of each length."""
+    wanted = list(layers)
+    for axis in reversed(range(len(place.loops))):  # axes in front keep their places
+        if wanted and place.loops[axis].length == wanted[-1]:
+            wanted.pop()
+        else:
+            vector = place.measure.merged(np.moveaxis(vector, axis, 0), np)
+    return vector

@@ -12,8 +12,7 @@ from typing import Any
 
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import Table, table_html, table_lines
-from jfp8.debug.arguments import check_report, check_rows
-from jfp8.debug.records import OPERANDS, TensorStats
+from jfp8.debug.records import OPERANDS, TensorStats, check_report, check_rows
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.formats import format_called

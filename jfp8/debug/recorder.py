@@ -12,9 +12,8 @@ import jax
 from flax import nnx
 
 from jfp8.conversion.product_report import Report
-from jfp8.debug.nnx_functions import has_nnx
 from jfp8.debug.records import TensorStats, write_jsonl
-from jfp8.debug.stats import Stats, stats
+from jfp8.debug.stats import Stats, has_nnx, stats
 from jfp8.debug.tensorboard import TensorBoardWriter
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jfp8.conversion.product_report import Report
+
 # The operands of each product of a layer.
 OPERANDS = {"fprop": ("lhs", "rhs"), "dgrad": ("grad", "rhs"), "wgrad": ("lhs", "grad")}
 
@@ -154,3 +156,27 @@ def read_jsonl(path: str | Path) -> tuple[TensorStats, ...]:
                     f"{path}, line {number}: not a row that jfp8.debug.write_jsonl wrote ({error})."
                 ) from error
     return tuple(rows)
+
+
+def check_rows(rows: Any, function: str) -> list[TensorStats]:
+    """Return `rows` as a list, or raise ``TypeError`` in the name of `function`."""
+    several = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
+    found = list(rows) if several else [rows]
+    for row in found:
+        if not isinstance(row, TensorStats):
+            raise TypeError(
+                f"{function} takes rows of statistics, but one of them is a {type(row).__name__}. "
+                "Rows come from stats.rows(step), where jfp8.debug.stats returned stats, from "
+                "recorder.rows, or from jfp8.debug.read_jsonl(path)."
+            )
+    return found
+
+
+def check_report(products: Any) -> Report:
+    """Return `products`, or raise ``TypeError``."""
+    if not isinstance(products, Report):
+        raise TypeError(
+            "products must be what jfp8.report(model, variables, x) returned, got "
+            f"{type(products).__name__}."
+        )
+    return products

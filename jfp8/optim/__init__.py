@@ -6,10 +6,14 @@ from jfp8.optim.fp8_gradients import fp8_gradients
 from jfp8.optim.fp8_params import StoredUpdate, apply_updates, carriers, with_carriers
 from jfp8.optim.loss_scale_state import LossScaleState
 from jfp8.optim.loss_scaling import loss_scale, scale_loss, skip_on_overflow
-from jfp8.optim.masters import init_masters, master_weights
+from jfp8.optim.masters import (
+    StochasticRoundingState,
+    init_masters,
+    master_weights,
+    stochastic_rounding,
+)
 from jfp8.optim.muon import muon
 from jfp8.optim.state_shardings import state_shardings
-from jfp8.optim.stochastic_rounding import StochasticRoundingState, stochastic_rounding
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
 from jfp8.optim.stored_state import StoredState, store_state
 from jfp8.optim.wrapping import MasterWeightsState

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jfp8.debug.arguments import check_rows
-from jfp8.debug.records import TensorStats
+from jfp8.debug.records import TensorStats, check_rows
 
 
 def some_rows(rows: Iterable[TensorStats], function: str) -> list[TensorStats]:

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.debug.by_layer import by_layer
 from jfp8.debug.measurement import Measurement
-from jfp8.debug.reading import Loop, Place, read
+from jfp8.debug.reading import Loop, Place, by_layer, read
 from jfp8.products.observers import tap
 
 
