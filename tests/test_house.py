@@ -210,13 +210,13 @@ LINES_OF_ROOMS = {
     "products": 5405,
     "kernels": 9030,
     "layers": 5484,
-    "optim": 2631,
+    "optim": 2588,
     "training": 3060,
     "checkpoint": 3530,
-    "conversion": 4758,
-    "debug": 4432,
+    "conversion": 4701,
+    "debug": 4426,
     "plot": 1172,
-    "command_line": 2145,
+    "command_line": 2142,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

@@ -41,7 +41,7 @@ def kernel(name: str) -> Callable[..., Any]:
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:
-    """The results of `function`, which must be the same each time."""
+    """Return the results of `function`, which must be the same each time."""
     first, *others = [
         [np.asarray(leaf) for leaf in jax.tree.leaves(results)]
         for results in poisoned_runs(function, *arguments)
@@ -54,7 +54,7 @@ def run(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:
 
 
 def poisoned_runs(function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
-    """The results of `function`, run again and again in memory that holds NaN."""
+    """Yield the results of `function`, run again and again in memory that holds NaN."""
     program = jax.jit(function).lower(*arguments).compile()
     sizes = [
         leaf.size * leaf.dtype.itemsize
@@ -91,7 +91,7 @@ def rehearsed() -> Iterator[None]:
 
 
 def on_cpu(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:
-    """The results of `function` on the CPU, where arithmetic is as the source says."""
+    """Return the results of `function` on the CPU, where arithmetic is as the source says."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         arguments = jax.tree.map(np.asarray, arguments)
         return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(function)(*arguments))]
@@ -122,7 +122,7 @@ def as_f32(x: np.ndarray) -> np.ndarray:
 
 
 def awkward(shape: tuple[int, int], dtype: Any, seed: int) -> np.ndarray:
-    """Random values over many binades, with zeros, values that saturate, NaN and Inf."""
+    """Return random values over many binades, with zeros, values that saturate, NaN and Inf."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 4, shape))
     x[rng.random(shape) < 0.05] = 0
@@ -135,7 +135,7 @@ def awkward(shape: tuple[int, int], dtype: Any, seed: int) -> np.ndarray:
 
 
 def integers(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
-    """Small integers: sums of a few thousand products of them are exact in 14 bits."""
+    """Return small integers: sums of some thousand products of them are exact in 14 bits."""
     return np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32).astype(dtype)
 
 
@@ -173,7 +173,7 @@ def product_error(
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Scales of blocks, spelled out for the elements of an array of `shape`."""
+    """Repeat the scales of blocks for the elements of an array of `shape`."""
     for axis, size in enumerate(shape):
         if scale.shape[axis] != size:
             scale = np.take(scale, np.arange(size) // 128, axis)

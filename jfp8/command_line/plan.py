@@ -36,7 +36,7 @@ class Model:
 
     @property
     def kernels_per_layer(self) -> int:
-        """Return the number of elements of qkv, out, up and down: the FP8 matmuls."""
+        """Count the elements of qkv, out, up and down: the FP8 matmuls."""
         return (3 + 1 + 2 * self.mlp) * self.width**2
 
     @property
@@ -45,12 +45,12 @@ class Model:
 
     @property
     def head(self) -> int:
-        """Elements of the kernel that computes logits: a matmul in high precision."""
+        """Count the elements of the kernel of the logits: a matmul in high precision."""
         return self.vocabulary * self.width
 
     @property
     def tables(self) -> int:
-        """Elements of embeddings, positions and norms."""
+        """Count the elements of embeddings, positions and norms."""
         norms = (2 * self.layers + 1) * 2 * self.width
         return (self.vocabulary + self.sequence) * self.width + norms
 
@@ -82,11 +82,11 @@ class Devices:
         return self.data * self.fsdp * self.tensor
 
     def tokens(self, model: Model) -> float:
-        """Return the number of tokens on one device."""
+        """Return how many tokens one device computes with."""
         return model.tokens / (self.data * self.fsdp)
 
     def parameters(self, model: Model) -> float:
-        """Elements that one device holds."""
+        """Return how many elements one device holds."""
         return ((model.kernels + model.head) / self.tensor + model.tables) / self.fsdp
 
 
@@ -133,7 +133,7 @@ PRECISIONS = (BF16, PRODUCTS, O1, O2, MUON, ADAM, GATHER, SCATTER, SAVED)
 
 
 def memory(model: Model, devices: Devices, precision: Precision) -> dict[str, float]:
-    """Bytes on one device, by what they are.
+    """Return bytes on one device, by kind.
 
     Not counted: logits, temporary buffers, and what is gathered: of one layer, and the logits'.
     """
@@ -151,7 +151,7 @@ def memory(model: Model, devices: Devices, precision: Precision) -> dict[str, fl
 
 
 def saved_per_layer(model: Model, devices: Devices, precision: Precision) -> float:
-    """Bytes that one layer keeps from its forward to its backward pass.
+    """Return the bytes that one layer saves for the backward pass.
 
     Per token, with w the width: the inputs of the four matmuls, w + w + w + mlp w; of the two
     norms, w + w; of gelu, mlp w; and of attention q and k, 2 w in 16 bits, and v, w. Its weights
@@ -168,12 +168,12 @@ def saved_per_layer(model: Model, devices: Devices, precision: Precision) -> flo
 
 
 def all_reduce(elements: float, width: float, n: int) -> float:
-    """A mean that leaves everything on every device; the same for two exchanges of FP8."""
+    """Return the bytes of a mean that every device gets; the same for two exchanges of FP8."""
     return 2 * (n - 1) / n * elements * width
 
 
 def all_gather(elements: float, width: float, n: int) -> float:
-    """`elements` is the whole, of which a device had one part of `n`."""
+    """Return the bytes of gathering `elements`, of which each of `n` devices had one part."""
     return (n - 1) / n * elements * width
 
 
@@ -181,7 +181,7 @@ reduce_scatter = all_gather  # the same way back: of the whole, a device sends a
 
 
 def wire(model: Model, devices: Devices, precision: Precision) -> dict[str, float]:
-    """Bytes that one device sends in a step, by axis of the mesh.
+    """Return the bytes that one device sends in a step, by axis of the mesh.
 
     Rings and pairwise exchanges. Not counted: amaxes, the loss and the sums in it, norms of
     gradients, and the exponents of the softmax where tensor parallelism divides the vocabulary.
@@ -220,10 +220,7 @@ class Rates:
 
 
 def flops(model: Model) -> dict[str, float]:
-    """Multiplications and additions of a step, on all devices: 2 forward and 4 backward for each.
-
-    Attention is causal, and half of it is left out.
-    """
+    """Count the FLOPs of a step on all devices, 2 forward and 4 backward; attention is causal."""
     attention = model.layers * model.tokens * model.sequence * model.width
     return {
         "layers": 6.0 * model.kernels * model.tokens,
@@ -233,13 +230,13 @@ def flops(model: Model) -> dict[str, float]:
 
 
 def polar_flops(model: Model, steps: int = 5) -> float:
-    """Return FLOPs of Muon's polar factors: (4 r + 2) w^3 in each step of a w by r w kernel."""
+    """Count those of polar factors: (4 r + 2) w^3 in each step of a kernel of w times r w."""
     ratios = (3, 1, model.mlp, model.mlp)
     return model.layers * steps * sum(4.0 * r + 2 for r in ratios) * model.width**3
 
 
 def seconds(model: Model, devices: Devices, precision: Precision, rates: Rates) -> dict[str, float]:
-    """Bounds of the time of a step.
+    """Return bounds of the time of a step.
 
     ``products``, ``optimizer`` and the axes are what each takes at full rate; the optimizer reads
     weights, gradients and moments, and writes weights and moments; Muon computes
@@ -271,7 +268,7 @@ def seconds(model: Model, devices: Devices, precision: Precision, rates: Rates) 
 
 
 def plan(model: Model, devices: Devices, rates: Rates) -> list[dict[str, object]]:
-    """A row for every precision."""
+    """Return a row for every precision."""
     return [
         {
             "precision": precision.name,
@@ -284,7 +281,7 @@ def plan(model: Model, devices: Devices, rates: Rates) -> list[dict[str, object]
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: GB per device and GB sent per step (10^9 bytes), milliseconds per step."""
+    """Write Markdown: GB per device and GB sent per step (10^9 bytes), milliseconds per step."""
     head = (
         "| | weights | gradients | moments | activations | sum GB "
         "| sent data | fsdp | tensor GB | products | in turn | overlapped ms |"
@@ -301,7 +298,7 @@ def table(rows: list[dict]) -> str:
 
 
 def add_rates(group: argparse._ArgumentGroup) -> None:
-    """Add the rates of a device, without its links."""
+    """Add the rates of a device, without those of its links."""
     # fmt: off
     group.add_argument("--bf16-tflops", type=float, default=H200.bf16,
                        help="half of the 1979 with sparsity (%(default)s)")

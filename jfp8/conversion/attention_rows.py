@@ -1,9 +1,8 @@
-"""Report the products of attention in FP8: two forward, four backward.
+"""Report the matmuls of attention in FP8: two forward, four backward.
 
-They are in loops over blocks, of which the program does not tell how often they run, so they are
-read from the name of the pass that they are in (see `products.flash.passes`). FLOPs are those of
-whole arrays of scores, as for attention in high precision, also where blocks are skipped. That the
-backward pass computes the scores again does not count.
+They run in loops over blocks, whose number of iterations the program does not tell, so they are
+read from the name of their pass (see `products.flash.passes`). FLOPs count whole arrays of scores
+once, as for attention in high precision.
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ def is_attention(eqn: Any) -> bool:
 
 
 def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> Iterator[ProductRow]:
-    """Return the rows of a pass of attention.
-
-    Args:
-      notes: about its place.
-      cuda: what an NVIDIA GPU computes it with.
-      times: how often it is computed.
-    """
+    """Return the rows of a pass of attention; for `cuda` and `times` see `ProductRow`."""
     which, _, sizes, formats = read_name(eqn.params["name"])
     batch, heads, groups, queries, keys, depth = sizes
     by_query, by_key = (batch, heads, groups, queries, depth), (batch, heads, keys, depth)

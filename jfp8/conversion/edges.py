@@ -97,10 +97,7 @@ def edge_layers(
 
 
 class _Sources:
-    """Find for each value its sources: results of layers, parameters, or anything else.
-
-    The result of a product outside layers counts as anything else; constants are made of nothing.
-    """
+    """Find for each value its sources: results of layers, parameters, or anything else."""
 
     def __init__(self) -> None:
         self.used: set[Any] = set()  # layers whose results go into other layers or products

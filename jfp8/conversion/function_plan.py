@@ -82,10 +82,7 @@ class Plan:
             )
 
     def warn(self, name: str, weights: tuple[int, ...]) -> None:
-        """Warn where nothing of a function becomes FP8, or where it is causal and looks ahead.
-
-        Or where all that the weights meet are arrays that the function holds itself.
-        """
+        """Warn if nothing becomes FP8, if scales look ahead, or if `weights` seem to be others."""
         met = [matmul.x for _, matmul in self.seen.values() if matmul.source.path]
         if met and all(any(x is held for held in self.constants) for x in met):
             warnings.warn(

@@ -25,13 +25,10 @@ class TreeLine:
 
 
 def tree_lines(layers: Mapping[str, Hashable]) -> list[TreeLine]:
-    """Return the lines of `layers`, modules before their children, else in the order given.
+    """Return the lines of `layers`, values by path: modules before their children.
 
     Siblings are alike if their names differ only in the last number, and everything inside them has
     equal names and values.
-
-    Args:
-      layers: a value for each path.
 
     >>> for line in tree_lines({"a_0/up": 1, "a_1/up": 1, "a_2/up": 3, "head": 2}):
     ...     print("  " * line.depth + line.name, line.layers)

@@ -56,7 +56,7 @@ def convert_module(
 ) -> nn.Module:
     """Return `model` as an instance of a subclass of its class, whose calls are intercepted.
 
-    ``on_init(model, variables, *args, **kwargs)`` is called at the end of ``model.init``.
+    ``model.init`` ends with ``on_init(model, variables, *args, **kwargs)``.
     """
     original = getattr(type(model), "jfp8_original", type(model))
     return _as(model, _converted_class(original, selection, on_init))
@@ -270,9 +270,9 @@ class _Met:
                 self.bridged[place] = kind
 
     def knows_all(self, params: Any) -> bool:
-        """Whether all modules with parameters were called where that could be seen.
+        """Return True if all modules with parameters were called.
 
-        A method under ``nn.jit`` is not traced again, and what is called in it not met again.
+        A method under ``nn.jit`` is not traced again, and calls in it are not seen again.
         """
         return all(path in self.kinds for path in _shapes(params))
 
@@ -287,10 +287,7 @@ class _Met:
                 check_cache_dtypes(selection.cache_dtype, given.get("cache", {}))
 
     def warn(self, model: Any, params: Any) -> None:
-        """Warn, once, if nothing of `model`, which was called as a whole, became FP8.
-
-        Or if it holds modules that no conversion reaches, or is causal, and its scales are not.
-        """
+        """Warn, once, if nothing became FP8, if something cannot, or if scales look ahead."""
         here, warned = region.current(), "_jfp8_warned"
         disabled = here is not None and not here.enabled
         if disabled or warned in vars(model):

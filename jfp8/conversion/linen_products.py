@@ -151,8 +151,7 @@ def _attention_by(made: Any, layer: nn.Module) -> contextlib.AbstractContextMana
 def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..., Any]:
     """Make an interceptor under which layers with ``decode=True`` store their cache in `dtype`.
 
-    Args:
-      dtype: asked at each call; None: the layer's cache stays that of Flax.
+    It is asked at each call; None leaves the cache as it is.
     """
 
     def intercept(next_fun, args, kwargs, context):
@@ -244,11 +243,7 @@ def _module_of(product: ParameterProduct, chosen: ProductOf) -> ProductModule:
 
 
 def choose_products(chosen: Callable[[ParameterProduct], ProductOf | str]) -> Callable[..., Any]:
-    """Make an interceptor under which products of parameters are by what `chosen` gives for them.
-
-    Args:
-      chosen: returns what makes a product, or why it stays as it is.
-    """
+    """Make an interceptor under which `chosen` says what computes products of parameters."""
     return find_products(
         lambda product: by_choice(product, chosen(product)),
         lambda product: prepared(product, chosen(product)),

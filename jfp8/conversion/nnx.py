@@ -100,10 +100,7 @@ def has_hook_free(node: Any) -> bool:
 
 
 def has_adapter(node: Any) -> bool:
-    """Tell whether `node` itself holds adapters, which would be lost with a product in its hook.
-
-    Qwix adds them to what a layer calls by itself, ``jax.lax.dot_general``.
-    """
+    """Tell whether `node` holds adapters; Qwix adds them to ``jax.lax.dot_general``, not a hook."""
     return any(isinstance(child, nnx.LoRAParam) for child in children_of(node).values())
 
 

@@ -67,11 +67,7 @@ def _check_recipes(model: nnx.Module, selection: Selection) -> None:
 
 
 def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
-    """Make attention keep keys and values in `dtype`.
-
-    Raises:
-      ValueError: there is no attention of Flax, or something else that keeps a cache.
-    """
+    """Make attention keep keys and values in `dtype`; raise if something else keeps a cache."""
     for path, node in nodes_of(converted):
         if isinstance(node, nnx.MultiHeadAttention):
             install_cache(node, dtype, path)
@@ -88,10 +84,7 @@ def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
 
 
 def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
-    """Decide on each layer of an NNX model, and on each product with a parameter, by its path.
-
-    Calls may find such products at the edges of the model.
-    """
+    """Decide on each layer, and each product with a parameter, as far as that precedes a call."""
     layers = layers_of(model)
     edges = edges_of(model, layers, selection)
     own = ((own.path, node) for node, own in own_of(model) if own.stays is None)

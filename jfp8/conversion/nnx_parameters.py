@@ -121,8 +121,7 @@ def _variables(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 def convert_own(model: nnx.Module, selection: Selection) -> None:
     """Make `model` compute products with its own parameters in FP8, as `selection` says, in place.
 
-    A product and its state is made for each parameter by which a module may multiply: what it does
-    is seen when it is called.
+    A product and its state is made for each parameter by which a module may multiply.
     """
     owned = own_of(model)
     if not owned:
@@ -335,11 +334,7 @@ def _warn(model: Any, call: _Call) -> None:
 
 
 def warn_if_unconverted(model: Any, selection: Selection, stayed: Mapping[str, Any]) -> None:
-    """Warn that `model` computes no product in FP8, and say why, unless the user asked for that.
-
-    Args:
-      stayed: products of own parameters, by path, with the type of the module, and why.
-    """
+    """Warn that `model` has no product in FP8, unless the user said so; `stayed`: see `_Call`."""
     layers: dict[str, Any] = {}
     kinds, shapes = {}, {}
     for path, node in nodes_of(model):

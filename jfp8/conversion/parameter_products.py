@@ -94,11 +94,7 @@ class ParameterProduct:
             return self.plain()
 
     def in_fp8(self, options: Options, state: State, gpu: Gpu | None) -> jax.Array:
-        """Compute the product in a body, where no module may read or write what it keeps.
-
-        Args:
-          gpu: on which it stays as it is where FP8 is expected to be slower.
-        """
+        """Compute the product in a body; as it is where FP8 is expected to be slower on `gpu`."""
         recipe = options.recipe
         if gpu is not None and (slower := why_slower(gpu, recipe, self.plain, self.x, self.weight)):
             return self.staying(slower)

@@ -252,8 +252,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 def _three_products(rows: Rows) -> tuple[Rows, Rows, Rows]:
     """Return the rows of fprop, dgrad and wgrad.
 
-    Of a product in high precision, the shape of its result tells which gradient it is: the operand
-    with these dimensions is the one that it belongs to.
+    In high precision, a gradient has the dimensions of the operand that it belongs to.
     """
     of = lambda *kinds: [row for row in rows if row.kind in kinds]
     forward, backward = of("forward"), of("backward")

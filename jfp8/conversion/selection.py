@@ -72,11 +72,7 @@ class Selection:
     unless_slower_on: Gpu | None = None
 
     def for_gpu(self) -> Selection:
-        """Take ``"slower"`` out of `exempt`, and name the GPU on which no matmul may be slower.
-
-        Raises:
-          ValueError: JAX traces for no GPU whose rates are known.
-        """
+        """Take ``"slower"`` out of `exempt`, and name the GPU, whose rates must be known."""
         if SLOWER not in self.exempt:
             return self
         gpu, rates = current_gpu(), planner_of(Gpu("", None)).rates
@@ -121,12 +117,9 @@ class Selection:
         return self.recipe.patterns if isinstance(self.recipe, PerLayer) else ()
 
     def check_patterns(self, paths: Iterable[str], possible: Iterable[str] = ()) -> None:
-        """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one.
+        """Raise ``ValueError`` if a pattern matches none of `paths`, nor one of the `possible`.
 
-        Also if all that a recipe is for has another recipe, of a pattern before it.
-
-        Args:
-          possible: paths that it may match as well, because they may be those of products.
+        Also if patterns before it match all that it matches.
         """
         listed = sorted(set(paths))
         known = [*listed, *possible]

@@ -9,12 +9,7 @@ Table = Sequence[Sequence[str]]
 
 
 def table_lines(table: Table, *, numbers: bool = False) -> list[str]:
-    """Return the lines of `table`, each column as wide as its widest cell.
-
-    Args:
-      table: lines of equally many cells.
-      numbers: align all columns but the first to the right.
-    """
+    """Return the lines of `table`; `numbers` aligns all columns but the first to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     side = str.rjust if numbers else str.ljust
     return [

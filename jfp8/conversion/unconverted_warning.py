@@ -26,8 +26,7 @@ def warn_of_nothing(
 
     Args:
       stayed: layers that kept their own product: the path, the type, and why.
-      own: modules that are no layers of Flax or jfp8, with their larger parameters; see
-        `own_parameters`.
+      own: see `own_parameters`.
     """
     if any(decision.chosen for _, decision in stayed.values()):
         return False

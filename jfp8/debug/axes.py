@@ -138,7 +138,7 @@ def _conv(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
 
 
 def _gather(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
-    """Rows of a table have the axes of their indices; so have elements of batches."""
+    """Give rows of a table, and elements of batches, the axes of their indices."""
     if ins[1] is None:
         return None
     numbers = eqn.params["dimension_numbers"]

@@ -26,7 +26,7 @@ class LooksAhead:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no result depended on a later position."""
+        """Return True if no result depended on a later position."""
         return self.later == 0
 
     @property

@@ -43,7 +43,7 @@ class ComparedProduct:
 
     @property
     def layer(self) -> str:
-        """Path with index: ``"blocks/Dense_0[3]"``."""
+        """Return the path with the index: ``"blocks/Dense_0[3]"``."""
         return self.path + "".join(f"[{i}]" for i in self.index)
 
 

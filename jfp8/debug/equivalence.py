@@ -64,13 +64,10 @@ def equivalence(
         "different"        high < -margin or margin < low
         "cannot be told"   otherwise
 
-    Few runs find no difference, so equivalence has to be shown. A 90 % interval inside the margins
-    is two one-sided tests at 5 % each: runs whose true mean gap is a margin or more are called
-    equivalent in at most one case of 20. A small gap can be significantly different from 0 and
-    still equivalent: ``low`` and ``high`` then have the same sign.
-
-    The gaps should be independent of each other and without a long tail (a median far from the mean
-    shows one). Test once, not after each pair until you like the answer.
+    A 90 % interval inside the margins is two one-sided tests at 5 % each: runs whose true mean gap
+    is a margin or more are called equivalent in at most one case of 20. The gaps should be
+    independent of each other and without a long tail (a median far from the mean shows one). Test
+    once, not after each pair until you like the answer.
 
     Args:
       gaps: ``f64[n]``, a difference for every pair of runs with the same seed and data, in the unit

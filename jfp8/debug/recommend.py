@@ -72,18 +72,18 @@ class Recommendation:
 
     @property
     def recipes(self) -> dict[str, Recipe | None]:
-        """Recipes for `jfp8.convert` and `jfp8.initialize`: exceptions from `few`, then `few`."""
+        """Return recipes for `jfp8.convert` and `jfp8.initialize`: exceptions, then `few`."""
         exceptions = {glob.escape(row.path): self.otherwise for row in self.layers if not row.few}
         return {**exceptions, "*": self.few}
 
     @property
     def share(self) -> float:
-        """Share of the FLOPs that is computed under `few`."""
+        """Return the share of the FLOPs that is computed under `few`."""
         return sum(row.share for row in self.layers if row.few)
 
     @property
     def noise(self) -> float:
-        """``E |dW' - dW|^2`` of all layers, relative to `few` everywhere."""
+        """Return ``E |dW' - dW|^2`` of all layers, relative to `few` everywhere."""
         before = sum(row.in_few.noise for row in self.layers)
         return sum(_chosen(row).noise for row in self.layers) / before if before else 0.0
 

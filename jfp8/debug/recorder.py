@@ -110,6 +110,6 @@ class Recorder:
 
     @property
     def rows(self) -> list[TensorStats]:
-        """Statistics of the last `keep` samples, oldest first. Waits for the last step."""
+        """Return the statistics of the last `keep` samples, oldest first; wait for the last."""
         self.flush()
         return [row for sample in self._samples for row in sample]

@@ -77,12 +77,12 @@ class TensorStats:
 
     @property
     def layer(self) -> str:
-        """Path with index: ``"blocks/Dense_0[3]"``."""
+        """Return the path with the index: ``"blocks/Dense_0[3]"``."""
         return self.path + "".join(f"[{i}]" for i in self.index)
 
     @property
     def name(self) -> str:
-        """Layer and tensor; with the products, if it is not quantized once for both."""
+        """Name layer and tensor; and the products, if it is not quantized once for both."""
         whole = "+" in self.products or self.tensor not in ("lhs", "rhs", "grad")
         return f"{self.layer} {self.tensor}".lstrip() + ("" if whole else f" ({self.products})")
 

@@ -90,7 +90,7 @@ class Summary:
 
     @property
     def total(self) -> SummaryRow:
-        """All modules together."""
+        """Return the sum of all modules."""
         return sum(self.rows, SummaryRow("total"))
 
     def at_depth(self, depth: int) -> tuple[SummaryRow, ...]:

@@ -139,9 +139,8 @@ class Stats:
     def rows(self, step: int | None = None) -> tuple[TensorStats, ...]:
         """Return the statistics as numbers on the host, in program order.
 
-        Each tensor of each layer has a row, also in layers that are stacked by a ``scan`` over
-        their weights. Uses of a layer, iterations of other loops, devices and axes of ``vmap`` are
-        merged. Tensors without elements are left out.
+        Each tensor of each layer has a row, also in layers that a ``scan`` stacks. Uses of a layer,
+        iterations of other loops, devices and axes of ``vmap`` are merged.
 
         Args:
           step: number of the training step, for `TensorStats.step`.
@@ -164,9 +163,8 @@ class Stats:
 def stats(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make `function` also return statistics of what FP8 did to each tensor.
 
-    ``stats(f)(*args) == (f(*args), Stats)``. `function` is traced once more, and the statistics are
-    computed in the same program from the tensors in it, with the same results. Programs compiled
-    without it do not change, so use it in every tenth step or so, or let a `Recorder` do that::
+    ``stats(f)(*args) == (f(*args), Stats)``. The statistics are computed in the same program, with
+    the same results. Use it in every tenth step or so, or let a `Recorder` do that::
 
         with_stats = jax.jit(jfp8.debug.stats(step))
         (state, loss), seen = with_stats(state, batch)

@@ -20,11 +20,8 @@ class Moments(NamedTuple):
     nu: Storage
 
 
-# Both are rounded stochastically. To nearest, an element does not move if its step is less than
-# half a spacing, and a step is 0.1 |g - m| for a first moment and 0.1 % for a second one. Both are
-# expanded, because a block may hold gradients of very different sizes: a second moment of 0 makes
-# the update infinite, and a first one that alternates between 0 and the smallest number makes it
-# noise. The second has no sign, so that all of its bits are for its size.
+# docs/memory.md, "The moments of Adam", says why: stochastic rounding, so that no moment freezes;
+# expanded, so that no small moment vanishes; the second without a sign.
 DEFAULT = Moments(
     mu=Blocks(transform="expand", rounding="stochastic"),
     nu=Blocks(E8M0FNU, transform="expand", rounding="stochastic"),
@@ -98,14 +95,9 @@ def adam(
     ``coat``      E4M3 in blocks of 128, expanded  E4M3 in blocks of 128, expanded   2.06
     ============  ===============================  ================================  ========
 
-    jfp8's own choice (None) rounds stochastically. The mean update of elements whose exact updates
-    are equal is within 5 % of the exact one, after gradients that fall, that span six decades in a
-    block, that are 1000 times larger in one step, or that are zero in most steps.
-
-    The presets follow the rules of other libraries and round to nearest, but their blocks lie along
-    the last axis instead of the flattened array. There a moment, first (``0.1 |g - m|``) or second,
-    does not move if a step changes it by less than half a spacing, except in float16; and in
-    ``torchao`` small second moments become zero.
+    jfp8's own choice (None) rounds stochastically. The presets follow the rules of other libraries
+    and round to nearest, but their blocks lie along the last axis instead of the flattened array.
+    docs/memory.md compares their updates with exact ones.
 
     Args:
       learning_rate, b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.

@@ -1,10 +1,4 @@
-"""A moment of an optimizer in FP8, with a scale, or a maximum and a power, for every block.
-
-Rounded to nearest in FP8, an element moves only if a step changes it by half a spacing, 3 % or
-more. A second moment with b2 = 0.999 decays by 0.1 % per step, and freezes; a first one with b1 =
-0.9 freezes where the gradient differs from it by less than 0.3 to 0.6 of it. ``"stochastic"``
-rounding moves it with the probability of the remainder, which is unbiased.
-"""
+"""A moment of an optimizer in FP8, with a scale, or a maximum and a power, for every block."""
 
 from __future__ import annotations
 

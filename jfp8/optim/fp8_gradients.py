@@ -27,16 +27,12 @@ def fp8_gradients(
         otherwise:        g <- collectives.pmean(g, axis_name)
 
     Arrays of fewer than two dimensions, gradients of biases and norms, are not rounded. A NaN stays
-    NaN and an Inf becomes NaN, for the optimizer or a loss scale to detect. A loss scale, a power
-    of two, changes only the scales: the rounded gradients are the same before and after it.
-
-    Sum micro-batches before this, in f32 (as `jfp8.value_and_grad` does): an FP8 sum of 64 would be
-    rounded 64 times.
+    NaN and an Inf becomes NaN, for the optimizer or a loss scale to detect. A loss scale changes
+    only the scales. Sum micro-batches before this, in f32, as `jfp8.value_and_grad` does.
 
     With `axis_name`, use it under ``jax.shard_map`` or ``jax.pmap`` in a loop that has local
     gradients, in front of everything that checks whether they are finite: then all devices skip the
-    same steps. Under a plain ``jit`` use `jfp8.data_parallel` around the gradient function; also
-    for a `jfp8.TrainState`, whose amaxes have to be combined, too.
+    same steps. Under a plain ``jit``, and for a `jfp8.TrainState`, use `jfp8.data_parallel`.
 
     Args:
       fmt: format of the gradients; None: E4M3FN, or with `axis_name` the default of

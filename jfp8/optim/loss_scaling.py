@@ -1,8 +1,7 @@
 """Dynamic loss scaling as optax transformations.
 
 The loss is multiplied by a power of two ``S`` so that small gradients survive narrow formats, and
-the gradients are divided by it again. ``S`` grows while gradients stay finite and falls when they
-do not. An overflowing step must leave no trace: see `loss_scale` for what has to wrap what.
+the gradients are divided by it again.
 """
 
 from __future__ import annotations
@@ -44,29 +43,14 @@ def loss_scale(
         else:   updates = 0;   S = max(S * backoff_factor, min_scale);   tracker = 0
 
     It is for f16, and for recipes whose gradients have no scale of their own (``DirectE5M2``,
-    ``Hybrid``, ``Unscaled``). All other recipes, including the default, scale gradients themselves:
-    leave it out if parameters and activations are f32 or bf16.
+    ``Hybrid``, ``Unscaled``). Multiply the loss with `scale_loss`; `jfp8.value_and_grad` does so
+    itself. Put it first in a chain, and outside ``optax.MultiSteps``. docs/loss_scaling.md shows
+    how, which mistakes are noticed, and which compositions skip an overflowing step exactly.
 
-    Multiply the loss with `scale_loss` (`jfp8.value_and_grad` does so itself). Without either,
-    gradients would be divided by a scale that the loss was never multiplied by. So ``update`` warns
-    if neither was called with a state of this optimizer, outside of ``jit`` or while a function was
-    traced. One call is enough, so that loops whose gradients and updates are compiled separately
-    get no warning, nor do states from a file. To get S as a number, call ``scale_loss(1.0,
-    opt_state)``; a read of the field is not noted. Compiled steps contain nothing of this.
-
-    The division is done in f32 and the updates are f32: f16 gradients times 2^-15 would underflow
-    in f16, and Adam would turn the zeros into NaN. For the same reason, initialize the optimizer in
-    a plain chain with f32 parameters; the wrapping form (with `inner`) initializes `inner` in f32
+    Gradients are divided in f32 and updates are f32: f16 gradients times 2^-15 would underflow in
+    f16, and Adam would turn the zeros into NaN. For the same reason, initialize the optimizer in a
+    plain chain with f32 parameters; the wrapping form (with `inner`) initializes `inner` in f32
     itself.
-
-    The elements of a chain cannot stop one another: after an overflow, the momentum of an optimizer
-    behind this one still moves the parameters. To skip such steps exactly, pass the optimizer as
-    `inner`, wrap the chain in `skip_on_overflow`, or use `jfp8.TrainState`, which keeps the amax
-    histories as well.
-
-    Put it first in a chain: a clip before it sees gradients of the scaled loss, and leaves updates
-    that are thousands of times too small. Put it outside of ``optax.MultiSteps``, with
-    ``on_overflow="pass"``. The page on loss scaling shows how, and which mistakes are noticed.
 
     Args:
       inner: transformation that receives the unscaled gradients and is skipped exactly, including
@@ -198,8 +182,7 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
     """Skip a step with non-finite gradients exactly: zero updates, and `tx` keeps its state.
 
     A gradient beyond 2^62, whose square is Inf in f32, counts as non-finite. Only a
-    `LossScaleState` inside of `tx` is updated, so that the scale falls. `tx` may be any
-    transformation, with or without `loss_scale` in it.
+    `LossScaleState` inside `tx` is updated, so that the scale falls.
 
     Args:
       tx: the transformation, for example

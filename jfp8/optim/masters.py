@@ -48,21 +48,17 @@ def master_weights(
         bf16 or f16 array       2 bytes, stochastic     the same     2 + 2              2 + 4
         f32 array               4 bytes, its own master
 
-    Stochastic rounding goes up with the probability of the remainder, so it is unbiased. The
-    bfloat16 master is rounded in this way, too. The others are rounded to nearest: with a float32
-    master nothing is lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the
-    weight.
+    The bfloat16 master is rounded stochastically, too; the others to nearest: with a float32 master
+    nothing is lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the weight.
 
     `inner` sees the masters, and keeps its state, in f32. FP8 parameters are `ScaledArray` with f32
-    scales, such as `jfp8.quantize_params` makes. Their scales change by powers of two, when the
-    largest element leaves its binade. So codes that a step does not change stay the same, instead
-    of being rounded again in every step.
+    scales, such as `jfp8.quantize_params` makes. Their scales change by powers of two, so that
+    codes that a step does not change stay the same.
 
-    `jfp8.TrainState` with this in its optimizer trains `ScaledArray` leaves: products use the
-    stored bytes unchanged, and gradients with respect to the values are f32. In your own loop,
-    differentiate with respect to `carriers`, and add the updates with `apply_updates`. Nothing may
-    change the updates after this: put it last in a chain, or directly inside of
-    `jfp8.skip_on_overflow`. Transformations that read parameters (weight decay) belong in `inner`.
+    `jfp8.TrainState` trains such parameters. In your own loop, differentiate with respect to
+    `carriers`, and add the updates with `apply_updates`. Nothing may change the updates after this:
+    put it last in a chain, or directly inside `jfp8.skip_on_overflow`. Transformations that read
+    parameters (weight decay) belong in `inner`.
 
     Masters start from the values of the parameters. Call `init_masters` to start them from the
     parameters before rounding.

@@ -60,24 +60,20 @@ def muon(
     keep f32 moments. With ``mu=Float(), nu=Float()`` and f32 matmuls, parameters are bitwise
     identical to optax's under ``jit``.
 
-    The polar factor takes ``ns_steps`` of three matmuls each. `products` is their precision: None
-    for f32, ``"bf16"``, or a recipe, by which `scaled_dot_general` quantizes them. Singular values,
-    which the exact iteration leaves 0.2 to 0.3 from 1, get errors of 0.01 in bf16 and of 0.05 to
-    0.2 with ``"current"``. Where rows are alike, ``"rowwise"`` may diverge.
-
-    FSDP: `sharding` is that of stacks ``[matrices, rows, columns]`` while they are orthogonalized.
-    ``P("fsdp")`` is the cheapest: each device sends at most 10 bytes for each of its parameters (12
-    in f32), and computes its share of the matrices. With ``P()``, and where the axis does not
-    divide their number, it gathers and computes all of them, from 2 bytes (4 in f32) for each
-    parameter. Without `sharding` the compiler gathers operands of most matmuls. Results are those
-    of one device, up to summation order.
+    The polar factor takes ``ns_steps`` of three matmuls each. docs/memory.md has the errors of
+    `products`, and the bytes that devices exchange for each `sharding`. Results are those of one
+    device, up to summation order.
 
     Args:
       learning_rate, ..., consistent_rms: as in ``optax.contrib.muon``.
       mu_dtype: shorthand for ``mu=Float(mu_dtype)``.
       mu, nu: how to store momentum and first moments, and second moments; default: as `adam`.
-      products: see above. The momentum and the polar factor are then rounded to bf16.
-      sharding: see above; for meshes with auto axes.
+      products: precision of the matmuls: None for f32, ``"bf16"``, or a recipe, by which
+        `scaled_dot_general` quantizes them; ``"rowwise"`` may diverge where rows are alike. The
+        momentum and the polar factor are then rounded to bf16.
+      sharding: of stacks ``[matrices, rows, columns]`` while they are orthogonalized, on meshes
+        with auto axes. ``P("fsdp")`` is the cheapest; where the axis does not divide their number,
+        and with ``P()``, each device computes all of them. None: as the compiler chooses.
       seed: int or i32[], for stochastic rounding.
 
     Returns:

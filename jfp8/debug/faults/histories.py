@@ -112,9 +112,8 @@ def long_history(run: Run) -> Iterator[Finding]:
 def _with_history(run: Run) -> Iterator[tuple[Sequence[TensorStats], list[TensorStats]]]:
     """Yield tensors that have a history, and the samples in which it should have changed the scale.
 
-    If a saturated value did not raise the scale, the history is certainly stale. A scale that is
-    older than its history may come from an amax that recurs, as in data of bytes: so most tensors
-    must show it, since amaxes of weights and gradients do not recur.
+    A scale that is older than its history may come from an amax that recurs, as in data of bytes:
+    most tensors must show it. A saturated value that did not raise the scale is proof.
     """
     tensors = [tensor for tensor in run.tensors if tensor[0].history]
     same = [_same_scale(tensor) if tensor[0].step is not None else [] for tensor in tensors]

@@ -7,7 +7,7 @@ from jfp8.integrations.maxtext.enabled import enabled
 
 
 def main(argv: list[str]) -> None:
-    """``maxtext.trainers.pre_train.train`` with the same arguments."""
+    """Run ``maxtext.trainers.pre_train.train`` with the same arguments."""
     with enabled():
         train.main([train.__file__, *argv[1:]])
 

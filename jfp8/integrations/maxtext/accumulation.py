@@ -17,11 +17,10 @@ NAME = "jfp8_state"  # of the attribute of the model
 
 
 def accumulating(accumulate: Callable[..., Any]) -> Callable[..., Any]:
-    """``gradient_accumulation_loss_and_grad`` that replaces the state by its gradient.
+    """Make ``gradient_accumulation_loss_and_grad`` replace the state by its gradient.
 
-    MaxText's differentiates by parameters alone. So the state goes in as one more parameter, from
-    which the loss function takes it, and its gradient does not come out with the others. What it
-    says is the same after the sum over micro-batches and the division by the number of tokens.
+    MaxText differentiates with respect to parameters alone, so the state goes in as one more. The
+    sum over micro-batches and the division by the number of tokens do not change what it says.
     """
 
     @wraps(accumulate)

@@ -19,7 +19,7 @@ from jfp8.integrations.maxtext.quantization import NAMES, Quantization, configur
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """Within it, MaxText's pre-training takes ``quantization=jfp8_delayed`` and other recipes.
+    """Let MaxText's pre-training take ``quantization=jfp8_delayed`` and other recipes inside.
 
     It replaces five functions of MaxText and puts them back at the end. With any other
     ``quantization`` they do what they did. ::
@@ -56,7 +56,7 @@ def enabled() -> Iterator[None]:
 
 
 def _taking_names(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """`initialize` with `NAMES` among the allowed values of ``quantization``."""
+    """Add `NAMES` to the values of ``quantization`` that `initialize` allows."""
 
     @wraps(initialize)
     def initialize_taking_names(
@@ -68,7 +68,7 @@ def _taking_names(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _config_with_names(config_class: Any) -> Any:
-    """`config_class`, whose ``quantization`` may be one of `NAMES` too."""
+    """Derive a `config_class` whose ``quantization`` may be one of `NAMES`, too."""
     field = config_class.model_fields["quantization"]
     allowed = field.annotation | StrEnum("Recipes", {name: name for name in NAMES})
     own = {"__annotations__": {"quantization": allowed}, "quantization": field.default}
@@ -86,7 +86,7 @@ def _configuring(configure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_high_precision(router: Callable[..., Any]) -> Callable[..., Any]:
-    """The `router` of a mixture of experts, which ignores a `Quantization` of jfp8."""
+    """Make the `router` of a mixture of experts ignore a `Quantization` of jfp8."""
 
     @wraps(router)
     def make(*args: Any, quant: Any = None, **more: Any) -> Any:

@@ -14,10 +14,10 @@ from jfp8.recipes.recipe import Recipe
 
 
 def multiplying(gmm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``megablox.gmm`` that multiplies by `scaled_ragged_dot` if its dtype is a recipe.
+    """Make ``megablox.gmm`` multiply by `scaled_ragged_dot` if its dtype is a recipe.
 
-    MaxText calls it inside a ``shard_map``, where matmuls have no access to their state: each
-    device computes its own scales from the amaxes of its operands.
+    MaxText calls it inside a ``shard_map``, where no state is within reach: each device scales
+    operands by their own amaxes.
     """
 
     @wraps(gmm)

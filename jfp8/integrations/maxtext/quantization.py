@@ -73,11 +73,7 @@ class ExpertEinsum(nn.Module):
 
 
 def configured(config: Any, quant_mode: str = "train") -> Quantization:
-    """The `Quantization` that `config` asks for.
-
-    Args:
-      config: MaxText's, with one of `NAMES` as ``quantization``.
-      quant_mode: MaxText's.
+    """Return the `Quantization` that MaxText's `config` asks for, with one of `NAMES`.
 
     Raises:
       ValueError: an unknown name; an option with which MaxText would not call it.
