@@ -213,8 +213,8 @@ LINES_OF_ROOMS = {
     "optim": 2588,
     "training": 3060,
     "checkpoint": 3530,
-    "conversion": 4701,
-    "debug": 4426,
+    "conversion": 4682,
+    "debug": 4392,
     "plot": 1172,
     "command_line": 2142,
 }

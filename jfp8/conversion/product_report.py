@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import re
 import textwrap
@@ -23,7 +22,7 @@ from jfp8.conversion.product_rows import (
     slower_message,
     times_message,
 )
-from jfp8.conversion.tables import Table, table_html, table_lines
+from jfp8.conversion.tables import Printed, Table, preformatted, table_lines
 
 _WIDTH = 100  # columns of text
 _NAMED = 8  # layers listed under one reason
@@ -34,7 +33,7 @@ Reasons = Mapping[str, Sequence[str]]  # and the layers that each concerns
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Printed):
     """Hold the result of `report`. It prints as a table of the layers, in Jupyter as HTML.
 
     Numbered siblings whose products are the same share a line, ``block_{0..5}``. ``fprop``,
@@ -113,27 +112,10 @@ class Report:
             text += [title, *_reason_lines(reasons), ""]
         return "\n".join([*text, *self._said()])
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
-        layers = _lines_of(self.rows)
-        plain = [
-            i for i, (_, rows) in enumerate(layers, 1) if rows and not any(row.fp8 for row in rows)
-        ]
-        lines = (self.summary(), *self.warnings())
-        parts = [f"<p><b>{html.escape(line)}</b></p>" for line in lines]
-        table = [(name.replace("  ", "\u2003"), *cells) for name, *cells in _table_of(layers)]
-        parts.append(table_html(table, faded=plain))
-        for title, reasons in _why_not(layers).items():
-            items = (
-                f"<li>{html.escape(text)}<br>{html.escape(', '.join(layers))}</li>"
-                for text, layers in reasons.items()
-            )
-            parts.append(f"<p>{html.escape(title)}</p><ul>{''.join(items)}</ul>")
-        unconverted = [number for number, row in enumerate(self.rows, 1) if not row.fp8]
-        products = table_html(product_table(self.rows), faded=unconverted)
-        parts.append(f"<details><summary>Every product</summary>{products}</details>")
-        return "".join(parts)
+        products = preformatted(self.verbose())
+        more = f"<details><summary>Every product</summary>{products}</details>"
+        return super()._repr_html_() + more
 
     def _said(self) -> list[str]:
         """Return the summary and the warnings, as lines."""

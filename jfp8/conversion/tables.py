@@ -1,11 +1,26 @@
-"""Lay out tables as text and as HTML: lines of cells; the first line is the head."""
+"""Print results: as text, in tables with a head, and the same text in Jupyter."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 Table = Sequence[Sequence[str]]
+
+
+class Printed:
+    """Show what ``print`` shows as the value of a cell, too: a base of results."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
+
+def preformatted(text: str) -> str:
+    """Write `text` as an HTML element."""
+    return f"<pre style='white-space: pre-wrap'>{html.escape(text)}</pre>"
 
 
 def table_lines(table: Table, *, numbers: bool = False) -> list[str]:
@@ -16,19 +31,3 @@ def table_lines(table: Table, *, numbers: bool = False) -> list[str]:
         "  ".join([cells[0].ljust(widths[0]), *map(side, cells[1:], widths[1:])]).rstrip()
         for cells in table
     ]
-
-
-def table_html(table: Table, *, numbers: bool = False, faded: Collection[int] = ()) -> str:
-    """Write the table of `table_lines` as an HTML element, the `faded` lines of it fainter."""
-
-    def cell(tag: str, column: int, text: str) -> str:
-        side = "right" if numbers and column else "left"
-        return f"<{tag} style='text-align:{side}'>{html.escape(text)}</{tag}>"
-
-    lines = [
-        f"<tr style='opacity:{0.6 if number in faded else 1}'>"
-        + "".join(cell("td" if number else "th", i, text) for i, text in enumerate(cells))
-        + "</tr>"
-        for number, cells in enumerate(table)
-    ]
-    return f"<table>{''.join(lines)}</table>"

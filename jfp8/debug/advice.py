@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jfp8.conversion.product_report import Report
-from jfp8.conversion.tables import table_html
+from jfp8.conversion.tables import Printed
 from jfp8.debug.faults import FAULTS, NAMES
 from jfp8.debug.faults.run import Finding, Run
 from jfp8.debug.faults.values import non_finite
@@ -18,9 +17,9 @@ _ORDER = {"error": 0, "warning": 1, "note": 2}
 _PRINTED = 3  # findings of one fault that are printed in full
 
 
-@dataclass(frozen=True)
-class Advice:
-    """Findings of `advice`; print as sentences, and show as a table in Jupyter.
+@dataclass(frozen=True, repr=False)
+class Advice(Printed):
+    """Findings of `advice`; print as sentences.
 
     Attributes:
       findings: all faults, the worst first; a fault that spreads to other tensors is reported for
@@ -61,14 +60,6 @@ class Advice:
                 more += f" and {len(rest) - _PRINTED} more" if len(rest) > _PRINTED else ""
                 lines += ["", f"  The same ({fault}): {more}."]
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        table = [("", "tensor", "what happened", "what to do")]
-        table += [
-            (f.severity, f"{f.tensor} ({f.fault})", f.evidence, f.remedy) for f in self.findings
-        ]
-        shown = table_html(table) if self.findings else ""
-        return f"<p><b>{html.escape(self._headline())}</b></p>{shown}"
 
     def _headline(self) -> str:
         if not self.n_tensors:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.conversion.tables import Printed, table_lines
 from jfp8.products.flash import blocks
 from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.products.flash.mask import Visible, padded
@@ -17,8 +18,8 @@ from jfp8.products.flash.numerics import Numerics, Uses, for_both, numerics_of
 from jfp8.recipes.per_tensor import DelayedScaling
 
 
-@dataclass(frozen=True)
-class AttentionError:
+@dataclass(frozen=True, repr=False)
+class AttentionError(Printed):
     """Relative errors of O by head, f64[heads].
 
     Attributes:
@@ -32,12 +33,11 @@ class AttentionError:
     both: np.ndarray
 
     def __str__(self) -> str:
-        lines = ["head  from Q, K  from P, V  together"]
-        columns = (self.from_scores, self.from_context, self.both)
-        for head, errors in enumerate(zip(*columns, strict=True)):
-            cells = (f"{100 * error:7.2f} %" for error in errors)
-            lines.append(f"{head:4}  " + "  ".join(cells))
-        return "\n".join(lines)
+        columns = zip(self.from_scores, self.from_context, self.both, strict=True)
+        cells = [[f"{100 * error:.2f} %" for error in errors] for errors in columns]
+        table = [[str(head), *errors] for head, errors in enumerate(cells)]
+        head = ("head", "from Q, K", "from P, V", "together")
+        return "\n".join(table_lines([head, *table], numbers=True))
 
 
 def attention_error(

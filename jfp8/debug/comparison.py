@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 from dataclasses import dataclass
 
-from jfp8.conversion.tables import Table, table_html, table_lines
+from jfp8.conversion.tables import Printed, Table, table_lines
 from jfp8.recipes.recipe import Recipe
 
 
@@ -65,8 +64,8 @@ class ComparedGradient:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
-    """Result of `compare`; prints as a table, and shows as one in Jupyter.
+class Comparison(Printed):
+    """Result of `compare`; prints as tables.
 
     Attributes:
       recipe_a, recipe_b: the recipes.
@@ -93,14 +92,8 @@ class Comparison:
         for table in self._tables():
             head, *rows = table_lines(table)
             lines += [head, "-" * len(head), *rows, ""]
-        return "\n".join([*lines, self._losses()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        paragraph = lambda text: f"<p>{html.escape(text)}</p>"
-        recipes = paragraph(f"a = {self.recipe_a!r}") + paragraph(f"b = {self.recipe_b!r}")
-        return recipes + "".join(map(table_html, self._tables())) + paragraph(self._losses())
+        losses = f"a {self.loss_a:.6g}, b {self.loss_b:.6g}"
+        return "\n".join([*lines, f"loss: {self.loss:.6g} in high precision, {losses}"])
 
     def _tables(self) -> tuple[Table, Table]:
         """Return the tables of products and of gradients."""
@@ -115,6 +108,3 @@ class Comparison:
             cosines = (f"{g.cosine_a:.5f}", f"{g.cosine_b:.5f}")
             gradients.append((g.path, percent(g.error_a), percent(g.error_b), *cosines))
         return products, gradients
-
-    def _losses(self) -> str:
-        return f"loss: {self.loss:.6g} in high precision, a {self.loss_a:.6g}, b {self.loss_b:.6g}"

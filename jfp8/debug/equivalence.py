@@ -9,13 +9,15 @@ from typing import Literal
 import jax
 import numpy as np
 
+from jfp8.conversion.tables import Printed
+
 Verdict = Literal["equivalent", "different", "cannot be told"]
 
 MOST_PAIRS = 1000  # that `Equivalence.pairs_needed` counts up to
 
 
 @dataclass(frozen=True, repr=False)
-class Equivalence:
+class Equivalence(Printed):
     """Result of `equivalence`; prints as one line.
 
     Attributes:
@@ -49,8 +51,6 @@ class Equivalence:
             told += f"; {number} pairs might tell"
         of = f"({100 * self.confidence:g} %, {self.n} pairs)"
         return f"{interval} {of}, margin {self.margin:g}: {told}"
-
-    __repr__ = __str__
 
 
 def equivalence(

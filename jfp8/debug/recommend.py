@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import glob
-import html
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jfp8.conversion.product_report import Report
-from jfp8.conversion.tables import Table, table_html, table_lines
+from jfp8.conversion.tables import Printed, Table, table_lines
 from jfp8.debug.records import OPERANDS, TensorStats, check_report, check_rows
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -57,8 +56,8 @@ class Proposed:
 
 
 @dataclass(frozen=True, repr=False)
-class Recommendation:
-    """Result of `recommend`; prints as a table, and shows as one in Jupyter.
+class Recommendation(Printed):
+    """Result of `recommend`; prints as a table.
 
     Attributes:
       layers: first the layers that gain most from more bits.
@@ -88,23 +87,14 @@ class Recommendation:
         return sum(_chosen(row).noise for row in self.layers) / before if before else 0.0
 
     def __str__(self) -> str:
-        head, *lines = table_lines(self._table(), numbers=True)
-        return "\n".join([*self._said(), "", head, "-" * len(head), *lines])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        faded = [number for number, row in enumerate(self.layers, 1) if row.few]
-        said = "".join(f"<p>{html.escape(line)}</p>" for line in self._said())
-        return said + table_html(self._table(), numbers=True, faded=faded)
-
-    def _said(self) -> list[str]:
         few, otherwise = _name(self.few), _name(self.otherwise)
-        return [
+        said = [
             f"{100 * self.share:.3g} % of the FLOPs in {few}, the others in {otherwise}.",
             f"Rounding adds {100 * self.noise:.3g} % of the noise that {few} everywhere would add "
             "to the gradients of weights.",
         ]
+        head, *lines = table_lines(self._table(), numbers=True)
+        return "\n".join([*said, "", head, "-" * len(head), *lines])
 
     def _table(self) -> Table:
         head = ("layer", "recipe", "FLOPs", *OPERANDS, f"of the noise, in {_name(self.few)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +12,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jfp8.conversion.tables import Table, table_html, table_lines
+from jfp8.conversion.tables import Printed, Table, table_lines
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
@@ -71,9 +70,9 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Result of `summary`; prints as a table, and shows as one in Jupyter.
+@dataclass(frozen=True, repr=False)
+class Summary(Printed):
+    """Result of `summary`; prints as a table.
 
     Attributes:
       model: name of its class.
@@ -105,10 +104,6 @@ class Summary:
         head, *rows, total = table_lines(self._table(), numbers=True)
         rule = "-" * max(map(len, (head, *rows, total)))
         return "\n".join([self._headline(), "", head, rule, *rows, rule, total])
-
-    def _repr_html_(self) -> str:
-        table = table_html(self._table(), numbers=True)
-        return f"<p><b>{html.escape(self._headline())}</b></p>{table}"
 
     def _headline(self) -> str:
         total = self.total

@@ -833,9 +833,8 @@ def test_html_is_escaped():
         assert "a &amp; b &lt;script&gt;" in part
     assert "<b>layer" not in text
     assert "<script>" not in text
-    assert products.count("<tr") == products.count("</tr>") == 2
-    assert products.count("<td") == products.count("<th") - products.count("<thead") == 8
-    assert products.endswith("</table></details>")
+    assert "product" in products
+    assert products.endswith("</pre></details>")
 
 
 def test_a_model_without_products():

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import math
+import re
 import sysconfig
 from pathlib import Path
 
@@ -509,12 +511,11 @@ def test_the_text():
     assert text.count("->") == 3
 
 
-def test_html_says_the_same():
-    bad = row(path="<layer>", underflow=0.6, exponents={1: 400, -24: 600})
-    html = report([bad])._repr_html_()
-    assert "&lt;layer&gt; lhs (outliers)" in html
-    assert "1 error (1 tensor, steps 0 to 0)" in html
-    assert "Nothing is wrong" in report([row()])._repr_html_()
+def test_jupyter_shows_the_same_text():
+    found = report([row(path="<layer>", underflow=0.6, exponents={1: 400, -24: 600})])
+    assert repr(found) == str(found)
+    assert "&lt;layer&gt; lhs (outliers)" in found._repr_html_()
+    assert html.unescape(re.sub("</?pre.*?>", "", found._repr_html_())) == str(found)
     assert str(report([])) == "No tensor in FP8 was recorded."
 
 
