@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jfp8.debug.comparison import Comparison
+from jfp8.debug.compare import Comparison
 from jfp8.plot.style import shorten
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from jfp8.optim.newton_schulz import matmul_in, orthogonalize  # noqa: E402
+from jfp8.optim.muon import matmul_in, orthogonalize  # noqa: E402
 
 ROWS, COLUMNS = 128, 256
 C0, C1, C2 = COEFFS = (3.4445, -4.7750, 2.0315)

@@ -42,12 +42,8 @@ def run(options: argparse.Namespace, cases: str = CASES) -> tuple[Result, list[s
         return {"failure": text}, [text], False
     found = card.result
     names = _chosen(found.pop("kernels"), options.kernels)
-    with (
-        tempfile.TemporaryDirectory() as empty
-    ):  # where they find no verdicts, which they would obey
-        kernels = {
-            name: _verdict(name, task, cases, options.seconds, empty) for name, task in names
-        }
+    with tempfile.TemporaryDirectory() as empty:  # without verdicts, which they would obey
+        kernels = {n: _verdict(n, task, cases, options.seconds, empty) for n, task in names}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     result = {**found, "versions": versions(), "date": now, "kernels": kernels}
     failed = [name for name, kernel in kernels.items() if kernel["failure"]]

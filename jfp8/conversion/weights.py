@@ -143,9 +143,7 @@ class _Single:
 
     def stacked(self, kernels: jax.Array) -> ScaledArray:
         q = jax.vmap(self)(kernels)
-        if (
-            q.block is not None
-        ):  # blocks cut short, of whose size a slice of the stack knows nothing
+        if q.block is not None:  # blocks cut short, of whose size a slice knows nothing
             q = jax.vmap(self.with_one_scale)(kernels)
         return replace(q, scale=_with_dims(q.scale, kernels.ndim))
 

@@ -9,10 +9,15 @@ from jfp8.debug.collective_bytes import (
     assert_collectives,
     collective_bytes,
 )
-from jfp8.debug.compare import compare
-from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
+from jfp8.debug.compare import (
+    ComparedGradient,
+    ComparedProduct,
+    Comparison,
+    ProductError,
+    compare,
+)
 from jfp8.debug.equivalence import Equivalence, equivalence
-from jfp8.debug.faults.run import Finding
+from jfp8.debug.faults.evidence import Finding
 from jfp8.debug.mismatch import DecodingMismatch, decoding_mismatch
 from jfp8.debug.program import ProgramCheck, Quantized, check_program
 from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend

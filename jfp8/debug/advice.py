@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import Printed
 from jfp8.debug.faults import FAULTS, NAMES
-from jfp8.debug.faults.run import Finding, Run
+from jfp8.debug.faults.evidence import Finding, Run
 from jfp8.debug.faults.values import non_finite
 from jfp8.debug.records import TensorStats, check_report, check_rows
 from jfp8.scaling.printing import counted

@@ -17,7 +17,7 @@ from flax import nnx
 from jfp8.conversion.edges import arrays_in
 from jfp8.conversion.models import convert
 from jfp8.conversion.selection import Choice
-from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
+from jfp8.conversion.tables import Printed, Table, table_lines
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.reading import by_layer
 from jfp8.debug.records import OPERANDS
@@ -39,12 +39,112 @@ from jfp8.recipes.in_effect import overriding
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.arrays import scaled_values
 from jfp8.scaling.scales import amax
+from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.notes import notes_of, product_path
 
-_PLAIN = Product(None, None)
 _PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
+
+
+@dataclass(frozen=True)
+class ProductError:
+    """Relative Frobenius errors of a product against high precision, on the same inputs.
+
+    Attributes:
+      total: ``|y' - y| / |y|``, where ``y'`` is the product under the recipe.
+      cast: ``|y* - y| / |y|``, from rounding operands: ``y*`` is their product in high precision.
+      product: ``|y' - y*| / |y|``, from accumulation, and from quantizing results.
+    """
+
+    total: float
+    cast: float
+    product: float
+
+
+@dataclass(frozen=True)
+class ComparedProduct:
+    """One product of a layer under both recipes.
+
+    Attributes:
+      path, index: of the layer; see `TensorStats`.
+      product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+      a, b: its errors.
+    """
+
+    path: str
+    index: tuple[int, ...]
+    product: str
+    a: ProductError
+    b: ProductError
+
+    @property
+    def layer(self) -> str:
+        """Return the path with the index: ``"blocks/Dense_0[3]"``."""
+        return self.path + "".join(f"[{i}]" for i in self.index)
+
+
+@dataclass(frozen=True)
+class ComparedGradient:
+    """Gradient of the whole model with respect to one parameter, under each recipe.
+
+    Attributes:
+      path: of the parameter, ``"Dense_0/kernel"``.
+      error_a, error_b: relative Frobenius error against the gradient in high precision.
+      cosine_a, cosine_b: cosine of the angle between the two.
+    """
+
+    path: str
+    error_a: float
+    error_b: float
+    cosine_a: float
+    cosine_b: float
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Printed):
+    """Result of `compare`; prints as tables.
+
+    Attributes:
+      recipe_a, recipe_b: the recipes.
+      products: every product on its inputs in high precision, in program order.
+      gradients: of the whole model, in which errors of all layers add up.
+      loss, loss_a, loss_b: in high precision and under each recipe.
+    """
+
+    recipe_a: Recipe
+    recipe_b: Recipe
+    products: tuple[ComparedProduct, ...]
+    gradients: tuple[ComparedGradient, ...]
+    loss: float
+    loss_a: float
+    loss_b: float
+
+    def worst(self, n: int = 5) -> tuple[ComparedProduct, ...]:
+        """Return the `n` products with the largest total error under either recipe, in order."""
+        error = lambda e: math.inf if math.isnan(e.total) else e.total
+        return tuple(sorted(self.products, key=lambda row: -max(error(row.a), error(row.b)))[:n])
+
+    def __str__(self) -> str:
+        lines = [f"a = {self.recipe_a!r}", f"b = {self.recipe_b!r}", ""]
+        for table in self._tables():
+            head, *rows = table_lines(table)
+            lines += [head, "-" * len(head), *rows, ""]
+        losses = f"a {self.loss_a:.6g}, b {self.loss_b:.6g}"
+        return "\n".join([*lines, f"loss: {self.loss:.6g} in high precision, {losses}"])
+
+    def _tables(self) -> tuple[Table, Table]:
+        """Return the tables of products and of gradients."""
+        percent = lambda error: f"{100 * error:.3g} %"
+        products = [("layer", "product", *(f"{part} {name}" for name in "ab" for part in _PARTS))]
+        for row in self.products:
+            errors = [getattr(error, part) for error in (row.a, row.b) for part in _PARTS]
+            products.append((row.layer or "(no layer)", row.product, *map(percent, errors)))
+        gradients = [("gradient by", "error a", "error b", "cosine a", "cosine b")]
+        for g in self.gradients:
+            cosines = (f"{g.cosine_a:.5f}", f"{g.cosine_b:.5f}")
+            gradients.append((g.path, percent(g.error_a), percent(g.error_b), *cosines))
+        return products, gradients
 
 
 class _NothingQuantized(Products):
@@ -65,7 +165,7 @@ class _HighPrecision(Recipe):
     name: ClassVar[str] = "high precision"
 
     def products(self) -> Products:
-        return _NothingQuantized(_PLAIN, _PLAIN, _PLAIN)
+        return _NothingQuantized(*[Product(None, None)] * 3)
 
 
 def product_by(
@@ -117,14 +217,11 @@ class _Errors(Measurement):
             for recipe in self.recipes:
                 of_recipe, *operands = product_by(recipe, operation, self.kind, first, second)
                 of_recipe = of_recipe.astype(jnp.float32)
-                represented = multiply(*map(_values, operands)).astype(jnp.float32)
+                wide = (scaled_values(x) if is_scaled_array(x) else x for x in operands)
+                represented = multiply(*wide).astype(jnp.float32)
                 errors = (of_recipe - y, represented - y, of_recipe - represented)
                 powers += map(power, errors)
         return jnp.stack([*powers, amax])
-
-
-def _values(operand: ScaledArray | jax.Array) -> jax.Array:
-    return scaled_values(operand) if isinstance(operand, ScaledArray) else operand
 
 
 @dataclass(frozen=True)
@@ -136,7 +233,7 @@ class _Comparer(Observer):
     def multiplied(
         self, operation: Any, kind: Any, first: Any, second: Any, y: jax.Array
     ) -> jax.Array:
-        if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
+        if is_scaled_array(first) or is_scaled_array(second):
             return y
         arrays, structure = jax.tree.flatten(operation)
         forward = kind == "fprop"
@@ -201,8 +298,7 @@ def compare(
         arguments, kwargs = (), {**batch, **kwargs}
     else:
         arguments = batch if isinstance(batch, tuple) else (batch,)
-    if loss_fn is None:
-        loss_fn = _half_mean_square
+    loss_fn = loss_fn or _half_mean_square
     if isinstance(model, nn.Module):
         variables = _linen_variables(model, variables, arguments, kwargs)
     elif not isinstance(model, nnx.Module):
@@ -297,12 +393,7 @@ def _relative(noise: float, signal: float) -> float:
 
 def _compared_gradient(path: str, reference: Any, a: Any, b: Any) -> ComparedGradient:
     r, a, b = (np.asarray(x, np.float64).ravel() for x in (reference, a, b))
-
-    def error(x: np.ndarray) -> float:
-        return _relative(float(np.sum((x - r) ** 2)), float(np.sum(r**2)))
-
-    def cosine(x: np.ndarray) -> float:
-        norm = np.linalg.norm(x) * np.linalg.norm(r)
-        return float(x @ r / norm) if norm else math.nan
-
+    error = lambda x: _relative(float(np.sum((x - r) ** 2)), float(np.sum(r**2)))
+    norms = lambda x: np.linalg.norm(x) * np.linalg.norm(r)
+    cosine = lambda x: float(x @ r / norms(x)) if norms(x) else math.nan
     return ComparedGradient(path, error(a), error(b), cosine(a), cosine(b))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
+from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError
 
 pytest.importorskip("matplotlib")
 

@@ -14,8 +14,8 @@ FP8: `edges_in_fp8`, `little_in_fp8`.
 """
 
 from jfp8.debug.faults.coverage import edges_in_fp8, little_in_fp8
+from jfp8.debug.faults.evidence import Fault
 from jfp8.debug.faults.histories import long_history, short_history, stale_history
-from jfp8.debug.faults.run import Fault
 from jfp8.debug.faults.values import dead, no_scale, noise, outliers
 
 FAULTS: tuple[Fault, ...] = (

@@ -8,15 +8,19 @@ from collections.abc import Iterator, Sequence
 
 from jfp8.debug.faults.evidence import (
     MANY_LOST,
+    Finding,
+    Run,
     beyond_any_scale,
+    found_in,
     is_often,
     saturated_samples,
     severity_of,
+    step_of,
+    steps_of,
     vanishing_samples,
     what_saturated,
     what_vanished,
 )
-from jfp8.debug.faults.run import Finding, Run, found_in, step_of, steps_of
 from jfp8.debug.records import TensorStats
 
 # A history that predicts up to 3 bits (a factor of 8) too much does no harm: E4M3's 17.8 binades,

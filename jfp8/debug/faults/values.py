@@ -9,9 +9,13 @@ from jfp8.debug.faults.evidence import (
     MANY_LOST,
     NOISY,
     OFTEN,
+    Finding,
+    Run,
+    Severity,
     at_step,
     beyond_any_scale,
     exponent_at,
+    found_in,
     fraction_above,
     has_no_scale,
     is_gradient,
@@ -19,11 +23,12 @@ from jfp8.debug.faults.evidence import (
     percent,
     saturated_samples,
     severity_of,
+    step_of,
+    steps_of,
     vanishing_samples,
     what_saturated,
     what_vanished,
 )
-from jfp8.debug.faults.run import Finding, Run, Severity, found_in, step_of, steps_of
 from jfp8.debug.records import TensorStats
 from jfp8.scaling.formats import E5M2, format_called
 from jfp8.scaling.printing import counted
