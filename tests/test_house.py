@@ -210,13 +210,13 @@ LINES_OF_ROOMS = {
     "products": 5405,
     "kernels": 9030,
     "layers": 5484,
-    "optim": 2575,
+    "optim": 2572,
     "training": 3060,
     "checkpoint": 3530,
     "conversion": 4680,
-    "debug": 4379,
-    "plot": 1172,
-    "command_line": 2138,
+    "debug": 4365,
+    "plot": 1165,
+    "command_line": 2127,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

@@ -10,15 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.command_line.exactness import (
-    Record,
-    as_f32,
-    awkward,
-    normal,
-    on_cpu,
-    powers_of_two,
-    run,
-)
+from jfp8.command_line.exactness import Record, as_f32, awkward, normal, on_cpu, powers_of_two, run
 from jfp8.command_line.product_checks import (
     check_block_matmul,
     check_grouped_matmul,

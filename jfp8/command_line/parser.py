@@ -15,11 +15,8 @@ COMMANDS = {
     "check": (check, "run a small case of each kernel, and leave out those that are wrong"),
     "bench": (bench, "measure the rates of this card, into one file to send"),
     "tune": (tune, "find the fastest tiles for the kernels on this card"),
-    "report": (report, "list the matmuls of a model, and which of them are FP8"),
-    "plan": (
-        plan,
-        "estimate memory, bytes on the wire and time of a step on any devices",
-    ),
+    "report": (report, "list the products of a model, and which of them are FP8"),
+    "plan": (plan, "estimate memory, bytes on the wire and time of a step on any devices"),
     "convert-checkpoint": (convert_checkpoint, "write a checkpoint for another model"),
 }
 

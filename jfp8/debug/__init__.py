@@ -9,13 +9,7 @@ from jfp8.debug.collective_bytes import (
     assert_collectives,
     collective_bytes,
 )
-from jfp8.debug.compare import (
-    ComparedGradient,
-    ComparedProduct,
-    Comparison,
-    ProductError,
-    compare,
-)
+from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
 from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.evidence import Finding
 from jfp8.debug.mismatch import DecodingMismatch, decoding_mismatch

@@ -24,15 +24,7 @@ from jfp8.debug.records import OPERANDS
 from jfp8.debug.stats import Stats, observed
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.observers import Observer, tap
-from jfp8.products.operation import (
-    Kind,
-    Operand,
-    Operation,
-    Options,
-    QuantizedOperand,
-    Use,
-    sums,
-)
+from jfp8.products.operation import Kind, Operand, Operation, Options, QuantizedOperand, Use, sums
 from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
 from jfp8.recipes.in_effect import overriding

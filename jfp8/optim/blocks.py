@@ -303,10 +303,7 @@ def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.A
     down = lax.bitcast_convert_type(smallest, jnp.uint32) & high
     up = lax.bitcast_convert_type(largest, jnp.uint32)
     up = (jnp.minimum(up, np.uint32(0x7FFF0000)) + low) & high  # NaN does not grow into the sign
-    return (
-        lax.bitcast_convert_type(down, jnp.float32),
-        lax.bitcast_convert_type(up, jnp.float32),
-    )
+    return (lax.bitcast_convert_type(down, jnp.float32), lax.bitcast_convert_type(up, jnp.float32))
 
 
 def _with_sign(codes: jax.Array, x: jax.Array, fmt: Format) -> jax.Array:

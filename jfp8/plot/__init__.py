@@ -23,13 +23,6 @@ from jfp8.plot.loss_curves import loss_curves
 from jfp8.plot.number_line import number_line
 from jfp8.tracing.listing import listing
 
-__all__ = [
-    "amax_history",
-    "block_scales",
-    "heat_map",
-    "histogram",
-    "loss_curves",
-    "number_line",
-]
+__all__ = ["amax_history", "block_scales", "heat_map", "histogram", "loss_curves", "number_line"]
 
 __dir__ = listing(__all__)
