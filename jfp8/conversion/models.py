@@ -63,11 +63,9 @@ def convert(
 
     `model` itself does not change. The converted model has the same parameters, in names, shapes
     and initial values, so that checkpoints fit both. Layers of Flax, and products that a module
-    computes itself with one of its parameters, are converted; "Converting a model" in the docs
-    lists which, and the limits of ``nn.scan``, ``nn.vmap`` and ``nn.jit``. `jfp8.report` lists all
-    products. If none becomes FP8 although `exempt` and `only` do not ask for that, a
-    ``UserWarning`` says why: when the model is first traced, or at once for an NNX model that
-    cannot have any.
+    computes itself with one of its parameters, are converted; docs/converting.md lists which.
+    `jfp8.report` lists all products. If none becomes FP8 although `exempt` and `only` do not ask
+    for that, a ``UserWarning`` says why.
 
     State is as for `jfp8.Dense`: ``init`` returns ``fp8`` and ``fp8_sink`` besides ``params``.
 

@@ -93,11 +93,7 @@ class Report(Printed):
         )
 
     def verbose(self) -> str:
-        """Return a line for each product: its operands, and what computes it.
-
-        Traced for a GPU whose rates `kernels.cost_model` has, also the expected times, of all times
-        that a product is computed together, and for comparison those of layers in bf16.
-        """
+        """Return a line for each product; with times if traced for a GPU of known rates."""
         head, *lines = table_lines(product_table(self.rows))
         times = _wrapped(times_message(self.rows))
         return "\n".join([head, "-" * len(head), *lines, *times, *self._said()])

@@ -77,11 +77,8 @@ class Advice(Printed):
 def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
     """Name the tensors that lose what training needs, and a remedy for each.
 
-    It looks for NaN and Inf; gradients that vanish or saturate because they lack a (loss) scale;
-    amax histories that are not updated, too short or too long; values so far apart that no single
-    scale keeps them; and, given `products`, for the wrong layers in FP8. What happens now and then
-    in healthy training runs is left out. Several samples tell more than one, above all about
-    histories.
+    docs/debugging.md lists the faults that it knows. What happens now and then in healthy training
+    runs is left out. Several samples tell more than one, above all about histories.
 
     Args:
       rows: statistics of one or more steps, from ``Stats.rows(step)``, ``Recorder.rows``, or

@@ -4,9 +4,7 @@ A second moment has no sign, and only its relative error matters. So all 8 bits 
 
     |x| = top * 2^((code - 254) / n)          codes 1 to 254;  0 stands for zero
 
-`top` is the power of two at or above the largest of a block, and `n`, the levels of each binade, an
-integer of three significant bits. So the grid stays fixed while the largest of a block moves:
-moving it would round all elements again.
+where `Blocks` says how `top` and `n` follow from a block.
 
 Stochastic rounding draws a level by the distances of the logarithms. A parameter moves by
 ``1 / sqrt(v)``. If ``v`` is unbiased, this is ``3/8 s^2`` too large, with ``s^2`` the relative

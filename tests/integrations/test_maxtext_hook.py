@@ -207,7 +207,7 @@ def arrays(*shapes):
 def test_grouped_products_multiply_by_the_recipe(maxtext):
     x, w = arrays((32, 16), (2, 16, 8))
     sizes, recipe = jnp.array([20, 8]), jfp8.recipes.Float8CurrentScaling()
-    multiply = part("grouped").multiplying(gmm)
+    multiply = part("enabled").multiplying(gmm)
     given = {"lhs_quantize_dtype": recipe, "rhs_quantize_dtype": recipe}
     y = multiply(x, w, sizes, jnp.float32, group_offset=0, tiling=(1,), **given)
     np.testing.assert_array_equal(y, scaled_ragged_dot(x, w, sizes, recipe=recipe))
@@ -266,7 +266,7 @@ def test_accumulation_makes_one_entry_of_all_micro_batches(maxtext):
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     shardings = jax.tree.map(lambda _: whole, nnx.state(model, nnx.Param))
-    accumulate = part("accumulation").accumulating(gradient_accumulation_loss_and_grad)
+    accumulate = part("enabled").accumulating(gradient_accumulation_loss_and_grad)
 
     @nnx.jit
     def step(model):
@@ -291,7 +291,7 @@ def test_accumulation_without_state_is_that_of_maxtext(maxtext):
     model = Layers(part("quantization").configured(config("jfp8_current")), 1)
     assert not states(model)
     seen = []
-    part("accumulation").accumulating(lambda *given: seen.append(given))(1, 2, model, 4, 5, 6, 7)
+    part("enabled").accumulating(lambda *given: seen.append(given))(1, 2, model, 4, 5, 6, 7)
     assert seen == [(1, 2, model, 4, 5, 6, 7)]
 
 

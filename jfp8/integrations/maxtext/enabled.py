@@ -8,13 +8,20 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from maxtext.configs import pyconfig, types
 from maxtext.layers import moe, quantizations
 from maxtext.trainers.pre_train import train
 
-from jfp8.integrations.maxtext.accumulation import accumulating
-from jfp8.integrations.maxtext.grouped import multiplying
-from jfp8.integrations.maxtext.quantization import NAMES, Quantization, configured
+from jfp8.integrations.maxtext.quantization import NAMES, STATE, Quantization, configured
+from jfp8.products.ragged.dot import scaled_ragged_dot
+from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.recipe import Recipe
+
+_STATE = "jfp8_state"  # the attribute of the model while gradients are accumulated
 
 
 @contextmanager
@@ -93,3 +100,87 @@ def _in_high_precision(router: Callable[..., Any]) -> Callable[..., Any]:
         return router(*args, quant=None if isinstance(quant, Quantization) else quant, **more)
 
     return make
+
+
+def multiplying(gmm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make ``megablox.gmm`` multiply by `scaled_ragged_dot` if its dtype is a recipe.
+
+    MaxText calls it inside a ``shard_map``, where no state is within reach: each device scales
+    operands by their own amaxes.
+    """
+
+    @wraps(gmm)
+    def multiply(
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        preferred_element_type: Any = None,
+        *args: Any,
+        lhs_quantize_dtype: Any = None,
+        **more: Any,
+    ) -> jax.Array:
+        if not isinstance(lhs_quantize_dtype, Recipe):
+            more |= {"lhs_quantize_dtype": lhs_quantize_dtype}
+            return gmm(lhs, rhs, group_sizes, preferred_element_type, *args, **more)
+        recipe = recipe_in_effect(lhs_quantize_dtype, "")
+        if recipe is None:
+            more |= {"rhs_quantize_dtype": None}
+            return gmm(lhs, rhs, group_sizes, preferred_element_type, *args, **more)
+        _check(more)
+        y = scaled_ragged_dot(
+            lhs, rhs, group_sizes, recipe=recipe, preferred_element_type=preferred_element_type
+        )
+        partial_sum = more.get("partial_sum")
+        return y if partial_sum is None else y + partial_sum
+
+    return multiply
+
+
+def _check(more: dict[str, Any]) -> None:
+    """Refuse what would compute something else."""
+    offset = more.get("group_offset")
+    elsewhere = offset is not None and not (isinstance(offset, int) and offset == 0)
+    if elsewhere or more.get("weight_gather_axes") or more.get("transpose_rhs"):
+        raise NotImplementedError(
+            "The grouped product of jfp8 knows no group offset, no gathering of weights and no "
+            "transposed weights. Set use_ring_of_experts=False and shard_exp_on_fsdp=False, or "
+            "sparse_matmul=False."
+        )
+
+
+def accumulating(accumulate: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``gradient_accumulation_loss_and_grad`` replace the state by its gradient.
+
+    MaxText differentiates with respect to parameters alone, so the state goes in as one more. The
+    sum over micro-batches and the division by the number of tokens do not change what it says.
+    """
+
+    @wraps(accumulate)
+    def with_state(
+        loss_fn: Any, config: Any, model: Any, params: Any, params_shardings: Any, *more: Any
+    ) -> Any:
+        state = nnx.state(model, nnx.variable_type_from_name(STATE, allow_register=True))
+        if not jax.tree.leaves(state):
+            return accumulate(loss_fn, config, model, params, params_shardings, *more)
+        values, tree = jax.tree.flatten(state)
+        count = range(len(values))
+
+        @wraps(loss_fn)
+        def loss_of(model: Any, *args: Any, **kwargs: Any) -> Any:
+            held = getattr(model, _STATE)
+            given = [held[i].get_value().astype(jnp.float32) for i in count]
+            nnx.update(model, jax.tree.unflatten(tree, given))
+            return loss_fn(model, *args, **kwargs)
+
+        everywhere = NamedSharding(jax.tree.leaves(params_shardings)[0].mesh, PartitionSpec())
+        own = nnx.Dict({_STATE: nnx.List([nnx.Param(everywhere) for _ in values])})
+        shardings = nnx.merge_state(params_shardings, nnx.state(own))
+        setattr(model, _STATE, nnx.List([nnx.Param(value) for value in values]))
+        loss, aux, grads = accumulate(loss_of, config, model, params, shardings, *more)
+        delattr(model, _STATE)
+        new = [grads[_STATE][i].get_value().astype(jnp.float32) for i in count]
+        nnx.update(model, jax.tree.unflatten(tree, new))
+        del grads[_STATE]
+        return loss, aux, grads
+
+    return with_state

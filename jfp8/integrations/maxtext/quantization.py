@@ -29,8 +29,8 @@ class Quantization(quantizations.Fp8Quantization):
     A subclass of MaxText's FP8 because its mixture of experts makes state for that class only.
 
     Attributes:
-      recipe: for all matmuls.
-      quantize_dtype: dtype that MaxText passes to its grouped matmul; see `grouped.multiplying`.
+      recipe: of all products.
+      quantize_dtype: what MaxText hands to its grouped product; see `enabled`.
     """
 
     def __init__(self, recipe: Recipe):
