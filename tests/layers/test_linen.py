@@ -277,39 +277,6 @@ def test_einsum_refuses_what_is_no_product(equation, words):
         jfp8.Einsum((5, 5), equation).init(KEY, jnp.ones((5, 5)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", ["Dense", "DenseGeneral"])
-def test_empty_batch(layer):
-    model = getattr(jfp8, layer)(4)
-
-    @jax.jit
-    def run(x):
-        return model.apply(model.init(KEY, jnp.ones((2, 16))), x, mutable=["fp8", "fp8_sink"])
-
-    y, updated = run(jnp.ones((0, 16)))
-    assert y.shape == (0, 4)
-    assert not np.any(history(updated["fp8"], "lhs"))
-    assert history(updated["fp8"], "rhs")[0] > 0
-
-
-@pytest.mark.slow
-def test_gradients_are_products_of_quantized_tensors():
-    """dgrad and wgrad of a layer with a batch dimension and a permuted result."""
-    layer = jfp8.Einsum((3, 5, 6), "bgi,gij->jbg")
-    x, dy = normal((4, 3, 5)), normal((6, 4, 3), 1, 2.0**-20)
-    params = layer.init(KEY, x)["params"]
-
-    def loss(params, x):
-        return jnp.sum(layer.apply({"params": params}, x) * dy)
-
-    d_params, dx = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
-    q_x, q_w = fake_quantize(x, E4M3), fake_quantize(params["kernel"], E4M3)
-    q_dy = fake_quantize(dy, E5M2)
-    assert_is_product(dx, "jbg,gij->bgi", q_dy, q_w)
-    assert_is_product(d_params["kernel"], "bgi,jbg->gij", q_x, q_dy)
-    np.testing.assert_allclose(d_params["bias"], np.asarray(dy).sum(1), rtol=1e-6)
-
-
 # Recipes and arguments.
 
 
@@ -462,40 +429,6 @@ def test_modules_are_values():
         assert make() != make(implementation="emulate")
 
 
-TRACES = []
-
-
-class Traced(jfp8.Dense):
-    def __call__(self, x):
-        TRACES.append(self.recipe)
-        return super().__call__(x)
-
-
-class TracedModel(nn.Module):
-    recipe: jfp8.recipes.Recipe = DelayedScaling()
-
-    @nn.compact
-    def __call__(self, x):
-        return JittedTraced(4, recipe=self.recipe)(x)
-
-
-JittedTraced = nn.jit(Traced)
-
-
-@pytest.mark.slow
-def test_nn_jit_does_not_retrace():
-    variables = TracedModel().init(KEY, X)
-    y, _ = TracedModel().apply(variables, X, mutable=["fp8"])
-    TRACES.clear()
-    for _ in range(3):
-        again, _ = TracedModel().apply(variables, X, mutable=["fp8"])
-    assert not TRACES
-    assert_same(again, y)
-    assert_is_product(y, MATRIX, *(fake_quantize(t, E4M3) for t in (X, kernel_of(variables))))
-    TracedModel(recipe=Unscaled()).apply({"params": variables["params"]}, X)
-    assert [Unscaled()] == TRACES, "but another recipe is another program"
-
-
 # The promises of the design about state.
 
 DENSE = jfp8.Dense(4, recipe=DelayedScaling(amax_history_len=4))
@@ -522,21 +455,6 @@ def weighted_sum(model, variables, x=X, dy=DY):
 
 
 class TestPromise1TwoCollections:
-    @pytest.mark.slow
-    def test_init_makes_empty_histories_and_zero_sinks(self):
-        variables = dense_variables()
-        assert sorted(variables) == ["fp8", "fp8_sink", "params"]
-        product = only_product(variables["fp8"])
-        assert sorted(product) == ["check", "grad", "lhs", "rhs"]
-        assert product["check"] == 0
-        for state in (product[role] for role in ROLES):
-            assert jax.tree.map(jnp.shape, state) == {"amax_history": (4,), "amax": ()}
-            assert not any(np.any(leaf) for leaf in jax.tree.leaves(state))
-        sink = only_product(variables["fp8_sink"])["amax"]
-        assert sink.shape == SINK_SHAPE
-        assert sink.dtype == jnp.float32
-        assert not np.any(sink)
-
     def test_init_does_not_count_as_a_step(self):
         variables = DENSE.init(KEY, X * 1e6)
         assert not np.any(history(variables["fp8"], "lhs"))
@@ -738,31 +656,7 @@ def assert_newest(fp8, exact=True, **amaxes):
         assert not np.any(entries[..., 1:]), "one entry per step"
 
 
-SHARED = {"params": None, "fp8": None, "fp8_sink": None}
 STACKED = {"params": 0, "fp8": 0, "fp8_sink": 0}
-
-
-class Reused(nn.Module):
-    """One layer for all of the inputs, by any of the ways to reuse a layer."""
-
-    how: str
-
-    @nn.compact
-    def __call__(self, xs):
-        dense = jfp8.Dense(4)
-        call = lambda mdl, x: mdl(x)
-        match self.how:
-            case "calls":
-                return jnp.stack([dense(x) for x in xs])
-            case "nn.vmap":
-                split = {"params": False}
-                mapped = nn.vmap(call, variable_axes=SHARED, split_rngs=split)
-                return mapped(dense, xs)
-            case "scan" | "scan of remat":
-                once = nn.remat(call) if self.how == "scan of remat" else call
-                body = lambda mdl, carry, x: (carry, once(mdl, x))
-                scan = nn.scan(body, variable_broadcast=list(SHARED), split_rngs={"params": False})
-                return scan(dense, None, xs)[1]
 
 
 class Deep(nn.Module):
@@ -813,17 +707,6 @@ class TestPromise4RightUnderTransformations:
         assert_is_product(vjp(dy)[0], "aj,ij->ai", q_dy, q_w)
 
     @pytest.mark.slow
-    def test_histories_roll_once_per_step(self):
-        variables, dy_amaxes = dense_variables(), []
-        step = step_of(functools.partial(weighted_sum, DENSE))
-        for i in range(6):
-            dy = DY * 2.0**i
-            variables["fp8"] = step(variables, X, dy)
-            dy_amaxes = [amax(dy), *dy_amaxes][:4]
-        np.testing.assert_array_equal(history(variables["fp8"], "grad"), dy_amaxes)
-        np.testing.assert_array_equal(history(variables["fp8"], "lhs"), [amax(X)] * 4)
-
-    @pytest.mark.slow
     def test_remat_is_exact_and_counts_once(self):
         model = nn.remat(jfp8.Dense)(4)
         variables = model.init(KEY, X)
@@ -862,50 +745,3 @@ class TestPromise4RightUnderTransformations:
         np.testing.assert_array_equal(history(fp8, "lhs")[0, :2], [amax(X)] * 2)
 
     PEAKS = (2.0, 3.0, 4.1, 7.9)  # the last two share a power of two: their mean would be below 7.9
-    XS = jnp.stack([peaking((8, 16), p, i) for i, p in enumerate(PEAKS)])
-    DYS = jnp.stack([peaking((8, 4), p, i) for i, p in enumerate(PEAKS)]) * 2.0**-20
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("how", ["calls", "scan", "scan of remat", "nn.vmap", "jax.vmap"])
-    def test_reuse_bounds_the_maximum(self, how):
-        if how == "jax.vmap":
-            variables = jfp8.Dense(4).init(KEY, X)
-            apply = lambda v, xs: jax.vmap(lambda x: jfp8.Dense(4).apply(v, x))(xs)
-        else:
-            variables, apply = jax.jit(Reused(how).init)(KEY, self.XS), Reused(how).apply
-        assert history(variables["fp8"], "grad").shape == (16,)
-        fp8 = step_of(lambda v: jnp.sum(apply(v, self.XS) * self.DYS))(variables)
-        assert_newest(fp8, exact=False, lhs=7.9, grad=7.9 * 2.0**-20)
-        kernel = kernel_of(variables)
-        assert_newest(fp8, exact=True, rhs=amax(kernel))  # equal amaxes are one amax
-
-        # In the next step all uses share the scale.
-        y = jax.jit(apply)({**variables, "fp8": fp8}, 4 * self.XS)
-        q_x = fake_quantize(4 * self.XS, E4M3, history(fp8, "lhs")[0])
-        assert_is_product(y, "uai,ij->uaj", q_x, fake_quantize(kernel, E4M3))
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("mutable", [False, True])
-    def test_experts_have_histories_of_their_own(self, mutable):
-        model = nn.vmap(jfp8.Dense, variable_axes=STACKED, split_rngs={"params": True})(4)
-        variables = jax.jit(model.init)(KEY, self.XS)
-        kernels = kernel_of(variables)
-        expected = {"lhs": np.float32(self.PEAKS), "rhs": [amax(k) for k in kernels]}
-        if mutable:
-            apply = jax.jit(functools.partial(model.apply, mutable=list(SHARED)))
-            fp8 = apply(variables, self.XS)[1]["fp8"]
-            assert_newest(fp8, **expected)
-        else:
-            fp8 = step_of(lambda v: jnp.sum(model.apply(v, self.XS) * self.DYS))(variables)
-            assert_newest(fp8, **expected, grad=np.float32(self.PEAKS) * np.float32(2.0**-20))
-        y = jax.jit(model.apply)({**variables, "fp8": fp8}, 4 * self.XS)
-        q_x = [fake_quantize(4 * x, E4M3, peak) for x, peak in zip(self.XS, self.PEAKS)]
-        q_w = [fake_quantize(kernel, E4M3) for kernel in kernels]
-        assert_is_product(y, "eai,eij->eaj", np.stack(q_x), np.stack(q_w))
-
-    @pytest.mark.slow
-    def test_a_layer_called_twice_like_batch_stats_remembers_both(self):
-        xs = jnp.stack([peaking((8, 16), 3.0), peaking((8, 16), 2.0)])
-        variables = Reused("calls").init(KEY, xs)
-        _, updates = Reused("calls").apply(variables, xs, mutable=["fp8", "fp8_sink"])
-        assert np.max(history(updates["fp8"], "lhs")) == 3.0

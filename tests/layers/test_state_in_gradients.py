@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
 
@@ -229,15 +228,6 @@ def test_an_average_over_micro_batches_is_one_entry():
     assert 7 * AMAX <= entry < 7 * AMAX * 9 / 8
 
 
-@pytest.mark.slow
-def test_mapped_examples_are_one_entry():
-    examples = lambda variables: jax.vmap(lambda x: LAYER.apply(variables, x))(X)
-    grads = jax.grad(lambda variables: jnp.sum(examples(variables) ** 2))(LAYER.init(KEY, X))
-    entry, before = history_of(grads[OWG])[:2]
-    assert before == 0
-    assert AMAX <= entry < AMAX * 9 / 8
-
-
 def test_multi_steps_is_one_entry_for_each_micro_step():
     """Flax's ``TrainState`` replaces the state in every call, as the documentation says."""
     variables = LAYER.init(KEY, X)
@@ -289,14 +279,6 @@ def test_any_history_survives_to_the_bit():
         for row, (role, state) in zip(seen, states.items(), strict=True):
             length = len(empty[role]["amax_history"])
             np.testing.assert_array_equal(state["amax_history"], row[:length])
-
-
-@pytest.mark.slow
-def test_dynamic_scale_divides_by_the_loss_scale():
-    variables = LAYER.init(KEY, X)
-    loss = lambda variables: jnp.sum(LAYER.apply(variables, X) ** 2)
-    *_, grads = DynamicScale().value_and_grad(loss)(variables)
-    np.testing.assert_array_equal(history_of(grads[OWG])[:2], [AMAX, 0])
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
@@ -247,50 +246,6 @@ def test_a_wrong_kernel_is_marked_and_counts_for_nothing(on_gpu):
 # The file of records.
 
 
-def test_a_file_is_continued(on_gpu):
-    """With the baseline beside what is left; and nothing is tried again that ended a worker."""
-    harness = on_gpu.harness
-    group = harness.Group("g", [harness.Case(name, dict) for name in ("bf16", "a", "b")], "bf16")
-
-    def left(finished, measured):
-        keys = ({("products", "g", name) for name in names} for names in (finished, measured))
-        return [case.name for case in harness.left_of("products", group, *keys).cases]
-
-    assert left([], ["bf16", "a"]) == ["bf16", "b"]
-    assert left([], ["bf16", "a", "b"]) == []
-    assert left(["bf16"], ["a"]) == ["b"]
-    assert left(["b"], ["bf16", "a"]) == []
-
-
-def test_lines_of_several_calls_are_one_result(tmp_path, on_gpu):
-    """Of a case that is there twice the last result counts; a torn line is left out."""
-    file = tmp_path / "records.jsonl"
-    case = {"line": "record", "section": "products", "group": "g", "name": "bf16"}
-    worker = {"line": "worker", "device": "NVIDIA H100", "platform": "gpu", "versions": {}}
-    for line in (
-        {"line": "run", "smoke": False, "date": "first"},
-        worker,
-        {**case, "ms": 2.0},
-        {**case, "group": "", "name": "", "skipped": "no time was left for it"},
-        {"line": "section", "name": "products", "seconds": 3.0},
-        {"line": "run", "smoke": False, "date": "second", "settings": {"sections": ["products"]}},
-        {**case, "ms": 1.0},
-        {**case, "skipped": "no time was left for it"},
-    ):
-        on_gpu.records.append(file, line)
-    with file.open("a") as f:
-        f.write('{"line": "record", "sect')
-    result = on_gpu.records.load(file)
-    assert result["date"] == "second"
-    assert [r["ms"] for r in result["records"]] == [1.0]
-    assert result["sections"] == {"products": {"seconds": 3.0}}
-    with file.open("a") as f:
-        f.write("\n")
-    on_gpu.records.append(file, {**worker, "device": "NVIDIA H200"})
-    with pytest.raises(ValueError, match="mixes devices"):
-        on_gpu.records.load(file)
-
-
 # Times.
 
 
@@ -349,31 +304,3 @@ def test_slopes_leave_out_what_a_launch_takes(on_gpu, monkeypatch):
         "ms_p90": pytest.approx(2.0),
         "clock": "slope",
     }
-
-
-def test_chains_have_two_lengths_without_the_clock_of_the_device(on_gpu):
-    settings = on_gpu.timing.Settings()
-    arguments = [(jax.numpy.float32(i),) for i in range(4)]
-    timed = on_gpu.timing.chained(lambda x: x + 1, arguments, settings)
-    assert (timed.calls, timed.shorter_calls) == (12, 4)
-    np.testing.assert_array_equal(timed.run(), [1, 2, 3, 4] * 3)
-    np.testing.assert_array_equal(timed.shorter(), [1, 2, 3, 4])
-
-
-def test_clocks_and_what_lowers_them_are_named(on_gpu):
-    sample = {
-        "name": "NVIDIA H100",
-        "driver_version": "580.1",
-        "clocks.sm": "1980",
-        "clocks.max.sm": "1980",
-        "clocks.mem": "2619",
-        "temperature.gpu": "40",
-        "power.draw": "650.5",
-        "reasons": "0x0000000000000000",
-    }
-    slow = sample | {"clocks.sm": "1400", "power.draw": "[N/A]", "reasons": "0x0000000000000024"}
-    found = on_gpu.clocks.summary([sample, slow, sample])
-    assert found["sm_mhz"] == 1980
-    assert found["sm_mhz_least"] == 1400
-    assert found["watts"] == 650.5
-    assert found["throttled"] == ["power cap", "software thermal slowdown"]

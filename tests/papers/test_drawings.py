@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jfp8
-from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError
-
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
@@ -48,15 +45,6 @@ def test_the_mean_gap_lies_in_its_interval(draw, confidence, t):
     np.testing.assert_allclose(ends, [mean - half, mean + half], rtol=1e-6)
 
 
-def test_a_run_that_diverges_ends_the_curve(draw):
-    lost = RUN.copy()
-    lost[1, 3:] = np.nan
-    curve, cross, _ = draw("gap_curves", "gap_curve", "FP8", lost, EXACT, STEPS).lines
-    assert curve.get_label() == "FP8 (1 of 4 not finite)"
-    assert curve.get_xdata().tolist() == STEPS[:3].tolist()
-    assert (cross.get_marker(), cross.get_xdata()) == ("X", STEPS[2])
-
-
 def test_gaps_are_dots_with_a_mean_in_its_interval(draw):
     runs = {"near": [-0.1, 0.0, 0.1], "far": [0.9, 1.0, 1.1], "wide": [-1.0, 0.0, 1.0]}
     ax = draw("gap_rows", "gap_rows", runs, margin=0.25, confidence=0.9)
@@ -73,33 +61,3 @@ def test_gaps_are_dots_with_a_mean_in_its_interval(draw):
         assert middle.get_marker() == marker
     assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
     assert ax.get_ylim() == (2.5, -0.5)  # the first on top
-
-
-def test_gaps_beyond_the_limit_are_pointed_at(draw):
-    runs = {"inside": [0.1, 0.2], "above": [150.0, 170.0], "one below": [-2.0, *[0.0] * 40]}
-    ax = draw("gap_rows", "gap_rows", runs, margin=0.25, confidence=0.9, limit=1.0)
-    assert ax.get_xlim() == (-1.0, 1.0)
-    arrows = [(l.get_ydata()[0], l.get_marker()) for l in ax.lines if l.get_marker() in "<>"]
-    assert arrows == [(1, ">"), (2, "<")]
-    assert [text.get_text() for text in ax.texts] == ["+160"]
-
-
-def test_a_layer_has_the_error_of_its_worst_product(draw):
-    recipes = map(jfp8.recipes.get, ("delayed", "mxfp8"))
-    errors = {("a", "fprop"): (0.02, 0.04), ("a", "wgrad"): (0.03, 0.01), ("b", "fprop"): (0.5, 9)}
-    products = (
-        ComparedProduct(f"net/{layer}", (), product, *(ProductError(e, e, 0.0) for e in of_both))
-        for (layer, product), of_both in errors.items()
-    )
-    gradients = (ComparedGradient("net/a/kernel", 0.5, 0.25, 1.0, 1.0),)
-    found = Comparison(*recipes, tuple(products), gradients, 1.0, 1.0, 1.0)
-    ax = draw("error_map", "error_map", [found], "total")
-    ticks = (ax.get_xticklabels(), ax.get_yticklabels())
-    assert [[t.get_text() for t in labels] for labels in ticks] == [
-        ["delayed", "mxfp8"],
-        ["a", "b"],
-    ]
-    assert ax.get_ylim() == (2, 0)  # downwards
-    assert [t.get_text() for t in ax.texts] == ["3", "4", "50", "900"]
-    gradient = draw("error_map", "error_map", [found], "gradient")
-    assert gradient.collections[0].get_array().tolist() == [[50.0, 25.0]]

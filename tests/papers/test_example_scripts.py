@@ -177,23 +177,6 @@ def test_fine_tuning_begins_with_the_checkpoint(text, capsys):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
-    """Names, shapes and dtypes are the same, so bytes of one load into the other."""
-    script = imported("finetune", "examples")
-    args = script.make_parser().parse_args(SMALL)
-    f32, fp8 = (
-        script.make_state(args, recipe, 1e-3, 10)
-        for recipe in (None, jfp8.recipes.DelayedScaling())
-    )
-    changed = jax.tree.map(lambda p: p + 1, f32.params)
-    Path("params").write_bytes(serialization.to_bytes(changed))
-    loaded = script.load(fp8, Path("params"))
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, changed)
-    assert loaded.fp8
-    assert not any(leaf.any() for leaf in jax.tree.leaves(loaded.fp8)), "histories begin empty"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -217,17 +200,6 @@ def test_a_mistake_is_told_with_what_to_type_instead(text, capsys, argv, message
         script.main([*SMALL, "--data", text, *argv.split()])
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_documentation_is_other_text():
-    corpus = imported("lm.corpus", "examples")
-    english, code = corpus.load_documentation(None, 32), corpus.load(None, 32)
-    assert english.name == "Python's documentation"
-    assert len(english.periods) >= 4
-    # Code has docstrings too, so "the" is only a few times as frequent in English.
-    rate = lambda text, word: text.periods.tobytes().count(word) / text.periods.size
-    assert rate(english, b" the ") > 2 * rate(code, b" the ")
-    assert rate(code, b"self.") > 5 * rate(english, b"self.")
 
 
 # ---- quantization-aware training
@@ -260,29 +232,6 @@ def test_a_recipe_of_ones_own_trains(text, capsys):
     check_run("custom_recipe", result, printed, {"own", "stock", "f32"})
     assert result["own_product_error_percent"] < result["stock_product_error_percent"] / 2
     assert '"recipe": "FourBits"' in printed
-
-
-@pytest.mark.slow
-def test_its_quantizer_is_what_it_says():
-    """Against NumPy: the scale, and the nearest of the eight magnitudes of e2m1."""
-    script = imported("custom_recipe", "examples")
-    x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
-    x[0, 0] = 30.0
-    y = jfp8.scaled_dot_general(
-        jnp.asarray(x),
-        jnp.eye(32),
-        (((1,), (0,)), ((), ())),
-        recipe=jfp8.recipes.PerOperand(
-            fprop=script.Product(script.Saturating(jfp8.E2M1FN, 2.0), None),
-            dgrad=script.Product(None, None),
-            wgrad=script.Product(None, None),
-        ),
-    )
-    scale = 2.0 * np.sqrt(np.mean(np.square(x, dtype=np.float64))) / 6
-    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    nearest = magnitudes[np.abs(np.abs(x)[..., None] / scale - magnitudes).argmin(axis=-1)]
-    np.testing.assert_allclose(y, np.sign(x) * nearest * scale, rtol=1e-6)
-    assert float(y[0, 0]) == pytest.approx(6 * scale)
 
 
 # ---- finding the tensor that breaks
@@ -323,16 +272,6 @@ def test_the_line_of_results():
     assert line == f"RESULT example=x {expected}"
 
 
-def test_the_table():
-    report = imported("lm.report", "examples")
-    labels = {"fp8": "FP8, delayed", "f32": "float32"}
-    lines = report.table(labels, {"fp8": 2.02, "f32": 2.0}, {"fp8": 12.6, "f32": 9.4}).splitlines()
-    assert lines[0].split() == ["validation", "loss", "relative", "gap", "ms", "per", "step"]
-    assert lines[1].split() == ["FP8,", "delayed", "2.0200", "+1.00", "%", "13"]
-    assert lines[2].split() == ["float32", "2.0000", "9"]
-    assert len({len(line) for line in lines}) == 1
-
-
 def test_the_loop_takes_every_step_once():
     """Of each run, in order, with the batch of that step; and says what each step returned."""
     training = imported("lm.training", "examples")
@@ -356,23 +295,3 @@ def test_the_loop_takes_every_step_once():
     for of_run in numbers.values():
         assert ["ms" in n for n in of_run] == [False] + [True] * 22, "the first step compiled"
         assert all(n["ms"] >= 0 for n in of_run[1:])
-
-
-def test_a_picture_of_three_runs():
-    """Its curves are running means, and below them is how far two lie above the third."""
-    report = imported("lm.report", "examples")
-    losses = {run: np.linspace(4, 2, 100) * f for run, f in (("a", 1.1), ("b", 1.2), ("f32", 1))}
-    drawn = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report.plt, "close", lambda figure: drawn.setdefault("figure", figure))
-        names = {run: f"name of {run}" for run in losses}
-        report.draw(Path("x.png"), losses, names, "Title", names)
-    report.plt.close(drawn["figure"])
-    top, bottom = drawn["figure"].axes
-    assert [t.get_text() for t in top.get_legend().get_texts()] == list(names.values())
-    np.testing.assert_allclose(top.lines[2].get_ydata()[0], np.linspace(4, 2, 100)[:10].mean())
-    np.testing.assert_allclose(bottom.lines[0].get_ydata(), 10)
-    np.testing.assert_allclose(bottom.lines[2].get_ydata(), 20)
-    assert "float32" in bottom.get_ylabel()
-    assert top.get_title() == "Title"
-    assert Path("x.png").stat().st_size > 1000

@@ -239,22 +239,6 @@ def test_training_windows_touch_no_held_out_byte(train_lm, tmp_path):
     assert batches.all()
 
 
-def test_a_batch_is_a_function_of_seed_and_step(train_lm, text):
-    corpus = train_lm.corpus.load(str(text), seq_len=32)
-    batch = corpus.train_batch(1, 2, 4)
-    assert batch.shape == (4, 33)
-    np.testing.assert_array_equal(batch, corpus.train_batch(1, 2, 4))
-    assert (batch != corpus.train_batch(2, 1, 4)).any()
-
-
-def test_a_folder_is_read_in_the_order_of_its_paths(train_lm, tmp_path):
-    (tmp_path / "b").mkdir()
-    for name, letter in (("b/a.txt", b"b"), ("c.txt", b"c"), ("a.txt", b"a")):
-        (tmp_path / name).write_bytes(letter * 81_920)
-    periods = train_lm.corpus.load(str(tmp_path), seq_len=32).periods
-    assert bytes(periods[:, 0]) == b"abc"
-
-
 @pytest.mark.slow
 def test_custom_quantizer():
     """The quantizer of one's own beats the library's where it is meant to."""

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
 
 from support.scripts import imported
 
@@ -14,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_has_the_table_of_the_runs():
+    from scipy import stats
+
     script = imported("exported_lm", "benchmarks")
     runs = json.loads(script.RESULTS.read_text())["runs"]
     assert len(runs) == 12

@@ -77,23 +77,6 @@ def test_the_weakest_layer(long_run):
     assert long_run.weakest(F32[0]) is None
 
 
-def test_what_is_done_is_not_repeated(command):
-    results = command("--steps 6 --recipes delayed")
-    assert command.begun == ["float32", "delayed"]
-    assert results["runs"]["delayed"] == {"commit": "abc", "points": DELAYED}
-    assert command("--steps 6 --recipes delayed twin") == {
-        **results,
-        "runs": {**results["runs"], "twin": {"commit": "abc", "points": CANNED["twin"]}},
-    }
-    assert command.begun == ["float32", "delayed", "twin"]
-    command("--steps 6 --recipes twin")  # which ended too early
-    assert command.begun == ["float32", "delayed", "twin", "twin"]
-    with pytest.raises(SystemExit, match="steps was 6 and is 7"):
-        command("--steps 7 --recipes delayed")
-    command("--steps 6 --recipes delayed --fresh")
-    assert command.begun[4:] == ["float32", "delayed"]
-
-
 def test_the_table_shows_whether_a_gap_grows(command, capsys):
     command("--steps 6 --recipes delayed twin")
     *_, twin, delayed = capsys.readouterr().out.splitlines()
@@ -104,11 +87,3 @@ def test_the_table_shows_whether_a_gap_grows(command, capsys):
         "| `DelayedScaling()` | 6 | +1.00 | +1.00 | +3.00 | +2.00 | +3.50 | +25.00 | 3.0 | 2.5 | "
         "down |"
     )
-
-
-def test_the_picture(command, tmp_path):
-    from matplotlib import image
-
-    command("--steps 6 --recipes delayed twin")
-    command(f"--picture {tmp_path / 'long_run.png'}")
-    assert image.imread(tmp_path / "long_run.png").shape[:2] == (880, 770)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -102,31 +101,6 @@ def test_an_interrupted_command_goes_on_where_it_stopped(parity, runs, command, 
     assert [path.name for path in command.path.parent.iterdir()] == ["parity.json"]
 
 
-def test_fresh_repeats_what_is_selected_and_keeps_the_rest(runs, command):
-    before = command("--tasks lm --recipes delayed current --seeds 0 1")
-    runs.clear()
-    after = command("--tasks lm --recipes delayed --seeds 1 --fresh")
-    assert [(recipe, seed) for _, recipe, seed, _ in runs] == [("float32", 1), ("delayed", 1)]
-    assert after == before
-
-
-def test_a_run_that_fails_stops_nothing_else(parity, runs, command, monkeypatch, capsys):
-    train = parity.train
-
-    def failing(task, recipe, *more):
-        if recipe == "delayed":
-            raise subprocess.CalledProcessError(1, task.script, stderr="No space left")
-        return train(task, recipe, *more)
-
-    monkeypatch.setattr(parity, "train", failing)
-    with pytest.raises(SystemExit, match="failed, as told above: lm, delayed, seed 0$"):
-        command("--tasks lm --recipes delayed current --seeds 0")
-    told = capsys.readouterr()
-    assert "Float8CurrentScaling" in told.out
-    assert "No space left" in told.err
-    assert sorted(json.loads(command.path.read_text())["lm"]["runs"]) == ["current", "float32"]
-
-
 def test_other_steps_are_not_mixed_in(runs, command):
     command("--tasks lm --recipes delayed --seeds 0 --steps 5")
     with pytest.raises(SystemExit, match="runs of lm were made otherwise: steps was 5 and is 6"):
@@ -137,25 +111,6 @@ def test_other_steps_are_not_mixed_in(runs, command):
         command("--tasks lm --recipes current --seeds 0 --steps 6 --fresh")  # keeps delayed
     command("--tasks lm --recipes delayed current --seeds 0 --steps 6 --fresh")
     assert runs[-1] == ("train_lm.py", "current", 0, 6)
-
-
-def test_a_file_of_something_else_is_left_alone(command):
-    command.path.parent.mkdir()
-    command.path.write_text('{"benchmark": "something else"}')
-    with pytest.raises(SystemExit, match="something else than runs of this script: remove it"):
-        command("")
-    assert "something else" in command.path.read_text()
-
-
-def test_two_jobs_record_all_that_one_does(runs, command):
-    selection = "--tasks lm --recipes delayed current --seeds 0 1 2"
-    alone = command(selection)
-    command.path.unlink()
-    together = command(f"{selection} --jobs 2")
-    assert together == alone
-    runs_of = together["lm"]["runs"]
-    assert list(runs_of) == ["float32", "delayed", "current"]  # as the table has them
-    assert [list(of_seeds) for of_seeds in runs_of.values()] == [["0", "1", "2"]] * 3
 
 
 def test_gaps_are_between_equal_seeds(parity):
@@ -251,21 +206,6 @@ def test_the_table(parity, command, capsys):
         "ResNet on made-up data, loss: float32 has 0.5000 to 0.5000 over 1 seeds.\n\n"
         f"{percent}{rule}"
         "| `DelayedScaling()` | 1 | **−1.00** | −1.00 |  |\n\n"
-    )
-
-
-def test_the_picture(command, tmp_path):
-    from matplotlib import image
-
-    command.path.parent.mkdir()
-    command.path.write_text("{}")
-    with pytest.raises(SystemExit, match="nothing to draw"):
-        command(f"--picture {tmp_path / 'gaps.png'}")
-    command.path.write_text(json.dumps(CANNED))
-    command(f"--picture {tmp_path / 'gaps.png'}")
-    assert image.imread(tmp_path / "gaps.png").shape[:2] == (
-        round((0.4 + 1.0 + 0.3 * 3) * 110),  # one panel of three rows: images have a run
-        7 * 110,
     )
 
 

@@ -98,28 +98,3 @@ def test_the_model_of_a_linear_layer():
     assert roofline.rate(h200, 64, "bf16") == pytest.approx(6 * 64**3 / (18 * 64**2) * 4.8)
     gains = {n: roofline.rate(h200, n, "FP8") / roofline.rate(h200, n, "bf16") for n in (750, 1300)}
     assert gains[750] < 1 < gains[1300]  # what the page on GPUs says
-
-
-def test_measured_points_are_on_the_panel_of_their_gpu():
-    records = [
-        {"section": "linear", "group": "512x256x1024", "name": "bf16", "ms": 2.0},
-        {"section": "linear", "group": "512x256x1024", "name": "delayed", "ms": 1.0},
-        {"section": "linear", "group": "512x256x1024", "name": "current", "ms": 1.0},
-        {"section": "linear", "group": "512x256x1024", "name": "delayed", "error": "no"},
-        {"section": "products", "group": "512x256x1024", "name": "bf16", "ms": 2.0},
-    ]
-    roofline = imported("roofline", "benchmarks").roofline
-    plain = roofline()
-    assert "modelled, not measured" in plain.get_suptitle()
-    figure = roofline({"device": {"kind": "NVIDIA H200"}, "records": records})
-    crosses = [
-        [line.get_xydata()[0].tolist() for line in ax.lines if line.get_marker() == "x"]
-        for ax in figure.axes
-    ]
-    flops = 6 * 512 * 256 * 1024
-    elements = 512 * 256 + 256 * 1024 + 512 * 1024
-    expected = [
-        [flops / (6 * elements), pytest.approx(flops / 2e-3 / 1e12)],
-        [flops / (8 * elements), pytest.approx(flops / 1e-3 / 1e12)],
-    ]
-    assert crosses == [[], expected, []]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -71,14 +70,6 @@ def test_what_leaves_a_device(sizes, encoding, padded):
     assert sizes.combine_bytes(8, 2, width, 4, encoding, padded=padded) == away * of_row
 
 
-def test_one_device_sends_nothing(sizes, tiny, rows):
-    for row in rows:
-        assert set(sizes.wire(tiny, sizes.Mesh(), row).values()) == {0.0}
-        alone = sizes.wire(tiny, sizes.Mesh(fsdp=2, data=2, tensor=2), row)
-        assert [alone[name] for name in ("dispatch", "combine", "counts")] == [0, 0, 0]
-        assert min(alone[name] for name in ("fsdp", "data", "tensor")) > 0
-
-
 def test_bytes_by_hand(sizes, tiny, rows):
     """Experts in fours, so 2 of them, or 24576 elements; half of that with tensor parallelism."""
     mesh = sizes.Mesh(expert=4, data=2, fsdp=2, tensor=2)
@@ -118,18 +109,6 @@ def test_memory_by_hand(sizes, tiny, rows):
 
 
 # Time
-
-
-def test_products_by_memory(experts, sizes, plan, tiny, rows):
-    """With few rows: every matrix of 2 experts, read for two products and written by the third."""
-    rates, mesh = plan.Rates(1e30, 1e30, 1.0, {}), sizes.Mesh(expert=4)
-    first, second = 2 * 128 * 64, 2 * 32 * 128  # elements of the two matrices
-    x, projected, activated, y = 20 * 128, 20 * 64, 20 * 32, 20 * 128
-    elements = 3 * (x + first + projected) + 3 * (activated + second + y)
-    assert experts.product_seconds(tiny, mesh, rows[0], rates) == 2 * elements
-    # In FP8 a byte of each operand; results and gradients in two.
-    results = (projected + x + first) + (y + activated + second)
-    assert experts.product_seconds(tiny, mesh, rows[1], rates) == elements + results
 
 
 def test_casts_by_hand(experts, sizes, tiny, rows):
@@ -182,48 +161,6 @@ def test_times_by_hand(experts, sizes, plan, tiny, rows):
 
 
 # The command
-
-
-def test_the_expert_axis_is_as_long_as_it_can_be(sizes):
-    deepseek, mixtral = sizes.MODELS["deepseek-v3"], sizes.MODELS["mixtral-8x7b"]
-    assert sizes.mesh_of(8, deepseek) == sizes.Mesh(expert=8)
-    assert sizes.mesh_of(1024, deepseek) == sizes.Mesh(expert=64, fsdp=16)
-    assert sizes.mesh_of(64, mixtral) == sizes.Mesh(expert=8, fsdp=8)
-    assert sizes.mesh_of(64, deepseek, 16, data=2, tensor=2) == sizes.Mesh(16, 2, 1, 2)
-    with pytest.raises(ValueError, match=r"multiple of 8, experts of 8.*--longest-expert"):
-        sizes.mesh_of(12, mixtral)
-    with pytest.raises(ValueError, match=r"axis of 6 for 8 experts"):
-        sizes.mesh_of(6, mixtral)
-    with pytest.raises(ValueError, match="at least one device"):
-        sizes.mesh_of(8, mixtral, data=0)
-
-
-def test_sizes_that_are_missing_or_wrong(experts):
-    with pytest.raises(ValueError, match=r"lacks --hidden, --per-token\. Give them, or --model"):
-        experts.main(["--width=8", "--experts=2"])
-    with pytest.raises(ValueError, match="per_token at most experts"):
-        experts.main(["--model=mixtral-8x7b", "--per-token=9"])
-
-
-def test_the_command_line(experts, capsys):
-    arguments = "--model mixtral-8x7b --tokens 1024 --devices 8 64 --scales mx"
-    experts.main([*arguments.split(), "--json"])
-    printed = json.loads(capsys.readouterr().out)["plan"]
-    assert [row["mesh"]["fsdp"] for row in printed] == [1] * 4 + [8] * 4
-    bf16, fp8 = printed[4], printed[7]
-    assert fp8["wire"]["dispatch"] == 2 * 7 / 8 * 1024 * 2 * 4096 * (1 + 1 / 32)
-    for name, times in fp8["faster"].items():
-        assert times == bf16["seconds"][name] / fp8["seconds"][name] > 1
-    experts.main(arguments.split())
-    head, table = capsys.readouterr().out.strip().split("\n\n")
-    assert head == "8 experts of 4096 x 14336, 2 per token, 1,024 tokens per device"
-    lines = table.splitlines()
-    assert len(lines) == 2 + 8
-    assert len({line.count("|") for line in lines}) == 1
-    heading, cells = (line.strip("| ").split(" | ") for line in (lines[0], lines[9]))
-    cells = dict(zip(heading, cells, strict=True))
-    assert cells["worst GB"] == f"{fp8['memory']['worst'] / 1e9:.2f}"
-    assert cells["overlapped ms"] == f"{1e3 * fp8['seconds']['overlapped']:.2f}"
 
 
 def test_the_tables_of_the_page_are_what_the_commands_print(experts, capsys):

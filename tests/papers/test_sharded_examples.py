@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
@@ -211,11 +210,6 @@ def llama_nnx():
     return imported("lm.llama_nnx", "examples")
 
 
-@pytest.fixture(scope="module")
-def fsdp_nnx():
-    return imported("lm.fsdp_nnx", "examples")
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_equals_one_that_never_stopped(text, capsys):
     """Losses, parameters, moments and histories, to the bit."""
@@ -242,34 +236,6 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(text, capsys):
     jax.tree.map(np.testing.assert_array_equal, *last)
     with pytest.raises(SystemExit, match="seed was 0 and is 1"):
         main([*argv, "--steps=12", "--resume", "--out=rest", "--seed=1"])
-
-
-@pytest.mark.slow
-def test_a_step_of_an_nnx_model_in_fp8(llama_nnx, fsdp_nnx):
-    """Divided by the rule for parameters; all products learn their amaxes, and the loss falls."""
-    size, mesh = llama_nnx.Size(64, 2, 4, 2, 256, 16, 64), fsdp_nnx.make_mesh(8)
-    windows = np.random.default_rng(0).integers(64, size=(8, 17)).astype(np.int32)
-
-    def create():
-        model = jfp8.convert(llama_nnx.LanguageModel(size, rngs=nnx.Rngs(0)), "delayed")
-        return model, jfp8.nnx.Optimizer(model, optax.sgd(1.0))
-
-    with jax.set_mesh(mesh):
-        graphdef, state = nnx.split(nnx.eval_shape(create))
-        places = jax.tree.map(lambda x: x.sharding, fsdp_nnx.placed(state, mesh))
-        state = jax.jit(lambda: nnx.state(create()), out_shardings=places)()
-        step = jax.jit(fsdp_nnx.make_step(graphdef), out_shardings=(places, None))
-        state, first = step(state, windows)
-        state, second = step(state, windows)
-    assert abs(float(first["loss"]) - np.log(64)) < 1
-    assert float(second["loss"]) < float(first["loss"]) - 0.1
-    layers = nnx.merge(graphdef, state)[0].layers
-    kernel = layers.gate_up.kernel[...]
-    assert kernel.shape == (2, 64, 512)
-    assert kernel.addressable_shards[0].data.shape == (2, 64, 64)
-    for layer in (layers.qkv, layers.out, layers.gate_up, layers.down):
-        for amaxes in layer.dot_general.histories().values():
-            assert (np.asarray(amaxes) > 0).sum() == 2 * 2  # of two layers, in two steps
 
 
 def test_the_expected_speed_of_1b(llama_nnx):
@@ -354,11 +320,3 @@ def test_a_process_that_fails_ends_the_others(train_processes, tmp_path, capsys)
     assert time.monotonic() - start < 60
     assert all(w.process.poll() is not None for w in workers)
     assert "no such coordinator" in capsys.readouterr().out
-
-
-def test_the_clock_ends_processes_that_wait_for_each_other(train_processes, tmp_path, capsys):
-    workers = [worker(train_processes, tmp_path, str(i), SLEEP) for i in range(2)]
-    with pytest.raises(SystemExit, match="or 1 s were not enough"):
-        train_processes.wait(workers, 1)
-    assert all(w.process.poll() is not None for w in workers)
-    assert "process 1 ended" in capsys.readouterr().out

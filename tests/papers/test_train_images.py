@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -15,8 +14,6 @@ import pytest
 
 import jfp8
 from support.scripts import imported
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -74,68 +71,6 @@ def test_a_folder_of_idx_files(data, tmp_path):
     np.testing.assert_array_equal(images.test[1], written["t10k_labels"])
 
 
-def test_a_batch_is_a_function_of_seed_and_step(data, folder):
-    images = data.load(str(folder))
-    x, y = images.train_batch(1, 2, 64)
-    assert (x.shape, x.dtype, y.shape, y.dtype) == ((64, 12, 10, 1), np.float32, (64,), np.int32)
-    assert 0 <= x.min() < 0.1 < 0.9 < x.max() <= 1
-    np.testing.assert_array_equal(x[:, :, :, 0].mean(axis=2).argmax(axis=1), y)  # still pairs
-    np.testing.assert_array_equal(x, images.train_batch(1, 2, 64)[0])
-    for other in ((2, 1), (1, 3)):
-        assert (x != images.train_batch(*other, 64)[0]).any()
-
-
-def test_test_batches_hold_every_test_image_once(data, folder):
-    images = data.load(str(folder))
-    batches = list(images.test_batches(15))
-    assert [len(classes) for _, classes in batches] == [15, 15, 10]
-    np.testing.assert_array_equal(
-        np.concatenate([classes for _, classes in batches]), images.test[1]
-    )
-    np.testing.assert_array_equal(
-        np.concatenate([x for x, _ in batches])[..., 0], images.test[0].astype(np.float32) / 255
-    )
-
-
-def test_fashion_mnist_comes_before_the_digits(data, folder, monkeypatch):
-    monkeypatch.setattr(data, "FASHION_MNIST", folder)
-    assert data.load(None).name == "Fashion-MNIST"
-
-
-@pytest.mark.slow
-def test_digits(data, monkeypatch, tmp_path):
-    datasets = pytest.importorskip("sklearn.datasets")
-    monkeypatch.setattr(data, "FASHION_MNIST", tmp_path / "absent")
-    images = data.load(None)
-    assert images.name == "scikit-learn's digits"
-    source = datasets.load_digits()
-    assert images.train[0].shape == (1497, 8, 8)
-    assert images.test[0].shape == (300, 8, 8)
-    np.testing.assert_array_equal(images.test[1], source.target[::6])
-    np.testing.assert_allclose(images.test[0] / 255, source.images[::6] / 16, atol=0.5 / 255)
-    np.testing.assert_array_equal(images.train[1][:5], source.target[1:6])
-
-
-def test_no_images_at_all(train_images, data, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(data, "FASHION_MNIST", tmp_path / "absent")
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(SystemExit):
-        train_images.main(["--out", str(tmp_path)])
-    message = capsys.readouterr().err
-    assert "apt-get install dataset-fashion-mnist" in message
-    assert "pip install 'jfp8[examples]'" in message
-    assert "--data" in message
-
-
-def test_a_folder_without_the_files(data, tmp_path):
-    with pytest.raises(ValueError, match=r"--data .* has no file train-images-idx3-ubyte: give a"):
-        data.load(str(tmp_path / "no such"))
-    write_folder(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(ValueError, match="has no file t10k-labels-idx1-ubyte: give a folder with"):
-        data.load(str(tmp_path))
-
-
 WHOLE = idx(np.zeros((2, 3, 4), np.uint8))
 NOT_IDX = {
     "empty": b"",
@@ -157,20 +92,6 @@ def test_a_file_that_is_not_idx(data, tmp_path, content):
         ValueError, match="images is not an IDX file of bytes, as it is or gzipped: it should hold"
     ):
         data.read_idx(path)
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (np.zeros(39), r"images of shape \(40, 12, 10\) and labels of shape \(39,\)"),
-        (np.full(40, 10), "the test set has the label 10, but the model knows the classes 0 to 9"),
-    ],
-)
-def test_labels_that_do_not_fit(data, tmp_path, labels, message):
-    write_folder(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels.astype(np.uint8)))
-    with pytest.raises(ValueError, match=message):
-        data.load(str(tmp_path))
 
 
 # ---- the model
@@ -215,21 +136,6 @@ def test_the_resnet_and_where_its_fp8_is(model):
         *("block_1/conv_1", "block_1/conv_2", "block_1/shortcut"),
         *("block_2/conv_1", "block_2/conv_2", "block_2/shortcut"),
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", jfp8.recipes.RECIPES, ids=lambda recipe: recipe.name)
-def test_its_shapes_suit_every_recipe(train_images, model, monkeypatch, recipe):
-    """A training step, traced and not compiled: neither 9 * 16 nor 16 is a multiple of 128."""
-    monkeypatch.setattr(train_images, "ResNet", functools.partial(model.ResNet, widths=(16,)))
-    args = train_images.make_parser().parse_args(["--recipe", recipe.name])
-    batch = (np.zeros((64, 28, 28, 1), np.float32), np.zeros(64, np.int32))
-    state = jax.eval_shape(lambda: train_images.make_state(args, "fp8", batch[0]))
-    after, loss = jax.eval_shape(
-        lambda state: train_images.train_step(state, batch, multiplier=1.0), state
-    )
-    assert loss.shape == ()
-    assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
 # ---- the script

@@ -12,7 +12,6 @@ import pytest
 
 from support.scripts import imported, text_in
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIZES = "--width=32 --layers=1 --heads=2 --seq-len=32 --batch-size=4 --eval-batches=4"
 SMALL = [*SIZES.split(), "--intermediate=32", "--steps=24", "--lr=1e-2"]
 
@@ -88,6 +87,7 @@ def twins(train_moe):
     return fp8, f32, variables, tokens
 
 
+@pytest.mark.slow
 def test_the_twin_is_float32(train_moe, twins):
     """Logits to a float32's digits, where the tokens went, and the balance: against float64."""
     _, f32, variables, tokens = twins
@@ -100,6 +100,7 @@ def test_the_twin_is_float32(train_moe, twins):
     np.testing.assert_allclose(experts.balance, losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_of_the_twin_is_float32(twins):
     """No number in eight bits is in its program; in that of the other one there are."""
     fp8, f32, variables, tokens = twins
@@ -112,57 +113,7 @@ def test_the_backward_pass_of_the_twin_is_float32(twins):
     assert not any(narrow in program(f32) for narrow in ("f8_", "bf16", "f16"))
 
 
-def test_both_begin_with_the_same_parameters(twins):
-    fp8, f32, variables, tokens = twins
-    shapes = jax.eval_shape(fp8.init, jax.random.key(0), tokens)["params"]
-    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, variables["params"])
-
-
 # ---- the picture
-
-
-def test_shares_add_up_to_all_tokens(train_moe):
-    numbers = [{"tokens": [[1, 3], [2, 2]]}, {"tokens": [[4, 0], [1, 3]]}]
-    expected = [[[25, 75], [50, 50]], [[100, 0], [25, 75]]]
-    assert train_moe.expert_load.shares(numbers).tolist() == expected
-
-
-def test_what_is_told_is_of_the_last_fifty_steps(train_moe):
-    early = {"tokens": [[0, 4], [4, 0]], "balance": [9.0, 9.0]}
-    late = {"tokens": [[1, 3], [2, 2]], "balance": [1.0, 1.5]}
-    told = train_moe.at_the_end({"fp8": [early] * 30 + [late] * 50})
-    assert told == {
-        "fp8_balance": 1.25,
-        "fp8_smallest_share_percent": 25.0,
-        "fp8_largest_share_percent": 75.0,
-    }
-
-
-def test_a_panel_for_each_layer_and_run(train_moe, tmp_path, monkeypatch):
-    """Its rows are experts, and its colours running means over as many steps as the losses are."""
-    load, drawn = train_moe.expert_load, []
-    rng = np.random.default_rng(0)
-    tokens = {run: rng.integers(1, 9, size=(40, 3, 4)) for run in ("fp8", "f32")}
-    numbers = {run: [{"tokens": t.tolist()} for t in of_run] for run, of_run in tokens.items()}
-    losses = {run: np.linspace(4, 2, 40) for run in tokens}
-    names = {"fp8": "FP8, delayed", "f32": "float32"}
-    monkeypatch.setattr(load.plt, "close", drawn.append)
-    load.draw(numbers, tmp_path / "x.png", losses, names, "Title", names)
-    monkeypatch.undo()
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    panels = [ax for ax in drawn[0].axes if ax.images]
-    assert len(panels) == 3 * 2
-    share = 100 * tokens["f32"][:, 2] / tokens["f32"][:, 2].sum(axis=1, keepdims=True)
-    expected = np.array([share[i : i + 4].mean(axis=0) for i in range(37)]).T
-    np.testing.assert_allclose(panels[-1].images[0].get_array(), expected)
-    assert panels[-1].images[0].get_clim() == (0, 50)
-    assert panels[-1].images[0].get_extent() == [3.5, 40.5, 4.5, 0.5]
-    told = " ".join(
-        text.get_text() for text in drawn[0].findobj(pytest.importorskip("matplotlib").text.Text)
-    )
-    for words in ("Title", "FP8, delayed", "float32", "layer 3", "even: 25 %", "mean of 4 steps"):
-        assert words in told
-    load.plt.close(drawn[0])
 
 
 # ---- the script

@@ -56,6 +56,7 @@ def experts(recipe):
     ("operation", "recipe"),
     [(dot, "current"), (ragged_dot, "block"), (attention, "current"), (experts, "current")],
 )
+@pytest.mark.representative(3)
 def test_the_host_computes_the_reference(operation, recipe):
     if operation is attention and jax.__version_info__ < (0, 11, 2):
         pytest.skip("this JAX has no kernels of ours for attention")

@@ -58,14 +58,18 @@ def normal(*shape, seed=1) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape) * sizes
 
 
+def stored_for(recipe, params, **how):
+    return jax.jit(lambda params: jfp8.quantize_params(params, recipe, **how))(params)
+
+
 # What the forward pass multiplies, what is stored, and the matrix, of each kind of layer.
 
 
 def linen_dense(recipe):
     layer = jfp8.Dense(128, use_bias=False, recipe=recipe)
     params = {"kernel": normal(128, 128)}
-    stored = jfp8.quantize_params({"layer": params}, recipe)["layer"]
-    apply = lambda params: layer.apply({"params": params}, jnp.eye(128))
+    stored = stored_for(recipe, {"layer": params})["layer"]
+    apply = jax.jit(lambda params: layer.apply({"params": params}, jnp.eye(128)))
     np.testing.assert_array_equal(apply(stored), apply(params))
     yield apply(params), stored["kernel"], params["kernel"]
 
@@ -75,8 +79,10 @@ def linen_dense_general(recipe):
     layer = jfp8.DenseGeneral(128, axis=(-2, -1), use_bias=False, recipe=recipe)
     params = {"kernel": normal(128, 128).reshape(2, 64, 128)}
     out = {"attention": {"out": params}}
-    stored = jfp8.quantize_params(out, recipe, contracting={"*/out": (0, 1)})["attention"]["out"]
-    apply = lambda params: layer.apply({"params": params}, jnp.eye(128).reshape(128, 2, 64))
+    stored = stored_for(recipe, out, contracting={"*/out": (0, 1)})["attention"]["out"]
+    apply = jax.jit(
+        lambda params: layer.apply({"params": params}, jnp.eye(128).reshape(128, 2, 64))
+    )
     np.testing.assert_array_equal(apply(stored), apply(params))
     flat = stored["kernel"].reshape(128, 128)
     yield apply(params), flat, params["kernel"].reshape(128, 128)
@@ -88,17 +94,18 @@ def nnx_einsum(recipe):
     kernel = normal(256, 128)
     layer.kernel.set_value(kernel.T)
     layer = jfp8.convert(layer, recipe, exempt=())
-    y = layer(jnp.eye(256))
+    call = nnx.jit(lambda layer: layer(jnp.eye(256)))
+    y = call(layer)
     params = nnx.state(layer, nnx.Param)
-    nnx.update(layer, jfp8.quantize_params(params, recipe, contracting={"*": 1}))
-    np.testing.assert_array_equal(layer(jnp.eye(256)), y)
+    nnx.update(layer, stored_for(recipe, params, contracting={"*": 1}))
+    np.testing.assert_array_equal(call(layer), y)
     yield y, layer.kernel.get_value().T, kernel
 
 
 def experts(recipe):
     kernels = normal(3, 128, 128) * jnp.array([1.0, 8.0, 0.125]).reshape(3, 1, 1)
     x, sizes = jnp.tile(jnp.eye(128), (3, 1)), jnp.full(3, 128)
-    stored = jfp8.quantize_params({"wi": {"kernel": kernels}}, recipe, stacked="wi")["wi"]["kernel"]
+    stored = stored_for(recipe, {"wi": {"kernel": kernels}}, stacked="wi")["wi"]["kernel"]
     dot = jax.jit(lambda w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipe))
     y = dot(kernels)
     np.testing.assert_array_equal(dot(stored), y)
@@ -114,8 +121,8 @@ def function(recipe):
     """A product of any function, with the weight first."""
     converted = jfp8.convert(lambda params, x: params["w"].T @ x, recipe, exempt=())
     params = {"w": normal(128, 128)}
-    stored = jfp8.quantize_params(params, recipe, kernels="w")["w"]
-    yield converted(params, jnp.eye(128)).T, stored, params["w"]
+    stored = stored_for(recipe, params, kernels="w")["w"]
+    yield jax.jit(converted)(params, jnp.eye(128)).T, stored, params["w"]
 
 
 LAYERS = (linen_dense, linen_dense_general, nnx_einsum, experts, function)
@@ -150,7 +157,8 @@ def test_each_layer_has_its_grid():
         name: {"kernel": normal(64, 64, seed=i)}
         for i, name in enumerate(("first", "second", "third"))
     }
-    y, stored = model.apply({"params": params}, x), jfp8.quantize_params(params, recipes)
+    y = jax.jit(model.apply)({"params": params}, x)
+    stored = jfp8.quantize_params(params, recipes)
     np.testing.assert_array_equal(y["first"], params["first"]["kernel"])
     assert stored["first"]["kernel"] is params["first"]["kernel"]
     for name, grid in (("second", "nvfp4"), ("third", "mxfp8")):
@@ -162,14 +170,14 @@ def test_layers_in_bf16_quantize_what_they_cast(grid):
     recipe = QAT[grid]
     layer = jfp8.Dense(64, use_bias=False, dtype=jnp.bfloat16, recipe=recipe)
     params = {"kernel": normal(128, 64)}
-    stored = jfp8.quantize_params({"layer": params}, recipe, dtype=jnp.bfloat16)["layer"]
-    y = layer.apply({"params": params}, jnp.eye(128))
+    stored = stored_for(recipe, {"layer": params}, dtype=jnp.bfloat16)["layer"]
+    y = jax.jit(layer.apply)({"params": params}, jnp.eye(128))
     assert y.dtype == jnp.bfloat16
     values = stored["kernel"].dequantize()
     np.testing.assert_array_equal(y, values.astype(jnp.bfloat16))
     # Where scales are powers of two, a checkpoint in bf16 keeps every value.
     assert bool((values == values.astype(jnp.bfloat16)).all()) == (grid == "mxfp4")
-    in_f32 = jfp8.quantize_params({"layer": params}, recipe)["layer"]
+    in_f32 = stored_for(recipe, {"layer": params})["layer"]
     assert not (in_f32["kernel"].dequantize() == values).all()
 
 
@@ -177,7 +185,7 @@ def test_adapters_train_on_the_deployed_weights():
     """LoRA: the gradient goes through the bytes that the forward pass multiplied."""
     layer, recipe = jfp8.Dense(64, use_bias=False, recipe=QAT["mxfp4"]), QAT["mxfp4"]
     kernel, x, dy = normal(64, 64), normal(8, 64, seed=3), normal(8, 64, seed=4)
-    stored = jfp8.quantize_params({"layer": {"kernel": kernel}}, recipe)["layer"]
+    stored = stored_for(recipe, {"layer": {"kernel": kernel}})["layer"]
 
     def loss(adapter):
         a, b = adapter
@@ -185,7 +193,7 @@ def test_adapters_train_on_the_deployed_weights():
         return jnp.vdot(layer.apply({"params": stored}, x_in), dy)
 
     a, b = normal(64, 2, seed=5) / 64, normal(2, 64, seed=6) / 64
-    found = jax.grad(loss)((a, b))
+    found = jax.jit(jax.grad(loss))((a, b))
     dx = np.asarray(dy, np.float64) @ fake_quantized("mxfp4", kernel).T
     d_b = np.asarray(x @ a, np.float64).T @ dx
     np.testing.assert_allclose(found[1], d_b, rtol=1e-5, atol=1e-5 * abs(d_b).max())
@@ -200,7 +208,7 @@ def test_adapters_train_on_the_deployed_weights():
 def test_bf16_products_are_exact(grid, kind):
     products = QAT[grid].products()
     kernel = normal(128, 64)
-    q = jfp8.quantize_params({"layer": {"kernel": kernel}}, QAT[grid])["layer"]["kernel"]
+    q = stored_for(QAT[grid], {"layer": {"kernel": kernel}})["layer"]["kernel"]
     summed = {"fprop": 0, "dgrad": 1}[kind]
     x = normal(16, kernel.shape[summed], seed=3).astype(jnp.bfloat16)
     spec = MatmulSpec(
@@ -263,14 +271,15 @@ def test_mistakes_with_operands_from_the_forward_product():
 
 
 def test_exports_that_would_have_other_values_are_refused():
+    traced = lambda params, **how: jax.eval_shape(
+        lambda: jfp8.quantize_params(params, "qat", **how)
+    )
     out = {"out": {"kernel": jnp.ones((2, 64, 32))}}
     with pytest.raises(ValueError, match=r"'out', of shape \(2, 64, 32\).*contracting=\{"):
-        jfp8.quantize_params(out, "qat")
+        traced(out)
     with pytest.raises(ValueError, match=r"stacked=, whose matrices must consist of whole blocks"):
-        jfp8.quantize_params({"layers": {"kernel": jnp.ones((2, 40, 32))}}, "qat", stacked="layers")
+        traced({"layers": {"kernel": jnp.ones((2, 40, 32))}}, stacked="layers")
     with pytest.raises(ValueError, match="cuts blocks"):
-        jfp8.quantize_params(
-            {"out": {"kernel": jnp.ones((4, 24, 8))}}, "qat", contracting={"*": (0, 1)}
-        )
+        traced({"out": {"kernel": jnp.ones((4, 24, 8))}}, contracting={"*": (0, 1)})
     with pytest.raises(ValueError, match="'in' matches no layer"):
-        jfp8.quantize_params(out, "qat", contracting={"in": 0})
+        traced(out, contracting={"in": 0})

@@ -349,20 +349,19 @@ def test_two_loss_scales_print():
 
 def test_optimizer_states_print_no_walls():
     params = {"w": jnp.ones((64, 128))}
-    assert repr(TX.init(params)) == (
+    assert repr(jax.jit(TX.init)(params)) == (
         "LossScaleState(loss_scale=32768, growth_tracker=0, grads_finite=True, overflow_count=0, "
         "inner_state=(StoredState(ScaleByAdamState): 8 arrays, 16.9 kB))"
     )
-    adam = jfp8.optim.adam(1e-3).init(params)
+    adam = jax.jit(jfp8.optim.adam(1e-3).init)(params)
     assert repr(adam) == "StoredState(count=0, inner_state=(ScaleByAdamState: 7 arrays, 16.9 kB))"
-    masters = jfp8.optim.master_weights(optax.sgd(0.1, momentum=0.9), "float32").init(
-        {"w": jfp8.quantize(params["w"])}
-    )
+    tx = jfp8.optim.master_weights(optax.sgd(0.1, momentum=0.9), "float32")
+    masters = jax.jit(lambda params: tx.init(jax.tree.map(jfp8.quantize, params)))(params)
     assert repr(masters) == (
         "MasterWeightsState(count=0, masters=(1 array, 32.8 kB), "
         "inner_state=(TraceState: 1 array, 32.8 kB))"
     )
-    rounding = jfp8.optim.stochastic_rounding(optax.sgd(0.1)).init(params)
+    rounding = jax.jit(jfp8.optim.stochastic_rounding(optax.sgd(0.1)).init)(params)
     assert repr(rounding) == "StochasticRoundingState(count=0, inner_state=(empty))"
 
 

@@ -20,7 +20,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jfp8
 from jfp8 import recipes
-from jfp8.quantizers.quantizer import Current
 from jfp8.training.hoist import split
 
 KEY = jax.random.key(0)
@@ -312,17 +311,6 @@ def test_what_varies_is_not_kept():
     function = lambda w, x: quantized(w * x.sum())[0].astype(jnp.float32)
     _, kept = rest_and_kept(function, jnp.ones((8, 8)), jnp.ones(8))
     assert jax.tree.leaves(kept) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2, jfp8.E2M1FN], ids=lambda f: f.name)
-def test_formats_survive(fmt):
-    def function(w, x):
-        q = Current(fmt)
-        data = jfp8.quantize(w, q.fmt).data
-        return data, x
-
-    rest_and_kept(function, jnp.linspace(-3, 3, 64).reshape(8, 8), jnp.ones(3))
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ ROWS = {
     ),
     "another recipe from a step on": (
         "`state.with_model(jfp8.convert(model, recipe), x)`",
-        "training/test_phases.py::test_a_run_of_three_phases_and_one_that_was_killed",
+        "training/test_phases.py::test_from_bf16_over_fp8_to_4_bits_and_killed_at_each_border",
         (
             "`new = jfp8.convert(plain, recipe)`, `nnx.update(new, "
             "jfp8.checkpoint.upgrade(nnx.state(model), nnx.state(new)))`"
@@ -297,6 +297,7 @@ def test_fsdp_is_the_step_of_one_device(kind, axis):
     assert [shard.data.shape for shard in shards] == [(WIDTH // 8, WIDTH)] * 8
 
 
+@pytest.mark.slow
 def test_gathered_weights():
     def gathered(model, batch):
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -429,6 +430,7 @@ def test_a_function_that_saves_in_fp8_inside_a_module():
     assert bytes_of(kept) < bytes_of(wide) - 2 * X.size
 
 
+@pytest.mark.slow
 def test_initialize():
     model, tx = jfp8.initialize(Plain(), optax.adam(1e-2), opt_level="O2", exempt=())
     optimizer = jfp8.nnx.Optimizer(model, tx)

@@ -87,18 +87,6 @@ def newest(product, n=3):
 # Calls.
 
 
-@pytest.mark.slow
-def test_a_call_in_training_records_lhs_and_rhs():
-    layer, x = linear(), normal(1, (4, D))
-    wanted = {"lhs": [0.0] * 3, "rhs": [0.0] * 3, "grad": [0.0] * 3}
-    assert newest(layer.dot_general) == wanted
-    call(layer, x)
-    call(layer, 2 * x)
-    w = amax(layer.kernel.get_value())
-    wanted = {"lhs": [2 * amax(x), amax(x), 0.0], "rhs": [w, w, 0.0], "grad": [0.0] * 3}
-    assert newest(layer.dot_general) == wanted
-
-
 def test_evaluation_records_nothing_and_reads_the_histories():
     layer, x = linear(), normal(1, (4, D))
     call(layer, 5 * x)
@@ -202,24 +190,6 @@ def test_signature_of_value_and_grad():
 
 
 @pytest.mark.slow
-def test_two_models_in_one_step():
-    """Both are differentiated by; a third, in evaluation, records nothing."""
-    a, b, teacher, x = linear(), linear(), linear(), normal(1, (4, D))
-    teacher.eval()
-
-    @nnx.jit
-    @jfp8.nnx.value_and_grad(argnums=(0, 1))
-    def f(a, b, teacher, x):
-        return ((b(a(x)) - teacher(x)) ** 2).mean()
-
-    _, grads = f(a, b, teacher, x)
-    assert len(grads) == 2
-    assert newest(a.dot_general)["grad"][0] > 0
-    assert newest(b.dot_general)["lhs"][0] > 0
-    assert not np.any(histories(teacher)[("dot_general", "lhs")])
-
-
-@pytest.mark.slow
 def test_models_inside_of_containers():
     models, x = {"a": linear(), "b": [linear()]}, normal(1, (4, D))
     f = lambda models, x: (models["b"][0](models["a"](x)) ** 2).mean()
@@ -230,41 +200,7 @@ def test_models_inside_of_containers():
         assert newest(layer.dot_general)["grad"][0] > 0
 
 
-@pytest.mark.slow
-def test_one_trace_for_all_steps():
-    traces = []
-
-    @nnx.jit
-    def train_step(model, x):
-        traces.append(None)
-        return jfp8.nnx.value_and_grad(loss_of)(model, x)
-
-    model, x = Block(nnx.Rngs(0)), normal(1, (4, D))
-    for _ in range(3):
-        train_step(model, x)
-    assert len(traces) == 1
-    model.eval()
-    train_step(model, x)
-    assert len(traces) == 2
-
-
 # Transformations. Each product sees x with an amax that is known.
-
-
-@pytest.mark.slow
-def test_ensembles_and_batches_under_vmap():
-    x = normal(1, (5, D))
-    ensemble = stacked()
-    f = nnx.vmap(lambda block, x: block(x), in_axes=(0, None))
-    assert nnx.jit(f)(ensemble, x).shape == (3, 5, D)
-    found = histories(ensemble)["up", "dot_general", "lhs"]
-    np.testing.assert_array_equal(found[:, :2], [[amax(x), 0]] * 3)
-
-    # Members in one, a batch in the other direction.
-    g = nnx.vmap(lambda block, x: f(block, x), in_axes=(None, 0))
-    nnx.jit(g)(ensemble, 2 * jnp.stack([x, x]))
-    found = histories(ensemble)["up", "dot_general", "lhs"]
-    np.testing.assert_array_equal(found[:, :3], [[2 * amax(x), amax(x), 0]] * 3)
 
 
 def test_trap_vmap_over_a_batch_takes_the_maximum():
@@ -279,38 +215,6 @@ def test_trap_vmap_over_a_batch_takes_the_maximum():
     layer = linear()
     nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x: (batched(layer, x) ** 2).mean()))(layer, x)
     assert amax(x) <= newest(layer.dot_general)["lhs"][0] <= 9 / 8 * amax(x)
-
-
-def test_per_example_gradients():
-    layer, x = linear(), normal(1, (4, D))
-    per_example = nnx.vmap(nnx.grad(lambda layer, x: layer(x).sum()), in_axes=(None, 0))
-    grads = nnx.jit(per_example)(layer, x)
-    wanted = np.repeat(np.asarray(x)[:, :, None], D, axis=2)
-    error = np.linalg.norm(grads["kernel"].get_value() - wanted) / np.linalg.norm(wanted)
-    assert 1e-3 < error < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-def test_trap_a_shared_layer_is_a_maximum_not_a_sum(remat):
-    """Called twice, with inputs 2 and 3: a step has one entry of 3, not of 5."""
-    layer = linear()
-    x = jnp.ones((4, D))
-
-    def f(layer, x):
-        body = lambda layer, x: layer(x)
-        body = nnx.remat(body) if remat else body
-        return body(layer, 2 * x).sum() + 7 * body(layer, 3 * x).sum()
-
-    nnx.jit(jfp8.nnx.value_and_grad(f))(layer, x)
-    found = newest(layer.dot_general)
-    assert 3 <= found["lhs"][0] <= 3 * 9 / 8
-    assert 7 <= found["grad"][0] <= 7 * 9 / 8
-    assert found["lhs"][1] == found["grad"][1] == 0
-    # In a loop of one's own, too; but calls inside of nnx.remat do not know of each other.
-    layer = linear()
-    nnx.jit(nnx.grad(f))(layer, x)
-    assert newest(layer.dot_general)["lhs"] == ([3, 2, 0] if remat else [3, 0, 0])
 
 
 @pytest.mark.slow
@@ -447,18 +351,6 @@ def test_trap_nonfinite_amax_never_enters(where, bad):
     assert found["rhs"][0] == amax(layer.kernel.get_value())
 
 
-@pytest.mark.slow
-def test_trap_step_zero_neither_flushes_nor_saturates():
-    layer, x, dy = linear(), normal(1, (16, D), 1e4), normal(2, (16, D), 2e-7)
-    f = lambda layer, x, dy: (layer(x) * dy).sum()
-    for differentiate in (nnx.grad, lambda f: lambda *a: jfp8.nnx.value_and_grad(f)(*a)[1]):
-        grads = nnx.jit(differentiate(f))(layer, x, dy)
-        wanted = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
-        error = np.linalg.norm(grads["kernel"].get_value() - wanted) / np.linalg.norm(wanted)
-        assert error < 0.1
-        layer = linear()
-
-
 @pytest.mark.parametrize("ratio", [2.0, 0.5, 2.0**-10])
 def test_trap_a_changed_loss_scale_does_not_saturate(ratio):
     """Histories of gradients do not depend on the loss scale, so the next step fits at once."""
@@ -506,21 +398,6 @@ def test_trap_a_loss_scale_in_nnx_optimizer():
     gradient = 2 / y.size * np.asarray(x).T @ (np.asarray(x) @ before - np.asarray(y))
     moved = before - np.asarray(model.kernel[...])
     assert np.linalg.norm(moved - gradient) < 0.1 * np.linalg.norm(gradient)  # E4M3, E5M2
-
-
-@pytest.mark.slow
-def test_trap_the_optimizer_sees_no_state():
-    """Weight decay, clipping and moments are those of the model without FP8."""
-    ours, stock = Block(nnx.Rngs(0)), Block(nnx.Rngs(0), nnx)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.5))
-    optimizers = [nnx.Optimizer(m, tx, wrt=nnx.Param) for m in (ours, stock)]
-    a, b = (jax.tree.map(jnp.shape, nnx.state(o)) for o in optimizers)
-    assert a == b
-    x = normal(1, (4, D))
-    _, grads = step(ours, x)
-    before = histories(ours)
-    optimizers[0].update(ours, grads)
-    assert_same(histories(ours), before)
 
 
 @pytest.mark.slow
@@ -587,14 +464,6 @@ def test_trap_stacked_state_that_is_not_lifted():
 
 
 @pytest.mark.slow
-def test_trap_forward_differentiation_says_no():
-    layer, x = linear(), normal(1, (4, D))
-    layer.eval()
-    with pytest.raises(TypeError, match="(?i)forward-mode|jvp"):
-        jax.jvp(layer, (x,), (x,))
-
-
-@pytest.mark.slow
 def test_trap_a_history_of_another_length():
     layer = linear()
     with jfp8.autocast(jfp8.recipes.DelayedScaling(amax_history_len=4)):
@@ -602,17 +471,3 @@ def test_trap_a_history_of_another_length():
             layer(jnp.ones((1, D)))
         short = linear()
     assert short.dot_general.histories()["lhs"].shape == (4,)
-
-
-@pytest.mark.slow
-def test_averages_over_devices_keep_the_maximum():
-    """SPMD: a sharded batch gives the histories of the whole one."""
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = normal(1, (16, D))
-    sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
-    one, many = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
-    step(one, x)
-    step(many, sharded)
-    a, b = histories(one), histories(many)
-    for key in a:
-        np.testing.assert_allclose(a[key], b[key], rtol=1e-5)

@@ -19,6 +19,7 @@ KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (32, 16))
 Y = jax.random.normal(jax.random.key(1), (32, 8))
 MODEL = nn.Sequential([jfp8.Dense(64), nn.relu, jfp8.Dense(8)])
+apply = jax.jit(MODEL.apply)
 
 
 def squared_error(variables, x, y):
@@ -33,7 +34,7 @@ def train(state):
 
 def after(*steps: int) -> list[dict]:
     """The variables after these numbers of steps, which change a lot between them."""
-    variables = MODEL.init(KEY, X)
+    variables = jax.jit(MODEL.init)(KEY, X)
     state = jfp8.TrainState.create(apply_fn=MODEL.apply, variables=variables, tx=optax.adam(0.05))
     found = []
     for step in range(1, max(steps) + 1):
@@ -72,7 +73,6 @@ def trees():
 @pytest.mark.slow
 def test_histories_that_arithmetic_has_changed_are_not_used(trees):
     """The result is that of the parameters alone, whose scales follow from the data."""
-    apply = jax.jit(MODEL.apply)
     for name, change in TREES.items():
         tree = change(trees)
         expected = apply({"params": tree["params"]}, X)
@@ -86,14 +86,14 @@ def test_histories_that_arithmetic_has_changed_are_not_used(trees):
 
 
 def test_histories_that_nothing_has_changed_are_used(trees):
-    delayed, current = MODEL.apply(trees[2], X), MODEL.apply({"params": trees[2]["params"]}, X)
+    delayed, current = apply(trees[2], X), apply({"params": trees[2]["params"]}, X)
     assert np.any(delayed != current)
     for same in (
         jax.tree.map(lambda a: (a + a) / 2, trees[2]),
         jax.tree.map(lambda a: jnp.stack([a, a])[1], trees[2]),
         jax.tree.map(np.asarray, trees[2]),
     ):
-        assert_same(MODEL.apply(same, X), delayed)
+        assert_same(apply(same, X), delayed)
 
 
 def test_training_goes_on_from_a_mean_of_states(trees):
@@ -106,26 +106,30 @@ def test_training_goes_on_from_a_mean_of_states(trees):
     assert product["lhs"]["amax_history"][0] == jnp.max(jnp.abs(X))
     kernel = state.params["layers_0"]["kernel"]
     assert product["rhs"]["amax_history"][0] == jnp.max(jnp.abs(kernel))
-    delayed = MODEL.apply(state.variables, X)
+    delayed = apply(state.variables, X)
     del product["check"]
-    assert_same(MODEL.apply(state.variables, X), delayed)
+    assert_same(apply(state.variables, X), delayed)
 
 
 def test_histories_that_vmap_has_recorded_may_be_averaged():
-    variables = MODEL.init(KEY, X)
+    variables = jax.jit(MODEL.init)(KEY, X)
     parts = X.reshape(4, 8, 16) * jnp.array([1.0, 1.0, 1.0, 20.0])[:, None, None]
     collections = {name: variables[name] for name in ("params", "fp8")}
-    _, mutated = jax.vmap(lambda x: MODEL.apply(collections, x, mutable=["fp8"]))(parts)
-    fp8 = jfp8.advance(jax.tree.map(lambda a: a.mean(0), mutated["fp8"]))
-    found = MODEL.apply({**collections, "fp8": fp8}, 20 * X)
-    assert_same(found, MODEL.apply({"params": variables["params"]}, 20 * X))
+
+    @jax.jit
+    def averaged(parts):
+        _, mutated = jax.vmap(lambda x: MODEL.apply(collections, x, mutable=["fp8"]))(parts)
+        return jfp8.advance(jax.tree.map(lambda a: a.mean(0), mutated["fp8"]))
+
+    found = apply({**collections, "fp8": averaged(parts)}, 20 * X)
+    assert_same(found, apply({"params": variables["params"]}, 20 * X))
 
 
 def test_states_of_before_there_were_checks_are_used(trees):
     old = jax.tree.map(lambda x: x, trees[2])
     for layer in old["fp8"].values():
         del layer["DotGeneral_0"]["check"]
-    assert_same(MODEL.apply(old, X), MODEL.apply(trees[2], X))
+    assert_same(apply(old, X), apply(trees[2], X))
     state = jfp8.TrainState.create(apply_fn=MODEL.apply, variables=old, tx=optax.adam(0.05))
     assert jax.tree.structure(train(state).fp8) == jax.tree.structure(old["fp8"])
 
@@ -156,11 +160,11 @@ def test_a_target_network_of_nnx_follows():
     nnx.update(fresh, nnx.state(target, nnx.Param))
     for network in (model, target, fresh):
         network.eval()
-    apply = nnx.jit(lambda model: model(X))
-    assert_same(apply(target), apply(fresh))
+    call = nnx.jit(lambda model: model(X))
+    assert_same(call(target), call(fresh))
     # Those of the model itself are used.
     nnx.update(fresh, nnx.state(model, nnx.Param))
-    assert np.any(apply(model) != apply(fresh))
+    assert np.any(call(model) != call(fresh))
 
 
 # Gradients
@@ -184,13 +188,18 @@ def loss_fn(variables, x, y):
 
 
 def normalised_state():
-    variables = NORMALISED.init(KEY, X)
+    variables = jax.jit(NORMALISED.init)(KEY, X)
     return jfp8.TrainState.create(apply_fn=NORMALISED.apply, variables=variables, tx=optax.sgd(0.1))
 
 
 @jax.jit
 def gradients(state, scale=1.0):
     return jfp8.value_and_grad(loss_fn)(state, scale * X, Y)[1]
+
+
+@jax.jit
+def applied(state, grads):
+    return state.apply_gradients(grads)
 
 
 CHANGES = {
@@ -216,7 +225,7 @@ def test_arithmetic_on_gradients_changes_gradients_alone(name):
     grads = gradients(state)
     changed = jax.jit(CHANGES[name])(grads)
     assert_same(changed.params, jax.jit(CHANGES[name])(grads.params))
-    plain, new = state.apply_gradients(grads), state.apply_gradients(changed)
+    plain, new = applied(state, grads), applied(state, changed)
     assert_same(new.fp8, plain.fp8)
     assert new.collections["counters"]["calls"] == 2  # once by init
     statistics = new.collections["batch_stats"]["BatchNorm_0"]
@@ -227,7 +236,7 @@ def test_arithmetic_on_gradients_changes_gradients_alone(name):
 
 def test_untouched_gradients_give_collections_to_the_bit():
     state = normalised_state()
-    expected = loss_fn(state.variables, X, Y)[1]
+    expected = jax.jit(loss_fn)(state.variables, X, Y)[1]
     assert_same(dict(gradients(state).collections), dict(expected))
 
 
@@ -243,12 +252,12 @@ def test_a_norm_of_gradients_is_that_of_the_parameters():
 def test_a_mean_of_gradients_has_the_mean_of_the_statistics():
     state = normalised_state()
     both = [gradients(state), gradients(state, 3.0)]
-    mean = jax.tree.map(lambda a, b: (a + b) / 2, *both)
+    mean = jax.jit(lambda *both: jax.tree.map(lambda a, b: (a + b) / 2, *both))(*both)
     found, first, second = (jax.tree.leaves(g.collections["batch_stats"]) for g in (mean, *both))
     for of_mean, a, b in zip(found, first, second, strict=True):
         np.testing.assert_allclose(of_mean, (a + b) / 2, rtol=2**-21)
         assert np.any(a != b)
-    new = state.apply_gradients(mean)
+    new = applied(state, mean)
     largest = new.fp8["Dense_0"]["DotGeneral_0"]["lhs"]["amax_history"][0]
     assert 1 <= largest / jnp.max(jnp.abs(3 * X)) <= 9 / 8
 

@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 def test_stored_states_in_nnx_optimizer(name):
     """The second update of a kernel above `min_size` failed. The oracle is a loop over arrays."""
     tx = OPTIMIZERS[name]
@@ -337,20 +337,18 @@ def histories_of(layer) -> dict:
     return layer.dot_general.histories()
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.representative(1)
 def test_gradients_of_each_example_by_nnx_vmap(jit):
     """The histories of the shared model get the largest amax of all examples."""
     models = [jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0)) for _ in range(9)]
     loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
     differentiate = jfp8.nnx.value_and_grad(loss_fn)
-    each = nnx.vmap(differentiate, in_axes=(None, 0, 0))
+    each, alone = nnx.vmap(differentiate, in_axes=(None, 0, 0)), nnx.jit(differentiate)
     shared, *singles = models
     for _ in range(2):  # the second time with histories
         losses, grads = (nnx.jit(each) if jit else each)(shared, X[:, None], Y[:, None])
-        wanted = [
-            differentiate(single, X[i : i + 1], Y[i : i + 1]) for i, single in enumerate(singles)
-        ]
+        wanted = [alone(single, X[i : i + 1], Y[i : i + 1]) for i, single in enumerate(singles)]
         np.testing.assert_allclose(losses, [loss for loss, _ in wanted], rtol=1e-5)
         kernels = np.stack([np.asarray(grad["kernel"][...]) for _, grad in wanted])
         np.testing.assert_allclose(grads["kernel"][...], kernels, rtol=1e-4, atol=1e-6)
@@ -510,7 +508,7 @@ def test_a_bridge_that_drops_what_its_nnx_layer_records_is_told():
         jfp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x)))(state, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.apply(state.variables, X)  # no training
+        jax.eval_shape(model.apply, state.variables, X)  # no training
         # What the warning advises.
         apply = lambda v, x: model.apply(v, x, mutable=["Fp8State"])
         loss_fn = lambda v, x: (jnp.mean((out := apply(v, x))[0]), out[1])

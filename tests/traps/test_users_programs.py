@@ -33,7 +33,7 @@ class Network(nn.Module):
 
 STOCK = Network()
 MODEL = jfp8.convert(STOCK, "delayed", exempt=())
-VARIABLES = MODEL.init(KEY, X)
+VARIABLES = jax.jit(MODEL.init)(KEY, X)
 PARAMS = VARIABLES["params"]
 
 
@@ -148,6 +148,7 @@ def test_gradients_that_a_scan_accumulates_from_zeros():
     check(*losses_of(train, new()), exact_losses())
 
 
+@pytest.mark.slow
 def test_an_inner_gradient_step():
     """First-order MAML: the inner gradient is a constant of the outer one."""
 
@@ -183,6 +184,7 @@ def test_adapters_that_are_merged_into_frozen_weights():
     np.testing.assert_allclose(history(state.fp8, "first", "rhs")[4], largest, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_training_until_the_loss_is_small():
     target = exact_losses(n=9)[8]
     goes_on = lambda carry: (carry[1] > target) & (carry[2] < 16)
@@ -214,6 +216,7 @@ def test_gradients_that_are_changed_one_by_one_in_the_state_of_flax(change):
     np.testing.assert_allclose(found[:5], AMAX, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_that_nnx_vmap_makes_and_nnx_scan_runs():
     """Each layer has histories of its own; those of weights are known to NumPy."""
 
