@@ -6,6 +6,7 @@ left is what the name says: the scaling of each partial sum and the additions of
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 
 import jax
@@ -330,6 +331,7 @@ def test_errors_of_the_modes_are_those_measured():
     assert abs(errors["f32"][1]) < 1e-6
 
 
+@pytest.mark.slow
 def test_recipe_is_fast_forward_and_promoted_backward():
     """What Hopper does for a recipe that allows fast accumulation in fprop only."""
     recipe = recipes.RowwiseScaling(accumulation="hopper")
@@ -342,6 +344,10 @@ def test_recipe_is_fast_forward_and_promoted_backward():
         y, vjp = jax.vjp(lambda *x: scaled_dot_general(*x, PLAIN, recipe=recipe), lhs, rhs)
         return y, *vjp(dy)
 
+    quantize = jax.jit(
+        functools.partial(jfp8.quantize, scale_rounding="power_of_two"),
+        static_argnames="granularity",
+    )
     products = (
         ((lhs, rows), (rhs, columns), PLAIN),
         ((dy, rows), (rhs, rows), (((1,), (1,)), ((), ()))),
@@ -349,10 +355,7 @@ def test_recipe_is_fast_forward_and_promoted_backward():
     )
     results = run(lhs, rhs, dy)
     for i, (a, b, numbers) in enumerate(products):
-        quantized = [
-            jfp8.quantize(x, granularity=granularity, scale_rounding="power_of_two")
-            for x, granularity in (a, b)
-        ]
+        quantized = [quantize(x, granularity=granularity) for x, granularity in (a, b)]
         mode, other = ("hopper_every_128", "f32") if i else ("hopper", "hopper_every_128")
         np.testing.assert_array_equal(results[i], matmul(*quantized, numbers, accumulation=mode))
         assert not np.array_equal(results[i], matmul(*quantized, numbers, accumulation=other))

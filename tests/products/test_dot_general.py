@@ -205,6 +205,7 @@ def expected_scales(recipe, operands, state):
 # Value and gradients
 
 
+@pytest.mark.representative(6)
 @pytest.mark.parametrize("case", CASES)
 def test_fake_quantization_oracle(case):
     """Value and both gradients, for any dimension numbers, with every recipe in turn."""

@@ -189,7 +189,7 @@ def test_stochastic_casts_use_the_words_of_their_key(fmt, dtype):
         np.testing.assert_array_equal(as_f32(wide), values.astype(np.float32))
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @formats
 def test_every_code_of_every_format_is_rounded(fmt):
     """As inputs, with each rounding."""

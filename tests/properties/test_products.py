@@ -354,11 +354,19 @@ def sample(shape, rng, dtype, *, exact) -> np.ndarray:
 
 # What products round their results to is in tests/recipes.
 PLAIN_RESULTS = [name for name, (_, rules) in VARIANTS.items() if rules.outputs is None]
+# One of each kind of scale, block and rotation.
+DAILY = (
+    *("delayed", "rowwise, high-precision wgrad", "block", "mxfp8, 2d, hybrid"),
+    *("nvfp4, nearest", "mxfp4, options off", "qat, nvfp4", "unscaled", "per operand"),
+)
 # Scales that may vary along a sum, and E2M1.
 NOT_BY_XLA = ("block", "mxfp8", "mxfp4", "nvfp4", "per operand")
 
 
-@pytest.mark.parametrize("variant", PLAIN_RESULTS)
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in DAILY else pytest.param(v, marks=pytest.mark.slow) for v in PLAIN_RESULTS],
+)
 @settings(max_examples=max(settings.default.max_examples // 8, 1))  # of every recipe
 @given(
     st.sampled_from(["emulate", "xla", None]),

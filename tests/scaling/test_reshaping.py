@@ -34,6 +34,7 @@ def quantized(shape, block):
         ((3, 4), (3, 4), (2, 6), (1, 1), (2, 6)),
     ],
 )
+@pytest.mark.representative(4)
 def test_whole_blocks_stay_together(shape, block, new, scale, sizes):
     assert reshaped_scales(shape, block, new) == Reshaped(scale, sizes)
     q = quantized(shape, block)

@@ -118,7 +118,7 @@ def run(way, *args, compiled=False, **options):
     return (*results, program) if compiled else results
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @each_way
 def test_the_same_loss_to_the_bit_and_one_byte_for_each_element(way):
     params, x = make_params(), normal(0, (16, 64))

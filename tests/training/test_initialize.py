@@ -254,7 +254,7 @@ def test_o2_follows_adam():
 
 def test_parameters_that_are_called_as_moments_are():
     params = {"nu": PARAMS["w"], "trace": PARAMS["b"]}
-    state = optimizer("O2", optax.lion(1e-3)).init(params)
+    state = jax.eval_shape(optimizer("O2", optax.lion(1e-3)).init, params)
     (mu,) = [mu for _, mu in optax.tree.get_all_with_path(state, "mu")]
     assert mu["nu"].data.dtype == E4M3
 
@@ -281,7 +281,8 @@ def test_levels_in_configs():
         if config == "opt_level: O2\n":
             pytest.importorskip("yaml")
         _, tx = jfp8.initialize(MODEL, optax.adam(1e-3), config)
-        (mu,) = [mu for _, mu in optax.tree.get_all_with_path(tx.init(PARAMS), "mu")]
+        state = jax.eval_shape(tx.init, PARAMS)
+        (mu,) = [mu for _, mu in optax.tree.get_all_with_path(state, "mu")]
         assert mu["w"].data.dtype == E4M3
 
 

@@ -339,6 +339,7 @@ def test_resumed_on_another_number_of_devices(kind, tmp_path):
     np.testing.assert_allclose(then.step(BATCH), first.step(BATCH), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_recipe_from_a_step_on():
     plain, model = Plain(), made()
     optimizer = jfp8.nnx.Optimizer(model, optax.adam(1e-2))
@@ -405,7 +406,7 @@ def test_gradients_by_parameters_in_fp8_are_those_by_their_values():
     assert isinstance(stored.first.kernel[...], jfp8.ScaledArray)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @each_kind
 def test_advice_names_the_layer(kind):
     run, batch = kind(), {**BATCH, "x": X.at[:, 7].multiply(1e5)}

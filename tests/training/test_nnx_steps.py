@@ -156,6 +156,7 @@ def test_parts_of_a_batch_train_as_the_whole(how):
         np.testing.assert_allclose(found, factors[role] * expected, rtol=rtol)
 
 
+@pytest.mark.slow
 def test_statistics_pass_from_one_micro_batch_to_the_next():
     model = Network(nnx.Rngs(0))
     y, mean = X @ model.first.kernel[...], jnp.zeros(32)

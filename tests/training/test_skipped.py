@@ -61,7 +61,8 @@ def test_a_gradient_that_is_nan_is_counted_and_named(run):
 
 def test_an_operand_that_is_not_finite_is_named(run):
     state, _ = run
-    _, grads = jfp8.value_and_grad(partial(loss_fn, state.apply_fn, False))(state, X * jnp.inf)
+    compute = jax.jit(jfp8.value_and_grad(partial(loss_fn, state.apply_fn, False)))
+    _, grads = compute(state, X * jnp.inf)
     assert "fp8_sink/Dense_0/DotGeneral_0" in grads.not_finite()
 
 

@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.representative(1)
+@pytest.mark.slow
 def test_stored_states_in_nnx_optimizer(name):
     """The second update of a kernel above `min_size` failed. The oracle is a loop over arrays."""
     tx = OPTIMIZERS[name]
@@ -338,7 +338,7 @@ def histories_of(layer) -> dict:
 
 
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-@pytest.mark.representative(1)
+@pytest.mark.slow
 def test_gradients_of_each_example_by_nnx_vmap(jit):
     """The histories of the shared model get the largest amax of all examples."""
     models = [jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0)) for _ in range(9)]

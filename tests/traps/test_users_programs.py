@@ -109,6 +109,7 @@ def test_a_population_whose_winners_are_copied():
     assert_same(of(copied, 0), of(copied, 1))
 
 
+@pytest.mark.slow
 def test_gradients_that_are_scattered_and_gathered():
     """ZeRO by hand: every leaf of the gradients, sinks too, goes through a reduce-scatter."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
