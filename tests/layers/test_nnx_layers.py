@@ -364,6 +364,14 @@ def test_trap_two_products_for_one_layer(name, hook, value):
         made(jfp8.nnx, name, **{hook: value})
 
 
+def test_attention_products_are_computed_as_asked():
+    layer = attention(
+        jfp8.nnx, attention_products=True, recipe="current", implementation="emulate"
+    ).attention_fn
+    assert layer.recipe == Float8CurrentScaling()
+    assert layer.implementation == "emulate"
+
+
 def test_mistakes_of_attention():
     with pytest.raises(ValueError, match="does not take qkv_dot_general"):
         attention(jfp8.nnx, qkv_dot_general=jnp.dot)

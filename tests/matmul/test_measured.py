@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jfp8.kernels.hopper import measured as module
 from jfp8.kernels.hopper.measured import measured, shape_class
+from jfp8.kernels.shared_memory import tile
 from support.devices import traced_for
 
 needs_mosaic = pytest.mark.skipif(
@@ -55,3 +57,10 @@ def test_products_are_cut_as_was_measured():
         assert found == Tiles(64, 128, stages=5, group=8)
         by_model = default_tiles("block", 8192, 8192, 8192)
     assert by_model in candidates("block")
+
+
+def test_a_tile_is_swizzled_for_the_width_of_its_rows():
+    for shape, swizzle in (((8, 16), 32), ((8, 64), 128), ((3, 64, 32), 64)):
+        tiling, bytes_of_swizzle = tile(shape, jnp.bfloat16).transforms
+        assert bytes_of_swizzle.swizzle == swizzle
+        assert tiling.tiling == (8, swizzle // 2)

@@ -376,3 +376,14 @@ def test_one_operation_is_two_products(name, wrap, monkeypatch):
     for a, b in zip(*map(jax.tree.leaves, (want, found)), strict=True):
         if jnp.issubdtype(a.dtype, jnp.floating):
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_one_operation_of_nnx_has_the_shape_of_its_input(monkeypatch):
+    """Traced alone: `test_one_operation_is_two_products` compares the numbers."""
+    apply, variables = function_of("nnx", "current", {})
+    x = jnp.ones((2, 3, 32))
+    made = []
+    monkeypatch.setattr(transformer_math, "may_be_one_operation", lambda *_: True)
+    monkeypatch.setattr(mlp, "make_all", lambda *args: made.append(1) or make_all(*args))
+    assert jax.eval_shape(apply, variables, x)[0].shape == x.shape
+    assert made

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN, scaled_dot_general
+from jfp8.products.seeds import rotation_seed
 from jfp8.quantizers.quantizer import Current
 from jfp8.quantizers.rotations import Hadamard, RandomHadamard, Rotation
 from jfp8.recipes.per_operand import PerOperand
@@ -185,3 +186,10 @@ def test_sizes_are_checked(n):
 def test_the_base_class_does_not_rotate():
     with pytest.raises(NotImplementedError, match="Rotation does not override"):
         Rotation()(jnp.ones((2, 16)), 1)
+
+
+def test_only_random_signs_have_a_seed():
+    for rotation, expected in ((None, False), (Hadamard(), False), (RandomHadamard(16), True)):
+        product = Product(None, None, rotation=rotation)
+        found = rotation_seed(product, "wgrad", jnp.float32(1), None)
+        assert (found is not None) == expected

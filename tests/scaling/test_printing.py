@@ -26,6 +26,7 @@ from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.product import Product
 from jfp8.recipes.rowwise import RowwiseScaling
+from jfp8.scaling.printing import number
 from jfp8.scaling.scales import amax
 
 # 448 = 7 * 64 is the largest value of e4m3fn: the scale is exactly 1/64, and so are the values.
@@ -371,3 +372,9 @@ def test_moments():
     one = jnp.ones((2, 1), jnp.bfloat16)
     expanded = ExpandedArray(jnp.zeros((2, 3), ml_dtypes.float8_e4m3fn), one, one)
     assert repr(expanded) == "ExpandedArray(E4M3FN[2,3], amax bf16[2,1], power bf16[2,1])"
+
+
+def test_a_number_is_whole_or_has_four_digits():
+    given = (32768.0, 2.5e14, 1e15, 2 / 3, np.inf, True, np.int32(7))
+    written = ["32768", "250000000000000", "1e+15", "0.6667", "inf", "True", "7"]
+    assert [number(x) for x in given] == written

@@ -13,7 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
 from jfp8.scaling.granularity import block_shape, ragged_block, scale_shape
-from jfp8.scaling.history import end_step, history_amax, init_amax_state, observe, push_amax
+from jfp8.scaling.history import (
+    end_step,
+    foreseen,
+    history_amax,
+    init_amax_state,
+    observe,
+    push_amax,
+)
 from jfp8.scaling.scales import (
     SCALE_ROUNDINGS,
     amax,
@@ -430,3 +437,12 @@ def test_history_amax():
     for algorithm, expected in (("max", [4, 0]), ("most_recent", [1, 0])):
         assert found(history, algorithm).tolist() == expected
         assert found(history[0], algorithm) == expected[0]
+
+
+def test_a_weight_that_grew_is_expected_to_grow_again():
+    """By as much, at most twofold; one that was zero doubles, if there was a step before."""
+    weight = np.float32([[3, 2], [5, 2], [2.05, 2], [3, 0], [1.5, 0]])
+    other = np.float32([[1, 1]] * 4 + [[1, 0]])
+    expected = np.float32([[4.5, 2], [10, 2], [2.05, 2], [6, 0], [1.5, 0]])
+    np.testing.assert_array_equal(foreseen(weight, other), expected)
+    np.testing.assert_array_equal(foreseen(weight[:, :1], other[:, :1]), weight[:, :1])

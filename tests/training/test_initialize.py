@@ -176,8 +176,8 @@ def optimizer(level, tx, **options):
     return jfp8.initialize(MODEL, tx, opt_level=level, **options)[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "hybrid"])  # without and with a loss scale
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("recipe", ["hybrid", "delayed"])  # with and without a loss scale
 def test_o1_gives_the_optimizer_gradients_of_weights_in_fp8(recipe):
     """Unscaled, and those of the bias as they are."""
     tx = optimizer("O1", optax.sgd(2.0**-4, momentum=0.5), recipe=recipe)

@@ -35,10 +35,12 @@ class Twice(nn.Module):
     Attributes:
       how: ``"remat"``, ``"while"``, ``"cond"``: inside of what.
       stop: whether the second one is behind ``stop_gradient``.
+      beside: whether another layer, whose result is not used, has a sink as well.
     """
 
     how: str = "calls"
     stop: bool = False
+    beside: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -56,6 +58,8 @@ class Twice(nn.Module):
             )
         else:
             second = dense(100 * x)
+        if self.beside:
+            first = first + 0 * jfp8.Dense(16, name="beside")(x)
         return first, jax.lax.stop_gradient(second) if self.stop else second
 
 
@@ -235,7 +239,7 @@ class TestUsesThatAreNotDifferentiatedThrough:
     @pytest.mark.parametrize(("how", "mutable"), [("calls", False), ("remat", True)])
     def test_trap_train_state(self, how, mutable):
         """Was 100, 2.07, 2.07: their amaxes do not leave by the backward pass."""
-        model = Twice(how, stop=True)
+        model = Twice(how, stop=True, beside=True)
         state = jfp8.TrainState.create(
             apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.0)
         )
