@@ -190,6 +190,6 @@ def test_the_base_class_does_not_rotate():
 
 def test_only_random_signs_have_a_seed():
     for rotation, expected in ((None, False), (Hadamard(), False), (RandomHadamard(16), True)):
-        product = Product(None, None, rotation=rotation)
+        product = Product(Current(E4M3FN), None, rotation=rotation)
         found = rotation_seed(product, "wgrad", jnp.float32(1), None)
         assert (found is not None) == expected
