@@ -108,16 +108,6 @@ def test_the_mean_is_rounded_twice_and_summed_in_f32(fmt, dtype, largest, check_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [32, 100, 256])
-def test_blocks_of_other_sizes(block):
-    x = np.random.default_rng(3).integers(-400, 401, (N, 7000)).astype(np.float32)
-    x[:, ::4] = 448  # so that the first scale of every block is one
-    expected = rounded(rounded(x, block=block).sum(0) / np.float32(N), block=block)
-    result = on_devices(functools.partial(pmean, block=block))(x)
-    np.testing.assert_array_equal(np.asarray(result)[0], expected)
-
-
-@pytest.mark.slow
 def test_every_size_is_padded_and_cut_right():
     sizes = (34, 127, 128, 129, 1023, 1024, 1025, 8 * 128 * 3 + 5)
     tree = {size: integers(size, seed=size) for size in sizes}
@@ -218,16 +208,6 @@ def test_every_code_of_e2m5():
     np.testing.assert_array_equal(values, [*grid, *(-x for x in grid)])
     assert np.signbit(values[128])
     assert np.nanmax(values) == collectives.E2M5.max
-
-
-@pytest.mark.slow
-def test_magnitudes_of_blocks_cost_nothing():
-    """What scales do: the error of a block does not depend on that of other blocks."""
-    x = gaussian(65536)
-    magnitude = (2.0 ** np.random.default_rng(1).integers(-40, 40, 512)).repeat(128)
-    magnitude = magnitude.astype(np.float32)
-    mean = on_devices(pmean)
-    np.testing.assert_array_equal(mean(x * magnitude)[0], mean(x)[0] * magnitude)
 
 
 @pytest.mark.slow
@@ -347,15 +327,6 @@ def test_stochastic_rounding_draws_other_bits_on_every_device():
         x[0], granularity=jfp8.Block((128,)), rounding="stochastic", key=jax.random.key(0)
     ).dequantize()) - x[0]  # fmt: skip
     assert 0.9 < error.std() / (alone.std() / np.sqrt(N)) < 1.1
-
-
-@pytest.mark.slow
-def test_stochastic_rounding_draws_other_bits_in_every_leaf():
-    """With the same bits in the first rounding, errors would be correlated by a ninth."""
-    x = gaussian(32768)
-    mean = on_devices(functools.partial(pmean, rounding="stochastic", key=jax.random.key(0)))
-    a, b = (np.asarray(y)[0] - x.mean(0) for y in mean((x, x)))
-    assert abs(np.corrcoef(a, b)[0, 1]) < 1 / 18
 
 
 @pytest.mark.slow
@@ -573,19 +544,6 @@ def test_reduce_scatter_keeps_the_dtype_and_sums_16_bits_in_f32():
         np.testing.assert_array_equal(result, np.full((N, 1024), 60000, np.float16))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_reduce_scatter_and_all_gather_keep_what_is_not_finite(bad):
-    x = gaussian(8192)
-    x[2, 5000] = bad
-    scattered = on_devices(lambda x: reduce_scatter(x, "d", min_size=0))(x)
-    assert not np.isfinite(np.asarray(scattered).reshape(-1)[5000])
-    assert np.isfinite(scattered).mean() > 0.9
-    gathered = on_devices(lambda x: all_gather(x, "d", min_size=0))(x)
-    assert not np.isfinite(gathered[:, 2, 5000]).any()
-    assert np.isfinite(gathered).mean() > 0.9
-
-
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("axis", [1, 0, -1])
@@ -612,15 +570,6 @@ def test_all_gather_sends_bytes_and_keeps_the_dtype():
     assert found.by_dtype() == {"u8": 7 / 8 * N * 128 * 132}
     whole = on_devices(lambda x: all_gather(x, "d"))(np.arange(N * 4).reshape(N, 4))
     np.testing.assert_array_equal(whole[3], np.arange(N * 4).reshape(N, 4))
-
-
-@pytest.mark.slow
-def test_axes_of_vmap_and_pmap():
-    x = integers(6000)
-    expected = rounded(rounded(x).sum(0) / np.float32(N))
-    for over_axis in (jax.vmap, jax.pmap):
-        result = jax.jit(over_axis(pmean, axis_name="d"))(x)
-        np.testing.assert_array_equal(result, np.tile(expected, (N, 1)))
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -388,94 +387,6 @@ def test_with_dropout_the_layer_wants_to_be_told():
 
 
 # Under transformations.
-
-
-class Stack(nn.Module):
-    """Two layers, by a loop or by ``nn.scan``, each rematerialised if wanted."""
-
-    how: str
-
-    @nn.compact
-    def __call__(self, x):
-        layer = nn.remat(TransformerLayer) if "remat" in self.how else TransformerLayer
-        make = functools.partial(
-            layer,
-            **SIZES,
-            self_attn_mask_type="causal",
-            num_gqa_groups=2,
-        )
-        if "scan" not in self.how:
-            for i in range(2):
-                x = make(name=f"layer{i}")(x)
-            return x
-        scan = nn.scan(
-            lambda layer, x: (layer(x), None),
-            variable_axes={"params": 0, "fp8": 0, "fp8_sink": 0},
-            split_rngs={"params": True, "dropout": True},
-            length=2,
-        )
-        return scan(make(name="layers"), x)[0]
-
-
-def step_of(model):
-    """A training step by hand: gradients, and the histories after it."""
-
-    @jax.jit
-    def step(variables, x):
-        def loss(params, sink):
-            y = model.apply({**variables, "params": params, "fp8_sink": sink}, x)
-            return jnp.sum(y**2)
-
-        by_both = jax.grad(loss, argnums=(0, 1))
-        grads, sink = by_both(variables["params"], variables["fp8_sink"])
-        return grads, jfp8.advance(variables["fp8"], sink)
-
-    return step
-
-
-@pytest.mark.slow
-def test_scan_of_remat_over_layers_equals_the_loop():
-    loop, scan = Stack("loop"), Stack("scan of remat")
-    stacked = init(scan, X)
-    shapes = shapes_of(stacked["params"]["layers"]["self_attention"]["qkv"])
-    assert shapes == {
-        "scale": (2, 16),
-        "ln_bias": (2, 16),
-        "kernel": (2, 16, 2, 4, 4),
-        "bias": (2, 2, 4, 4),
-    }
-    unstack = lambda tree: {
-        f"layer{i}": jax.tree.map(lambda a, i=i: a[i], tree["layers"]) for i in range(2)
-    }
-    by_layer = {name: unstack(tree) for name, tree in stacked.items()}
-    stacked_step, looped_step = step_of(scan), step_of(loop)
-    for _ in range(2):  # the second step uses the histories of the first
-        grads, stacked["fp8"] = stacked_step(stacked, X)
-        expected, by_layer["fp8"] = looped_step(by_layer, X)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5),
-            (unstack(grads), unstack(stacked["fp8"])),
-            (expected, by_layer["fp8"]),
-        )
-    history = stacked["fp8"]["layers"]["mlp"]["wo"]["DotGeneral_0"]["grad"]["amax_history"]
-    assert history.shape == (2, 16)
-    assert np.all(history[:, :2] > 0)
-    assert not np.any(history[:, 2:]), "one entry per step"
-
-
-@pytest.mark.slow
-def test_bf16():
-    layer = TransformerLayer(**SIZES, mlp_activation="swiglu", layernorm_type="rmsnorm")
-    params = {"params": init(layer, X)["params"]}
-    expected = apply(layer, params, X)
-    narrow = layer.clone(dtype=jnp.bfloat16)
-    y, wide = (apply(narrow, params, x) for x in (X.astype(jnp.bfloat16), X))
-    # The dtype of the residual is the input's, whatever the products compute in.
-    assert (y.dtype, wide.dtype, expected.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
-    assert apply(layer, params, X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
-    # bf16 moves one in about 32 values to the next e4m3 number.
-    assert 1e-4 < relative_error(y, expected) < 0.05
-    assert 1e-4 < relative_error(wide, expected) < 0.05
 
 
 # Errors.

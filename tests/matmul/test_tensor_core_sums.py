@@ -302,17 +302,6 @@ def test_empty_and_single(m, k, n):
 
 
 @pytest.mark.slow
-def test_jit_and_vmap():
-    rng = np.random.default_rng(0)
-    x, w = (from_codes(random_codes(rng, (3, 5, 71), fmt), fmt) for fmt in DTYPES)
-    product = lambda x, w: dot_general(x, w, ROWS)
-    eager = np.stack([product(a, b) for a, b in zip(x, w)])
-    assert (eager[0] != eager[1]).any()
-    assert_same_bits(jnp.stack([jax.jit(product)(a, b) for a, b in zip(x, w)]), eager)
-    assert_same_bits(jax.vmap(product)(x, w), eager)
-
-
-@pytest.mark.slow
 def test_no_outer_product_is_stored():
     """Each of the 64 would take 256 KiB; the decoded operands take 160 KiB, the sums 256 KiB."""
     x = jax.ShapeDtypeStruct((256, 64), jnp.float8_e4m3fn)
@@ -326,19 +315,3 @@ def test_other_formats_are_refused():
         dot_general(f4, x, ROWS)
     with pytest.raises(TypeError, match="float32 stores none of jfp8's formats"):
         dot_general(x, jnp.ones((2, 2)), ROWS)
-
-
-@pytest.mark.slow
-def test_sharded_over_a_mesh():
-    """Rows on four devices: the same bits, under jit and in shard_map."""
-    rng = np.random.default_rng(0)
-    x, w = (from_codes(random_codes(rng, (8, 71), fmt), fmt) for fmt in DTYPES)
-    expected = dot_general(x, w, ROWS)
-    product = lambda x, w: dot_general(x, w, ROWS)
-    rows, whole = jax.P("d"), jax.P()
-    explicit = jax.sharding.AxisType.Explicit  # where the sharding of a result is part of its type
-    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(explicit,))):
-        x, w = jax.device_put(x, rows), jax.device_put(w, whole)
-        assert_same_bits(jax.jit(product)(x, w), expected)
-        sharded = jax.shard_map(product, in_specs=(rows, whole), out_specs=rows)
-        assert_same_bits(jax.jit(sharded)(x, w), expected)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
@@ -155,41 +153,3 @@ def test_errors():
         scaled_conv_general_dilated(lhs[..., 1:], rhs, (1, 1), "SAME", dimension_numbers=NHWC)
     with pytest.raises(ValueError, match="takes neither conv_general_dilated"):
         jfp8.Conv(4, (3, 3), conv_general_dilated=lax.conv_general_dilated)
-
-
-LAYERS = {
-    "plain": {"features": 4, "kernel_size": (3, 3)},
-    "strided": {"features": 4, "kernel_size": (3, 2), "strides": 2, "padding": "VALID"},
-    "grouped": {"features": 6, "kernel_size": (3, 3), "feature_group_count": 3},
-    "circular": {"features": 4, "kernel_size": (3, 3), "padding": "CIRCULAR", "use_bias": False},
-    "dilated": {"features": 4, "kernel_size": (3, 3), "kernel_dilation": 2, "padding": 1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", LAYERS.values(), ids=LAYERS)
-def test_conv_is_a_drop_in_for_flax(arguments):
-    x = jax.random.normal(jax.random.key(0), (2, 8, 9, 6))
-    ours, flax = jfp8.Conv(**arguments), nn.Conv(**arguments)
-    variables, expected = ours.init(jax.random.key(1), x), flax.init(jax.random.key(1), x)
-    jax.tree.map(np.testing.assert_array_equal, variables["params"], expected["params"])
-    assert set(variables) == {"params", "fp8", "fp8_sink"}
-    y, exact = ours.apply(variables, x), flax.apply(expected, x)
-    assert 1e-3 < relative_error(y, exact) < 0.06
-
-
-@pytest.mark.slow
-def test_conv_keeps_its_histories():
-    x = 3 * jax.random.normal(jax.random.key(0), (2, 8, 8, 2))
-    model = jfp8.Conv(4, (3, 3))
-    variables = model.init(jax.random.key(1), x)
-    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(1e-2))
-    loss_fn = lambda variables, x: (jnp.sum(model.apply(variables, x) ** 2), {})
-    _, grads = jfp8.value_and_grad(loss_fn)(state, x)
-    new = state.apply_gradients(grads)
-    (histories,) = new.fp8.values()
-    newest = {role: float(histories[role]["amax_history"][0]) for role in ("lhs", "rhs", "grad")}
-    assert newest["lhs"] == float(jnp.max(jnp.abs(x)))
-    assert newest["rhs"] == float(jnp.max(jnp.abs(variables["params"]["kernel"])))
-    dy = 2 * model.apply(state.variables, x)
-    assert newest["grad"] == pytest.approx(float(jnp.max(jnp.abs(dy))), rel=1e-6)

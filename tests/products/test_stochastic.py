@@ -310,18 +310,6 @@ def test_layers_draw_from_the_stream_fp8():
 
 
 @pytest.mark.slow
-def test_layers_do_without_the_stream():
-    """Then the data decides, and equal gradients of two layers are rounded alike."""
-    params = TwoLayers().init(jax.random.key(0), EYE)["params"]
-    dy = normal()
-    first, second = weight_gradients(params, dy, {})
-    assert same(first, second)
-    assert same(first, value_and_grads(EYE, EYE, dy, recipe=HYBRID)[2])
-    others = {"dropout": jax.random.key(3), "params": jax.random.key(4)}
-    assert same(first, weight_gradients(params, dy, others)[0])
-
-
-@pytest.mark.slow
 def test_layers_that_do_not_round_stochastically_leave_the_stream_alone():
     """Or adding such a layer would change the numbers of all others."""
 

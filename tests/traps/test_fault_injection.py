@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -214,83 +213,13 @@ class TestExtremes:
 # A small model whose gradients are finite at any loss scale that a loss of 1 can have.
 
 
-class Tiny(nn.Module):
-    recipe: recipes.Recipe
-
-    @nn.compact
-    def __call__(self, x):
-        return jfp8.Dense(4, recipe=self.recipe)(nn.gelu(jfp8.Dense(32, recipe=self.recipe)(x)))
-
-
-def tiny(recipe, tx):
-    model = Tiny(recipes.get(recipe))
-
-    def loss_fn(variables, batch):
-        y = model.apply(variables, batch["x"])
-        return jnp.mean(batch["factor"] * optax.log_cosh(y, batch["y"])), {}
-
-    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 16)))
-    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx), loss_fn
-
-
 def tiny_batch(step, factor=1.0, rows=16):
     draw = np.random.default_rng(step)
     x = np.float32(draw.normal(size=(rows, 16)))
     return {"x": x, "y": np.sin(x[:, :4]), "factor": np.full((rows, 4), factor, np.float32)}
 
 
-def spoilt(batch, row, value=np.nan):
-    x = batch["x"].copy()
-    x[row, 3] = value
-    return {**batch, "x": x}
-
-
-def with_loss_scale(state, scale):
-    return state.replace(opt_state=optax.tree.set(state.opt_state, loss_scale=jnp.float32(scale)))
-
-
 class TestBursts:
-    @pytest.mark.slow
-    def test_fifty_steps_in_a_row(self):
-        """The loss scale falls to its end, nothing else moves, and training goes on bit for bit."""
-        tx = jfp8.loss_scale(optax.adam(3e-3), growth_interval=2)
-        state, loss_fn = tiny("delayed", tx)
-        step = jax.jit(step_of(loss_fn))
-        for i in range(5):
-            state, _ = step(state, tiny_batch(i))
-        clean = state
-        for i in range(50):
-            value = (np.nan, np.inf, -np.inf)[i % 3]
-            state, _ = step(state, spoilt(tiny_batch(i), i % 16, value))
-        assert loss_scale_of(clean) == 2.0**17
-        assert loss_scale_of(state) == 1.0  # and not 2^-33
-        assert_same_bits(trained_part(state, 1.0), trained_part(clean, 1.0))
-        assert state.opt_state.overflow_count == 50
-        for i in range(5, 45):
-            batch = tiny_batch(i)
-            (state, loss), (clean, expected) = step(state, batch), step(clean, batch)
-            assert loss == expected
-        assert_same_bits(trained_part(state, 1.0), trained_part(clean, 1.0))
-        assert loss_scale_of(state) == 2.0**20
-
-    @pytest.mark.slow
-    def test_a_loss_scale_that_is_far_too_high(self):
-        """It falls, step by step without a trace, until the scaled loss is a number of float32."""
-        tx = jfp8.loss_scale(optax.adam(3e-3), max_scale=2.0**126)
-        state, loss_fn = tiny("delayed", tx)
-        step = jax.jit(step_of(loss_fn))
-        batch = tiny_batch(0, factor=2.0**40)
-        clean, _ = step(state, batch)
-        state = with_loss_scale(state, 2.0**120)
-        skipped, new = 0, step(state, batch)[0]
-        while not new.opt_state.grads_finite and skipped < 50:
-            assert_skipped(state, new)
-            state, skipped = new, skipped + 1
-            new, _ = step(state, batch)
-        assert skipped > 10
-        assert loss_scale_of(new) == 2.0 ** (120 - skipped)
-        assert_same_bits(trained_part(new, 1.0), trained_part(clean, 1.0))
-
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("recipe", UNSCALED_GRADIENTS)
     def test_what_saturates_is_finite_but_the_report_tells(self, recipe):
