@@ -5,7 +5,7 @@
 
 Two causal `TransformerLayer`s with random weights (128 features, 4 heads, 256 tokens) draw 8
 sequences of 64 tokens from a cache of keys and values. A pass over the whole sequences, as in
-training, then gives the log-probabilities of the same tokens; `jfp8.debug.decoding_mismatch`
+training, then gives the log-probabilities of the same tokens; `jfp8.debug.mismatch`
 compares the two. Amax histories have one entry, from other tokens.
 """
 
@@ -92,7 +92,7 @@ def _measure(recipe: Recipe, cache_dtype: Any) -> DecodingMismatch:
         log_probs = jax.nn.log_softmax(whole.apply(variables, inputs))
         return jnp.take_along_axis(log_probs, tokens.T[..., None], axis=-1)[..., 0], decode.T
 
-    return jfp8.debug.decoding_mismatch(*run(jax.random.key(0)))
+    return jfp8.debug.mismatch(*run(jax.random.key(0)))
 
 
 def table(measured: dict[str, dict[str, DecodingMismatch]]) -> str:

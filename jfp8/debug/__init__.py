@@ -10,9 +10,9 @@ from jfp8.debug.collective_bytes import (
     collective_bytes,
 )
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
+from jfp8.debug.decoding import DecodingMismatch, decoding_mismatch, mismatch
 from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.evidence import Finding
-from jfp8.debug.mismatch import DecodingMismatch, decoding_mismatch
 from jfp8.debug.program import ProgramCheck, Quantized, check_program
 from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend
 from jfp8.debug.recorder import Recorder
@@ -52,6 +52,7 @@ __all__ = [
     "decoding_mismatch",
     "equivalence",
     "looks_ahead",
+    "mismatch",
     "read_jsonl",
     "recommend",
     "report",

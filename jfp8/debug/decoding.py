@@ -1,10 +1,10 @@
-"""`decoding_mismatch`: compare the probabilities of decoding with those of training."""
+"""`mismatch`: compare the probabilities of decoding, or of another engine, with training's."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
@@ -15,7 +15,7 @@ LogProbs: TypeAlias = jax.typing.ArrayLike | str | os.PathLike[str] | Callable[[
 
 @dataclass(frozen=True)
 class DecodingMismatch:
-    """Result of `decoding_mismatch`: all 0 if training and decoding are bitwise identical.
+    """Result of `mismatch`: all 0 if training and decoding are bitwise identical.
 
     Attributes:
       tokens: number of tokens that were compared.
@@ -23,8 +23,8 @@ class DecodingMismatch:
       kl: ``mean(-d)``, the plain estimate of the Kullback-Leibler divergence; it may be negative.
       k3: ``mean(exp(d) - 1 - d)``, an estimate with less noise; never negative.
       probability_mean, probability_max: of ``|p_train - p_decode|``.
-      unquantized: the mismatch of both without quantization, if that was given. What quantization
-        adds to it is ``kl - unquantized.kl`` and ``k3 - unquantized.k3`` for each token.
+      unquantized: the mismatch without quantization, if it was given. Per token, quantization adds
+        ``kl - unquantized.kl`` and ``k3 - unquantized.k3``.
     """
 
     tokens: int
@@ -53,7 +53,7 @@ class DecodingMismatch:
         )
 
 
-def decoding_mismatch(
+def mismatch(
     train: LogProbs,
     decode: LogProbs,
     mask: jax.typing.ArrayLike | None = None,
@@ -72,12 +72,11 @@ def decoding_mismatch(
       train: f32 array of any shape, log-probabilities of the tokens from one pass over the whole
         sequence, in nats:
         ``jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]``.
-      decode: those from decoding step by step, or of another engine that has the exported weights,
-        of the same shape. Each may be the path of an ``.npy`` file, or a function without arguments
-        that returns the array.
+      decode: the same from decoding step by step, or from another engine with the exported weights.
+        Both may also be the path of an ``.npy`` file, or a function that returns the array.
       mask: bool array of this shape, True or 1 where a token counts; None: all do.
-      unquantized: both for the same tokens with the weights before quantization, in bf16: what
-        differs then is due to kernels and the order of sums, and the rest to quantization.
+      unquantized: both for the same tokens and the weights before quantization, in bf16. Kernels
+        and summation order cause their mismatch, and quantization adds the rest.
 
     Returns:
       A `DecodingMismatch`, computed in f64.
@@ -91,7 +90,7 @@ def decoding_mismatch(
 
     >>> import jax.numpy as jnp, jfp8
     >>> train, decode = jnp.log(jnp.array([0.5, 0.2])), jnp.log(jnp.array([0.5, 0.25]))
-    >>> found = jfp8.debug.decoding_mismatch(train, decode)
+    >>> found = jfp8.debug.mismatch(train, decode)
     >>> round(found.max, 3), round(found.k3, 4), round(found.probability_max, 3)
     (0.223, 0.0116, 0.05)
     """
@@ -115,7 +114,7 @@ def decoding_mismatch(
     d = one - other
     size = np.abs(d)
     probability = np.abs(np.exp(one) - np.exp(other))
-    found = DecodingMismatch(
+    return DecodingMismatch(
         tokens=d.size,
         mean=float(size.mean()),
         p99=float(np.percentile(size, 99)),
@@ -124,10 +123,11 @@ def decoding_mismatch(
         k3=float(np.mean(np.expm1(d) - d)),
         probability_mean=float(probability.mean()),
         probability_max=float(probability.max()),
+        unquantized=None if unquantized is None else mismatch(*unquantized, counts),
     )
-    if unquantized is None:
-        return found
-    return replace(found, unquantized=decoding_mismatch(*unquantized, counts))
+
+
+decoding_mismatch = mismatch  # its older name
 
 
 def _read(given: LogProbs) -> np.ndarray:
