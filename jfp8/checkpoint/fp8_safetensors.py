@@ -7,33 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.experimental import multihost_utils
 
 from jfp8.checkpoint import atomic
-from jfp8.checkpoint.fp8_style import Fp8Style, Stored, layouts_in, styles
+from jfp8.checkpoint.fp8_style import Fp8Style, Stored, layouts_in
 from jfp8.checkpoint.safetensors_file import parsed, read_arrays, write_arrays
+from jfp8.checkpoint.serving import OF_INPUTS, Arrays, ServingTensors, serving_tensors
 from jfp8.checkpoint.state_dict import short
-from jfp8.checkpoint.torch_layout import Names, Tensors, from_flax_params, on_this_host, places
+from jfp8.checkpoint.torch_layout import Names, Tensors
 from jfp8.checkpoint.weight_layout import Layout
-from jfp8.conversion.selection import Recipes, select
-from jfp8.quantizers.quantizer import Context, Current
-from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.formats import E4M3FN
-from jfp8.scaling.scales import amax
+from jfp8.conversion.selection import Recipes
 
 _INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _UNFINISHED = ".model-{:05}.safetensors"
-_OF_INPUTS = ("input_scale", "input_global_scale", "act_scale")  # the last in older files for vLLM
 _CODES = ("float8_e4m3fn", "uint8")
-Arrays = dict[str, np.ndarray]
 
 
 def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Style]:
@@ -77,7 +70,7 @@ def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Styl
     makers: dict[str, Any] = {name: partial(arrays.__getitem__, name) for name in arrays}
     for name, layout in weights.items():
         makers[name] = partial(layout.join, *(makers.pop(name + s)() for s in layout.suffixes))
-    calibrated = any(name.endswith(_OF_INPUTS) for name in arrays)
+    calibrated = any(name.endswith(OF_INPUTS) for name in arrays)
     layouts = tuple(dict.fromkeys(weights.values()))
     outer = {n: arrays[n + x.suffixes[2]] for n, x in weights.items() if x.reciprocal}
     return Tensors(makers), Fp8Style(config["quant_method"], layouts, config, calibrated, outer)
@@ -132,43 +125,19 @@ def save_fp8_safetensors(
 
     Args:
       path: the folder.
-      tensors: arrays and instances of `ScaledArray` by name, in PyTorch's layout ``[out, in]``; or
-        with `names` the parameters of a Flax model.
-      style: of the original; or ``"deepseek"``, ``"compressed-tensors"``, ``"modelopt"``,
-        ``"gpt-oss"`` or ``"per-tensor"``, see `Fp8Style`. A weight keeps its format.
-      names: those of `from_flax_params`.
-      recipe: quantizes matrices that are none yet as this recipe quantizes weights in the forward
-        product: one recipe, or some by patterns of paths, ``{"*/mlp/*": "nvfp4", "*": "rowwise"}``,
-        as for `jfp8.convert`; None leaves a layer as it is. Paths are those of the parameters, or
-        without `names` those of the tensors.
+      tensors, style, names, recipe: as for `serving_tensors`, which gives the arrays of the files.
       max_shard_size: bytes of a file.
 
     Raises:
-      ValueError: scales that the style does not have, or would round; names that collide; an
-        unknown style; no scales of activations where the style says that there are.
+      ValueError: as `serving_tensors`.
     """
     folder = Path(path)
-    if not isinstance(style, Fp8Style):
-        if style not in styles():
-            raise ValueError(
-                f"style={style!r} is unknown. Allowed: {', '.join(map(repr, styles()))}, or the "
-                "Fp8Style that load_fp8_safetensors returned."
-            )
-        style = styles()[style]
-    found = tensors if names is None else from_flax_params(tensors, names)
-    if recipe is not None:
-        found = _quantized(found, names, recipe)
-    if style.input_scales and not any(name.endswith(_OF_INPUTS) for name in found):
-        raise ValueError(
-            "The style's quantization_config says that the files have calibrated scales of "
-            "activations (input_scale), but there are none among the tensors. Add those that "
-            'load_fp8_safetensors returned, or write another style, such as "per-tensor".'
-        )
+    serving = serving_tensors(tensors, style, names=names, recipe=recipe)
     layers: dict[str, Stored | None] = {}
     files: list[list[str]] = []
     size = 0
     try:
-        for shard in _shards(_entries(found, style, layers), max_shard_size):
+        for shard in _shards(serving, layers, max_shard_size):
             folder.mkdir(parents=True, exist_ok=True)
             files.append(list(shard))
             size += sum(x.nbytes for x in shard.values())
@@ -176,7 +145,7 @@ def save_fp8_safetensors(
                 file = folder / _UNFINISHED.format(len(files))
                 atomic.replace_file(file, partial(write_arrays, shard))
             del shard
-        config = style.config(layers)
+        config = serving.style.config(layers)
     except BaseException:
         for number in range(1, 1 + len(files)):
             (folder / _UNFINISHED.format(number)).unlink(missing_ok=True)
@@ -184,48 +153,18 @@ def save_fp8_safetensors(
     _finish(folder, files, {"total_size": size}, config)
 
 
-def _quantized(tensors: Mapping[str, Any], names: Names | None, recipe: Recipes) -> Tensors:
-    """Return `tensors`, of which those that are kernels are quantized where they are read."""
-    paths = {n: n[: -len(".weight")].replace(".", "/") for n in tensors if n.endswith(".weight")}
-    if names is not None:
-        matrices = {n: p for n, p in places(names).items() if p.axes or p.path.endswith("kernel")}
-        paths = {name: place.path.rpartition("/")[0] for name, place in matrices.items()}
-    selection = select(recipe, (), None)
-    selection.check_patterns(paths.values())
-
-    def made(name: str) -> Any:
-        x = on_this_host(tensors[name])
-        chosen = selection.decide(paths[name], x, None).recipe if name in paths else None
-        if chosen is None or isinstance(x, ScaledArray) or x.ndim < 2:
-            return x
-        quantizer, x = chosen.products().fprop.rhs or Current(E4M3FN), jnp.asarray(x)
-        return quantizer(x, Context((x.ndim - 1,), amax(x), None, None))
-
-    return Tensors({name: partial(made, name) for name in tensors})
-
-
-def _entries(
-    tensors: Mapping[str, Any], style: Fp8Style, layers: dict[str, Stored | None]
+def _shards(
+    serving: ServingTensors, layers: dict[str, Stored | None], most: int
 ) -> Iterator[Arrays]:
-    """Yield what is stored of each tensor, and note in `layers` in which way."""
-    for name in tensors:
-        x, layer = on_this_host(tensors[name]), name.removesuffix(".weight")
-        arrays = {name: x}
-        if isinstance(x, ScaledArray):
-            layout, arrays = style.split(name, x)
-            layers[layer] = layout, any(f"{layer}.{scale}" in tensors for scale in _OF_INPUTS)
-            if taken := arrays.keys() & tensors.keys() - {name}:
-                raise ValueError(f"{min(taken)!r} is taken by the scale of {name!r}.")
-        elif x.ndim >= 2 and layer != name:
-            layers[layer] = None
-        yield arrays
+    """Yield the contents of files of at most `most` bytes, and note in `layers` how each is stored.
 
-
-def _shards(entries: Iterable[Arrays], most: int) -> Iterator[Arrays]:
-    """Yield the contents of files of at most `most` bytes; a weight and its scales share one."""
+    A weight and its scales share a file.
+    """
     shard: Arrays = {}
     size = 0
-    for arrays in entries:
+    for name in serving.tensors:
+        arrays, layer = serving.stored(name)
+        layers |= layer
         more = sum(x.nbytes for x in arrays.values())
         if shard and size + more > most:
             yield shard

@@ -25,22 +25,15 @@ class Place:
 
     Attributes:
       path: of the parameter, ``"layers_0/mlp/up/kernel"``.
-      shape: of the parameter, if it has other dimensions: ``(features, heads, depth)``.
-      inputs: how many dimensions of `shape` are the kernel's inputs: 2 in ``(heads, depth,
-        features)``.
-      layer: the index along a leading axis of layers, as ``nn.scan`` stacks them.
-      axes: in place of these three, the dimensions of the tensor and of the parameter, by names of
-        your own: ``"(heads=4 depth) in -> layer=3 in heads depth"``. Parentheses split or join;
-        ``layer=3`` is the index along an axis that several tensors share. Without any of the four
-        a ``kernel`` is transposed, and anything else stays as it is.
+      axes: the dimensions of the tensor and of the parameter, by names of your own: ``"(heads=4
+        depth) in -> layer=3 in heads depth"``. Parentheses split or join; ``layer=3`` is the index
+        along an axis that several tensors share. None: a ``kernel`` is transposed, and anything
+        else stays as it is.
       times, plus: ``parameter = tensor * times + plus``. The scale of a `ScaledArray` takes
         `times`.
     """
 
     path: str
-    shape: tuple[int, ...] | None = None
-    inputs: int = 1
-    layer: int | None = None
     axes: str | None = field(default=None, kw_only=True)
     times: float = field(default=1.0, kw_only=True)
     plus: float = field(default=0.0, kw_only=True)
@@ -136,7 +129,7 @@ def from_flax_params(params: Any, names: Names) -> Tensors:
 
 def _tensor(name: str, x: Any, place: Place) -> Any:
     """Return the tensor called `name` of the parameter `x`."""
-    axes = _axes(place, x.ndim - (place.layer is not None))
+    axes = _axes(place, x.ndim)
     if at := dict(zip(axes.stacked, axes.index.values(), strict=True)):
         x = x[tuple(at.get(axis, slice(None)) for axis in range(x.ndim))]
     x = _rearranged(name, on_this_host(x), axes.right, axes.left, axes.sizes)
@@ -173,7 +166,10 @@ class _Axes(NamedTuple):
 
 def _axes(place: Place, ndim: int) -> _Axes:
     """Parse the axes of a `Place`; without any, those of a tensor of `ndim` dimensions."""
-    text = place.axes or _by_shape(place, ndim)
+    left = [f"d{d}" for d in range(ndim)]
+    is_kernel = place.path.split("/")[-1] == "kernel"
+    right = [*left[:-2], *left[:-3:-1]] if is_kernel else left
+    text = place.axes or f"{' '.join(left)} -> {' '.join(right)}"
     sides = re.sub(r"=\d+", "", text).split("->")
     found = [re.findall(r"\(([^()]+)\)|([^\s()]+)", side) for side in sides]
     groups = [[(joined or one).split() for joined, one in side] for side in found]
@@ -188,21 +184,6 @@ def _axes(place: Place, ndim: int) -> _Axes:
             'arrow, for example "(heads=4 depth) in -> layer=0 in heads depth".'
         )
     return _Axes(left, right, numbers, index, stacked)
-
-
-def _by_shape(place: Place, ndim: int) -> str:
-    """Return the axes of a `Place` without any, for a tensor of `ndim` dimensions."""
-    is_kernel = place.path.split("/")[-1] == "kernel"
-    if place.shape is None:
-        left = [f"d{d}" for d in range(ndim)]
-        right = [*left[:-2], *left[:-3:-1]] if is_kernel else left
-    else:
-        right = [f"d{d}" for d in range(len(place.shape))]
-        sized = [f"{name}={n}" for name, n in zip(right, place.shape, strict=True)]
-        groups = [sized[place.inputs :], sized[: place.inputs]] if is_kernel else [sized]
-        left = [f"({' '.join(group)})" for group in groups]
-    layer = [] if place.layer is None else [f"layer={place.layer}"]
-    return f"{' '.join(left)} -> {' '.join([*layer, *right])}"
 
 
 def _rearranged(

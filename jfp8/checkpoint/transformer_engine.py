@@ -16,9 +16,9 @@ TE has had four layouts for them. H is the length of the history. ::
                     amax_history_bwd f32[H, 2n]    columns grad of the result, grad of the input
                     scale_fwd f32[3n], scale_bwd f32[2n]
 
-TE's ``scale`` is the reciprocal of ours: ``fmt.max / amax``, divided by ``2^margin``. It follows
-from the history, as ours does, so only the history has to be imported. Where a history is empty,
-as it is between the steps when H is 1, the amax is computed from the scale.
+TE's ``scale`` is the reciprocal of ours. It follows from the history, as ours does, so only the
+history is imported. Where it is empty, as it is between the steps when H is 1, the next step uses
+current scaling.
 
 All layouts roll by -1 and clear slot 0 for the step under way, see `histories.unrolled`.
 
@@ -33,38 +33,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jfp8.checkpoint import histories
 from jfp8.checkpoint.changes import Log, spelled
 from jfp8.checkpoint.tree import Nested, Path, described, nested
-from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.sink import ROLES
 
-_LARGEST = {
-    "HYBRID": (E4M3FN.max, E5M2.max),
-    "E4M3": (E4M3FN.max, E4M3FN.max),
-    "E5M2": (E5M2.max, E5M2.max),
-}
 # Names of histories; the rest of the name tells the matmuls of a layer apart.
 _NEW = re.compile("(?P<tensor>x|kernel|grad)(?P<product>.*)_amax_history")
 _OLD = re.compile("amax_(?P<tensor>[iwg])_(?P<product>.*)")
 _ROLE = {"x": "lhs", "i": "lhs", "kernel": "rhs", "w": "rhs", "grad": "grad", "g": "grad"}
 _PICKLED = (bytes, bytearray, memoryview)
 
-# Of each tensor of a matmul the history, a ring f32[..., H], and the scale, f32[..., 1] or None.
-_Product: TypeAlias = dict[str, tuple[Any, Any]]
+_Product: TypeAlias = dict[str, Any]  # the history of each tensor of a matmul, a ring f32[..., H]
 
 
-def from_transformer_engine(
-    meta: Mapping[str, Any],
-    target: Mapping[str, Any],
-    *,
-    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = "HYBRID",
-    margin: int = 0,
-) -> dict[str, Any]:
+def from_transformer_engine(meta: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``fp8`` collection of a model, with the amax histories of Transformer Engine.
 
     Args:
@@ -75,7 +62,6 @@ def from_transformer_engine(
         convert them.
       target: the ``fp8`` collection of the model with jfp8, as ``init`` returned it, or an NNX
         state; arrays or shapes. Modules in `meta` must have the same names as here.
-      fp8_format, margin: those of TE's recipe; only used for histories that are empty.
 
     Returns:
       A collection like `target`.
@@ -97,18 +83,11 @@ def from_transformer_engine(
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:4]
     Array([3., 2., 1., 0.], dtype=float32)
     """
-    if fp8_format not in _LARGEST:
-        allowed = ", ".join(map(repr, _LARGEST))
-        raise ValueError(f"fp8_format={fp8_format!r} is unknown. Allowed: {allowed}.")
-    forward, backward = (largest / 2.0**margin for largest in _LARGEST[fp8_format])
     log, wanted = Log(), nested(target)
     found = {}
     for path, node in _layers(nested(meta), (), log):
         for name, product in _products(node, path, log).items():
-            tensors = {
-                role: _history(*product[role], backward if role == "grad" else forward)
-                for role in ROLES
-            }
+            tensors = {role: histories.unrolled(product[role]) for role in ROLES}
             found[_place(path, name, wanted)] = tensors
     fp8 = histories.renamed(found, wanted, (), log)
     new = histories.filled({"fp8": target}, fp8, log)["fp8"]
@@ -147,31 +126,29 @@ def _refuse(path: Path) -> None:
 
 
 def _products(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
-    """Return the histories and scales of each matmul of a layer, by its name there."""
+    """Return the histories of each matmul of a layer, by its name there."""
     found: dict[str, _Product] = {}
     if "fp8_meta_amax" in node:
-        found = _rows(node["fp8_meta_amax"], node.get("fp8_meta_scale"), path, log)
+        found = _rows(node["fp8_meta_amax"], path, log)
     elif "amax_history_fwd" in node:
         found = _columns(node, path, log)
     else:
         for name, ring in node.items():
             if match := _NEW.fullmatch(name) or _OLD.fullmatch(name):
-                of_scale = name.replace("amax_history", "scale").replace("amax_", "scale_")
                 product = found.setdefault(match["product"], {})
-                product[_ROLE[match["tensor"]]] = (ring, node.get(of_scale))
+                product[_ROLE[match["tensor"]]] = ring
     return {name: product for name, product in found.items() if _is_whole(product, path, log)}
 
 
-def _rows(rings: Any, scales: Any, path: Path, log: Log) -> dict[str, _Product]:
+def _rows(rings: Any, path: Path, log: Log) -> dict[str, _Product]:
     """Return the matmuls whose tensors are the rows x, kernel, grad of one array."""
     if getattr(rings, "ndim", 0) < 2 or rings.shape[-2] % 3:
         log.problem(path, f"fp8_meta_amax is {described(rings)}, not float32[3n, H]")
         return {}
     found: dict[str, _Product] = {}
     for row in range(rings.shape[-2]):
-        scale = None if scales is None else np.asarray(scales)[..., row, :]
         product = found.setdefault(str(row // 3), {})
-        product[ROLES[row % 3]] = (np.asarray(rings)[..., row, :], scale)
+        product[ROLES[row % 3]] = np.asarray(rings)[..., row, :]
     return found
 
 
@@ -184,39 +161,18 @@ def _columns(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
         given = " and ".join(map(described, rings))
         log.problem(path, f"histories are {given}, not float32[H, 3n] and float32[H, 2n]")
         return {}
-    scales = None
-    if "scale_fwd" in node and "scale_bwd" in node:
-        scales = _as_rows(node["scale_fwd"], node["scale_bwd"])
-    return _rows(_as_rows(*rings), scales, path, log)
-
-
-def _as_rows(forward: Any, backward: Any) -> np.ndarray:
-    """Return columns x, kernel, result and grad, unused as rows x, kernel, grad: [3n, ...]."""
-    forward, backward = np.atleast_2d(forward).T, np.atleast_2d(backward).T
+    # Columns x, kernel, result and grad, unused become rows x, kernel, grad.
+    forward, backward = (np.asarray(ring).T for ring in rings)
     rows = np.stack([forward[0::3], forward[1::3], backward[0::2]], axis=1)
-    return rows.reshape(-1, rows.shape[-1])
+    return _rows(rows.reshape(-1, rows.shape[-1]), path, log)
 
 
 def _is_whole(product: _Product, path: Path, log: Log) -> bool:
-    rings = {role: ring for role, (ring, _) in product.items()}
-    if set(rings) == set(ROLES) and histories.are_alike(rings):
+    if set(product) == set(ROLES) and histories.are_alike(product):
         return True
-    given = ", ".join(f"{role} {described(ring)}" for role, ring in rings.items())
+    given = ", ".join(f"{role} {described(ring)}" for role, ring in product.items())
     log.problem(path, f"a product has three float histories of one shape; here is {given}")
     return False
-
-
-def _history(ring: Any, scale: Any, largest: float) -> np.ndarray:
-    """Return the history of one tensor, newest first; an empty one follows from the scale."""
-    history = histories.unrolled(ring)
-    if getattr(scale, "shape", None) != (*history.shape[:-1], 1):
-        return history
-    scale = np.asarray(scale, np.float32)
-    told = np.isfinite(scale) & (scale > 0) & (scale != 1)
-    implied = np.float32(largest) / np.where(told, scale, np.float32(1.0))
-    empty = ~np.any(history, axis=-1, keepdims=True) & told
-    history[..., :1] = np.where(empty, implied, history[..., :1])
-    return history
 
 
 def _place(path: Path, name: str, target: Any) -> Path:

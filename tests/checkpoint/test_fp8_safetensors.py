@@ -118,10 +118,10 @@ def test_kernels_are_transposed_reshaped_and_stacked_without_rounding():
     tensors["second.up"] = dataclasses.replace(tensors[UP], data=tensors[UP].data[::-1])
     names = {
         UP: "up/kernel: out in -> layer=0 in out",
-        "second.up": Place("up/kernel", layer=1),
+        "second.up": Place("up/kernel", axes="out in -> layer=1 in out"),
         DOWN: "down/kernel",
         QUERY: "query/kernel: (heads=2 depth) in -> in heads depth",
-        OUT: Place("out/kernel", (2, 16, 32), inputs=2),
+        OUT: Place("out/kernel", axes="out (heads=2 depth) -> heads depth out"),
         NORM: "norm/scale",
     }
     params = checkpoint.to_flax_params(tensors, names)

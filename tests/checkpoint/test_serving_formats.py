@@ -372,6 +372,43 @@ def test_a_tensor_is_made_where_it_is_written(tmp_path):
     assert len(checkpoint.load_fp8_safetensors(tmp_path)[0]) == 1
 
 
+@pytest.mark.parametrize(
+    ("style", "recipe"),
+    [
+        ("deepseek", F32_SCALES),
+        ("compressed-tensors", {"h/0": "mxfp4", "h/1": "rowwise", "*": "nvfp4"}),
+        ("modelopt", {"h/0": None, "*": "nvfp4"}),
+    ],
+)
+def test_the_stream_is_the_file(style, recipe, tmp_path):
+    """Array for array, without a second weight in memory; `config` is that of config.json."""
+    alive: list[int] = []
+    counts: list[int] = []
+
+    def maker(i):
+        def make():
+            w = np.random.default_rng(i).normal(size=(64, 128)).astype(np.float32)
+            weakref.finalize(w, alive.pop)
+            alive.append(1)
+            counts.append(len(alive))
+            return w
+
+        return make
+
+    tensors = Tensors({f"h.{i}.weight": maker(i) for i in range(4)})
+    stream, found = checkpoint.serving_tensors(tensors, style, recipe=recipe), {}
+    for name, array in stream:
+        assert name not in found
+        found[name] = np.array(array)
+        del array
+    assert counts == [1, 1, 1, 1]
+    checkpoint.save_fp8_safetensors(tmp_path, tensors, style, recipe=recipe, max_shard_size=20_000)
+    assert_same(found, raw(tmp_path))
+    assert all(any(x.tobytes()) for x in found.values())
+    assert stream.config() == config_of(tmp_path)
+    assert next(iter(stream))[0] == next(iter(found))  # it begins again
+
+
 def main(directory: Path, address: str, process: int) -> None:
     """One of two processes, each with a part of each parameter."""
     jax.distributed.initialize(address, 2, process)

@@ -48,9 +48,7 @@ def test_the_mismatch_is_split_into_what_is_there_without_quantization_and_the_r
     engine = train + 1e-3 * rng.choice([-1, 1], train.shape)
     quantized = engine + 0.1 * rng.choice([-1, 1], train.shape)
     np.save(tmp_path / "quantized.npy", quantized)
-    found = mismatch(
-        train, tmp_path / "quantized.npy", unquantized=(train, lambda: engine)
-    )
+    found = mismatch(train, tmp_path / "quantized.npy", unquantized=(train, lambda: engine))
     assert found.k3 - found.unquantized.k3 == pytest.approx(0.1**2 / 2, rel=0.05)
     assert found.unquantized.k3 == pytest.approx(1e-6 / 2, rel=1e-3)
     assert found.kl - found.unquantized.kl == pytest.approx((quantized - engine).mean())
