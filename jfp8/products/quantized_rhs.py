@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import jax
@@ -60,12 +61,14 @@ def rhs_as_matrices(
     """Return both operands as matrices; of a `ScaledArray` its values, unless its bytes fit."""
     quantizer = recipe.resolved().fprop.rhs
     if isinstance(rhs, ScaledArray) and quantizer is not None and quantizer.fmt == rhs.format:
-        try:
+        with suppress(ValueError):  # its blocks are not those of the matrix
             x, q, found = as_matrices(lhs, rhs, numbers)
-        except ValueError:  # its blocks are not those of the matrix
-            pass
-        else:
-            quantize = lambda x, quantizer, at: quantizer(x, at)
-            if has_scales_of(quantizer, q, found[0][1], quantize):
+            if has_scales_of(quantizer, q, found[0][1], lambda x, by, at: by(x, at)):
                 return x, q, found
+    if isinstance(rhs, ScaledArray) and recipe.exact_export:
+        raise ValueError(
+            f"{rhs!r} does not have the scales of {recipe!r} for a matmul that sums over its "
+            f"dimensions {numbers[0][1]}, and would be rounded again. Pass these dimensions to "
+            "quantize_params as contracting=, or use the recipe by which it was quantized."
+        )
     return as_matrices(lhs, values_of(rhs), numbers)

@@ -283,3 +283,14 @@ def test_exports_that_would_have_other_values_are_refused():
         traced({"out": {"kernel": jnp.ones((4, 24, 8))}}, contracting={"*": (0, 1)})
     with pytest.raises(ValueError, match="'in' matches no layer"):
         traced(out, contracting={"in": 0})
+
+
+def test_a_kernel_that_was_quantized_along_another_dimension_is_refused():
+    """Its values would be rounded again, to others. Oracle: `x @ w` in f32."""
+    w = jax.random.normal(jax.random.key(0), (64, 32))
+    params = jfp8.quantize_params({"a": {"kernel": w}}, "qat", contracting={"a": 1})
+    q = params["a"]["kernel"]
+    multiply = lambda x, d: jfp8.scaled_dot_general(x, q, (((1,), (d,)), ((), ())), recipe="qat")
+    np.testing.assert_array_equal(multiply(jnp.eye(32), 1), np.asarray(q).T)
+    with pytest.raises(ValueError, match=r"sums over its dimensions \(0,\), .* contracting=, or"):
+        multiply(jnp.eye(64), 0)

@@ -83,14 +83,11 @@ class ExpertMesh:
             mesh=self.mesh,
             in_specs=in_specs if isinstance(in_specs, tuple) else (in_specs,),
             out_specs=out_specs,
-            axis_names=set(self.mesh.axis_names) - set(self._manual()),
+            axis_names=set(self.mesh.axis_names)
+            - set(jax.sharding.get_abstract_mesh().manual_axes),
             check_vma=False,
         )
         return jax.jit(mapped)
-
-    def _manual(self) -> tuple[str, ...]:
-        """Axes of an enclosing ``shard_map``."""
-        return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
     # On a device, inside of `run`.
 
