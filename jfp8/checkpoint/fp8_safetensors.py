@@ -26,7 +26,7 @@ from jfp8.conversion.selection import Recipes
 
 _INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _UNFINISHED = ".model-{:05}.safetensors"
-_CODES = ("float8_e4m3fn", "uint8")
+_CODES = ("float8_e4m3fn", "uint8", "int8")
 
 
 def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Style]:
@@ -69,10 +69,10 @@ def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Styl
         raise ValueError(f"{folder}: {error}") from error
     makers: dict[str, Any] = {name: partial(arrays.__getitem__, name) for name in arrays}
     for name, layout in weights.items():
-        makers[name] = partial(layout.join, *(makers.pop(name + s)() for s in layout.suffixes))
+        makers[name] = partial(layout.join, *(makers.pop(x)() for x in layout.tensors(name)))
     calibrated = any(name.endswith(OF_INPUTS) for name in arrays)
     layouts = tuple(dict.fromkeys(weights.values()))
-    outer = {n: arrays[n + x.suffixes[2]] for n, x in weights.items() if x.reciprocal}
+    outer = {n: arrays[x.tensors(n)[2]] for n, x in weights.items() if x.reciprocal}
     return Tensors(makers), Fp8Style(config["quant_method"], layouts, config, calibrated, outer)
 
 
@@ -82,7 +82,7 @@ def _weights(arrays: Arrays, layouts: list[Layout]) -> dict[str, Layout]:
     misfits: dict[str, str] = {}
     for layout in layouts:
         for name in layout.names_in(arrays):
-            data, scale, *outer = (arrays[name + suffix] for suffix in layout.suffixes)
+            data, scale, *outer = (arrays[tensor] for tensor in layout.tensors(name))
             stored = layout.stored_as(scale)
             if stored.holds(data, scale, *outer):
                 found.setdefault(name, stored)
@@ -94,7 +94,7 @@ def _weights(arrays: Arrays, layouts: list[Layout]) -> dict[str, Layout]:
             )
     for name in sorted(misfits.keys() - found.keys()):
         raise ValueError(misfits[name])
-    known = {name + suffix for name, layout in found.items() for suffix in layout.suffixes}
+    known = {tensor for name, layout in found.items() for tensor in layout.tensors(name)}
     endings = {" and ".join(map(repr, layout.suffixes[1:])) for layout in layouts}
     for name in sorted(arrays.keys() - known):
         if arrays[name].dtype.name in _CODES and arrays[name].ndim > 1:

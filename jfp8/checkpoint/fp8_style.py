@@ -49,10 +49,10 @@ class Fp8Style:
           ValueError: no layout has its scales, or one would round them.
         """
         if found := self._held(name, q):
-            scales = lambda layout, tensors: tensors[name + layout.suffixes[1]].size
+            scales = lambda layout, tensors: tensors[layout.tensors(name)[1]].size
             layout, tensors = min(found, key=lambda held: (not held[0].is_mx, scales(*held)))
             if name in self.outer and layout.is_outer_scale(self.outer[name], q):
-                tensors[name + layout.suffixes[2]] = self.outer[name]
+                tensors[layout.tensors(name)[2]] = self.outer[name]
             return layout, tensors
         others = [key for key, style in styles().items() if style._held(name, q)]
         raise ValueError(
@@ -86,13 +86,14 @@ class Fp8Style:
         kept = sorted(name for name, stored in layers.items() if stored is None)
         entries = [_entry(*stored, names[0]) for stored, names in groups.items()]
         config: dict[str, Any] = {"quant_method": self.library}
-        if len(groups) != 1 and (not groups or self.library not in _MIXED):
+        both = {key: value for entry in entries for key, value in entry.items()}
+        if not groups or (self.library not in _MIXED and any(x | both != both for x in entries)):
             raise ValueError(
                 f"This style has one format of weights, and not {len(groups)}. Pass ScaledArrays, "
                 "or arrays and recipe=, all with an input_scale or none."
             )
         if self.library not in _MIXED:
-            return {**config, **entries[0], "modules_to_not_convert": kept}
+            return {**config, **both, "modules_to_not_convert": kept}
         return {
             **config,
             **_mixed(*_MIXED[self.library], entries, list(groups.values())),
@@ -150,7 +151,7 @@ _KNOWN = {
     "fmt": ("e4m3", "float8_e4m3fn", None),
     "scale_fmt": ("float", "ue8m0", None),
     "activation_scheme": ("dynamic", "static", None),
-    "expert_dtype": ("fp8", None),
+    "expert_dtype": ("fp8", "fp4", None),
 }
 
 
@@ -173,13 +174,14 @@ def layouts_in(config: Mapping[str, Any]) -> list[Layout]:
 
 
 def _fp8_layouts(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> list[Layout]:
-    """Return the layout of the weights of DeepSeek, Qwen3 and vLLM, with both names of scales."""
+    """Return the layouts of weights of DeepSeek, Qwen3 and vLLM, with all names of scales."""
     for key, allowed in _KNOWN.items():
         _known(config, key, allowed)
     layout, sizes = layouts["fp8-tensor"], config.get("weight_block_size")
     if sizes is not None:
         layout = replace(layouts["fp8-block"], block=_pair("weight_block_size", sizes))
-    return [replace(layout, suffixes=("", scale)) for scale in ("_scale_inv", "_scale")]
+    scales = ("_scale_inv", "_scale", ".scale")
+    return [replace(x, suffixes=("", s)) for x in (layouts["mxfp4"], layout) for s in scales]
 
 
 def _modelopt_layouts(config: Mapping[str, Any], layouts: list[Layout]) -> list[Layout]:

@@ -10,21 +10,11 @@ import numpy as np
 from flax import nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 
-from jfp8.checkpoint import histories, values
+from jfp8.checkpoint import histories, tree, values
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.flax_fp8_ops import COLLECTION, as_fp8
 from jfp8.checkpoint.optimizers import arranged, rescaled, unmastered
-from jfp8.checkpoint.tree import (
-    Nested,
-    Path,
-    at,
-    described,
-    nested,
-    optimizer_states,
-    put,
-    rebuilt,
-    walk,
-)
+from jfp8.checkpoint.tree import Nested, Path
 from jfp8.layers.linen.state_in_gradients import NAME
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.optim.masters import init_masters
@@ -94,18 +84,18 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     >>> str(told[0].message).split(" (")[0]
     'Amax histories that the checkpoint lacks start empty'
     """
-    state, wanted, log = nested(saved), nested(target), Log()
+    state, wanted, log = tree.nested(saved), tree.nested(target), Log()
     # A checkpoint that says nothing about the optimizer, for a training state.
     afresh = isinstance(target, TrainState | FlaxTrainState) and isinstance(state, dict)
     afresh = afresh and not {"step", "opt_state"} & set(state)
-    state_like_target = _arranged(wanted, state, optimizer_states(target), afresh, log)
+    state_like_target = _arranged(wanted, state, tree.optimizer_states(target), afresh, log)
     if afresh:
         wanted = {name: child for name, child in wanted.items() if name != "opt_state"}
     leaves = _fitted(wanted, state_like_target, (), log)
     log.close(strict)
     if afresh:
         return _with_fresh_optimizer(target, leaves, state.get("params", state))
-    return rebuilt(target, leaves)
+    return tree.rebuilt(target, leaves)
 
 
 def _arranged(target: Any, saved: Any, optimizers: Iterable[Path], afresh: bool, log: Log) -> Any:
@@ -117,14 +107,14 @@ def _arranged(target: Any, saved: Any, optimizers: Iterable[Path], afresh: bool,
     models = list(_models(target, ()))
     names = {path[:-1]: path[-1] for path in optimizers if path[:-1] in models}
     for path in models:
-        model = at(saved, path)
+        model = tree.at(saved, path)
         if model is None or isinstance(model, dict):
-            pair = at(target, path), model or {}
-            saved = put(saved, path, _model(*pair, names.get(path), afresh, path, log))
+            pair = tree.at(target, path), model or {}
+            saved = tree.put(saved, path, _model(*pair, names.get(path), afresh, path, log))
     for path in optimizers:
-        before = at(saved, path)
+        before, after = tree.at(saved, path), tree.at(target, path) or {}
         if path[:-1] not in models and before is not None:
-            saved = put(saved, path, arranged(at(target, path) or {}, before, path, {}, log))
+            saved = tree.put(saved, path, arranged(after, before, path, {}, log))
     return saved
 
 
@@ -142,8 +132,8 @@ def _model(
 ) -> Nested:
     """Arrange a saved model or training state; `optimizer` is the name of the target's state."""
     places, sources = _collections(target), _collections(saved)
-    wanted = {name: at(target, place) for name, place in places.items()}
-    given = {name: at(saved, place) for name, place in sources.items()}
+    wanted = {name: tree.at(target, place) for name, place in places.items()}
+    given = {name: tree.at(saved, place) for name, place in sources.items()}
     if not set(given) & {"params", *wanted}:
         given = {"params": given}
     # A model is taken out of a training state by leaving the rest where it is.
@@ -167,7 +157,7 @@ def _model(
             given["fp8"] = rescaled(given.get("fp8"), before, after, afresh, place, log)
     new: Nested = {}
     for name, value in given.items():
-        new = put(new, (sources | places).get(name, (name,)), value)
+        new = tree.put(new, (sources | places).get(name, (name,)), value)
     return new
 
 
@@ -195,7 +185,7 @@ def _fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
     if not isinstance(target, dict):
         return _leaf(target, saved, path, log)
     if saved is not None and not isinstance(saved, dict):
-        wanted, given = described(target), described(saved)
+        wanted, given = tree.described(target), tree.described(saved)
         log.problem(path, f"the target has {wanted}, the checkpoint {given}")
         return {}
     new: dict[Path, Any] = {}
@@ -209,7 +199,7 @@ def _fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
 
 def _leaf(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
     if saved is None:
-        log.problem(path, f"is missing; the target has {described(target)}")
+        log.problem(path, f"is missing; the target has {tree.described(target)}")
         return {}
     try:
         return {path: values.fitted(target, saved, path, log)}
@@ -219,7 +209,7 @@ def _leaf(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
 
 
 def _zeros(target: Any, path: Path) -> dict[Path, Any]:
-    leaves = walk(target, path)
+    leaves = tree.walk(target, path)
     return {place: values.placed(np.zeros(leaf.shape, leaf.dtype), leaf) for place, leaf in leaves}
 
 
@@ -231,7 +221,7 @@ def _drop(saved: Any, path: Path, log: Log) -> None:
         for name, child in saved.items():
             _drop(child, (*path, name), log)
     elif not isinstance(saved, dict):
-        log.problem(path, f"the checkpoint has {described(saved)}, the target nothing")
+        log.problem(path, f"the checkpoint has {tree.described(saved)}, the target nothing")
 
 
 def _collections(state: Nested) -> dict[str, Path]:
@@ -255,7 +245,7 @@ def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> A
 
     Masters start from the `saved` parameters, before they were quantized.
     """
-    new: Any = rebuilt(target.replace(opt_state=()), leaves)
+    new: Any = tree.rebuilt(target.replace(opt_state=()), leaves)
     create = type(target).create
     if isinstance(target, FlaxTrainState):
         fresh: Any = create(apply_fn=target.apply_fn, params=new.params, tx=target.tx)
@@ -265,10 +255,10 @@ def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> A
     opt_state = fresh.opt_state
     if has_master_weights(opt_state):
         wide = {
-            place: values.decoded(at(saved, place)) if is_stored(leaf) else leaf
-            for place, leaf in walk(nested(new.params))
+            place: values.decoded(tree.at(saved, place)) if is_stored(leaf) else leaf
+            for place, leaf in tree.walk(tree.nested(new.params))
         }
-        opt_state = init_masters(opt_state, rebuilt(new.params, wide))
+        opt_state = init_masters(opt_state, tree.rebuilt(new.params, wide))
     return new.replace(opt_state=opt_state)
 
 
@@ -316,7 +306,7 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
     if "opt_state" in state:
         left_out |= {"opt_state", *COUNTERS}
     collections = {
-        name: at(state, place)
+        name: tree.at(state, place)
         for name, place in _collections(state).items()
         if name not in left_out
     }
@@ -328,11 +318,11 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
     return {**collections, "params": _dequantized(collections["params"], dtype)}
 
 
-def _dequantized(tree: Any, dtype: jax.typing.DTypeLike) -> Any:
-    """Dequantize every `ScaledArray` in `tree`, also where it has become a dict."""
-    stored = tree if isinstance(tree, ScaledArray) else values.from_fields(tree)
+def _dequantized(node: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """Dequantize every `ScaledArray` in `node`, also where it has become a dict."""
+    stored = node if isinstance(node, ScaledArray) else values.from_fields(node)
     if isinstance(stored, ScaledArray):
         return jax.tree.map(jax.numpy.asarray, stored).dequantize(dtype)
-    if isinstance(tree, Mapping):
-        return {name: _dequantized(node, dtype) for name, node in tree.items()}
-    return tree
+    if isinstance(node, Mapping):
+        return {name: _dequantized(child, dtype) for name, child in node.items()}
+    return node

@@ -34,7 +34,9 @@ class Layout:
       block: rows and columns of ``[out, in]`` that share a scale; 0: all of them, -1: any number.
       scale_dtype: that of the stored scale. ``"uint8"`` stands for the exponents of E8M0.
       scale_ndim: dimensions of the stored scale of a matrix; below 2, sizes of 1 are left out.
-      suffixes: those of codes, of scales, and if there are two levels, of the outer scale.
+      suffixes: those of codes, of scales, and if there are two levels, of the outer scale. One that
+        begins with a dot takes the place of ``".weight"``.
+      packed_dtype: that of bytes with two FP4 codes.
       reciprocal: the outer scale is stored as ``f32[1]``, one divided by it; else ``f32[]``.
       grouped: codes have one more dimension, for the bytes of a block.
       group, calibrated: what config.json says of it, see serving_formats.toml.
@@ -45,6 +47,7 @@ class Layout:
     scale_dtype: str = "float32"
     scale_ndim: int = 2
     suffixes: tuple[str, ...] = ("", "_scale")
+    packed_dtype: str = "uint8"
     reciprocal: bool = False
     grouped: bool = False
     group: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -71,7 +74,12 @@ class Layout:
         """Return the names of the weights of which all tensors are `stored`."""
         codes, most = self.suffixes[0], 2 + self.grouped
         ends = [n.removesuffix(codes) for n, x in stored.items() if x.ndim >= most]
-        return [name for name in ends if all(name + suffix in stored for suffix in self.suffixes)]
+        return [name for name in ends if all(tensor in stored for tensor in self.tensors(name))]
+
+    def tensors(self, name: str) -> list[str]:
+        """Return the names of the tensors that store the weight called `name`."""
+        layer = name.removesuffix(".weight")
+        return [(layer if suffix.startswith(".") else name) + suffix for suffix in self.suffixes]
 
     def stored_as(self, scale: Any) -> Layout:
         """Return this layout with the dtype and the dimensions of a stored scale."""
@@ -83,7 +91,7 @@ class Layout:
         scales = ("float32", "bfloat16", "float16", _E8M0)
         if self.is_mx or self._has_outer:
             scales = (_E4M3,) if self._has_outer else ("uint8", _E8M0)
-        is_known = data.dtype.name == ("uint8" if self._is_fp4 else _E4M3)
+        is_known = data.dtype.name == (self.packed_dtype if self._is_fp4 else _E4M3)
         if not is_known or scale.dtype.name not in scales or any(x.size != 1 for x in outer):
             return False
         return scale.shape == self.scale_shape(self.shape_of(data))
@@ -92,7 +100,7 @@ class Layout:
         """Join the stored tensors of a weight, which this layout `holds`, to a `ScaledArray`."""
         shape = self.shape_of(data)
         if self._is_fp4:
-            data = split_nibbles(data).view(DTYPES["float4_e2m1fn"]).reshape(shape)
+            data = split_nibbles(data.view(np.uint8)).view(DTYPES["float4_e2m1fn"]).reshape(shape)
         if not self._has_outer:
             scale = scale.view(E8M0FNU.dtype) if self.is_mx else scale.astype(np.float32)
         scale = scale.reshape(() if self.block == (0, 0) else self._grid(shape))
@@ -117,12 +125,12 @@ class Layout:
         scale = self._narrowed(name, scale).reshape(self.scale_shape(q.shape))
         data = np.asarray(q.data)
         if self._is_fp4:
-            data = joined_nibbles(data)
+            data = joined_nibbles(data).view(self.packed_dtype)
         stored = [data.reshape(*scale.shape, -1) if self.grouped else data, scale]
         if self._has_outer:
             outer = self._outer(np.asarray(q_scale.scale, np.float32))
             stored.append(outer.reshape((1,) * self.reciprocal))
-        return dict(zip((name + suffix for suffix in self.suffixes), stored, strict=True))
+        return dict(zip(self.tensors(name), stored, strict=True))
 
     def fitted(self, q: ScaledArray) -> Layout:
         """Return this layout, with the blocks of `q` if it may have any."""

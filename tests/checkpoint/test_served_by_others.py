@@ -181,6 +181,23 @@ def test_gpt_oss(tmp_path):
     assert theirs["model.layers.1.mlp.experts.down_proj"].any()
 
 
+def test_deepseek_v4(tmp_path):
+    torch = pytest.importorskip("torch")
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from safetensors.torch import load_file
+
+    w = weights_of({"attn.wq_a.weight": (256, 128), EXTREMES: (256, 128)})
+    recipe = {"attn/*": "block", "*": "mxfp4"}
+    checkpoint.save_fp8_safetensors(tmp_path, w, "deepseek-v4", recipe=recipe)
+    ours, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    dequantize = fp8.Fp8Dequantize(None)._dequantize_one
+    for name in w:
+        scale = stored[name.replace("weight", "scale")]
+        assert different(ours[name], dequantize(stored[name], scale, torch.float32)) == 0
+        assert np.count_nonzero(ours[name]) > 1000
+
+
 def recipes_weight(recipe: str, w: Any) -> ScaledArray:
     """A matrix ``[out, in]`` as a recipe quantizes it."""
     return jfp8.quantize_params({"kernel": jnp.asarray(w).T}, recipe)["kernel"].T

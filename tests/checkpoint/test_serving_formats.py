@@ -39,7 +39,9 @@ DTYPES = {
     "F32": np.float32,
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "U8": np.uint8,
+    "I8": np.int8,
 }
 SUFFIXES = ("_packed", "_blocks", "")
 
@@ -62,9 +64,9 @@ def raw(folder: Path) -> dict[str, np.ndarray]:
 def published(stored: dict[str, np.ndarray], weight: str) -> np.ndarray:
     """What the tensors of a weight stand for, by the rules of their libraries, in f32."""
     data = next(stored[weight + s] for s in SUFFIXES if weight + s in stored)
-    scale = next(
-        stored[weight + s] for s in ("_scales", "_scale_inv", "_scale") if weight + s in stored
-    )
+    names = [weight + s for s in ("_scales", "_scale_inv", "_scale")]
+    scale = next(stored[n] for n in [*names, weight.replace("weight", "scale")] if n in stored)
+    data = data.view(np.uint8) if data.dtype == np.int8 else data
     if data.dtype == np.uint8:
         data = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1)
         if weight + "_scale_2" in stored:
@@ -159,6 +161,7 @@ def extreme(shape=(256, 128)) -> np.ndarray:
 F32_SCALES = jfp8.recipes.Float8BlockScaling(scale_rounding=None)
 WRITTEN = {
     "deepseek": {"fp8-block": F32_SCALES},
+    "deepseek-v4": {"fp8-block": "block", "mxfp4": "mxfp4"},
     "per-tensor": {"fp8-tensor": "current"},
     "modelopt": {"fp8-channel": "rowwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"},
     "compressed-tensors": {
@@ -337,6 +340,27 @@ def test_a_config_of_mixed_formats(tmp_path):
     }
 
 
+def test_experts_in_fp4_beside_layers_in_fp8_as_deepseek_has_them(tmp_path):
+    tensors = {"layers.0.attn.wkv.weight": layers()["model.layers.0.self_attn.q_proj.weight"]}
+    tensors["layers.0.ffn.experts.0.w1.weight"] = layers()["model.layers.0.mlp.up_proj.weight"]
+    recipe = {"*/experts/*": "mxfp4", "*": "block"}
+    checkpoint.save_fp8_safetensors(tmp_path, tensors, "deepseek-v4", recipe=recipe)
+    config, stored = config_of(tmp_path), raw(tmp_path)
+    assert (config["expert_dtype"], config["scale_fmt"]) == ("fp4", "ue8m0")
+    assert config["weight_block_size"] == [128, 128]
+    assert {name: (x.dtype.name, x.shape) for name, x in stored.items()} == {
+        "layers.0.attn.wkv.weight": ("float8_e4m3fn", (128, 128)),
+        "layers.0.attn.wkv.scale": ("float8_e8m0fnu", (1, 1)),
+        "layers.0.ffn.experts.0.w1.weight": ("int8", (256, 64)),
+        "layers.0.ffn.experts.0.w1.scale": ("float8_e8m0fnu", (256, 4)),
+    }
+    again, style = checkpoint.load_fp8_safetensors(tmp_path)
+    assert [layout.kind for layout in style.layouts] == ["mxfp4", "fp8-block"]
+    for name in tensors:
+        np.testing.assert_array_equal(again[name], published(stored, name))
+        assert np.any(published(stored, name))
+
+
 # One tensor at a time, several files, several processes.
 
 
@@ -467,7 +491,7 @@ def test_several_processes_write_files_of_one_checkpoint(tmp_path):
 
 MXFP6 = {"a": {"weights": {"type": "float", "num_bits": 6, "strategy": "group", "group_size": 32}}}
 MISTAKES = [
-    ("deepseek", {"expert_dtype": "fp4"}, "expert_dtype='fp4' in quantization_config is not read"),
+    ("deepseek", {"expert_dtype": "nf4"}, "expert_dtype='nf4' in quantization_config is not read"),
     ("compressed-tensors", {"config_groups": MXFP6}, "weights=.*'num_bits': 6, .* Known"),
     ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'.*Known: .*'NVFP4'.*Deq"),
     (
@@ -492,7 +516,9 @@ def test_what_is_not_read_says_what_is(style, config, message, tmp_path):
 def test_what_a_style_has_not(tmp_path):
     save, w = partial(checkpoint.save_fp8_safetensors, tmp_path), jnp.ones((64, 64))
     tensors = {"a.weight": quantized("mxfp4", w)}
-    with pytest.raises(ValueError, match=r"style \('gpt-oss', 'compressed-tensors'\), or quantize"):
+    with pytest.raises(
+        ValueError, match=r"'deepseek-v4', 'gpt-oss', 'compressed-tensors'\), or quantize"
+    ):
         save(tensors, "modelopt")
     with pytest.raises(ValueError, match="alone. mxfp4 of 1 x 32. Save it in"):
         save({"a.weight": quantized("rowwise", w)}, "gpt-oss")
