@@ -26,9 +26,12 @@ from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot
 from jfp8.layers.linen.products import ConvGeneralDilated, DotGeneral
 from jfp8.layers.linen.state_in_gradients import histories_in
 from jfp8.layers.linen.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.layers.transformer_math import ClampedSwiglu
+from jfp8.products.ragged.routing import Routing, route, routing_of
 from jfp8.tracing.listing import listing
 
 __all__ = [
+    "ClampedSwiglu",
     "Conv",
     "ConvGeneralDilated",
     "ConvTranspose",
@@ -47,6 +50,9 @@ __all__ = [
     "RelativePositionBiases",
     "TransformerLayer",
     "histories_in",
+    "Routing",
+    "route",
+    "routing_of",
 ]
 
 __dir__ = listing(__all__)

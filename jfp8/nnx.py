@@ -26,11 +26,14 @@ from jfp8.layers.nnx.products import (
     Product,
 )
 from jfp8.layers.nnx.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.layers.transformer_math import ClampedSwiglu
+from jfp8.products.ragged.routing import Routing, route, routing_of
 from jfp8.tracing.listing import listing
 from jfp8.training.nnx import value_and_grad
 from jfp8.training.nnx_optimizer import Optimizer
 
 __all__ = [
+    "ClampedSwiglu",
     "Conv",
     "ConvGeneralDilated",
     "ConvTranspose",
@@ -55,6 +58,9 @@ __all__ = [
     "TransformerLayer",
     "convert_module",
     "layers_of",
+    "Routing",
+    "route",
+    "routing_of",
     "value_and_grad",
 ]
 

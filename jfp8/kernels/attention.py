@@ -12,6 +12,8 @@ from jfp8.kernels.cuda_backends import known_gpu
 from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER
 from jfp8.kernels.xla import cudnn_attention as cudnn
+from jfp8.kernels.xla import cudnn_flash
+from jfp8.kernels.xla.cudnn_flash import FlashAttention
 from jfp8.products.flash.numerics import Numerics
 from jfp8.products.flash.plan import AttentionSpec, plan_attention
 from jfp8.tracing.backends import first_allowed
@@ -31,6 +33,7 @@ class AttentionByKernels:
     named: bool  # whether it was asked for: then nothing else computes
     backward_by: Any = None  # the plan of cuDNN's backward pass
     reason: str = ""  # of the reference: why no kernels were chosen
+    whole = None
 
     @property
     def uses_one_scale(self) -> bool:
@@ -86,13 +89,16 @@ class AttentionByKernels:
             return on_platform("cuda", partial(kernels, **options), elsewhere, *operands)
 
 
-def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels:
+def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels | FlashAttention:
     """Return the implementation that is asked for, or the best that computes what `blocks` does.
 
     Raises:
       ValueError: it is unknown, or does not compute this.
     """
     gpu = known_gpu(spec.device)
+    if spec.recipe is None:
+        reason = cudnn_flash.refusal(spec, gpu)
+        return AttentionByKernels(None, False, reason=reason) if reason else FlashAttention()
     if implementation is None:
         if gpu is None:
             return AttentionByKernels(None, named=False, reason="no GPU is known")

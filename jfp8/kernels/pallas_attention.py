@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,10 @@ class Pallas:
         reason = why_none_for(gpu, {self.gpus: self.family}, "attention")
         if reason is not None:
             return reason
-        known = "masks, is_causal" if self.masks else "is_causal"
-        for name in ("bias",) if self.masks else ("mask", "bias"):
+        known = "masks, segments, is_causal" if self.masks else "is_causal"
+        for name in ("bias",) if self.masks else ("mask", "segments", "bias"):
             if getattr(spec.visible, name) is not None:
-                return f"a {name}: the kernels know {known}, local_window_size and lengths"
+                return f"{name}: the kernels know {known}, local_window_size, lengths and sinks"
         if spec.depth not in self.sizes:
             return f"heads of {spec.depth} numbers: the kernels are for {_listed(self.sizes)}"
         if not spec.scale > 0:
@@ -81,8 +82,7 @@ class Pallas:
         hidden, (of_queries, _) = _hidden(k, visible), visible.lengths
 
         def attend(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            more: dict[str, Any] = dict(zip(hidden, x[6:], strict=True))
-            return attention_forward(*x[:6], **more, **options)
+            return attention_forward(*x[:6], **_with_mask(hidden, x[6:]), **options)
 
         operands = _heads(q.data), k.data, v.turned(), _heads(q.scale), k.scale, v.scale
         rule = forward_rule(groups, **hidden)
@@ -127,7 +127,7 @@ class Pallas:
 
         def differentiate(*x: jax.Array) -> tuple[jax.Array, ...]:
             n, m = len(stored), len(stored) + len(vectors)
-            more: dict[str, Any] = dict(zip(hidden, x[m:], strict=True))
+            more = _with_mask(hidden, x[m:])
             return attention_backward(Stored(*x[:n]), Vectors(*x[n:m]), **more, **options)
 
         rule = backward_rule(groups, **hidden)
@@ -181,33 +181,42 @@ def _options(
 
 
 def _hidden(k: Quantized, visible: Visible) -> dict[str, jax.Array]:
-    """Return how many keys of each head are not padding, and the mask, if there are such."""
-    found = {}
+    """Return the lengths of keys, the mask and segments, if there are such."""
+    found: dict[str, jax.Array] = {}
     if (lengths := visible.lengths[1]) is not None:
         lengths = jnp.broadcast_to(lengths[:, None], k.data.shape[:2])
         found["key_lengths"] = lengths.astype(jnp.int32)
     if visible.mask is not None:
         found["mask"] = _heads(visible.mask)
+    if visible.segments is not None:
+        of_query, of_key = visible.segments
+        found |= {"query_segments": of_query[:, 0, 0, :, 0], "key_segments": of_key[:, 0, 0, 0]}
+    return found
+
+
+def _with_mask(hidden: dict[str, jax.Array], given: Sequence[jax.Array]) -> dict[str, Any]:
+    """Return the parts of `hidden` that a device has, with segments as a mask, to become bits."""
+    found: dict[str, Any] = dict(zip(hidden, given, strict=True))
+    if "query_segments" in found:
+        of_query, of_key = found.pop("query_segments"), found.pop("key_segments")
+        same = of_query[:, None, :, None] == of_key[:, None, None]
+        found["mask"] = same & found["mask"] if "mask" in found else same
     return found
 
 
 # Rules for `partitioning.divided`: devices may divide sequences and heads of ``[B, N, T, H]``. They
-# have the dimensions of `key_lengths` and `mask`, if these are not None.
+# have the dimensions of what `_hidden` returns.
 
 
-def forward_rule(
-    groups: int, *, key_lengths: jax.Array | None = None, mask: jax.Array | None = None
-) -> str:
+def forward_rule(groups: int, **hidden: jax.Array) -> str:
     """Return the rule of `attention_forward`."""
     k = _of_keys(groups)
     matrices, scales = ["b n T H", f"{k} S H", f"{k} H S"], ["b n T", f"{k} S", f"{k} S"]
-    operands = [*matrices, *scales, *_of_hidden(groups, key_lengths, mask)]
+    operands = [*matrices, *scales, *_of_hidden(groups, hidden)]
     return f"{', '.join(operands)} -> b n T H, b n T"
 
 
-def backward_rule(
-    groups: int, *, key_lengths: jax.Array | None = None, mask: jax.Array | None = None
-) -> str:
+def backward_rule(groups: int, **hidden: jax.Array) -> str:
     """Return the rule of `attention_backward`, with the leaves of its operands."""
     q, k = "b n", _of_keys(groups)
     tokens = [f"{k} S" if name[0] in "kv" else f"{q} T" for name in Stored._fields]
@@ -215,7 +224,7 @@ def backward_rule(
         f"{axes[:-1]}H {axes[-1]}" if name.endswith("_t") else f"{axes} H"
         for name, axes in zip(Stored._fields, tokens, strict=True)
     ]
-    operands = [*matrices, *tokens, f"{q} T", f"{q} T", *_of_hidden(groups, key_lengths, mask)]
+    operands = [*matrices, *tokens, f"{q} T", f"{q} T", *_of_hidden(groups, hidden)]
     return f"{', '.join(operands)} -> {q} T H, {k} S H, {k} S H, {q} T"
 
 
@@ -224,10 +233,10 @@ def _of_keys(groups: int) -> str:
     return "b n" if groups == 1 else f"b n/{groups}"
 
 
-def _of_hidden(groups: int, key_lengths: jax.Array | None, mask: jax.Array | None) -> list[str]:
+def _of_hidden(groups: int, hidden: dict[str, jax.Array]) -> list[str]:
     """Return the names of the dimensions of all that hides keys. Every device has those of 1."""
-    names = [] if key_lengths is None else [_of_keys(groups)]
-    if mask is not None:
-        each = zip("bnTS", ("B", "N", "Q", "K"), mask.shape, strict=True)
-        names.append(" ".join(name if size > 1 else one for name, one, size in each))
-    return names
+    names = {"key_lengths": _of_keys(groups), "query_segments": "b T", "key_segments": "b S"}
+    if "mask" in hidden:
+        each = zip("bnTS", ("B", "N", "Q", "K"), hidden["mask"].shape, strict=True)
+        names["mask"] = " ".join(name if size > 1 else one for name, one, size in each)
+    return [names[name] for name in hidden]

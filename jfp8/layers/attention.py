@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,13 @@ def attend(
     bias: jax.Array | None,
     mask: jax.Array | None,
     *,
-    recipe: Recipe,
-    implementation: Implementation,
+    recipe: Recipe | None,
+    implementation: Implementation = None,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    tokens: tuple[jax.Array | None, ...] = (None,) * 4,
+    sinks: jax.Array | None = None,
     projections: Projections = SEPARATE,
 ) -> jax.Array:
     """Compute `scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
@@ -40,42 +39,24 @@ def attend(
     Args:
       query, key, value: ``[..., tokens, heads, depth]``.
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
+      recipe: None: nothing is quantized.
       implementation: of the layer's products. Of these only ``"emulate"`` is for attention, too.
-      scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size: as for
-        `scaled_dot_product_attention`.
-      projections: see `attention_of_projections`; only with one batch dimension.
+      scale, is_causal, local_window_size, sinks: as for `scaled_dot_product_attention`.
+      tokens, projections: see `attention_of_projections`; the latter with one batch dimension only.
     """
     for x in (query, key, value):
         check_operand(x)
     reference = "emulate" if implementation == "emulate" else None
     options = AttentionOptions(scale, is_causal, local_window_size, recipe, reference)
-    arrays = _in_one_batch(query, key, value, bias, mask)
-    lengths = query_seq_lengths, key_value_seq_lengths
-    out = attention_of_projections(options, arrays, lengths, None, None, projections)
-    return out.reshape(query.shape)
-
-
-def plain_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    **options: Any,
-) -> jax.Array:
-    """Return ``jax.nn.dot_product_attention`` of the arguments of `attend`."""
-    arrays = _in_one_batch(query, key, value, bias, mask)
-    return jax.nn.dot_product_attention(*arrays, **options).reshape(query.shape)
-
-
-def _in_one_batch(query, key, value, bias, mask) -> tuple[Any, ...]:
-    batch = query.shape[:-3]
-    if mask is not None:
-        mask = jnp.asarray(mask, bool)
-    if len(batch) < 2:
-        return query, key, value, bias, mask
-    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    return query, key, value, _by_score(bias, batch), _by_score(mask, batch)
+    shape, batch = query.shape, query.shape[:-3]
+    mask = None if mask is None else jnp.asarray(mask, bool)
+    if len(batch) > 1:
+        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        bias, mask = _by_score(bias, batch), _by_score(mask, batch)
+        each = lambda x: x.reshape(-1, *x.shape[len(batch) :])
+        tokens = jax.tree.map(each, tokens)
+    arrays = query, key, value, bias, mask, sinks
+    return attention_of_projections(options, arrays, tokens, None, None, projections).reshape(shape)
 
 
 def _by_score(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:

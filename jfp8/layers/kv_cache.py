@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.layers.position_math import position_mask
 from jfp8.scaling.arrays import ScaledArray, dequantize
 from jfp8.scaling.formats import E3M4, E4M3FN, E5M2, Format, FormatLike, as_format
 from jfp8.scaling.granularity import PerAxis
@@ -126,10 +127,9 @@ def keys_and_values(cache: KVCache, dtype: jax.typing.DTypeLike) -> tuple[jax.Ar
     return read(cache.key), read(cache.value)
 
 
-def visible(cache: KVCache, length: int) -> jax.Array:
+def visible(cache: KVCache, length: int, window: int | tuple[int, int] | None = None) -> jax.Array:
     """``bool[length, max_length]``: the keys that the next `length` queries may attend to."""
-    queries = cache.index + jnp.arange(length, dtype=jnp.int32)
-    return queries[:, None] >= jnp.arange(cache.max_length, dtype=jnp.int32)[None, :]
+    return position_mask((length, cache.max_length), window=window, first=cache.index)
 
 
 def nan_if_full(query: jax.Array, cache: KVCache) -> jax.Array:

@@ -30,6 +30,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 
 Layer = Callable[..., jax.Array]  # of an array and `ExpertRows`
+Route = Callable[..., Routing]  # of logits and k, and maybe a bias
 
 
 def expert_kernels(
@@ -67,11 +68,6 @@ def router_logits(tokens: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.dot(x, kernel, precision=lax.Precision.HIGHEST)
 
 
-def renormalizes(given: bool | None, experts_per_token: int) -> bool:
-    """Whether weights of a token are made to sum to 1; None: if it uses more than one expert."""
-    return experts_per_token > 1 if given is None else given
-
-
 def check_bias_update_rate(rate: float | None) -> None:
     """Raise ``ValueError`` for a rate that would move biases away from balance."""
     if rate is not None and not rate >= 0:
@@ -106,7 +102,7 @@ def through_experts(
     mesh: ExpertMesh,
     recipes: Sequence[Recipe],
     implementation: Implementation,
-    activation: str,
+    activation: str | transformer_math.ClampedSwiglu,
     saved_activations: Format | None,
     capacity_factor: float | None,
     is_one_operation: bool = True,
@@ -153,3 +149,17 @@ def through_experts(
         y = through_both(first, second, make, (exchange.group.size, exchange.height, *shape))
     each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
     return jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)
+
+
+def through_shared_expert(
+    tokens: jax.Array,
+    wi: Callable[[jax.Array], jax.Array],
+    wo: Callable[[jax.Array], jax.Array],
+    activation: str | transformer_math.ClampedSwiglu,
+    saved_activations: Format | None,
+) -> jax.Array:
+    """Return ``activation(x . wi) . wo`` of all tokens, ``[t, in]``; see `through_experts`."""
+    hidden = wi(tokens)
+    hidden = hidden.reshape(len(hidden), transformer_math.projections_of(activation), -1)
+    hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
+    return wo(hidden)

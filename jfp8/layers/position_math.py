@@ -9,9 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.layers.options import check_option
+from jfp8.products.flash.mask import window_of
 
 GroupMethod = Literal["consecutive", "alternate"]
 Rotary = tuple[tuple[float, float], GroupMethod]  # the options of `rotary_embedding`
+
+
+def position_mask(
+    sizes: tuple[int, int],
+    is_causal: bool = True,
+    window: int | tuple[int, int] | None = None,
+    first: jax.Array | int = 0,
+) -> jax.Array:
+    """Return ``bool[queries, keys]``: the keys that queries at `first` and later positions see.
+
+    Args:
+      sizes: numbers of queries and of keys.
+      is_causal, window: see `jfp8.layers.attention.attend`.
+    """
+    i, j = first + jnp.arange(sizes[0])[:, None], jnp.arange(sizes[1])[None]
+    seen = (j <= i) | (not is_causal)
+    bounds = window_of(window)
+    return seen if bounds is None else seen & (j >= i - bounds[0]) & (j <= i + bounds[1])
 
 
 def rotary_embedding(

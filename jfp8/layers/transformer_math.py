@@ -20,15 +20,14 @@ from jfp8.layers import kv_cache
 from jfp8.layers.attention import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
-from jfp8.layers.position_math import Rotary, rotary_embedding
+from jfp8.layers.position_math import Rotary, position_mask, rotary_embedding
 from jfp8.matmul.spec import planner_of
-from jfp8.products.flash.dot_product import SEPARATE
 from jfp8.products.mlp import make_all
 from jfp8.products.observers import OBSERVER
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
-from jfp8.tracing.device import current_device, current_gpu, explicit_mesh_of, has_explicit_axes
+from jfp8.tracing.device import current_device, explicit_mesh_of, has_explicit_axes
 from jfp8.tracing.notes import EXPLAINING
 
 
@@ -38,6 +37,32 @@ def _identity(x: jax.Array) -> jax.Array:
 
 def _squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """An activation of two projections, which are bounded. ::
+
+        y = a * sigmoid(alpha * a) * (b + offset)    a = min(x_0, limit)
+                                                     b = min(max(x_1, -limit), limit)
+
+    With these numbers, also called ``"clamped_swiglu"``, it is that of gpt-oss. DeepSeek-V4 has
+    ``ClampedSwiglu(limit=10.0, alpha=1.0, offset=0.0)``.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
+
+    @property
+    def functions(self) -> tuple[Callable[[jax.Array], jax.Array], ...]:
+        """Return those of both projections, as in `ACTIVATIONS`."""
+
+        def gate(x: jax.Array) -> jax.Array:
+            x = jnp.minimum(x, self.limit)
+            return x * jax.nn.sigmoid(self.alpha * x)
+
+        return gate, lambda x: jnp.clip(x, -self.limit, self.limit) + self.offset
 
 
 # Each activation takes as many projections of the input as it has functions, and multiplies what
@@ -50,15 +75,18 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], ...]] = {
     "geglu": (jax.nn.gelu, _identity),
     "swiglu": (jax.nn.silu, _identity),
     "reglu": (jax.nn.relu, _identity),
+    "clamped_swiglu": ClampedSwiglu().functions,
 }
 
 
-def projections_of(activation: str) -> int:
+def projections_of(activation: str | ClampedSwiglu) -> int:
     """How many projections of the input `activation` takes: 1, or 2 if it is gated.
 
     Raises:
       ValueError: unknown `activation`; the message lists the known ones.
     """
+    if isinstance(activation, ClampedSwiglu):
+        return 2
     check_option("activation", activation, tuple(ACTIVATIONS))
     return len(ACTIVATIONS[activation])
 
@@ -67,10 +95,11 @@ def projections_of(activation: str) -> int:
 class Activation:
     """One of `ACTIVATIONS`, as a function of its projections."""
 
-    name: str
+    name: str | ClampedSwiglu
 
     def __call__(self, *projections: jax.Array) -> jax.Array:
-        functions = ACTIVATIONS[self.name]
+        known = isinstance(self.name, str)
+        functions = ACTIVATIONS[self.name] if known else self.name.functions
         y, *gates = (f(x) for f, x in zip(functions, projections, strict=True))
         for gate in gates:
             y = y * gate
@@ -78,7 +107,7 @@ class Activation:
 
 
 def activate(
-    x: jax.Array, activation: str, *, saved_activations: Format | None = None
+    x: jax.Array, activation: str | ClampedSwiglu, *, saved_activations: Format | None = None
 ) -> jax.Array:
     """Return the activation of `projections_of(activation)` projections of an input. ::
 
@@ -154,16 +183,6 @@ def drop(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 
-def causal_mask(query_length: int, key_length: int) -> jax.Array:
-    """Return ``bool[query_length, key_length]``: a query may attend to no key after it."""
-    return jnp.arange(query_length)[:, None] >= jnp.arange(key_length)[None, :]
-
-
-def and_causal(mask: jax.Array | None, query_length: int, key_length: int) -> jax.Array:
-    """Return `mask` and `causal_mask` combined."""
-    return both_masks(causal_mask(query_length, key_length), mask)
-
-
 def both_masks(causal: jax.Array, mask: jax.Array | None) -> jax.Array:
     """Two masks combined, of which the second may be missing."""
     if mask is None:
@@ -185,32 +204,34 @@ def projected_attention(
     query: jax.Array,
     keys_values: jax.Array,
     *,
+    attention: Callable[..., jax.Array],
+    in_fp8: bool = True,
     qkv: jax.Array | None = None,
     rotary: Rotary | None = None,
     cache: KVCache | None = None,
     mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    is_causal: bool = False,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     saved_activations: Format | None = None,
-    attention: Callable[..., jax.Array] | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, KVCache | None]:
-    """Compute `grouped_query_attention` of projections for each of ``G`` groups.
+    """Compute attention of projections for each of ``G`` groups.
 
     Args:
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
+      attention: `jfp8.layers.attention.attend` with some arguments.
+      in_fp8: whether `attention` quantizes.
       qkv: what both are parts of, one after the other; None: they are separate products.
       rotary: windows and group method of a `rotary_embedding`; None: there is none.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         those of the next ones, and the mask is for all ``max_length`` keys.
-      mask, bias, saved_activations: as for `grouped_query_attention`.
-      is_causal: no query attends to a key after it. Not with a `cache`, whose mask says that.
-      dropout_rate, dropout_key: as for `drop`.
-      attention: computes attention instead, in FP8 and without dropout, as
-        ``attention(query, key, value, bias, mask, is_causal=..., projections=...)``; see
-        `attention_of_projections`.
+      mask: as for `attend`.
+      dropout_rate, dropout_key: as for `drop`, of the weights: only in high precision.
+      saved_activations: keep the values in this format for the backward pass, queries and keys as
+        they are (an error in a score would be one in the exponent of a weight); in high precision.
+      options: of `attend`: the bias, sinks, and which keys a query sees. With a `cache` the mask
+        alone says that.
 
     Returns:
       ``[..., q, H, depth]``, and the `cache` with the new keys and values.
@@ -227,109 +248,84 @@ def projected_attention(
         cache = kv_cache.extended(cache, key, value)
         query = kv_cache.nan_if_full(query, cache)
         key, value = kv_cache.keys_and_values(cache, value.dtype)
-    if attention is not None:
-        check_weights_stay_inside(0.0 if dropout_key is None else dropout_rate, sown=False)
-        projections = SEPARATE
+    bias = options.pop("bias", None)
+    dropped = 0.0 if dropout_key is None else dropout_rate
+    if in_fp8:
+        check_weights_stay_inside(dropped, sown=False)
         if cache is None and len(leading) == 2:
             last = keys_values if qkv is None else qkv
-            projections = (qkv, last, last) if rotary is None else (None, None, last)
-        operands = query, key, value, bias, mask
-        return attention(*operands, is_causal=is_causal, projections=projections), cache
-    if is_causal:
-        mask = and_causal(mask, query.shape[-3], key.shape[-3])
-    context = grouped_query_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        dropout=partial(drop, rate=dropout_rate),
-        dropout_args=(dropout_key,),
-        saved_activations=saved_activations,
-    )
-    return context, cache
+            options["projections"] = (qkv, last, last) if rotary is None else (None, None, last)
+        return attention(query, key, value, bias, mask, **options), cache
+    # Attention by blocks has no weights to drop, and adds in float32.
+    by_weights = dropped or value.dtype == jnp.float64
+    if by_weights:
+        attention = partial(attention_by_weights, dropout=partial(drop, rate=dropout_rate))
+
+    def attend(value, query, key, bias, mask, sinks, tokens, dropout_key) -> jax.Array:
+        arrays: dict[str, Any] = {"sinks": sinks, "tokens": tokens}
+        if by_weights:
+            arrays["dropout_args"] = (dropout_key,)
+        return attention(query, key, value, bias, mask, **options, **arrays)
+
+    rest = options.pop("sinks", None), options.pop("tokens", (None,) * 4)
+    if saved_activations is not None:
+        attend = save_in_fp8(attend, fmt=saved_activations)
+    return attend(value, query, key, bias, mask, *rest, dropout_key), cache
 
 
-def grouped_query_attention(
+def attention_by_weights(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
-    mask: jax.Array | None = None,
     bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    tokens: tuple[jax.Array | None, ...] = (None,) * 4,
+    sinks: jax.Array | None = None,
     dropout: Callable[..., jax.Array] = _identity,
     dropout_args: tuple[Any, ...] = (),
-    saved_activations: Format | None = None,
 ) -> jax.Array:
-    """Attention in which each group of query heads shares a head of keys and values. ::
+    """Compute attention with an array of all weights, of which some may be dropped. ::
 
         y = dropout(softmax(query . key^T / sqrt(depth) + bias)) . value
 
-    Head ``h`` of the query reads head ``h // (H / G)`` of `key` and `value`; ``G = H`` is
-    multi-head attention and ``G = 1`` multi-query attention. Where `mask` leaves nothing to attend
-    to, all keys weigh the same.
+    Head ``h`` of the query reads head ``h // (H / G)`` of `key` and `value`.
 
     Args:
       query: ``[..., q, H, depth]``.
       key, value: ``[..., k, G, depth]``, where ``G`` divides ``H``.
-      mask: broadcast to ``[..., H, q, k]``: True or 1 where a query may attend to a key.
-      bias: broadcast to ``[..., H, q, k]``.
+      bias, mask: broadcast to ``[..., H, q, k]``; the mask may be of numbers.
+      is_causal, local_window_size, tokens, sinks: see `jfp8.layers.attention.attend`.
       dropout: of the weights, ``[..., H, q, k]`` in float32, and of `dropout_args`, such as a key.
-      saved_activations: keep `value` in this format for the backward pass, `query` and `key` as
-        they are (an error in a score would be one in the exponent of a weight), and compute the
-        weights again. `dropout` must then have no side effects and close over no array. None: keep
-        the weights.
 
     Returns:
-      ``[..., q, H, depth]``, in the dtype of `value`.
-
-    Raises:
-      ValueError: ``G`` does not divide ``H``.
-
-    References:
-      arXiv 1706.03762, arXiv 2305.13245 (grouped queries).
+      ``[..., q, H, depth]``, in the dtype of `value`; 0 for a query that sees no key.
     """
-    *batch, q_length, heads, depth = query.shape
-    k_length, groups = key.shape[-3:-1]
-    if heads % groups:
-        raise ValueError(
-            f"{heads} heads of the query cannot share {groups} heads of keys and values evenly. "
-            "The former must be a multiple of the latter."
-        )
-    grouped = (*batch, groups, heads // groups, q_length, k_length)
-
-    def attend(value, query, key, mask, bias, dropout_args) -> jax.Array:
-        scores = _scores(query, key, mask, bias)
-        weights = dropout(jax.nn.softmax(scores), *dropout_args).astype(value.dtype)
-        context = jnp.einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
-        return context.reshape(*batch, q_length, heads, depth)
-
-    if saved_activations is not None:
-        attend = save_in_fp8(attend, fmt=saved_activations)
-    return attend(value, query, key, mask, bias, dropout_args)
-
-
-def _scores(
-    query: jax.Array,
-    key: jax.Array,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-) -> jax.Array:
-    """What attention takes the softmax of: ``[..., H, q, k]``, in float32 at least."""
     *batch, q_length, heads, depth = query.shape
     k_length, groups = key.shape[-3:-1]
     wide = jnp.promote_types(query.dtype, jnp.float32)
     every_head = (*batch, heads, q_length, k_length)
+    grouped = (*batch, groups, heads // groups, q_length, k_length)
     query = query.reshape(*batch, q_length, groups, heads // groups, depth)
-    # On GPUs softmax then goes along rows of memory, and nothing transposes scores or their
-    # gradients. (On CPUs the gradient of `key` would be summed in another order.)
-    by = ("...kgd,...qgrd->...grqk", key, query)
-    if current_gpu(query, key) is None:
-        by = ("...qgrd,...kgd->...grqk", query, key)
-    scores = jnp.einsum(*by, preferred_element_type=wide)
+    by = "...qgrd,...kgd->...grqk"
+    scores = jnp.einsum(by, query, key, preferred_element_type=wide)
     scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
     if bias is not None:
         scores += jnp.broadcast_to(bias, every_head).astype(wide)
+    seen = position_mask((q_length, k_length), is_causal, local_window_size)
+    seen = jnp.broadcast_to(seen, every_head)
+    *_, of_query, of_key = tokens
+    if of_query is not None and of_key is not None:
+        seen = seen & (of_query[..., None, :, None] == of_key[..., None, None, :])
     if mask is not None:
-        scores = jnp.where(jnp.broadcast_to(mask, every_head), scores, jnp.finfo(wide).min)
-    return scores
+        seen = seen & jnp.broadcast_to(jnp.asarray(mask, bool), every_head)
+    scores = jnp.where(seen, scores, jnp.finfo(wide).min)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks[:, None, None].astype(wide), (*every_head[:-1], 1))
+        scores = jnp.concatenate([scores, sinks], -1)
+    weights = jnp.where(seen, jax.nn.softmax(scores)[..., :k_length], 0)
+    weights = dropout(weights, *dropout_args).astype(value.dtype)
+    context = jnp.einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
+    return context.reshape(*batch, q_length, heads, depth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import jax
@@ -57,6 +57,9 @@ class TransformerOptions(Architecture):
     saved_activations: Format | None = None
     recipe: RecipeLike | None = None
     implementation: Implementation = None
+    _: KW_ONLY
+    local_window_size: int | tuple[int, int] | None = None
+    attention_sinks: bool = False
 
     def check_options(self) -> None:
         """Raise ``ValueError`` for an unknown name, or sizes that do not fit."""
@@ -116,16 +119,25 @@ class TransformerOptions(Architecture):
         groups = self.num_gqa_groups or self.num_attention_heads
         return (*input_shape[:-1], groups, self.hidden_size // self.num_attention_heads)
 
-    def _self_attention_mask(
-        self, given: jax.Array | None, length: int, cache: KVCache | None = None
-    ) -> tuple[jax.Array | None, bool]:
-        """Return the mask of the self attention, with the one that the call was `given`.
-
-        And whether, besides, no query may attend to a key after it.
-        """
-        if cache is not None:
-            return transformer_math.both_masks(kv_cache.visible(cache, length), given), False
-        return given, self.is_causal
+    def _seen_keys(
+        self,
+        mask: jax.Array | None,
+        segment_ids: jax.Array | None,
+        length: int,
+        cache: KVCache | None,
+    ) -> dict[str, Any]:
+        """Return which keys the self attention sees, as options of `attend`."""
+        window = self.local_window_size
+        if cache is None:
+            tokens = None, None, segment_ids, segment_ids
+            names = "mask", "is_causal", "local_window_size", "tokens"
+            return dict(zip(names, (mask, self.is_causal, window, tokens), strict=True))
+        if segment_ids is not None:
+            raise ValueError(
+                "segment_ids are for packed sequences in training, but this call decodes, and the "
+                "cache has no segments. Decode the sequences side by side: one in each row."
+            )
+        return {"mask": transformer_math.both_masks(kv_cache.visible(cache, length, window), mask)}
 
     def normalization(self) -> dict[str, Any]:
         """Return the options of a normalisation."""
@@ -145,6 +157,7 @@ class TransformerOptions(Architecture):
             "dense": options_of(self, PRODUCT_OPTIONS),
             "attention_dropout": self.attention_dropout,
             "attention_products": self.attention_products,
+            "attention_sinks": self.attention_sinks,
         }
 
     def mlp_options(self) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from support.gpu_programs import F8, compile_for, why_not
+from support.gpu_programs import F8, compile_divided, compile_for, why_not
+from support.interpreter import cudnn_known
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -96,3 +97,63 @@ def test_the_reference_on_blackwell(compiled):
     for product in program.hlo.other_products:
         assert program.hlo.factors(product) <= {"bf16", *F8}
     assert not all_scores(program)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"local_window_size": (512, 0), "num_gqa_groups": 4}, {"saved_activations": jfp8.E4M3FN}],
+    ids=["as it comes", "window and groups", "saved in fp8"],
+)
+def test_a_transformer_layer_in_high_precision(options):
+    """By cuDNN's flash attention in bf16, forward and backward: no array of all scores."""
+    layer = jfp8.TransformerLayer(
+        *(1024, 2048, 8),
+        self_attn_mask_type="causal",
+        dtype=BF16,
+        param_dtype=BF16,
+        enable_rotary_pos_emb=True,
+        recipe="current",
+        **options,
+    )
+    x = jax.ShapeDtypeStruct((1, T, 1024), BF16)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
+
+    def step(params, x, grad):
+        y, vjp = jax.vjp(lambda params, x: layer.apply({"params": params}, x), params, x)
+        return y, vjp(grad)
+
+    with cudnn_known():
+        program = compile_for("h200", step, params, x, x)
+    targets = [i.target for i in program.hlo.other_products]
+    again = "saved_activations" in options
+    assert sorted(targets) == sorted(
+        ["__cudnn$fmhaSoftmax"] * (1 + again) + ["__cudnn$fmhaSoftmaxBackward"]
+    )
+    assert not all_scores(program)
+
+
+def test_a_transformer_layer_in_high_precision_on_eight_gpus():
+    """FSDP and tensor parallelism, with a number of tokens that no block divides."""
+    layer = jfp8.TransformerLayer(
+        *(1024, 2048, 8),
+        num_gqa_groups=4,
+        self_attn_mask_type="causal",
+        use_bias=False,
+        dtype=BF16,
+        param_dtype=BF16,
+        recipe="current",
+    )
+    x = jax.ShapeDtypeStruct((8, 2047, 1024), BF16)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
+    specs = jax.tree.map(lambda w: P("x") if w.ndim > 1 else P(), params)
+    specs["self_attention"]["qkv"]["kernel"] = P("x", "y")
+
+    def step(params, x, grad):
+        y, vjp = jax.vjp(lambda params, x: layer.apply({"params": params}, x), params, x)
+        return y, vjp(grad)
+
+    with cudnn_known():
+        specs = specs, P("x"), P("x")
+        program = compile_divided("h200", {"x": 2, "y": 4}, step, (params, x, x), specs)
+    targets = [i.target for i in program.hlo.other_products]
+    assert sorted(targets) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]

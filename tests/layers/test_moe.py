@@ -15,6 +15,7 @@ import jfp8
 from jfp8 import ScaledArray, recipes
 from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot, Router
 from jfp8.products.ragged import routing
+from jfp8.products.ragged.tiles import take_rows
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from support.arrays import relative_error
 
@@ -114,7 +115,7 @@ def test_block_is_that_of_every_expert_for_every_token(k, activation, renormaliz
     model, params = made(
         num_experts_per_token=k,
         activation=activation,
-        renormalize=renormalize,
+        route=functools.partial(routing.route, renormalize=renormalize),
         return_load_balancing_loss=True,
     )
     x, dy = tokens(), tokens(seed=1)
@@ -184,6 +185,18 @@ def test_leading_dimensions_count_tokens():
 # Routing.
 
 
+def to_experts(x, routed):
+    """A copy of each token for each expert it chose, sorted by expert."""
+    copies = jnp.repeat(x, routed.experts.shape[1], axis=0)
+    return take_rows(copies, routed.order, routed.places)
+
+
+def from_experts(y, routed):
+    """For each token, the weighted sum of its experts' results."""
+    back = take_rows(y, routed.places, routed.order).reshape(*routed.experts.shape, y.shape[-1])
+    return jnp.sum(back.astype(jnp.float32) * routed.weights[:, :, None], axis=1)
+
+
 def test_routing():
     logits = np.log(np.float32([[0.1, 0.6, 0.3], [0.7, 0.2, 0.1], [0.2, 0.3, 0.5]]))
     routed = routing.route(jnp.asarray(logits), 2, renormalize=False)
@@ -194,10 +207,10 @@ def test_routing():
     assert routed.order.tolist() == [2, 0, 3, 5, 1, 4]
     assert routed.places.tolist() == [1, 4, 0, 2, 5, 3]
     x = jnp.arange(3.0)[:, None] + jnp.array([[10.0, 20.0]])
-    copies = routing.to_experts(x, routed)
+    copies = to_experts(x, routed)
     assert copies[:, 0].tolist() == [11, 10, 11, 12, 10, 12]
     np.testing.assert_allclose(
-        routing.from_experts(copies, routed)[:, 0], [10 * 0.9, 11 * 0.9, 12 * 0.8], rtol=1e-6
+        from_experts(copies, routed)[:, 0], [10 * 0.9, 11 * 0.9, 12 * 0.8], rtol=1e-6
     )
     renormalized = routing.route(jnp.asarray(logits), 2, renormalize=True)
     np.testing.assert_allclose(renormalized.weights[0], [2 / 3, 1 / 3], rtol=1e-6)
@@ -215,7 +228,7 @@ def test_gradients_of_the_way_there_and_back_are_exact():
 
     def there_and_back(x, weights):
         r = routed._replace(weights=weights)
-        return routing.from_experts(routing.to_experts(x, r) * double, r)
+        return from_experts(to_experts(x, r) * double, r)
 
     def indexed(x, weights):
         back = ((x[routed.order // 2]) * double)[routed.places].reshape(11, 2, 3)
@@ -269,7 +282,7 @@ def test_router_computes_in_high_precision(dtype):
     kernel[0, :2] = 1.0, 1.0 + 2.0**-11
     x = np.full((4, FEATURES), 8.0, dtype)
     x[0, 1:] = 1e6
-    router = Router(EXPERTS, 1, False, nn.initializers.zeros)
+    router = Router(EXPERTS, 1, nn.initializers.zeros)
     routed = jax.jit(router.apply)({"params": {"kernel": kernel}}, x)
     assert routed.experts.tolist() == [[1]] * 4
     logits = np.float64([8.0, 8 * (1 + 2.0**-11), 0, 0, 0])
@@ -525,8 +538,8 @@ def test_on_one_device_nothing_is_rounded_twice():
         product = lambda x, layer: jfp8.scaled_ragged_dot(
             x, params[layer]["kernel"], routed.group_sizes, recipe=recipe
         )
-        gate, up = jnp.split(product(routing.to_experts(x, routed), "wi"), 2, axis=-1)
-        return routing.from_experts(product(jax.nn.silu(gate) * up, "wo"), routed)
+        gate, up = jnp.split(product(to_experts(x, routed), "wi"), 2, axis=-1)
+        return from_experts(product(jax.nn.silu(gate) * up, "wo"), routed)
 
     run = jax.jit(lambda f, p, x: jax.vjp(f, p, x)[1](dy), static_argnums=0)
     found = run(lambda p, x: model.apply({"params": p}, x), params, x)

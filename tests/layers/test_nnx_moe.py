@@ -18,8 +18,9 @@ from support.arrays import assert_same, normal
 
 KEY = jax.random.key(4)
 FEATURES, EXPERTS, HIDDEN = 16, 5, 24
+RAW = functools.partial(jfp8.nnx.route, renormalize=False)
 OPTIONS = {
-    "scores": "sigmoid",
+    "route": functools.partial(jfp8.nnx.route, scores="sigmoid"),
     "bias_update_rate": 0.125,
     "return_load_balancing_loss": True,
     "dtype": jnp.bfloat16,
@@ -96,7 +97,8 @@ def test_steps_are_those_of_linen():
     [
         {},
         {"num_experts_per_token": 1, "activation": "gelu", "saved_activations": jfp8.E4M3FN},
-        {"num_experts_per_token": 3, "renormalize": False, "param_dtype": jnp.bfloat16},
+        {"num_experts_per_token": 3, "route": RAW, "param_dtype": jnp.bfloat16},
+        {"shared_intermediate_dim": 24, "activation": "clamped_swiglu"},
     ],
 )
 def test_other_options_are_those_of_linen(options):

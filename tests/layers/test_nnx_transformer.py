@@ -211,3 +211,17 @@ def test_an_mlp_drops_what_is_between_its_products():
     bias = nnx.to_pure_dict(params)["wo"]["bias"]
     np.testing.assert_array_equal(dropped, np.broadcast_to(bias, (3, D)))
     assert np.all(kept > dropped)
+
+
+def test_packed_sequences_with_sinks_and_a_window_are_those_of_linen():
+    options = {"num_gqa_groups": 2, "attention_sinks": True, "local_window_size": (5, 0)}
+    linen = jfp8.TransformerLayer(16, 32, 4, recipe="rowwise", **options)
+    ours = jfp8.nnx.TransformerLayer(16, 32, 4, recipe="rowwise", **options, rngs=nnx.Rngs(0))
+    ours.self_attention.sinks.set_value(jnp.array([-1.0, 0.0, 2.0, 5.0]))
+    params = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
+    x = jax.random.normal(jax.random.key(1), (2, 9, 16))
+    ids = jnp.array([[1] * 4 + [2] * 5, [3] * 9])
+    y = ours(x, segment_ids=ids)
+    variables = linen.init(jax.random.key(0), x) | {"params": params}
+    np.testing.assert_array_equal(y, linen.apply(variables, x, segment_ids=ids))
+    assert float(jnp.abs(y - ours(x)).max()) > 0.01

@@ -19,6 +19,8 @@ from jfp8.products.ragged import routing
 from support.arrays import normal
 
 KEY = jax.random.key(2)
+BY_SIGMOID = functools.partial(routing.route, scores="sigmoid")
+ALL_SCORES = [pytest.param("softmax", marks=pytest.mark.slow), "sigmoid", "sqrtsoftplus"]
 T, G, K, FEATURES = 24, 5, 2, 8
 
 
@@ -33,6 +35,8 @@ def scores64(logits, scores):
     z = np.asarray(logits, np.float64)
     if scores == "sigmoid":
         return 1 / (1 + np.exp(-z))
+    if scores == "sqrtsoftplus":
+        return np.sqrt(np.log1p(np.exp(z)))
     return np.exp(z) / np.sum(np.exp(z), axis=1, keepdims=True)
 
 
@@ -65,7 +69,7 @@ def slope64(f, x, direction, step=1e-6):
     return (f(x + step * direction) - f(x - step * direction)) / (2 * step)
 
 
-@pytest.mark.parametrize("scores", [pytest.param("softmax", marks=pytest.mark.slow), "sigmoid"])
+@pytest.mark.parametrize("scores", ALL_SCORES)
 @pytest.mark.parametrize("bias", [None, BIAS])
 def test_experts_are_chosen_by_score_and_bias_and_weighed_by_score(scores, bias):
     s = scores64(LOGITS, scores)
@@ -164,8 +168,8 @@ class Routed(nn.Module):
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.lecun_normal()
-        how = {"scores": "sigmoid", "bias_update_rate": self.rate}
-        routed = Router(G, K, True, init, **how, name="router")(x)
+        how = {"route": BY_SIGMOID, "bias_update_rate": self.rate}
+        routed = Router(G, K, init, **how, name="router")(x)
         return jnp.sum(routed.weights * (1 + routed.experts), axis=-1)
 
 
@@ -305,7 +309,7 @@ def block64(params, bias, x):
 
 @pytest.mark.slow
 def test_block_with_sigmoids_and_a_bias():
-    model = MoE(G, 12, scores="sigmoid", bias_update_rate=0.125)
+    model = MoE(G, 12, route=BY_SIGMOID, bias_update_rate=0.125)
     x = normal((4, 6, FEATURES), 5)
     with jfp8.autocast(enabled=False):
         variables = {**model.init(KEY, x), "router_bias": {"router": {"bias": jnp.asarray(BIAS)}}}
@@ -321,7 +325,96 @@ def test_block_with_sigmoids_and_a_bias():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="scores must be one of 'softmax', 'sigmoid'; got 'relu'"):
-        MoE(G, 12, scores="relu").init(KEY, X)
+    with pytest.raises(
+        ValueError, match="scores must be one of 'softmax', 'sigmoid', 'sqrtsoftplus'; got 'relu'"
+    ):
+        MoE(G, 12, route=functools.partial(routing.route, scores="relu")).init(KEY, X)
     with pytest.raises(ValueError, match=r"bias_update_rate=-0.1 must not be negative"):
         MoE(G, 12, bias_update_rate=-0.1).init(KEY, X)
+
+
+# Groups of experts, routers of one's own, experts that all tokens use.
+
+
+def of_deepseek64(logits, bias, k, n_group, topk_group, factor):
+    """Weights of all experts, 0 for those not chosen: of one token after the other, in float64."""
+    found = np.zeros(logits.shape)
+    for weights, z in zip(found, np.float64(logits), strict=True):
+        s = 1 / (1 + np.exp(-z))
+        groups = np.split(np.arange(len(z)), n_group)
+        strength = [np.sort((s + bias)[g])[-2:].sum() for g in groups]
+        best = sorted(range(n_group), key=lambda g: -strength[g])[:topk_group]
+        allowed = [e for g in best for e in groups[g]]
+        chosen = sorted(allowed, key=lambda e: -(s + bias)[e])[:k]
+        weights[chosen] = factor * s[chosen] / s[chosen].sum()
+    return found
+
+
+def test_groups_of_experts_are_those_of_deepseek():
+    logits, bias = normal((40, 12), 7), 0.3 * normal(12, 8)
+    options = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    routed = routing.route(jnp.asarray(logits), 3, bias=jnp.asarray(bias), **options)
+    found = np.zeros((40, 12))
+    np.put_along_axis(found, np.asarray(routed.experts), np.asarray(routed.weights), axis=1)
+    expected = of_deepseek64(logits, np.float64(bias), 3, 4, 2, 2.5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    everywhere = of_deepseek64(logits, np.float64(bias), 3, 4, 4, 2.5)
+    assert np.mean((everywhere > 0) != (expected > 0)) > 0.02, "the groups decide something"
+    assert routed.group_sizes.tolist() == np.sum(expected > 0, axis=0).tolist()
+
+
+def test_scores_of_very_small_logits_have_gradients():
+    """``sqrt(softplus(-100)) = e^-50``, and its derivative is half of that."""
+    z = jnp.array([[-100.0, -3.0, 1.0, 80.0]])
+    weights = lambda z: routing.route(z, 4, scores="sqrtsoftplus", renormalize=False).weights
+    found = jax.jacobian(weights)(z)[0, :, 0]
+    order = [3, 2, 1, 0]
+    sigmoid, s = 1 / (1 + np.exp(-np.float64(z[0]))), scores64(z, "sqrtsoftplus")[0]
+    s[0] = np.exp(-50.0)
+    expected = np.diag(np.where(np.float64(z[0]) < -50, s / 2, sigmoid / (2 * s)))[order]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_group": 3}, "n_group=3 must divide the 8 experts"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group=5 be from 1 to n_group"),
+        ({"n_group": 4, "topk_group": 1}, "have 2 of the 8 experts. Raise topk_group"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        routing.route(jnp.zeros((2, 8)), 3, **options)
+
+
+def test_a_router_of_ones_own():
+    """The last `k` experts, weighed by hand; with an expert that all tokens use."""
+
+    def last(logits, k):
+        t, g = logits.shape
+        experts = jnp.broadcast_to(jnp.arange(g - k, g), (t, k))
+        weights = jnp.broadcast_to(jnp.array([0.25, 0.5]), (t, k))
+        return jfp8.linen.routing_of(weights, experts, jax.nn.softmax(logits), logits)
+
+    activation = jfp8.linen.ClampedSwiglu(limit=1.5, alpha=1.2, offset=0.5)
+    moe = MoE(4, 24, activation=activation, route=last, shared_intermediate_dim=32)
+    x = normal((6, 16), 3)
+    variables = moe.init(KEY, x)
+    params = jax.tree.map(lambda w: 3 * np.float64(w), variables["params"])
+
+    def mlp(wi, wo):
+        gate, up = np.split(np.float64(x) @ wi, 2, axis=1)
+        gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+        assert (gate == 1.5).any()
+        assert (np.abs(up) == 1.5).any()
+        return gate / (1 + np.exp(-1.2 * gate)) * (up + 0.5) @ wo
+
+    expected = mlp(params["shared_wi"]["kernel"], params["shared_wo"]["kernel"])
+    for e, weight in ((2, 0.25), (3, 0.5)):
+        expected = expected + weight * mlp(params["wi"]["kernel"][e], params["wo"]["kernel"][e])
+    scaled = variables | {"params": jax.tree.map(lambda w: 3 * w, variables["params"])}
+    with jfp8.autocast(enabled=False):
+        np.testing.assert_allclose(moe.apply(scaled, x), expected, rtol=0, atol=1e-4)
+    y = moe.apply(scaled, x)
+    assert 1e-3 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 0.15

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jfp8.layers import norm_math, position_math, transformer_math
+from jfp8.layers.attention import attend
 from support.arrays import normal
 
 F32_EPS = 2.0**-23
@@ -138,6 +140,12 @@ def relu(x):
     return np.maximum(x, 0)
 
 
+def clamped(gate, up):
+    """That of gpt-oss."""
+    gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
 FORMULAS = {
     "gelu": (1, lambda x: gelu(x[:, 0])),
     "silu": (1, lambda x: silu(x[:, 0])),
@@ -146,6 +154,7 @@ FORMULAS = {
     "geglu": (2, lambda x: gelu(x[:, 0]) * x[:, 1]),
     "swiglu": (2, lambda x: silu(x[:, 0]) * x[:, 1]),
     "reglu": (2, lambda x: relu(x[:, 0]) * x[:, 1]),
+    "clamped_swiglu": (2, lambda x: clamped(x[:, 0], x[:, 1])),
 }
 
 
@@ -184,7 +193,9 @@ def test_activations_have_the_slope_of_their_formulas(name):
 
 
 def test_an_unknown_activation_lists_the_known_ones():
-    with pytest.raises(ValueError, match="activation must be one of 'gelu'.*'reglu'; got 'elu'"):
+    with pytest.raises(
+        ValueError, match="activation must be one of 'gelu'.*'reglu', 'clamped_swiglu'; got 'elu'"
+    ):
         transformer_math.projections_of("elu")
 
 
@@ -241,7 +252,7 @@ def test_attention(groups, biased, masked):
     mask = np.random.default_rng(4).random((2, 4, 3, 5)) > 0.4 if masked else None
     if mask is not None:
         mask[..., 0] = True
-    y = transformer_math.grouped_query_attention(*map(jnp.asarray, heads), mask=mask, bias=bias)
+    y = transformer_math.attention_by_weights(*map(jnp.asarray, heads), mask=mask, bias=bias)
     assert_close(y, attention_of_heads(*heads, mask, bias), ulps=16)
 
 
@@ -249,14 +260,14 @@ def test_attention(groups, biased, masked):
 def test_grouped_queries_are_repeated_keys_and_values(groups):
     query, key, value = map(jnp.asarray, heads_of(groups))
     repeated = (jnp.repeat(a, 4 // groups, axis=2) for a in (key, value))
-    y = transformer_math.grouped_query_attention(query, key, value)
-    assert_close(y, transformer_math.grouped_query_attention(query, *repeated))
+    y = transformer_math.attention_by_weights(query, key, value)
+    assert_close(y, transformer_math.attention_by_weights(query, *repeated))
 
 
 def test_masks_and_biases_broadcast():
     query, key, value = heads_of(4)
     mask, bias = np.arange(5) < 4, normal((1, 4, 1, 1), 3)
-    y = transformer_math.grouped_query_attention(
+    y = transformer_math.attention_by_weights(
         *map(jnp.asarray, (query, key, value)), mask=jnp.asarray(mask), bias=jnp.asarray(bias)
     )
     full = np.broadcast_to(mask, (2, 4, 3, 5)), np.broadcast_to(bias, (2, 4, 3, 5))
@@ -266,26 +277,27 @@ def test_masks_and_biases_broadcast():
 @pytest.mark.slow
 def test_attention_has_any_number_of_batch_dimensions():
     query, key, value = map(jnp.asarray, heads_of(2))
-    y = transformer_math.grouped_query_attention(query, key, value)
-    one = transformer_math.grouped_query_attention(query[1], key[1], value[1])
+    y = transformer_math.attention_by_weights(query, key, value)
+    one = transformer_math.attention_by_weights(query[1], key[1], value[1])
     assert_close(one, y[1])
     more = (a[None, :, None] for a in (query, key, value))
-    assert_close(transformer_math.grouped_query_attention(*more)[0, :, 0], y)
+    assert_close(transformer_math.attention_by_weights(*more)[0, :, 0], y)
 
 
-def test_nothing_to_attend_to_is_the_mean():
+def test_nothing_to_attend_to_is_zero():
     query, key, value = heads_of(4)
     mask = np.ones((2, 4, 3, 5), bool)
     mask[0, :, 1] = False
-    y = transformer_math.grouped_query_attention(*map(jnp.asarray, (query, key, value)), mask=mask)
-    assert_close(y[0, 1], value[0].astype(np.float64).mean(0))
+    y = transformer_math.attention_by_weights(*map(jnp.asarray, (query, key, value)), mask=mask)
+    seen = np.any(np.asarray(y) != 0, axis=-1)
+    np.testing.assert_array_equal(seen, mask[..., 0].swapaxes(1, 2))
 
 
 @pytest.mark.slow
 def test_attention_is_flax():
     query, key, value = map(jnp.asarray, heads_of(4))
     mask = nn.make_attention_mask(jnp.ones((2, 3)), jnp.ones((2, 5)).at[:, 3:].set(0))
-    y = transformer_math.grouped_query_attention(query, key, value, mask=mask > 0)
+    y = transformer_math.attention_by_weights(query, key, value, mask=mask > 0)
     assert_close(y, nn.dot_product_attention(query, key, value, mask=mask), ulps=16)
 
 
@@ -293,7 +305,7 @@ def test_attention_is_flax():
 def test_the_softmax_of_bf16_is_in_f32():
     heads = [jnp.asarray(4 * a, jnp.bfloat16) for a in heads_of(2, depth=64)]
     seen = []
-    y = transformer_math.grouped_query_attention(*heads, dropout=lambda w: seen.append(w) or w)
+    y = transformer_math.attention_by_weights(*heads, dropout=lambda w: seen.append(w) or w)
     assert y.dtype == jnp.bfloat16
     (weights,) = seen
     assert weights.dtype == jnp.float32
@@ -308,9 +320,9 @@ def test_the_softmax_of_bf16_is_in_f32():
 def test_dropout_is_of_the_weights():
     query, key, value = map(jnp.asarray, heads_of(2))
     only = lambda w: w * jnp.zeros(5).at[3].set(1.0).reshape(1, 1, 1, 5)
-    y = transformer_math.grouped_query_attention(query, key, value, dropout=only)
+    y = transformer_math.attention_by_weights(query, key, value, dropout=only)
     weights = []
-    transformer_math.grouped_query_attention(
+    transformer_math.attention_by_weights(
         query, key, value, dropout=lambda w: weights.append(w) or w
     )
     share = jnp.moveaxis(weights[0][..., 3], 1, 2)[..., None]  # [batch, q, heads, 1]
@@ -327,15 +339,41 @@ def test_drop_is_flax(rate):
 
 
 def test_heads_that_cannot_be_shared_are_refused():
-    query, key, value = heads_of(3)
-    with pytest.raises(ValueError, match="4 heads of the query cannot share 3 heads"):
-        transformer_math.grouped_query_attention(*map(jnp.asarray, (query, key, value)))
+    with pytest.raises(ValueError, match="N a multiple of K"):
+        attend(*map(jnp.asarray, heads_of(3)), None, None, recipe=None)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_attention_by_blocks_is_attention_by_weights(groups):
+    """With a bias, a window, packed sequences and sinks; and both see the same keys as one mask."""
+    heads = [jnp.asarray(x) for x in heads_of(groups, q=9, k=9)]
+    ids = jnp.array([[1] * 4 + [2] * 5, [1] * 7 + [0, 0]])
+    more = {
+        "sinks": jnp.asarray(normal((4,), 5)),
+        "is_causal": True,
+        "local_window_size": (3, 0),
+        "tokens": (None, None, ids, ids),
+    }
+    bias, grad = jnp.asarray(normal((2, 4, 9, 9), 3)), jnp.asarray(normal(heads[0].shape, 4))
+    found = []
+    for attention in (partial(attend, recipe=None), transformer_math.attention_by_weights):
+        y, back = jax.vjp(lambda *x, by=attention: by(*x, None, **more), *heads, bias)
+        found.append([y, *back(grad)])
+    i, j = np.arange(9)[:, None], np.arange(9)
+    same = np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None]
+    seen = (j <= i) & (j >= i - 3) & same
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, ulps=32)
+    np.testing.assert_array_equal(np.asarray(found[0][4]) != 0, np.broadcast_to(seen, (2, 4, 9, 9)))
 
 
 @pytest.mark.parametrize("lengths", [(4, 4), (3, 5), (5, 3)])
-def test_causal_mask(lengths):
+def test_position_mask(lengths):
     expected = np.tril(np.ones(lengths, bool))
-    np.testing.assert_array_equal(transformer_math.causal_mask(*lengths), expected)
+    np.testing.assert_array_equal(position_math.position_mask(lengths), expected)
+    later = position_math.position_mask((2, 7), window=(2, 1), first=jnp.int32(3))
+    rows = [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]]
+    np.testing.assert_array_equal(later, np.array(rows, bool))
 
 
 # Positions.
@@ -506,18 +544,3 @@ def test_residual_sum(device):
         np.testing.assert_allclose(dy, dz, rtol=2.0**-8)
         _, tangent = jax.jvp(f, (x, y), (dz, 0 * y))
         np.testing.assert_array_equal(tangent, dz)
-
-
-def test_scores_in_the_order_of_gpus():
-    """Attention and its gradients are those of programs for CPUs, but for the order of sums."""
-    q, k, v, dy = (normal((2, 5, heads, 8), heads + i) for i, heads in enumerate((4, 2, 2, 4)))
-
-    def found():
-        attend = transformer_math.grouped_query_attention
-        y, back = jax.vjp(lambda *x: attend(*x), *map(jnp.asarray, (q, k, v)))
-        return y, *back(jnp.asarray(dy))
-
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        on_gpu = found()
-    for x, expected in zip(on_gpu, found(), strict=True):
-        assert_close(x, expected)

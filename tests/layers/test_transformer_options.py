@@ -19,11 +19,12 @@ def test_linen_takes_its_fields_in_their_order_by_position():
     fields = dataclasses.fields(jfp8.TransformerLayer)
     names = [field.name for field in fields if not field.kw_only]
     by_name = {field.name for field in fields if field.kw_only}
-    assert by_name == {"state_collection", "decode", "cache_dtype"}
+    packed = ["local_window_size", "attention_sinks"]
+    assert by_name == {"state_collection", "decode", "cache_dtype", *packed}
     architecture = [field.name for field in dataclasses.fields(Architecture)]
     own = ["attention_products", "saved_activations", "recipe", "implementation"]
     assert names == [*architecture, "deterministic", *own, "parent", "name"]
-    assert [*architecture, *own] == OPTIONS
+    assert [*architecture, *own, *packed] == OPTIONS
 
 
 def test_both_frameworks_have_the_same_defaults_and_derived_values():
@@ -36,7 +37,9 @@ def test_both_frameworks_have_the_same_defaults_and_derived_values():
         assert layer.is_causal
         assert layer.rotary() == ((1, 10_000), "consecutive")
         assert layer.attention_options()["num_gqa_groups"] == 1
-        assert layer._self_attention_mask(None, 3) == (None, True)
+        seen = layer._seen_keys(None, None, 3, None)
+        names = "mask", "is_causal", "local_window_size", "tokens"
+        assert seen == dict(zip(names, (None, True, None, (None,) * 4), strict=True))
 
 
 def test_nnx_modules_compare_by_value():

@@ -164,12 +164,17 @@ def test_rules_of_division():
     [
         {"is_causal": True, "query_seq_lengths": [150], "key_value_seq_lengths": [130]},
         pytest.param({"local_window_size": (100, 20)}, marks=pytest.mark.slow),
+        {"is_causal": True, "segments": [50, 90, 30], "sinks": [-1.0, 3.0, 0.5, 0.0]},
     ],
-    ids=["lengths", "window"],
+    ids=["lengths", "window", "segments and sinks"],
 )
 def test_it_computes_what_the_emulation_computes(options):
     """But for the last places of f32, which decide how a few weights are rounded."""
-    options = {n: jnp.array(x) if "lengths" in n else x for n, x in options.items()}
+    arrays = {n: jnp.array(x) for n, x in options.items() if "lengths" in n or n == "sinks"}
+    options = options | arrays
+    if "segments" in options:
+        ids = jnp.repeat(jnp.arange(3), jnp.array(options.pop("segments")))[None]
+        options |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
     q, k, v = (normal(seed, (1, 170, heads, 64)) for seed, heads in enumerate((4, 2, 2)))
     recipe = recipes.DelayedScaling()
     states = {which: recipe.init_state() for which in ("scores", "context")}

@@ -92,8 +92,8 @@ def test_attention_of_heads_by_kernels():
         how = AttentionOptions(None, True, None, recipes.Float8CurrentScaling(), implementation)
 
         def attend(*x):
-            arrays = (*x, None, None)
-            return attention_of_projections(how, arrays, (None, None), None, None, projections)
+            arrays = (*x, None, None, None)
+            return attention_of_projections(how, arrays, (None,) * 4, None, None, projections)
 
         y, back = jax.vjp(attend, *alone)
         return y, *back(dy)
@@ -112,7 +112,7 @@ def test_attention_gets_the_projections_of_its_heads(fused, rotary):
     qkv, *alone = projection(tokens=5, batch=2)
     seen = []
 
-    def attention(*arrays, is_causal, projections):
+    def attention(*arrays, projections):
         seen.extend(zip(arrays[:3], projections, strict=True))
         return arrays[2]
 
@@ -136,8 +136,8 @@ def test_projections_change_no_number():
 
     def run(projections):
         def attend(*x):
-            arrays = (*x, None, None)
-            return attention_of_projections(how, arrays, (None, None), None, None, projections)
+            arrays = (*x, None, None, None)
+            return attention_of_projections(how, arrays, (None,) * 4, None, None, projections)
 
         y, back = jax.vjp(attend, *alone)
         return y, *back(y)

@@ -14,6 +14,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.kernels.xla import cudnn_flash
+
 
 @contextmanager
 def no_races() -> Iterator[None]:
@@ -33,4 +35,5 @@ def cudnn_known() -> Iterator[None]:
     """Let JAX lower attention by cuDNN, which compiling for a described GPU does not need."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
+        patch.setattr(cudnn_flash, "cudnn_version", lambda: 91100)
         yield

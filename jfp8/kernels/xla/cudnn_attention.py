@@ -42,7 +42,7 @@ def refusal(spec: AttentionSpec, gpu: Gpu | None) -> str | None:
     reason = _why_not_here(gpu)
     if reason is not None:
         return reason
-    for name in ("mask", "bias", "window"):
+    for name in ("mask", "bias", "window", "segments"):
         if getattr(spec.visible, name) is not None:
             return f"a {name}: cuDNN's attention in FP8 has is_causal only"
     if spec.visible.lengths != (None, None):

@@ -10,9 +10,8 @@ import flax.linen as nn
 import jax
 from flax.linen.dtypes import promote_dtype
 
-from jfp8.layers.attention import attend, check_weights_stay_inside, plain_attention
+from jfp8.layers.attention import attend, check_weights_stay_inside
 from jfp8.matmul.spec import Implementation
-from jfp8.products.flash.dot_product import SEPARATE, Projections
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.tracing.notes import note
@@ -52,54 +51,32 @@ class DotProductAttention(nn.Module):
         query_seq_lengths: jax.Array | None = None,
         key_value_seq_lengths: jax.Array | None = None,
         local_window_size: int | tuple[int, int] | None = None,
+        query_segment_ids: jax.Array | None = None,
+        key_value_segment_ids: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """See `jfp8.scaled_dot_product_attention`; there may be any number of batch dimensions."""
-        return self._attend(
-            (query, key, value, bias, mask),
+        lengths = query_seq_lengths, key_value_seq_lengths
+        return self.attend(
+            *(query, key, value, bias, mask),
             scale=scale,
             is_causal=is_causal,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
             local_window_size=local_window_size,
+            tokens=(*lengths, query_segment_ids, key_value_segment_ids),
+            sinks=sinks,
         )
 
-    def of_projected(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | None,
-        mask: jax.Array | None,
-        *,
-        is_causal: bool,
-        projections: Projections,
-    ) -> jax.Array:
-        """Compute attention of slices of projections.
-
-        Args:
-          query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
-          projections: see `jfp8.products.flash.dot_product.attention_of_projections`.
-        """
-        return self._attend((query, key, value, bias, mask), projections, is_causal=is_causal)
-
-    @nn.nowrap
-    def _attend(
-        self, arrays: tuple[Any, ...], projections: Projections = SEPARATE, **options: Any
-    ) -> jax.Array:
+    def attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
+        """Compute `jfp8.layers.attention.attend` by the recipe in effect."""
         own = None if self.recipe is None else check_recipe(self.recipe)
         path = "/".join(self.path)
         recipe = recipe_in_effect(own, path)
-        if recipe is None:
-            with note("reason", why_in_high_precision()):
-                return plain_attention(*arrays, **options)
-        with note("path", path), note("recipe", recipe.name):
-            return attend(
-                *arrays,
-                recipe=recipe,
-                implementation=self.implementation,
-                projections=projections,
-                **options,
-            )
+        about = note("reason", why_in_high_precision())
+        if recipe is not None:
+            about = note("recipe", recipe.name)
+        options |= {"recipe": recipe, "implementation": self.implementation}
+        with note("path", path), about:
+            return attend(*arrays, **options)  # pyrefly: ignore
 
 
 def is_stock(attention_fn: Callable[..., jax.Array]) -> bool:

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math, transformer_math
+from jfp8.layers.linen.layers import Dense
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
-from jfp8.layers.options import pass_on
+from jfp8.layers.options import options_of, pass_on
+from jfp8.layers.transformer_math import ClampedSwiglu
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.expert_mesh import expert_mesh
@@ -123,17 +125,16 @@ class Router(nn.Module):
     the collection ``router_bias``.
 
     Attributes:
-      num_experts, num_experts_per_token, renormalize, kernel_init, param_dtype: see `MoE`.
-      scores, bias_update_rate: likewise.
+      num_experts, num_experts_per_token, kernel_init, param_dtype, route, bias_update_rate: see
+        `MoE`.
     """
 
     num_experts: int
     num_experts_per_token: int
-    renormalize: bool
     kernel_init: Initializer
     param_dtype: Dtype = jnp.float32
     _: KW_ONLY
-    scores: routing.Scores = "softmax"
+    route: moe_math.Route = routing.route
     bias_update_rate: float | None = None
 
     @nn.compact
@@ -143,16 +144,15 @@ class Router(nn.Module):
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         logits, rate = moe_math.router_logits(tokens, kernel), self.bias_update_rate
         moe_math.check_bias_update_rate(rate)
-        how: dict[str, Any] = {"renormalize": self.renormalize, "scores": self.scores}
         if rate is None:
-            return routing.route(logits, self.num_experts_per_token, **how)
+            return self.route(logits, self.num_experts_per_token)
         updates = self.is_mutable_collection(ROUTER_BIAS)
         if not updates and not self.has_variable(ROUTER_BIAS, "bias"):
             raise ValueError(_no_bias("/".join(self.path), rate))
         bias = self.variable(ROUTER_BIAS, "bias", jnp.zeros, (self.num_experts,), jnp.float32)
         if rate and not updates:
             logits = warned_if_differentiated(logits, _bias_stays("/".join(self.path)))
-        routed = routing.route(logits, self.num_experts_per_token, **how, bias=bias.value)
+        routed = self.route(logits, self.num_experts_per_token, bias=bias.value)
         if updates and not self.is_initializing():
             bias.value = routing.updated_bias(bias.value, routed.group_sizes, rate)
         return routed
@@ -213,7 +213,6 @@ class MoE(nn.Module):
       intermediate_dim: features between the two products of an expert.
       num_experts_per_token: the experts each token uses.
       activation: as for `LayerNormMLP`.
-      renormalize: make the weights of a token's experts sum to 1; None: if it uses more than one.
       return_load_balancing_loss: return ``(y, loss)``.
       dtype, param_dtype: see ``flax.linen.Dense``.
       kernel_init: of the kernels of each expert.
@@ -227,13 +226,17 @@ class MoE(nn.Module):
       capacity_factor: an expert gets at most this times its share of the tokens, the first of them;
         the results of the others are 0. None: no token is dropped, and every device has room for
         the tokens of all devices along `expert_axis`.
-      scores: ``"softmax"``, or ``"sigmoid"`` for ``p = sigmoid(x . router)``.
+      route: chooses experts: a function of the router's logits, f32[tokens, experts], and `k`, with
+        a `bias` if there is one, that returns a `Routing`; such as `jfp8.linen.route` with options,
+        ``partial(route, scores="sigmoid", n_group=8, topk_group=4, routed_scaling_factor=2.5)``.
+      shared_intermediate_dim: width of an expert that all tokens use, by the layers ``shared_wi``
+        and ``shared_wo``; its result is added. None: there is none.
       bias_update_rate: how far a bias moves in a step, such as 0.001; 0.0: there is a bias, which
         stays as it is; None: no bias.
 
     Raises:
       NotImplementedError: `expert_axis` on a mesh with explicit axes.
-      ValueError: unknown `activation` or `scores`; more experts per token than there are; a mesh
+      ValueError: unknown `activation`; more experts per token than there are; a mesh
         without `expert_axis`, or one that does not divide the experts evenly; a `capacity_factor`
         that is not positive; a negative `bias_update_rate`; no ``router_bias`` although there is a
         bias.
@@ -256,8 +259,7 @@ class MoE(nn.Module):
     num_experts: int
     intermediate_dim: int
     num_experts_per_token: int = 2
-    activation: str = "swiglu"
-    renormalize: bool | None = None
+    activation: str | ClampedSwiglu = "swiglu"
     return_load_balancing_loss: bool = False
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
@@ -272,7 +274,8 @@ class MoE(nn.Module):
     data_axes: tuple[str, ...] = ("data", "fsdp")
     tensor_axis: str | None = "tensor"
     capacity_factor: float | None = None
-    scores: routing.Scores = "softmax"
+    route: moe_math.Route = routing.route
+    shared_intermediate_dim: int | None = None
     bias_update_rate: float | None = None
 
     @nn.compact
@@ -291,10 +294,9 @@ class MoE(nn.Module):
         routed = Router(
             self.num_experts,
             self.num_experts_per_token,
-            moe_math.renormalizes(self.renormalize, self.num_experts_per_token),
             self.router_init,
             self.param_dtype,
-            scores=self.scores,
+            route=self.route,
             bias_update_rate=self.bias_update_rate,
             name="router",
         )(tokens)
@@ -303,16 +305,9 @@ class MoE(nn.Module):
             self.sow("intermediates", name, value)
         loss = losses["load_balancing_loss"]
 
-        dense = partial(
-            ExpertDense,
-            self.num_experts,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            recipe=self.recipe,
-            implementation=self.implementation,
-            state_collection=self.state_collection,
-        )
+        names = ("dtype", "param_dtype", "kernel_init", "recipe", "implementation")
+        options = options_of(self, (*names, "state_collection"))
+        dense = partial(ExpertDense, self.num_experts, **options)
         wi, wo = dense(projections * self.intermediate_dim, name="wi"), dense(features, name="wo")
         y = moe_math.through_experts(
             tokens,
@@ -327,5 +322,11 @@ class MoE(nn.Module):
             saved_activations=self.saved_activations,
             capacity_factor=self.capacity_factor,
         )
+        if self.shared_intermediate_dim is not None:
+            of_all, width = partial(Dense, use_bias=False, **options), self.shared_intermediate_dim
+            shared_wi = of_all(projections * width, name="shared_wi")
+            shared_wo = of_all(features, name="shared_wo")
+            how = self.activation, self.saved_activations
+            y += moe_math.through_shared_expert(tokens, shared_wi, shared_wo, *how)
         y = y.reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import position_math, transformer_math
+from jfp8.layers.attention import attend
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
@@ -81,8 +82,8 @@ class LayerNormAttention(nn.Module):
     two inputs there are two products, ``query`` and ``kv``; only the queries' input is normalised.
 
     Attributes:
-      num_attention_heads, num_gqa_groups, attention_dropout, attention_products: see
-        `TransformerLayer`.
+      num_attention_heads, num_gqa_groups, attention_dropout: see `TransformerLayer`.
+      attention_products, attention_sinks: likewise.
       rotary: windows and group method of a `rotary_embedding`; None: there is none.
       norm: the arguments of `LayerNormDense` for the normalisation.
       dense: the arguments of `DenseGeneral` for all products.
@@ -94,6 +95,7 @@ class LayerNormAttention(nn.Module):
     dense: dict[str, Any]
     attention_dropout: float = 0.0
     attention_products: bool = False
+    attention_sinks: bool = False
     rotary: Rotary | None = None
 
     @nn.compact
@@ -102,15 +104,14 @@ class LayerNormAttention(nn.Module):
         inputs: jax.Array,
         encoded: jax.Array | None = None,
         *,
-        mask: jax.Array | None = None,
-        bias: jax.Array | None = None,
-        is_causal: bool = False,
         cache: KVCache | None = None,
         deterministic: bool = True,
+        **options: Any,
     ) -> tuple[jax.Array, KVCache | None]:
         """Return ``[..., q, hidden_size]``, from `inputs` of that shape and, if given, `encoded`.
 
         With a `cache`, `inputs` are the next positions; the second result is then the new cache.
+        For `options` see `projected_attention`.
         """
         hidden_size, heads, groups = inputs.shape[-1], self.num_attention_heads, self.num_gqa_groups
         depth, shared_by = hidden_size // heads, heads // groups
@@ -126,24 +127,27 @@ class LayerNormAttention(nn.Module):
         dropout_key = None
         if self.attention_dropout and not deterministic:
             dropout_key = self.make_rng("dropout")
-        attention, own = None, self.dense["recipe"]
-        path = "/".join((*self.path, "attention"))
-        if self.attention_products and recipe_in_effect(own and check_recipe(own), path):
-            how = {name: self.dense[name] for name in ("recipe", "implementation")}
-            attention = DotProductAttention(**how, name="attention").of_projected
+        if self.attention_sinks:
+            zeros, dtype = nn.initializers.zeros, self.dense["param_dtype"]
+            options["sinks"] = self.param("sinks", zeros, (heads,), dtype)
+        how = {name: self.dense[name] for name in ("recipe", "implementation")}
+        own, path = how["recipe"], "/".join((*self.path, "attention"))
+        in_fp8 = self.attention_products and recipe_in_effect(own and check_recipe(own), path)
+        attention = partial(attend, recipe=None, implementation=how["implementation"])
+        if in_fp8:
+            attention = DotProductAttention(**how, name="attention").attend
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
+            attention=attention,
+            in_fp8=bool(in_fp8),
             qkv=qkv,
             rotary=self.rotary,
             cache=cache,
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal,
             dropout_rate=self.attention_dropout,
             dropout_key=dropout_key,
             saved_activations=self.norm["saved_activations"],
-            attention=attention,
+            **options,
         )
         out = DenseGeneral(hidden_size, axis=(-2, -1), **self.dense, name="out")
         return out(context), cache
@@ -195,14 +199,17 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
       use_bias, dtype, param_dtype, kernel_init, bias_init: of all products; see
         ``flax.linen.Dense``.
       deterministic: no dropout; may be given to the call instead.
-      attention_products: also compute attention itself in FP8, by `DotProductAttention`: no array
-        of ``[length, length]``, and 0 for a query that sees no key, which otherwise gets the mean
-        of all values. `attention_dropout` must then be 0 in training.
+      attention_products: also compute attention itself in FP8, by `DotProductAttention`.
+        `attention_dropout` must then be 0 in training. Attention of all modes has no array of
+        ``[length, length]``, unless its weights are dropped, and is 0 for a query that sees no key.
       saved_activations: keep in this format what the backward pass needs besides the operands of
-        FP8 products: inputs of normalisations and of the activation, and the values of attention,
-        whose weights are computed again. None: keep all of these in high precision, and unless
-        `attention_products` is set the weights of attention too. See `jfp8.save_in_fp8`.
+        FP8 products: inputs of normalisations and of the activation, and the values of attention.
+        None: keep all of these in high precision. See `jfp8.save_in_fp8`.
       recipe, implementation, state_collection: see `Dense`.
+      local_window_size: keys that a query of the self attention sees before and after its own
+        position, as in ``jax.nn.dot_product_attention``; None: all.
+      attention_sinks: add a parameter ``sinks``, f32[heads], to each attention: a logit that the
+        softmax has in its denominator beside those of the keys, as in gpt-oss. It begins as 0.
       decode: the self attention keeps keys and values in the collection ``cache``. ``init`` with
         inputs of the longest length makes it; ``apply(..., mutable=["cache"])`` then takes the next
         positions, one or several. Past that length results are NaN.
@@ -229,6 +236,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         encoder_decoder_mask: jax.Array | None = None,
         *,
         attention_bias: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
         """Apply the layer.
@@ -241,6 +249,8 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
             ``[..., heads, length, max_length]``, and the bias likewise.
           encoder_decoder_mask: likewise, ``[..., heads, length, encoded_length]``.
           attention_bias: added to the scores of the self attention; broadcast likewise.
+          segment_ids: integers ``[..., length]``, for sequences packed into one: in the self
+            attention a token sees only those with its own id. Not with a cache.
           deterministic: no dropout; required if there is dropout and the constructor was not told.
 
         Returns:
@@ -255,8 +265,8 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         options = self.attention_options()
         attention = partial(LayerNormAttention, **options | {"dense": options["dense"] | where})
         cache = self._cache(inputs)
-        length, mask = inputs.shape[-2], attention_mask
-        (mask, is_causal), bias = self._self_attention_mask(mask, length, cache), attention_bias
+        length, bias = inputs.shape[-2], attention_bias
+        seen = self._seen_keys(attention_mask, segment_ids, length, cache)
         if self.enable_relative_embedding:
             relative = RelativePositionBiases(
                 self.num_attention_heads,
@@ -275,7 +285,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
 
         x = inputs
         y, cache = attention(rotary=self.rotary(), name="self_attention")(
-            x, mask=mask, bias=bias, is_causal=is_causal, cache=cache, deterministic=fixed
+            x, bias=bias, cache=cache, deterministic=fixed, **seen
         )
         if cache is not None:
             write_cache(self, cache)

@@ -23,8 +23,8 @@ from jfp8.layers.nnx.signatures import ExplicitModule, PrintsRecipe
 from jfp8.layers.options import pass_on
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
-from jfp8.products.flash.dot_product import SEPARATE, Projections
-from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.products.flash.dot_product import OF_TOKENS
+from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.formats import Format, FormatLike
 from jfp8.tracing.notes import note
@@ -70,52 +70,36 @@ class DotProductAttention(PrintsRecipe):
         module: nnx.Module | None = None,
         promote_dtype: Any = dtypes.promote_dtype,
         is_causal: bool = False,
+        **options: Any,
     ) -> jax.Array:
         """See ``flax.nnx.dot_product_attention`` for the arguments.
+
+        Args:
+          options: what `jfp8.scaled_dot_product_attention` takes besides, but a `state` and `sink`.
 
         Raises:
           ValueError: dropout, or a `module` that keeps the weights: there are none to drop or keep.
         """
-        if recipe_in_effect(self.recipe, self.path) is None:
+        dropped, kept = 0.0 if deterministic else dropout_rate, module is not None
+        in_fp8 = recipe_in_effect(self.recipe, self.path) is not None
+        if not (in_fp8 or options) and (dropped or kept):
             return pass_on(nnx.dot_product_attention, locals())
-        check_weights_stay_inside(0.0 if deterministic else dropout_rate, module is not None)
+        check_weights_stay_inside(dropped, kept)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        return of_projected(self, query, key, value, bias, mask, is_causal=is_causal)
+        tokens = tuple(options.pop(name, None) for name in OF_TOKENS)
+        options |= {"is_causal": is_causal, "tokens": tokens}
+        return self.attend(query, key, value, bias, mask, **options)
 
-
-def of_projected(
-    layer: DotProductAttention,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    *,
-    is_causal: bool,
-    projections: Projections = SEPARATE,
-) -> jax.Array:
-    """Compute attention in FP8 of operands of one dtype, in a region that does not disable it.
-
-    Args:
-      layer: gives the recipe.
-      query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
-      projections: see `jfp8.products.flash.dot_product.attention_of_projections`.
-    """
-    recipe = recipe_in_effect(layer.recipe, layer.path)
-    assert recipe is not None
-    scope = jax.named_scope(layer.path) if layer.path else contextlib.nullcontext()
-    with scope, note("path", layer.path), note("recipe", recipe.name):
-        return attend(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            recipe=recipe,
-            implementation=layer.implementation,
-            is_causal=is_causal,
-            projections=projections,
-        )
+    def attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
+        """Compute `jfp8.layers.attention.attend` by the recipe in effect."""
+        recipe = recipe_in_effect(self.recipe, self.path)
+        about = note("reason", why_in_high_precision())
+        if recipe is not None:
+            about = note("recipe", recipe.name)
+        options |= {"recipe": recipe, "implementation": self.implementation}
+        scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
+        with scope, note("path", self.path), about:
+            return attend(*arrays, **options)  # pyrefly: ignore
 
 
 class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):

@@ -13,9 +13,11 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math, transformer_math
+from jfp8.layers.nnx.layers import Linear
 from jfp8.layers.nnx.products import Product, reads_operands
 from jfp8.layers.nnx.signatures import ExplicitModule, SignatureOfClass
 from jfp8.layers.options import pass_on, promoted
+from jfp8.layers.transformer_math import ClampedSwiglu
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.expert_mesh import expert_mesh
@@ -120,8 +122,8 @@ class Router(nnx.Module):
     `RouterBias`, too, which every call updates in training, as ``BatchNorm`` does its statistics.
 
     Args:
-      in_features, num_experts, num_experts_per_token, renormalize, kernel_init: see `MoE`.
-      param_dtype, scores, bias_update_rate: likewise.
+      in_features, num_experts, num_experts_per_token, kernel_init, param_dtype: see `MoE`.
+      route, bias_update_rate: likewise.
       rngs: stream ``params`` for initial values.
     """
 
@@ -131,17 +133,15 @@ class Router(nnx.Module):
         num_experts: int,
         num_experts_per_token: int,
         *,
-        renormalize: bool,
         kernel_init: Initializer = default_kernel_init,
         param_dtype: Dtype = jnp.float32,
-        scores: routing.Scores = "softmax",
+        route: moe_math.Route = routing.route,
         bias_update_rate: float | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         moe_math.check_bias_update_rate(bias_update_rate)
         self.num_experts_per_token = num_experts_per_token
-        self.renormalize = renormalize
-        self.scores: routing.Scores = scores
+        self.route = route
         self.bias_update_rate = bias_update_rate
         self.use_running_average = False
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, num_experts), param_dtype))
@@ -161,13 +161,8 @@ class Router(nnx.Module):
     def __call__(self, tokens: jax.Array) -> routing.Routing:
         """Route `tokens`, ``[tokens, in]``; and update the bias, in training."""
         logits = moe_math.router_logits(tokens, self.kernel.get_value())
-        routed = routing.route(
-            logits,
-            self.num_experts_per_token,
-            renormalize=self.renormalize,
-            scores=self.scores,
-            bias=None if self.bias is None else self.bias.get_value(),
-        )
+        given = {} if self.bias is None else {"bias": self.bias.get_value()}
+        routed = self.route(logits, self.num_experts_per_token, **given)
         if self.bias is not None and self.bias_update_rate and not self.use_running_average:
             self._update(self.bias, routed.group_sizes, self.bias_update_rate)
         return routed
@@ -199,7 +194,7 @@ class MoE(ExplicitModule):
       rngs: stream ``params`` for initial values. For the others see `jfp8.linen.MoE`.
 
     Raises:
-      ValueError: unknown `activation` or `scores`; more experts per token than there are; a
+      ValueError: unknown `activation`; more experts per token than there are; a
         negative `bias_update_rate`; a bias that is to be updated inside of a transformation of
         JAX's own.
 
@@ -217,8 +212,7 @@ class MoE(ExplicitModule):
         intermediate_dim: int,
         num_experts_per_token: int = 2,
         *,
-        activation: str = "swiglu",
-        renormalize: bool | None = None,
+        activation: str | ClampedSwiglu = "swiglu",
         return_load_balancing_loss: bool = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -227,7 +221,8 @@ class MoE(ExplicitModule):
         saved_activations: Format | None = None,
         recipe: RecipeLike | None = None,
         implementation: Implementation = None,
-        scores: routing.Scores = "softmax",
+        route: moe_math.Route = routing.route,
+        shared_intermediate_dim: int | None = None,
         bias_update_rate: float | None = None,
         expert_axis: str | None = None,
         data_axes: tuple[str, ...] = ("data", "fsdp"),
@@ -250,25 +245,22 @@ class MoE(ExplicitModule):
             in_features,
             num_experts,
             num_experts_per_token,
-            renormalize=moe_math.renormalizes(renormalize, num_experts_per_token),
             kernel_init=router_init,
             param_dtype=param_dtype,
-            scores=scores,
+            route=route,
             bias_update_rate=bias_update_rate,
             rngs=rngs,
         )
-        dense = partial(
-            ExpertDense,
-            num_experts,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            recipe=recipe,
-            implementation=implementation,
-            rngs=rngs,
-        )
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "recipe": recipe}
+        options |= {"kernel_init": kernel_init, "implementation": implementation, "rngs": rngs}
+        dense = partial(ExpertDense, num_experts, **options)
         self.wi = dense(in_features, self.projections * intermediate_dim)
         self.wo = dense(intermediate_dim, in_features)
+        self.shared_wi = self.shared_wo = nnx.data(None)
+        if shared_intermediate_dim is not None:
+            of_all = partial(Linear, use_bias=False, **options)
+            self.shared_wi = of_all(in_features, self.projections * shared_intermediate_dim)
+            self.shared_wo = of_all(shared_intermediate_dim, in_features)
 
     def __call__(self, inputs: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Apply the block.
@@ -303,5 +295,8 @@ class MoE(ExplicitModule):
             capacity_factor=self.capacity_factor,
             is_one_operation=not reads_operands(self.wo.ragged_dot),
         )
+        if self.shared_wi is not None and self.shared_wo is not None:
+            how = self.activation, self.saved_activations
+            y += moe_math.through_shared_expert(tokens, self.shared_wi, self.shared_wo, *how)
         y = y.reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,9 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import position_math, transformer_math
+from jfp8.layers.attention import attend
 from jfp8.layers.kv_cache import NAMES, KVCache, init_kv_cache
-from jfp8.layers.nnx.attention import DotProductAttention, of_projected
+from jfp8.layers.nnx.attention import DotProductAttention
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP, dropout_or_none
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.nnx.layers import LinearGeneral
@@ -78,7 +79,7 @@ class LayerNormAttention(nnx.Module):
     Args:
       hidden_size: features of the input and the result.
       num_attention_heads, num_gqa_groups, norm, dense, rotary: as for Linen's.
-      attention_dropout, attention_products: likewise.
+      attention_dropout, attention_products, attention_sinks: likewise.
       encoded_features: features of the second input; None: there is none.
     """
 
@@ -92,6 +93,7 @@ class LayerNormAttention(nnx.Module):
         dense: dict[str, Any],
         attention_dropout: float = 0.0,
         attention_products: bool = False,
+        attention_sinks: bool = False,
         rotary: Rotary | None = None,
         encoded_features: int | None = None,
         rngs: nnx.Rngs,
@@ -111,6 +113,9 @@ class LayerNormAttention(nnx.Module):
         self.dropout = dropout_or_none(attention_dropout, rngs)
         how: dict[str, Any] = {name: dense[name] for name in ("recipe", "implementation")}
         self.attention = nnx.data(DotProductAttention(**how) if attention_products else None)
+        self.implementation = dense["implementation"]
+        sinks = nnx.Param(jnp.zeros(heads, dense["param_dtype"])) if attention_sinks else None
+        self.sinks = nnx.data(sinks)
         self.out = LinearGeneral((heads, depth), hidden_size, axis=(-2, -1), **dense, rngs=rngs)
 
     def __call__(
@@ -118,11 +123,9 @@ class LayerNormAttention(nnx.Module):
         inputs: jax.Array,
         encoded: jax.Array | None = None,
         *,
-        mask: jax.Array | None = None,
-        bias: jax.Array | None = None,
-        is_causal: bool = False,
         cache: KVCache | None = None,
         deterministic: bool | None = None,
+        **options: Any,
     ) -> tuple[jax.Array, KVCache | None]:
         """See `jfp8.layers.linen.transformer.LayerNormAttention.__call__`."""
         qkv = None
@@ -131,28 +134,25 @@ class LayerNormAttention(nnx.Module):
             query, keys_values = jnp.split(qkv, [self.shared_by], axis=-2)
         else:
             query, keys_values = self.query(inputs), self.kv(encoded)
+        if self.sinks is not None:
+            options["sinks"] = self.sinks.get_value()
+        own = self.attention
+        in_fp8 = own is not None and recipe_in_effect(own.recipe, own.path) is not None
+        plain = partial(attend, recipe=None, implementation=self.implementation)
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
+            attention=own.attend if in_fp8 else plain,
+            in_fp8=in_fp8,
             qkv=qkv,
             rotary=self.rotary,
             cache=cache,
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal,
             dropout_rate=self.dropout_rate,
             dropout_key=self._dropout_key(deterministic),
             saved_activations=self.saved_activations,
-            attention=self._in_fp8(),
+            **options,
         )
         return self.out(context), cache
-
-    def _in_fp8(self) -> Callable[..., jax.Array] | None:
-        """What computes attention itself in FP8; None: nothing does."""
-        attention = self.attention
-        if attention is None or recipe_in_effect(attention.recipe, attention.path) is None:
-            return None
-        return partial(of_projected, attention)
 
     def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
         """What the ``nnx.Dropout`` would draw its numbers by; None: nothing is dropped."""
@@ -247,6 +247,7 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
         encoder_decoder_mask: jax.Array | None = None,
         *,
         attention_bias: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         decode: bool | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
@@ -255,7 +256,7 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
         Args:
           inputs: ``[..., length, hidden_size]``.
           encoded: ``[..., encoded_length, encoded_features]``; for a decoder only.
-          attention_mask, encoder_decoder_mask, attention_bias: as for
+          attention_mask, encoder_decoder_mask, attention_bias, segment_ids: as for
             `jfp8.linen.TransformerLayer`.
           decode: `inputs` are the next positions after those in the cache (see `init_cache`); None:
             what ``model.set_attributes(decode=...)`` has set, or else False.
@@ -266,8 +267,8 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
         """
         self._check_inputs(inputs, encoded, encoder_decoder_mask)
         cache = self._cache(decode)
-        length, mask = inputs.shape[-2], attention_mask
-        (mask, is_causal), bias = self._self_attention_mask(mask, length, cache), attention_bias
+        length, bias = inputs.shape[-2], attention_bias
+        seen = self._seen_keys(attention_mask, segment_ids, length, cache)
         if self.relpos_bias is not None:
             keys = length if cache is None else cache.max_length
             first = None if cache is None else cache.index
@@ -280,9 +281,7 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
             return transformer_math.residual_sum(x, y)
 
         how = {"deterministic": deterministic}
-        y, cache = self.self_attention(
-            inputs, mask=mask, bias=bias, is_causal=is_causal, cache=cache, **how
-        )
+        y, cache = self.self_attention(inputs, bias=bias, cache=cache, **how, **seen)
         if cache is not None:
             write_cache(self, cache)
         x = plus(inputs, y)

@@ -12,11 +12,12 @@ arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691)::
     w  = cast(p (v_scale_j / b_i) c)                        c = 256 for e4m3: p is at most 1
     o  = o a + (w . v) b_i / c
 
-and ``O = o / l``. The scale of each key's values goes into the weights, whose zeros hide what a
-query may not see. Backward, with ``p = exp(s - m - log l)``, and rounded anew for each sum with the
-scales of what it meets::
+and ``O = o / l``, or ``o / (l + exp(sink - m))`` in a head with a sink. The scale of each key's
+values goes into the weights, whose zeros hide what a query may not see. Backward, with
+``p = exp(s - m - log l)``, and rounded anew for each sum with the scales of what it meets::
 
-    dV = P^T dO      w = cast(p (dO_scale_i / max_i) c)
+    dV = P^T dO      w = cast(p (dO_scale_i / max_i) c),  max_i over the queries of the block; with
+                                                          a mask or segments those that see the key
     dP = dO V^T      dS = p (dP - sum_h dO O)
     dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max, rounded up to
                                                 a power of two
@@ -115,6 +116,30 @@ def forward(
     return Softmax(*(_joined(x, rows) for x in found))
 
 
+def with_sinks(found: Softmax, sinks: jax.Array | None) -> Softmax:
+    """Return `found` with ``exp(sink)`` added to the denominator of each head's softmax.
+
+    Args:
+      sinks: see `Visible`.
+    """
+    if sinks is None:
+        return found
+    seen = found.log_sum > -jnp.inf
+    log_sum = jnp.where(seen, jnp.logaddexp(found.log_sum, sinks), -jnp.inf)
+    share = jnp.where(seen, jnp.exp(found.log_sum - log_sum), 0)
+    return Softmax(found.out * share[..., None], log_sum)
+
+
+def gradient_of_sinks(
+    sinks: jax.Array | None, log_sum: jax.Array, dot: jax.Array
+) -> jax.Array | None:
+    """Return the gradient with respect to `sinks`; the other arguments are those of `backward`."""
+    if sinks is None:
+        return None
+    p = jnp.where(log_sum > -jnp.inf, jnp.exp(sinks - log_sum), 0)
+    return -jnp.sum(p * dot, axis=(0, 3), keepdims=True)
+
+
 class Both(NamedTuple):
     """The stored operands, each as its two products take it."""
 
@@ -159,15 +184,17 @@ def backward(
             lax.dynamic_slice_in_dim(x, i * size, size, 3)[..., None] for x in (log_sum, dot)
         )
         by_grad = g_of_dv.scale[..., None]
-        of_head = jnp.max(by_grad, axis=3, keepdims=True)
 
         def add(j: jax.Array, carry: tuple) -> tuple:
             dq, dk, dv, dbias, largest = carry
             k_j, of_dq, v_j = (_block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, v))
-            s, _ = _scores(q_i, k_j, visible, scale, i, j)
+            s, seen = _scores(q_i, k_j, visible, scale, i, j)
             p = jnp.exp(s - _finite(log_sum_i))
-            w = _rounded("wgrad", p * (by_grad / of_head), fmt)
-            y = product("bngts,bngth->bngsh", w, g_of_dv.data) * (of_head / factor)
+            of_seen = jnp.where(seen, by_grad, 0) if visible.is_masked else by_grad
+            of_key = jnp.max(of_seen, axis=3, keepdims=True)
+            of_key = jnp.where(of_key == 0, 1, of_key)
+            w = _rounded("wgrad", p * (by_grad / of_key), fmt)
+            y = product("bngts,bngth->bngsh", w, g_of_dv.data) * (of_key.swapaxes(3, 4) / factor)
             dv = _added(dv, jnp.sum(y, 2), j * of_keys, 2)
             dp = product("bngth,bnsh->bngts", g_of_dp.data, v_j.data)
             dp = dp * g_of_dp.scale[..., None] * _by_key(v_j.scale)

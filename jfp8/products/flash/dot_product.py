@@ -14,7 +14,7 @@ import numpy as np
 
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
 from jfp8.products.flash import blocks, passes
-from jfp8.products.flash.mask import Visible, lengths_of, window_of
+from jfp8.products.flash.mask import BLOCK, Visible, integers_of, segments_of, window_of
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.observe import shown
 from jfp8.products.flash.plan import AttentionSpec, plan_attention
@@ -46,6 +46,9 @@ def scaled_dot_product_attention(
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: jax.typing.ArrayLike | None = None,
+    key_value_segment_ids: jax.typing.ArrayLike | None = None,
+    sinks: jax.typing.ArrayLike | None = None,
     recipe: RecipeLike = DelayedScaling(),
     state: States | None = None,
     sink: Mapping[str, jax.Array] | None = None,
@@ -75,6 +78,10 @@ def scaled_dot_product_attention(
       is_causal: query ``t`` sees keys ``s <= t`` only.
       query_seq_lengths, key_value_seq_lengths: int32[B]; tokens from there on are padding.
       local_window_size: keys that a query sees before and after its own position.
+      query_segment_ids, key_value_segment_ids: int32[B, T] and int32[B, S], for several sequences
+        packed into one: a query sees only keys with its own id.
+      sinks: floating[N], a logit of each head that the softmax has in its denominator beside those
+        of the keys (the attention sinks of gpt-oss). They get a gradient.
       recipe: an object or its name.
       state: amax histories, ``{"scores": recipe.init_state(), "context": recipe.init_state()}``:
         of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
@@ -105,8 +112,17 @@ def scaled_dot_product_attention(
     """
     recipe = check_recipe(recipe)
     options = AttentionOptions(scale, is_causal, local_window_size, recipe, implementation)
-    lengths = query_seq_lengths, key_value_seq_lengths
-    return attention_of_projections(options, (query, key, value, bias, mask), lengths, state, sink)
+    tokens = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
+    arrays = query, key, value, bias, mask, sinks
+    return attention_of_projections(options, arrays, tokens, state, sink)
+
+
+OF_TOKENS = (
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+)
 
 
 class AttentionOptions(NamedTuple):
@@ -115,7 +131,7 @@ class AttentionOptions(NamedTuple):
     scale: float | None
     is_causal: bool
     window: int | tuple[int, int] | None
-    recipe: Recipe
+    recipe: Recipe | None  # None: nothing is quantized
     implementation: str | None
 
 
@@ -125,13 +141,14 @@ class AttentionOptions(NamedTuple):
 Projections: TypeAlias = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 SEPARATE: Projections = (None, None, None)
 _FIRST_IN_GROUP = (0, -2, -1)
+_IN_HIGH_PRECISION = 256, 512  # queries and keys of a block: no scales depend on it
 
 
 @in_mesh_of_arguments
 def attention_of_projections(
     options: AttentionOptions,
     arrays: tuple[Any, ...],
-    lengths: tuple[Any, Any],
+    tokens: tuple[Any, Any, Any, Any],
     state: States | None,
     sink: Mapping[str, jax.Array] | None,
     projections: Projections = SEPARATE,
@@ -139,20 +156,22 @@ def attention_of_projections(
     """Compute `scaled_dot_product_attention` of slices of projections.
 
     Args:
-      arrays: query, key, value, bias and mask; all gradients are with respect to these.
-      lengths: of queries and of keys.
+      arrays: query, key, value, bias, mask and sinks; all gradients are with respect to these.
+      tokens: those of `OF_TOKENS`, or None.
       projections: the same values where a projection wrote them; a kernel can quantize from there.
     """
     if has_explicit_axes():
         inside = lambda *arrays: (attention_of_projections(options, *arrays), ())
         like = jnp.asarray(arrays[0])
-        return with_layout_of(like, inside, arrays, lengths, state, sink, projections)[0]
-    *operands, bias, mask = arrays
+        return with_layout_of(like, inside, arrays, tokens, state, sink, projections)[0]
+    *operands, bias, mask, sinks = arrays
     scale, is_causal, window, recipe, implementation = options
     q, k, v = map(as_float_array, operands, ("query", "key", "value"))
     without_batch = q.ndim == 3
     if without_batch:
         q, k, v = q[None], k[None], v[None]
+        ids = (None if x is None else jnp.asarray(x)[None] for x in tokens[2:])
+        tokens = (*tokens[:2], *ids)
     _check_shapes(q, k, v)
     (batch, queries, heads, depth), (_, keys, kv_heads, _) = q.shape, k.shape
     visible = Visible(
@@ -160,21 +179,27 @@ def attention_of_projections(
         is_causal,
         window_of(window),
         (
-            lengths_of(lengths[0], "query_seq_lengths", batch),
-            lengths_of(lengths[1], "key_value_seq_lengths", batch),
+            integers_of(tokens[0], OF_TOKENS[0], (batch,)),
+            integers_of(tokens[1], OF_TOKENS[1], (batch,)),
         ),
         _by_score(mask, "mask", (batch, heads, queries, keys), kv_heads),
         _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
+        segments_of(*tokens[2:], batch, (queries, keys)),
+        _by_head(sinks, heads, kv_heads),
+        BLOCK if recipe is not None else _IN_HIGH_PRECISION,
     )
     _check_state(recipe, state, sink)
     uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
     noted = {name: use for name, use in uses.items() if use is not None}
     factor = float(1 / math.sqrt(depth) if scale is None else scale)
     device = current_device(q, k, v)
-    spec = AttentionSpec(recipe, visible, depth, factor, state is not None, device)
+    spec = AttentionSpec(recipe, visible, depth, factor, q.dtype, state is not None, device)
     if implementation is None and OBSERVER.value is not None:
         implementation = "emulate"  # only the reference shows weights and gradients of scores
     by = plan_attention(spec, implementation)
+    if by.whole is not None:
+        out = by.whole(q, k, v, spec)
+        return out[0] if without_batch else out
     how = _How(recipe, factor, q.dtype, by, tuple(noted.values()))
     inputs = _Inputs(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
@@ -194,7 +219,7 @@ def attention_of_projections(
 
 @dataclass(frozen=True)
 class _How:
-    recipe: Recipe
+    recipe: Recipe | None
     scale: float
     dtype: np.dtype
     by: Any
@@ -300,7 +325,9 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
         of_context = jnp.stack([jnp.ones(()), v[0].amax, g[0].amax])
         amaxes = {"scores": of_scores, "context": of_context}
         d_sink = {name: encode_amax(amaxes[name]) * SINK_UNIT for name in sink}
-    d_visible = replace(visible, lengths=(None, None), mask=None, bias=found.bias)
+    d_sinks = blocks.gradient_of_sinks(visible.sinks, log_sum, dot)
+    nothing: dict[str, Any] = {"lengths": (None, None), "mask": None, "segments": None}
+    d_visible = replace(visible, **nothing, bias=found.bias, sinks=d_sinks)
     cotangents = _Inputs(
         found.query.astype(like[0].dtype),
         found.key.astype(like[1].dtype),
@@ -317,11 +344,16 @@ _attention.defvjp(_forward, _backward)
 
 
 def _forward_pass(how: _How, *arrays: Any) -> blocks.Softmax:
+    sinks = arrays[-1].sinks
+    dtype = how.dtype if sinks is None else np.dtype(np.float32)  # rounded once, below
+
     def reference(*arrays: Any) -> blocks.Softmax:
         found = blocks.forward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
-        return found._replace(out=found.out.astype(how.dtype))
+        return found._replace(out=found.out.astype(dtype))
 
-    return how.by.forward(reference, *arrays, scale=how.scale, dtype=how.dtype)
+    found = how.by.forward(reference, *arrays, scale=how.scale, dtype=dtype)
+    found = blocks.with_sinks(found, sinks)
+    return found._replace(out=found.out.astype(how.dtype))
 
 
 def _backward_pass(how: _How, operands: blocks.Both, *arrays: Any) -> blocks.Gradients:
@@ -367,7 +399,18 @@ def _by_score(
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
 
-def _check_state(recipe: Recipe, state: States | None, sink: Any) -> None:
+def _by_head(sinks: Any, heads: int, kv_heads: int) -> jax.Array | None:
+    if sinks is None:
+        return None
+    sinks = as_float_array(sinks, "sinks")
+    if sinks.shape != (heads,):
+        raise ValueError(
+            f"sinks must have the shape {(heads,)}, one for each head; got {sinks.shape}."
+        )
+    return sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
+
+
+def _check_state(recipe: Recipe | None, state: States | None, sink: Any) -> None:
     for name, given in (("state", state), ("sink", sink)):
         if given is not None and set(given) != {"scores", "context"}:
             raise ValueError(

@@ -24,6 +24,10 @@ class Visible:
       lengths: of the queries and of the keys of each sequence, int32[batch], or None.
       mask: bool[batch | 1, heads | 1, groups | 1, queries | 1, keys | 1], or None.
       bias: floating, of such a shape, or None.
+      segments: those of queries, int[batch, 1, 1, queries, 1], and of keys, int[batch, 1, 1, 1,
+        keys]: a query sees no key of another segment. None: there is one segment.
+      sinks: f32[1, heads, groups, 1], a logit more in the softmax's denominator, or None.
+      largest: size of a block.
     """
 
     sizes: tuple[int, int] = field(metadata={"static": True})
@@ -32,11 +36,14 @@ class Visible:
     lengths: tuple[jax.Array | None, jax.Array | None] = (None, None)
     mask: jax.Array | None = None
     bias: jax.Array | None = None
+    segments: tuple[jax.Array, jax.Array] | None = None
+    sinks: jax.Array | None = None
+    largest: tuple[int, int] = field(default=BLOCK, metadata={"static": True})
 
     @property
     def block(self) -> tuple[int, int]:
         """Queries and keys of a block."""
-        queries, keys = map(min, BLOCK, self.sizes)
+        queries, keys = map(min, self.largest, self.sizes)
         return queries, keys
 
     @property
@@ -44,6 +51,11 @@ class Visible:
         """The number of blocks of queries, and of keys."""
         queries, keys = (-(-n // b) for n, b in zip(self.sizes, self.block, strict=True))
         return queries, keys
+
+    @property
+    def is_masked(self) -> bool:
+        """Return True if arrays, not only positions, hide keys."""
+        return self.mask is not None or self.segments is not None
 
     def keys_of(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first block of keys that block `i` of queries sees some of, and the end of them."""
@@ -69,6 +81,9 @@ class Visible:
         for length, at in zip(self.lengths, (row, column), strict=True):
             if length is not None:
                 seen = seen & (at < length[:, None, None, None, None])
+        if self.segments is not None:
+            of_query, of_key = (self.part(x, i, j, fill=0) for x in self.segments)
+            seen = seen & (of_query == of_key)
         return seen if self.mask is None else seen & self.part(self.mask, i, j, fill=False)
 
     def part(self, x: jax.Array, i: jax.Array, j: jax.Array, fill: Any) -> jax.Array:
@@ -116,14 +131,34 @@ def window_of(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return left, right
 
 
-def lengths_of(x: jax.typing.ArrayLike | None, name: str, batch: int) -> jax.Array | None:
-    """Return the lengths of sequences that users give, int[batch]; `name` is for the message."""
+def integers_of(
+    x: jax.typing.ArrayLike | None, name: str, shape: tuple[int, ...]
+) -> jax.Array | None:
+    """Return what users give for sequences or tokens, int[shape]; `name` is for the message."""
     if x is None:
         return None
     x = jnp.asarray(x)
-    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+        each = "sequence" if len(shape) == 1 else "token"
         raise ValueError(
-            f"{name} must be integers of shape {(batch,)}, one for each sequence; got {x.dtype} "
-            f"of shape {x.shape}."
+            f"{name} must be integers of shape {shape}, one for each {each}; got {x.dtype} of "
+            f"shape {x.shape}."
         )
     return x
+
+
+def segments_of(
+    query: Any, key: Any, batch: int, sizes: tuple[int, int]
+) -> tuple[jax.Array, jax.Array] | None:
+    """Return the segment ids that users give, as in `Visible`."""
+    names = "query_segment_ids", "key_value_segment_ids"
+    given = zip((query, key), names, sizes, strict=True)
+    ids = [integers_of(x, name, (batch, size)) for x, name, size in given]
+    if (ids[0] is None) != (ids[1] is None):
+        raise ValueError(
+            f"{names[0]} and {names[1]} are compared with each other, but only one was given. Give "
+            "both; in self attention they are the same array."
+        )
+    if ids[0] is None or ids[1] is None:
+        return None
+    return ids[0][:, None, None, :, None], ids[1][:, None, None, None, :]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
@@ -37,7 +38,7 @@ class Quantized(NamedTuple):
     """An operand ``x[..., tokens, depth] ~= data * scale[..., None]``.
 
     Attributes:
-      data: f8, or the values themselves in f32 where the recipe leaves them in high precision.
+      data: f8, or the values themselves where the recipe leaves them in high precision.
       scale: f32[..., tokens].
       amax: f32[], of the operand.
       transposed: `data` with its last two dimensions exchanged, if a kernel wrote that as well.
@@ -82,7 +83,7 @@ class Numerics:
 
 
 @functools.cache
-def numerics_of(recipe: Recipe) -> Numerics:
+def numerics_of(recipe: Recipe | None) -> Numerics:
     """Return the numerics of attention under `recipe`.
 
     S and O are forward products, and K and V their second operands. dQ and dP are gradients of
@@ -92,6 +93,8 @@ def numerics_of(recipe: Recipe) -> Numerics:
     Raises:
       ValueError: the recipe emulates the sums of a GPU, which is done for products only.
     """
+    if recipe is None:
+        return Numerics()
     if recipe.accumulation.startswith("hopper"):
         raise ValueError(
             f"{recipe!r} emulates the sums of a GPU (accumulation={recipe.accumulation!r}), and "
@@ -172,7 +175,7 @@ def quantize_tokens(
     stored, x = x, x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
     if quantizer is None:
-        return Quantized(x, jnp.ones_like(largest), jnp.max(largest))
+        return Quantized(stored, jnp.ones_like(largest), jnp.max(largest))
     fmt = format_of(quantizer)
     assert fmt is not None
     rounding = "power_of_two" if folded else None
@@ -212,17 +215,15 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Return ``einsum(equation, a, b)`` in f32 of data in f8, or of values.
 
     f8 values are exact in bf16, and their products in f32: there, a GPU has tensor cores for them.
+    With an operand of 16 bits, the other one is rounded to them.
     """
-    in_f32 = lambda a, b: jnp.einsum(
-        equation, a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    sizes = {x.dtype.itemsize for x in (a, b)}
+    if 2 in sizes:
+        dtype = a.dtype if a.dtype.itemsize == 2 else b.dtype
+    else:
+        in_f32 = 4 in sizes or current_device(a, b) is None
+        dtype = np.dtype(jnp.float32 if in_f32 else jnp.bfloat16)
+    a, b = a.astype(dtype), b.astype(dtype)
+    return jnp.einsum(
+        equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-    if a.dtype.itemsize > 1 or b.dtype.itemsize > 1:
-        return in_f32(a, b)
-    in_bf16 = lambda a, b: jnp.einsum(
-        equation,
-        a.astype(jnp.bfloat16),
-        b.astype(jnp.bfloat16),
-        preferred_element_type=jnp.float32,
-    )
-
-    return in_f32(a, b) if current_device(a, b) is None else in_bf16(a, b)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jfp8.matmul.explained import explained
 from jfp8.products.flash.mask import Visible
 from jfp8.recipes.recipe import Recipe
@@ -20,18 +22,20 @@ class AttentionSpec:
     """What attention is planned by; see `scaled_dot_product_attention`.
 
     Attributes:
-      recipe: how operands are quantized.
+      recipe: how operands are quantized; None: not at all.
       visible: which keys a query sees.
       depth: H.
       scale: of the scores.
+      dtype: of the query.
       has_state: whether amax histories are given.
       device: that the program is traced for.
     """
 
-    recipe: Recipe
+    recipe: Recipe | None
     visible: Visible
     depth: int
     scale: float
+    dtype: np.dtype
     has_state: bool
     device: Device = None
 
@@ -47,14 +51,9 @@ class Reference:
 
     named: bool = False
     uses_one_scale = False
-
-    @property
-    def cast_heads(self) -> None:
-        """A function that quantizes heads straight and transposed; None: nobody needs both."""
-
-    @property
-    def cast_heads_of_gradient(self) -> None:
-        """The same for dO."""
+    whole = None  # or a function that computes attention and is differentiated as a whole
+    cast_heads = None  # or a function that quantizes heads straight and transposed
+    cast_heads_of_gradient = None  # the same for dO
 
     def forward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
         """Compute the forward pass: ``reference(*operands)``."""

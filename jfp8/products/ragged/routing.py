@@ -6,17 +6,16 @@ Functions of arrays, without a framework. No token is dropped: an expert gets al
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.products.ragged.tiles import take_rows
 from jfp8.tracing.compat import axes_apart
 
-Scores = Literal["softmax", "sigmoid"]
-SCORES: tuple[Scores, ...] = ("softmax", "sigmoid")
+Scores = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 class Routing(NamedTuple):
@@ -47,14 +46,18 @@ def route(
     logits: jax.Array,
     experts_per_token: int,
     *,
-    renormalize: bool,
-    scores: Scores = "softmax",
     bias: jax.Array | None = None,
+    scores: Scores = "softmax",
+    renormalize: bool | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    routed_scaling_factor: float = 1.0,
 ) -> Routing:
     """Return the `experts_per_token` experts of each token whose score and bias are largest. ::
 
-        s = softmax(logits) or sigmoid(logits)       chosen = top k of s + bias
-        weights = s_chosen, or s_chosen / sum s_chosen
+        s = softmax(logits), sigmoid(logits) or sqrt(softplus(logits))
+        chosen = top k of s + bias, among the experts of the best groups
+        weights = routed_scaling_factor * s_chosen, or s_chosen / sum s_chosen for s_chosen
 
     The bias decides which experts are chosen, and nothing else: no weight has it, and there is no
     gradient by it.
@@ -62,55 +65,108 @@ def route(
     Args:
       logits: f32[t, g].
       experts_per_token: ``k``.
-      renormalize: make the weights of a token sum to 1. (With one expert per token they are then
-        all 1, and the router gets no gradient through them.)
-      scores: ``"softmax"``: experts compete for a token; ``"sigmoid"``: each is scored by itself.
       bias: f32[g], see `updated_bias`; None: none.
+      scores: ``"softmax"``: experts compete for a token; ``"sigmoid"`` and ``"sqrtsoftplus"``: each
+        is scored by itself.
+      renormalize: make the weights of a token sum to 1, before they are scaled; None: with more
+        than one expert per token. (With one they are then all 1, and the router gets no gradient
+        through them.)
+      n_group: consecutive experts form so many groups of equal size.
+      topk_group: how many groups a token may choose from: those whose two largest ``s + bias`` have
+        the largest sum.
+      routed_scaling_factor: of all weights.
 
     Raises:
-      ValueError: `experts_per_token` is not from 1 to ``g``; unknown `scores`.
+      ValueError: `experts_per_token` is not from 1 to ``g``, or more than are in the groups that a
+        token may choose from; groups of different sizes; unknown `scores`.
 
     References:
-      DeepSeek-V3, arXiv 2412.19437, equations 12 to 16, for sigmoid and bias.
+      DeepSeek-V3, arXiv 2412.19437, equations 12 to 16, for sigmoid, bias and groups. The names are
+      those of its configuration in transformers. DeepSeek-V4 has sqrtsoftplus.
     """
-    groups = logits.shape[1]
-    if not 1 <= experts_per_token <= groups:
+    experts = logits.shape[1]
+    if not 1 <= experts_per_token <= experts:
         raise ValueError(
             f"experts_per_token={experts_per_token} must be from 1 to the number of experts, "
-            f"{groups}."
+            f"{experts}."
+        )
+    if n_group < 1 or experts % n_group or not 1 <= topk_group <= n_group:
+        raise ValueError(
+            f"n_group={n_group} must divide the {experts} experts, and topk_group={topk_group} be "
+            "from 1 to n_group."
+        )
+    if experts_per_token > (left := experts // n_group * topk_group):
+        raise ValueError(
+            f"experts_per_token={experts_per_token}, but topk_group={topk_group} of "
+            f"n_group={n_group} groups have {left} of the {experts} experts. Raise topk_group."
         )
     if scores not in SCORES:
-        raise ValueError(f"scores must be one of 'softmax', 'sigmoid'; got {scores!r}.")
-    return _route(logits, bias, experts_per_token, renormalize, scores)
+        allowed = ", ".join(map(repr, SCORES))
+        raise ValueError(f"scores must be one of {allowed}; got {scores!r}.")
+    if renormalize is None:
+        renormalize = experts_per_token > 1
+    groups = None if topk_group == n_group else (n_group, topk_group)
+    how = experts_per_token, renormalize, scores, groups, routed_scaling_factor
+    return _route(logits, bias, *how)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
 def _route(
     logits: jax.Array,
     bias: jax.Array | None,
     experts_per_token: int,
     renormalize: bool,
     scores: Scores,
+    groups: tuple[int, int] | None,
+    factor: float,
 ) -> Routing:
-    if scores == "softmax":
-        s = probabilities = jax.nn.softmax(logits, axis=-1)
-    else:
-        s = jax.nn.sigmoid(logits)
-        # s / sum s, also where all s are below the smallest f32.
-        probabilities = jax.nn.softmax(jax.nn.log_sigmoid(logits), axis=-1)
-    chosen = _largest(s if bias is None else s + bias[None], experts_per_token)
-    experts = jnp.argmax(chosen, axis=-1).astype(jnp.int32)
+    log_scores = _LOG_SCORES[scores](logits)
+    s = jnp.exp(log_scores)
+    for_choice = s if bias is None else s + bias[None]
+    if groups is not None:
+        for_choice = _in_best_groups(for_choice, *groups)
+    chosen = _largest(for_choice, experts_per_token)
     of_chosen = lambda x: jnp.sum(jnp.where(chosen, x[:, None], 0), axis=-1)
-    weights = of_chosen(s)
-    if renormalize and scores == "softmax":
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    elif renormalize:
-        weights = jax.nn.softmax(jax.nn.log_sigmoid(of_chosen(logits)), axis=-1)
+    # s / sum s, also where all s are below the smallest f32.
+    weights = jax.nn.softmax(of_chosen(log_scores), axis=-1) if renormalize else of_chosen(s)
+    probabilities = jax.nn.softmax(log_scores, axis=-1)
+    experts = jnp.argmax(chosen, axis=-1)
+    return routing_of(factor * weights, experts, probabilities, logits)
+
+
+def routing_of(
+    weights: jax.Array, experts: jax.Array, probabilities: jax.Array, logits: jax.Array
+) -> Routing:
+    """Return the `Routing` of these choices, for a router of your own; see its attributes."""
+    experts = experts.astype(jnp.int32)
     order = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
     indices = jnp.arange(order.shape[0], dtype=jnp.int32)
     places = jnp.zeros_like(order).at[order].set(indices, unique_indices=True)
+    chosen = jax.nn.one_hot(experts, logits.shape[1], dtype=bool)
     group_sizes = jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
     return Routing(weights, experts, probabilities, group_sizes, order, places, logits)
+
+
+def _log_sqrt_softplus(x: jax.Array) -> jax.Array:
+    # Below, softplus(x) is e^x to f32, and its logarithm has no gradient where it vanishes.
+    return 0.5 * jnp.where(x < -20, x, jnp.log(jax.nn.softplus(jnp.maximum(x, -20))))
+
+
+_LOG_SCORES: dict[Scores, Callable[[jax.Array], jax.Array]] = {
+    "softmax": jax.nn.log_softmax,
+    "sigmoid": jax.nn.log_sigmoid,
+    "sqrtsoftplus": _log_sqrt_softplus,
+}
+SCORES = tuple(_LOG_SCORES)
+
+
+def _in_best_groups(scores: jax.Array, n_group: int, topk_group: int) -> jax.Array:
+    """Return `scores`, and -inf outside of the groups whose two largest have the largest sum."""
+    in_groups = scores.reshape(len(scores), n_group, -1)
+    best = _largest(in_groups, min(2, in_groups.shape[2]))
+    sums = jnp.sum(jnp.where(best, in_groups[:, :, None], 0), axis=(2, 3))
+    allowed = jnp.any(_largest(sums, topk_group), axis=1)
+    return jnp.where(allowed[:, :, None], in_groups, -jnp.inf).reshape(scores.shape)
 
 
 def _largest(scores: jax.Array, k: int) -> jax.Array:
@@ -123,19 +179,6 @@ def _largest(scores: jax.Array, k: int) -> jax.Array:
         found.append(jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1], dtype=bool))
         scores = jnp.where(found[-1], -jnp.inf, scores)
     return jnp.stack(found, axis=-2)
-
-
-def to_experts(x: jax.Array, routing: Routing) -> jax.Array:
-    """A copy of each token for each expert it chose, sorted by expert: [t, d] -> [t * k, d]."""
-    copies = jnp.repeat(x, routing.experts.shape[1], axis=0)
-    return take_rows(copies, routing.order, routing.places)
-
-
-def from_experts(y: jax.Array, routing: Routing) -> jax.Array:
-    """For each token, the weighted sum of its experts' results: [t * k, d] -> f32[t, d]."""
-    tokens, k = routing.experts.shape
-    back = take_rows(y, routing.places, routing.order).reshape(tokens, k, y.shape[-1])
-    return jnp.sum(back.astype(jnp.float32) * routing.weights[:, :, None], axis=1)
 
 
 def load_balancing_loss(routing: Routing) -> jax.Array:

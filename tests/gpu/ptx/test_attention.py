@@ -36,6 +36,9 @@ def given_of(options):
         given["key_lengths"] = np.array(options["key_lengths"], np.int32)
     if "mask" in options:
         given["mask"] = random_mask(*options["mask"])
+    if "segments" in options:
+        ids = np.repeat(np.arange(len(options["segments"])), options["segments"])
+        given["mask"] = (ids[:, None] == ids)[None]
     return given, {"is_causal": False, "window": None} | {
         name: value for name, value in options.items() if name in ("is_causal", "window")
     }
@@ -51,6 +54,7 @@ FORWARD = {
     "ring": ((1, 1, 128, 900, 64), {}, F32),
     "mask": ((2, 2, 130, 300, 64), {"mask": (2, 130, 300)}, F32),
     "mask-of-keys": ((1, 1, 140, 400, 128), {"mask": (1, 1, 400), "window": (300, 90)}, BF16),
+    "segments": ((2, 1, 200, 200, 128), {"segments": (70, 100, 30), "is_causal": True}, BF16),
     "mask-256": ((1, 1, 100, 150, 256), {"mask": (1, 100, 1), "is_causal": True}, F32),
 }
 
@@ -81,6 +85,7 @@ BACKWARD = {
     "rings": ((1, 1, 400, 700, 64), {}, (FOUR, FOUR), F32),
     "window": ((1, 1, 130, 256, 128), {"window": (30, 0)}, (FIVE, FIVE), BF16),
     "mask": ((2, 2, 130, 150, 64), {"mask": (2, 130, 150)}, (FIVE, FIVE), F32),
+    "segments": ((2, 2, 200, 200, 128), {"segments": (70, 100, 30)}, (FOUR, FOUR), BF16),
     "keys": ((1, 1, 150, 200, 128), {"mask": (1, 1, 200), "is_causal": True}, (FIVE, FOUR), BF16),
 }
 
@@ -103,6 +108,7 @@ def test_backward(case, executed):
         return attention_backward(stored, vectors, **given, **how)
 
     def check(results):
-        assert_gradients(results, stored, vectors, groups, scale, seen, formats, out_dtype)
+        how = scale, seen, formats, out_dtype, "mask" in given
+        assert_gradients(results, stored, vectors, groups, *how)
 
     executed(check, f, stored, vectors, given)

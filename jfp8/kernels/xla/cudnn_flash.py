@@ -1,0 +1,60 @@
+"""Attention in high precision on GPUs: cuDNN's flash attention, as JAX calls it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.products.flash.plan import AttentionSpec
+from jfp8.tracing.compat import cudnn_version
+from jfp8.tracing.devices import Gpu
+
+
+class FlashAttention:
+    """Plan attention by ``jax.nn.dot_product_attention``, which is differentiated as a whole."""
+
+    @staticmethod
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:
+        """Compute attention of ``[batch, tokens, heads, depth]``."""
+        visible = spec.visible
+        by_score = lambda x: None if x is None else x.reshape(len(x), -1, *x.shape[3:])
+        out = jax.nn.dot_product_attention(
+            *(q, k, v, by_score(visible.bias), by_score(visible.mask)),
+            scale=spec.scale,
+            is_causal=visible.is_causal,
+            local_window_size=visible.window,
+            implementation="cudnn",
+        )
+        if visible.mask is None:
+            return out
+        # cuDNN gives the mean of all values to a query that sees none.
+        seen = replace(visible, largest=visible.sizes).of_block(jnp.int32(0), jnp.int32(0))
+        seen = by_score(jnp.any(seen, axis=-1, keepdims=True)).swapaxes(1, 2)
+        return jnp.where(seen, out, 0)
+
+
+def refusal(spec: AttentionSpec, gpu: Gpu | None) -> str | None:
+    """Tell why cuDNN does not compute this on `gpu`; None if it does."""
+    if gpu is None or gpu.capability is None or gpu.capability < (8, 0):
+        return "no GPU of compute capability 8.0 or later is known"
+    if spec.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{spec.dtype}: cuDNN's flash attention is for bf16 and f16"
+    if cudnn_version() is None:
+        return "cuDNN is not installed"
+    # JAX asks the GPU that is there for heads of more than 128.
+    largest = 256 if gpu.capability >= (9, 0) and jax.default_backend() == "gpu" else 128
+    if spec.depth % 8 or spec.depth > largest:
+        return f"heads of {spec.depth} numbers: a multiple of 8 is needed, at most {largest}"
+    visible = spec.visible
+    for name in ("segments", "sinks"):
+        if getattr(visible, name) is not None:
+            return f"{name}: cuDNN's flash attention has none"
+    if any(length is not None for length in visible.lengths):
+        return "lengths of sequences"
+    if visible.window is not None and visible.window[1] and not visible.is_causal:
+        return "a window of later keys"
+    if any(n % 2 for n in visible.sizes) and not (visible.mask is None and visible.bias is None):
+        return "a mask or bias with an odd number of tokens"
+    return None
