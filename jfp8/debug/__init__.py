@@ -1,14 +1,12 @@
 """Looking into programs: what FP8 did to each tensor, and what a compiled program communicates."""
 
-from jfp8.debug.advice import Advice, advice, report
-from jfp8.debug.attention_error import AttentionError, attention_error
-from jfp8.debug.causality import LooksAhead, looks_ahead
-from jfp8.debug.collective_bytes import (
+from jfp8.collectives.sent import (
     Collective,
     CollectiveBytes,
     assert_collectives,
     collective_bytes,
 )
+from jfp8.debug.audit import Audit, Matmuls, audit
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
 from jfp8.debug.decoding import DecodingMismatch, decoding_mismatch, mismatch
 from jfp8.debug.equivalence import Equivalence, equivalence
@@ -24,6 +22,7 @@ from jfp8.tracing.listing import listing
 __all__ = [
     "Advice",
     "AttentionError",
+    "Audit",
     "Collective",
     "CollectiveBytes",
     "ComparedGradient",
@@ -33,6 +32,7 @@ __all__ = [
     "Equivalence",
     "Finding",
     "LooksAhead",
+    "Matmuls",
     "Predicted",
     "ProductError",
     "ProgramCheck",
@@ -46,6 +46,7 @@ __all__ = [
     "advice",
     "assert_collectives",
     "attention_error",
+    "audit",
     "check_program",
     "collective_bytes",
     "compare",

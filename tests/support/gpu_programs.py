@@ -20,7 +20,7 @@ import re
 import sys
 import tempfile
 import xml.etree.ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,10 +38,12 @@ from jax.sharding import (
 )
 
 import jfp8
+from jfp8.collectives.hlo import Instruction, read
+from jfp8.debug.audit import Launches, audit_of, large
 
 DATA = Path(__file__).parents[1] / "data"
 CORES = {"h200": 132, "b200": 148, "rtx5090": 170}
-KINDS = {"rtx5090": "NVIDIA GeForce RTX 5090"}  # of others the name says it
+NAMES = {"rtx5090": "NVIDIA GeForce RTX 5090"}  # of others the name says it
 SHARED_MEMORY = 232_448  # bytes that one block may use, on both
 VERSION = (0, 11, 2)  # JAX 0.12 cannot hand an f8 product to its compiler without a device
 
@@ -68,124 +70,19 @@ def why_not(least: tuple[int, ...] | None = None) -> str | None:
 
 # HLO
 
-BITS = {"pred": 8}  # of others the name says it
-F8 = ("f8e4m3fn", "f8e5m2")
-
-
-@dataclass(frozen=True)
-class Array:
-    """The type of an array: ``bf16[8192,4096]``."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        bits = BITS.get(self.dtype) or int(re.match(r"[a-z]+(\d+)", self.dtype)[1])
-        return -(-self.size * bits // 8)
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of HLO: ``%name = results opcode(operands), attributes``."""
-
-    name: str
-    results: tuple[Array, ...]
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-
-    @property
-    def target(self) -> str | None:
-        """The library routine that a custom call calls."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found and found[1]
-
-    def calls(self, *keys: str) -> list[str]:
-        """Names of the computations under attributes `keys`."""
-        found = []
-        for key in keys:
-            for one, several in re.findall(
-                rf"\b{key}=(?:%([\w.-]+)|{{([^}}]*)}})", self.attributes
-            ):
-                found += [one] if one else re.findall(r"%([\w.-]+)", several)
-        return found
-
-
-# What costs nothing on the device: names for parts or other views of arrays.
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"}
-FREE |= {"call", "after-all", "partition-id", "opt-barrier"}
 # Of these alone a kernel consists that only passes an array on, in another type, order or scale.
 PASSING = {"parameter", "constant", "bitcast", "convert", "copy", "multiply", "broadcast"}
 PASSING |= {"reshape", "transpose", "slice", "pad", "bitcast-convert", "dynamic-slice", "add"}
 PASSING |= {"select", "compare", "is-finite", "abs", "and", "or", "clamp", "maximum", "minimum"}
 PASSING |= {"dynamic-update-slice", "divide", "iota"}
-COLLECTIVES = "all-|ragged-all-|reduce-scatter|collective-|async-|partition-id|replica-id"
-PRODUCTS = {"dot", "convolution", "scaled-dot", "ragged-dot"}
+ATTENTION_IN_FP8 = "attention in FP8, cuDNN"
 
 
-class Hlo:
-    """An optimized module: what is launched on the device, in which order, on which arrays."""
+class Hlo(Launches):
+    """What `jfp8.debug.audit` counts, one by one, and what else tests ask for."""
 
-    def __init__(self, text: str, kernels: Sequence[Kernel] = ()):
-        self.multiplying = {kernel.name for kernel in kernels if kernel.qgmma}
-        self.computations: dict[str, dict[str, Instruction]] = {}
-        self.roots: dict[str, str] = {}
-        for line in text.splitlines():
-            if header := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
-                name, body = header[2], {}
-                self.computations[name] = body
-                if header[1]:
-                    self.entry = name
-            elif found := re.match(r"\s+(ROOT )?%([\w.-]+) = (.*)", line):
-                instruction = _parse(found[2], found[3])
-                body[instruction.name] = instruction
-                if found[1]:
-                    self.roots[name] = instruction.name
-
-    @functools.cached_property
-    def launched(self) -> list[tuple[Instruction, list[Instruction]]]:
-        """Every kernel with the instructions that its operands name.
-
-        Loops and branches count once.
-        """
-        found, todo, seen = [], [self.entry], set()
-        while todo:
-            name = todo.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            body = self.computations[name]
-            for instruction in body.values():
-                keys = ("body", "condition", "branch_computations", "true_computation")
-                todo += instruction.calls(*keys, "false_computation")
-                if instruction.opcode == "call":
-                    todo += instruction.calls("to_apply")
-                if instruction.opcode not in FREE:
-                    found.append((instruction, [body[name] for name in instruction.operands]))
-        return found
-
-    def inside(self, instruction: Instruction) -> set[str]:
-        """Opcodes of what a kernel computes."""
-        if instruction.opcode != "fusion":
-            return {instruction.opcode}
-        inner = (i for name in instruction.calls("calls") for i in self.computations[name].values())
-        return set().union(*map(self.inside, inner))
-
-    def source(self, instruction: Instruction) -> Instruction:
-        """The kernel or parameter that wrote what `instruction` names in the entry computation."""
-        body = self.computations[self.entry]
-        while instruction.opcode in ("get-tuple-element", "bitcast"):
-            if instruction.name not in body:
-                break
-            instruction = body[instruction.operands[0]]
-        return instruction
-
-    # Products
+    def matmuls(self, *kinds: str) -> list[Instruction]:
+        return [self.by_name[name] for name, kind in self.kinds.items() if kind in kinds]
 
     def calls_of(self, target: str) -> list[Instruction]:
         return [i for i, _ in self.launched if i.target == target]
@@ -193,7 +90,7 @@ class Hlo:
     @functools.cached_property
     def f8_products(self) -> list[Instruction]:
         """Calls of cuBLASLt's FP8 product."""
-        return self.calls_of("__cublas$lt$matmul$f8")
+        return self.matmuls("FP8, cuBLASLt")
 
     @functools.cached_property
     def split_products(self) -> list[Instruction]:
@@ -206,32 +103,23 @@ class Hlo:
     @functools.cached_property
     def block_products(self) -> list[Instruction]:
         """Calls of cuDNN's product of block-scaled operands, on Blackwell."""
-        return self.calls_of("__cudnn$blockScaledDot")
+        return self.matmuls("FP8, cuDNN")
 
     @functools.cached_property
     def attention_products(self) -> list[Instruction]:
         """Calls of cuDNN's attention in FP8, with two products each."""
-        return self.calls_of("__cudnn$fmhaSoftmaxF8")
+        return self.matmuls(ATTENTION_IN_FP8)
 
     @functools.cached_property
     def pallas_products(self) -> list[Instruction]:
-        """Calls of kernels in Mosaic GPU that use the FP8 tensor cores.
-
-        The names of kernels are not unique, but none that takes f8 does anything else.
-        """
-        return [
-            i
-            for i, operands in self.launched
-            if i.target == "mosaic_gpu_v2"
-            and _kernel_of(i) in self.multiplying
-            and any(o.results[0].dtype in F8 for o in operands)
-        ]
+        """Calls of kernels in Mosaic GPU that use the FP8 tensor cores."""
+        return self.matmuls("FP8, Pallas")
 
     @functools.cached_property
     def fp8_products(self) -> list[Instruction]:
         """All products on FP8 tensor cores, whoever wrote them."""
-        by_cudnn = [*self.block_products, *self.attention_products]
-        return [*self.f8_products, *by_cudnn, *self.pallas_products]
+        by_libraries = self.matmuls("FP8, cuBLASLt", "FP8, cuDNN", ATTENTION_IN_FP8)
+        return [*by_libraries, *self.pallas_products]
 
     @functools.cached_property
     def other_products(self) -> list[Instruction]:
@@ -239,57 +127,27 @@ class Hlo:
 
         Triton's of f8 operands are among them: XLA rounds their sums as it likes.
         """
-        known = {i.name for i in self.fp8_products}
-        return [
-            i
-            for i, _ in self.launched
-            if i.name not in known
-            and (
-                re.match(r"__cublas|__cudnn", i.target or "")
-                or PRODUCTS & self.inside(i)
-                or re.search(r"triton\w*gemm", i.attributes)
-            )
-        ]
-
-    def factors(self, product: Instruction) -> set[str]:
-        """The types that one of `other_products` multiplies."""
-        bodies = [{o.name: o for o in operands} for i, operands in self.launched if i == product]
-        found, todo = set(), [(product, bodies[0])]
-        while todo:
-            instruction, body = todo.pop()
-            if instruction.opcode == "fusion":
-                for name in instruction.calls("calls"):
-                    inner = self.computations[name]
-                    todo += [(i, inner) for i in inner.values()]
-            elif instruction == product or instruction.opcode in PRODUCTS:
-                found |= {body[o].results[0].dtype for o in instruction.operands[:2]}
-        return found
+        fp8 = {i.name for i in self.fp8_products}
+        return [self.by_name[name] for name in self.kinds if name not in fp8]
 
     # What surrounds them
 
     @functools.cached_property
-    def f8_transposes(self) -> list[Instruction]:
-        """Kernels that only write f8 values in another order; quantizing could have done it."""
-        return [
-            i
-            for i, operands in self.launched
-            if "transpose" in self.inside(i) | set(re.findall(r"^\w*transpose", i.name))
-            and any(r.dtype in F8 or r.dtype == "u8" for r in i.results)
-            and all(o.results[0].bytes <= o.results[0].size for o in _large(operands))
-        ]
-
-    @functools.cached_property
     def passes_over_outputs(self) -> list[Instruction]:
         """Kernels that only convert or scale what a product wrote: the product could have."""
-        made_by = {i.name for i in (*self.fp8_products, *self.other_products)}
         return [
             i
             for i, operands in self.launched
-            if i.name not in made_by
-            and i.target is None
-            and self.inside(i) <= PASSING
-            and any(self.source(o).name in made_by for o in _large(operands))
+            if i.name not in self.kinds
+            and not i.target
+            and self.opcodes(i) <= PASSING
+            and any(self.writer(o) in self.kinds for o in large(operands))
         ]
+
+    def writer(self, operand: Instruction) -> str:
+        """The name of the kernel that wrote an operand."""
+        source = self.hlo.source(operand)
+        return source.operands[0] if source.opcode == "get-tuple-element" else source.name
 
     def f32_written(self, size: int) -> list[Instruction]:
         """Kernels that write an f32 array of at least `size` elements."""
@@ -297,15 +155,6 @@ class Hlo:
             i
             for i, _ in self.launched
             if any(r.dtype == "f32" and r.size >= size for r in i.results)
-        ]
-
-    @functools.cached_property
-    def rounded_scales(self) -> list[Instruction]:
-        """Single numbers that are rounded to 16 bits."""
-        every = (i for body in self.computations.values() for i in body.values())
-        converts = (i for i in every if i.opcode == "convert")
-        return [
-            i for i in converts if i.results[0].dtype in ("bf16", "f16") and i.results[0].size == 1
         ]
 
     def masks(self, size: int) -> list[Instruction]:
@@ -323,57 +172,7 @@ class Hlo:
     @functools.cached_property
     def bytes_beside_products(self) -> int:
         """Bytes that all kernels but products read and write, were nothing kept in a cache."""
-        products = {i.name for i in (*self.fp8_products, *self.other_products)}
-        return sum(size for i, size in self.kernels if i.name not in products)
-
-    @functools.cached_property
-    def kernels(self) -> list[tuple[Instruction, int]]:
-        """What is launched, collectives apart, with the bytes that it reads and writes."""
-        return [
-            (i, sum(a.bytes for x in (i, *operands) for a in x.results))
-            for i, operands in self.launched
-            if not re.match(COLLECTIVES, i.opcode)
-        ]
-
-    @functools.cached_property
-    def small_kernels(self) -> list[Instruction]:
-        """Those of `kernels` that take less than 1 MB, and so no time but that of their launch."""
-        return [i for i, size in self.kernels if size < 1e6]
-
-
-def _large(operands: list[Instruction]) -> list[Instruction]:
-    """Without scales and other small things."""
-    return [o for o in operands if len(o.results) == 1 and o.results[0].size > 4096]
-
-
-def _parse(name: str, text: str) -> Instruction:
-    """`text` is ``results opcode(operands), attributes``; results may be in parentheses."""
-    end = _closing(text, 0) + 1 if text[0] == "(" else text.index(" ")
-    results = tuple(
-        Array(dtype, tuple(map(int, filter(None, shape.split(",")))))
-        for dtype, shape in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", text[:end])
-    )
-    start = text.index("(", end)
-    stop = _closing(text, start)
-    operands = tuple(re.findall(r"%([\w.-]+)", text[start:stop]))
-    attributes = text[stop + 1 :].partition(', module = "')[0]  # of Mosaic GPU: its whole kernel
-    return Instruction(name, results, text[end:start].strip(), operands, attributes)
-
-
-def _closing(text: str, start: int) -> int:
-    depth = 0
-    for i in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        if depth == 0:
-            return i
-    raise ValueError(f"no closing parenthesis: {text[:80]}")
-
-
-def _kernel_of(call: Instruction) -> str:
-    """The name of the function that a Mosaic GPU kernel was made of."""
-    found = re.search(r'op_name="[^"]*?(\w+)/(mpmd_map|custom_partitioning)"', call.attributes)
-    assert found, call.attributes[:200]
-    return found[1]
+        return sum(size for i, size in self.kernels if i.name not in self.kinds)
 
 
 # Kernels in Mosaic GPU
@@ -435,8 +234,12 @@ class Program:
 
     hlo: Hlo
     kernels: tuple[Kernel, ...]  # of Mosaic GPU, one per call
-    exchanged: jfp8.debug.CollectiveBytes
+    audit: jfp8.debug.Audit
     memory: int  # bytes: arguments, results that take no argument's place, and what is in between
+
+    @property
+    def exchanged(self) -> jfp8.debug.CollectiveBytes:
+        return self.audit.sent
 
     def row(self) -> dict[str, str]:
         """Its counts, for the table."""
@@ -513,16 +316,18 @@ def compile_divided(
         kernels = tuple(
             Kernel.read(p.with_suffix("")) for p in sorted(Path(folder).glob("*.ptxas"))
         )
-    exchanged, of = jfp8.debug.collective_bytes(compiled), compiled.memory_analysis()
+    of, hlo = compiled.memory_analysis(), Hlo(read(compiled, "audit"))
     memory = of.argument_size_in_bytes + of.output_size_in_bytes - of.alias_size_in_bytes
     memory += of.temp_size_in_bytes
-    return Program(Hlo(compiled.as_text(), kernels), kernels, exchanged, memory)
+    multiplying = {kernel.name for kernel in kernels if kernel.qgmma}
+    assert {i.kernel for i in hlo.pallas_products} <= multiplying
+    return Program(hlo, kernels, audit_of(hlo), memory)
 
 
 def device_of(target: str) -> AbstractDevice:
     """Return what a device would say of itself, where kernels are chosen."""
     name, _, cores = target.partition(":")
-    kind = KINDS.get(name, f"NVIDIA {name.upper()}")
+    kind = NAMES.get(name, f"NVIDIA {name.upper()}")
     return AbstractDevice(device_kind=kind, num_cores=int(cores or CORES[name]), platform="gpu")
 
 

@@ -26,8 +26,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import jfp8
+from jfp8.collectives.hlo import Hlo
 from jfp8.debug import collective_bytes
-from support.gpu_programs import Hlo, forward_and_backward
+from support.gpu_programs import forward_and_backward
 
 KINDS = {"TPU7x": "tpu7x:2x2x1", "v6e": "v6e:2x4"}  # eight cores each
 WAYS = ("one core", "8 cores, FSDP", "8 cores, tensor parallel")

@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jfp8.collectives.hlo import Array, Hlo, Instruction, arrays_in, read
+
 _SENT: dict[str, Callable[[int], float]] = {
     "all-gather": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
@@ -29,19 +31,8 @@ _SENT: dict[str, Callable[[int], float]] = {
     "collective-broadcast": lambda n: 1,
 }
 
-_HEADER_COUNTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\((.*)$")
-_SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
-_CALLED = re.compile(
-    r"\b(?:body|condition|calls|to_apply|(?:true|false)_computation|branch_computations)="
-    r"(\{[^}]*\}|%?[\w.\-]+)"
-)
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_ASYNC_DONE = re.compile(r"-(done|update)$")
 # Of ``(operands, results, ...)`` the results: each one shape, or a tuple of them.
 _RESULTS = re.compile(r"\((?:\([^()]*\)|\w+\[[\d,]*\]),(\([^()]*\)|\w+\[[\d,]*\])")
-_LOCATION = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
 
 
 @dataclass(frozen=True)
@@ -142,28 +133,15 @@ def collective_bytes(compiled: Any) -> CollectiveBytes:
     >>> jfp8.debug.collective_bytes(compiled).total
     0.0
     """
-    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
-        raise TypeError(
-            f"collective_bytes takes a compiled program or its text, got {type(compiled).__name__}."
-            " Pass jax.jit(f).lower(...).compile()."
-        )
-    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    if not text.lstrip().startswith("HloModule"):
-        raise ValueError(
-            "collective_bytes reads compiled programs, whose text starts with 'HloModule', but "
-            f"this one starts with {text.lstrip()[:40]!r}. Collectives are only known after "
-            "compiling: pass jax.jit(f).lower(...).compile()."
-        )
-    lines = text.splitlines()
-    sources = _sources(text)
-    everyone = math.prod(map(int, _HEADER_COUNTS.findall(lines[0])))
-    computations, entry = _computations(lines)
-    times = _executions(computations, entry)
-    found = []
-    for name, instructions in computations.items():
-        if name in times:
-            for result, op, rest in instructions:
-                found += _parts(result, op, rest, times[name], everyone, sources)
+    return sent_by(read(compiled, "collective_bytes"))
+
+
+def sent_by(hlo: Hlo) -> CollectiveBytes:
+    """Return the collectives of a program that has been read."""
+    found: list[Collective] = []
+    for name, times in hlo.runs.items():
+        for instruction in hlo.computations.get(name, {}).values():
+            found += _parts(instruction, times, hlo)
     return CollectiveBytes(tuple(found))
 
 
@@ -204,27 +182,18 @@ def assert_collectives(
             )
 
 
-def _parts(
-    result: str,
-    op: str,
-    rest: str,
-    times: int | None,
-    everyone: int,
-    sources: dict[str, str],
-) -> Iterator[Collective]:
+def _parts(i: Instruction, times: int | None, hlo: Hlo) -> Iterator[Collective]:
     """Yield the parts of a collective, one for each dtype; nothing for other instructions."""
-    kind = op.removesuffix("-start")
+    kind = i.opcode.removesuffix("-start")
     if kind not in _SENT:
         return
     elements: dict[str, int] = collections.defaultdict(int)
-    for dtype, dims in _SHAPE.findall(_result_shapes(result, op)):
-        elements[dtype] += math.prod(int(d) for d in dims.split(",") if d)
-    n = 2 if kind == "collective-permute" else _group_size(rest, everyone)
-    found = re.search(r'op_name="([^"]*)"', rest)
-    name, source = found[1] if found else "", _source_of(rest, sources)
+    for array in arrays_in(_result_shapes(i.written, i.opcode)):
+        elements[array.dtype] += array.size
+    n = 2 if kind == "collective-permute" else _group_size(i.attributes, hlo.devices)
     for dtype, size in elements.items():
-        sent = size * _bits(dtype) / 8 * _SENT[kind](n)
-        yield Collective(kind, dtype, size, n, sent, times, name, source)
+        sent = Array(dtype, (size,)).bytes * _SENT[kind](n)
+        yield Collective(kind, dtype, size, n, sent, times, i.op_name, hlo.line_of(i))
 
 
 def _result_shapes(result: str, op: str) -> str:
@@ -239,12 +208,6 @@ def _result_shapes(result: str, op: str) -> str:
     return found[1] if found else result
 
 
-def _bits(dtype: str) -> int:
-    """Return the bits of an element, from the name of its dtype: ``bf16``, ``f8e4m3fn``."""
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8  # pred
-
-
 def _group_size(rest: str, everyone: int) -> int:
     """Return the number of devices that exchange data; XLA writes groups in three ways."""
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
@@ -257,59 +220,3 @@ def _group_size(rest: str, everyone: int) -> int:
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part or sizes[name]) for name, part in axes) if axes else everyone
     return everyone
-
-
-def _computations(lines: list[str]) -> tuple[dict[str, list[tuple[str, str, str]]], str]:
-    """Return (result, operation, rest) of all instructions by computation; the entry's name."""
-    computations: dict[str, list[tuple[str, str, str]]] = {}
-    entry = current = ""
-    for line in map(str.strip, lines):
-        if found := _COMPUTATION.match(line):
-            current = found[2]
-            computations[current] = []
-            entry = current if found[1] else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            computations[current].append((found[1], found[2], found[3]))
-    return computations, entry
-
-
-def _executions(
-    computations: dict[str, list[tuple[str, str, str]]], entry: str
-) -> dict[str, int | None]:
-    """Return the executions of each computation that `entry` reaches; None if unknown."""
-    times: dict[str, int | None] = {}
-
-    def visit(name: str, count: int | None) -> None:
-        before = times.get(name, 0)
-        times[name] = None if before is None or count is None else before + count
-        for _, op, rest in computations.get(name, []):
-            if _ASYNC_DONE.search(op):  # names what its start has called
-                continue
-            inside = count
-            if op == "while":
-                trips = _TRIP_COUNT.search(rest)
-                inside = None if trips is None or count is None else count * int(trips[1])
-            for callee in re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest))):
-                visit(callee, inside)
-
-    visit(entry, 1)
-    return times
-
-
-def _sources(text: str) -> dict[str, str]:
-    """Return ``file:line`` by ``stack_frame_id``, from the tables at the head of a program."""
-    files = dict(re.findall(r'^(\d+) "(.*)"$', text.partition("FunctionNames")[0], re.M))
-    locations = {
-        number: f"{files.get(file, '?')}:{line}"
-        for number, file, line in re.findall(_LOCATION, text, re.M)
-    }
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.M)
-    return {frame: locations[number] for frame, number in frames if number in locations}
-
-
-def _source_of(rest: str, sources: dict[str, str]) -> str:
-    """Return ``file:line`` of an instruction, "" if it is not known."""
-    if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
-        return f"{found[1]}:{found[2]}"
-    found = re.search(r"stack_frame_id=(\d+)", rest)
-    return sources.get(found[1], "") if found else ""
