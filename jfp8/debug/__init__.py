@@ -6,7 +6,10 @@ from jfp8.collectives.sent import (
     assert_collectives,
     collective_bytes,
 )
+from jfp8.debug.advice import Advice, advice, report
+from jfp8.debug.attention_error import AttentionError, attention_error
 from jfp8.debug.audit import Audit, Matmuls, audit
+from jfp8.debug.causality import LooksAhead, looks_ahead
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
 from jfp8.debug.decoding import DecodingMismatch, decoding_mismatch, mismatch
 from jfp8.debug.equivalence import Equivalence, equivalence
