@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jfp8.checkpoint import atomic
 from jfp8.checkpoint.fp8_style import Fp8Style, Stored, layouts_in
 from jfp8.checkpoint.safetensors_file import parsed, read_arrays, write_arrays
-from jfp8.checkpoint.serving import OF_INPUTS, Arrays, ServingTensors, serving_tensors
+from jfp8.checkpoint.serving import OF_INPUTS, Arrays, ServingTensors, serving_tensors, stored
 from jfp8.checkpoint.state_dict import short
 from jfp8.checkpoint.torch_layout import Names, Tensors
 from jfp8.checkpoint.weight_layout import Layout
@@ -163,7 +163,7 @@ def _shards(
     shard: Arrays = {}
     size = 0
     for name in serving.tensors:
-        arrays, layer = serving.stored(name)
+        arrays, layer = stored(serving, name)
         layers |= layer
         more = sum(x.nbytes for x in arrays.values())
         if shard and size + more > most:

@@ -35,6 +35,9 @@ def names_for(table: str | Mapping[str, Any], config: Mapping[str, Any]) -> dict
         `to_flax_params`, where ``heads``, ``kv_heads`` and ``depth`` have the sizes in `config`.
       config: config.json of the model, or its ``"text_config"``.
 
+    Returns:
+      A `Place` for each name of a tensor.
+
     Raises:
       ValueError: an unknown table.
 

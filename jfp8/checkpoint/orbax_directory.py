@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfp8.checkpoint.state_dict import Path as Names
 from jfp8.checkpoint.state_dict import (
     bytes_of,
     checksum,
@@ -103,7 +102,7 @@ def _check_values(state: dict[str, Any], expected: Any) -> None:
 
 
 def _check_storable(state: dict[str, Any]) -> None:
-    names: dict[str, Names] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for path, leaf in flatten(state):
         if isinstance(leaf, np.ndarray) and (not leaf.size or leaf.dtype.name in _UNKNOWN_TO_ORBAX):
             what = f"{leaf.dtype}{list(leaf.shape)}"

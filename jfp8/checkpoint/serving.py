@@ -39,25 +39,25 @@ class ServingTensors:
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name in self.tensors:
-            yield from self.stored(name)[0].items()
+            yield from stored(self, name)[0].items()
 
     def config(self) -> dict[str, Any]:
         """Return the ``quantization_config`` of config.json, for which all weights are read."""
-        layers: dict[str, Stored | None] = {}
-        for name in self.tensors:
-            layers |= self.stored(name)[1]
+        layers = {k: v for name in self.tensors for k, v in stored(self, name)[1].items()}
         return self.style.config(layers)
 
-    def stored(self, name: str) -> tuple[Arrays, dict[str, Stored | None]]:
-        """Return the arrays that store one of `tensors`, and the layer's entry for the config."""
-        x, layer = on_this_host(self.tensors[name]), name.removesuffix(".weight")
-        if not isinstance(x, ScaledArray):
-            return {name: x}, {layer: None} if x.ndim >= 2 and layer != name else {}
-        layout, arrays = self.style.split(name, x)
-        if taken := arrays.keys() & self.tensors.keys() - {name}:
-            raise ValueError(f"{min(taken)!r} is taken by the scale of {name!r}.")
-        calibrated = any(f"{layer}.{scale}" in self.tensors for scale in OF_INPUTS)
-        return arrays, {layer: (layout, calibrated)}
+
+def stored(serving: ServingTensors, name: str) -> tuple[Arrays, dict[str, Stored | None]]:
+    """Return the arrays that store one of the tensors, and its layer's entry for the config."""
+    tensors = serving.tensors
+    x, layer = on_this_host(tensors[name]), name.removesuffix(".weight")
+    if not isinstance(x, ScaledArray):
+        return {name: x}, {layer: None} if x.ndim >= 2 and layer != name else {}
+    layout, arrays = serving.style.split(name, x)
+    if taken := arrays.keys() & tensors.keys() - {name}:
+        raise ValueError(f"{min(taken)!r} is taken by the scale of {name!r}.")
+    calibrated = any(f"{layer}.{scale}" in tensors for scale in OF_INPUTS)
+    return arrays, {layer: (layout, calibrated)}
 
 
 def serving_tensors(
