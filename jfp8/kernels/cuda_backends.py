@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jfp8.kernels import cost_model
 from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, none_allowed
 from jfp8.kernels.blackwell import backend as blackwell
-from jfp8.kernels.cost_model import Costs, Scales, Times, Work, scales_of
+from jfp8.kernels.cost_model import Scales, Times, Work, scales_of
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.measured_layers import measured_gain
 from jfp8.kernels.rates import RATES, Rates, rates_of
@@ -112,23 +112,12 @@ def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bo
 
 def _times(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
     """Return the times that the model expects, or that of FP8 as it was measured on this card."""
-    times = cost_model.expected(work, rates, scales, _costs(gpu))
+    costs = cost_model.ON_HOPPER
+    if hopper.BACKEND.why_not_on(gpu) is not None:
+        costs = cost_model.costs_on(gpu.capability, hopper.why_no_quantizing(gpu) is None)
+    times = cost_model.expected(work, rates, scales, costs)
     gain = measured_gain(gpu.kind, scales, work.multiplications)
     return times if gain is None else replace(times, fp8=times.bf16 / gain)
-
-
-def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
-    """Return whether Pallas kernels quantize for products on this GPU."""
-    # On Blackwell those in blocks: of one scale cuBLASLt takes any layout, so XLA writes only one.
-    families = None if scales in ("blocks", "mx") else hopper.HOPPER
-    return hopper.why_no_quantizing(gpu, families) is None
-
-
-def _costs(gpu: Gpu) -> Costs:
-    """Return what quantizing costs on this GPU; see `cost_model`."""
-    if hopper.BACKEND.why_not_on(gpu) is None:
-        return cost_model.ON_HOPPER
-    return cost_model.costs_on(gpu.capability, hopper.why_no_quantizing(gpu) is None)
 
 
 def _devices() -> int:
@@ -158,7 +147,9 @@ def quantizing_k_major(
         return None
     formats, blocks = _formats_and_blocks(recipe)
     scales = _scales_in(recipe)
-    kernels = implementation != "xla" and _quantized_by_kernels(gpu, scales)
+    # On Blackwell those in blocks: of one scale cuBLASLt takes any layout, so XLA writes only one.
+    families = None if scales in ("blocks", "mx") else hopper.HOPPER
+    kernels = implementation != "xla" and hopper.why_no_quantizing(gpu, families) is None
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
     if not _taken(formats, blocks, gpu):

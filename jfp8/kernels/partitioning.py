@@ -12,6 +12,7 @@ capitals is of a dimension that every device must have as a whole.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -25,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -250,6 +251,7 @@ def _partitioned(
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     of_one = AbstractMesh((), (), **({} if device is None else {"abstract_device": device}))
     partitioned = custom_partitioning(lambda identity, *parts: function(*parts))
+    lowered = _each_once(function, of_parts)
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         mesh = finest_mesh(mesh, operands[1].sharding)
@@ -275,7 +277,7 @@ def _partitioned(
             del identity
             # Parts are not on the caller's mesh, which may be explicit.
             with jax.sharding.use_abstract_mesh(of_one):
-                found = (of_parts if any(apart) else function)(*parts)
+                found = lowered(any(apart), mesh, *map(jax.typeof, parts))(*parts)
                 leaves, tree = jax.tree.flatten(found)
                 combined = map(_combined, ways, leaves, apart, of_results)
                 pairs = zip(combined, outs, strict=True)
@@ -295,6 +297,24 @@ def _partitioned(
         **factor_sizes,
     )
     return partitioned
+
+
+def _each_once(function: Callable[..., Any], of_parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what returns one of both for arrays of some types; on GPUs lowered, once for each.
+
+    Mosaic GPU numbers the kernels that it lowers. XLA merges equal ones, and compiles them once.
+    """
+
+    @functools.cache
+    def lowered(in_parts: bool, mesh: Mesh, *parts: Any) -> Callable[..., Any]:
+        compute = of_parts if in_parts else function
+        if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+            return compute
+        kernels = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+        lower = export.export(jax.jit(compute), platforms=["cuda"], disabled_checks=[kernels])
+        return lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parts)).call
+
+    return lowered
 
 
 def _pairs(
@@ -347,8 +367,11 @@ def _combined(
             return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
         return lax.psum(x, axes)
     # As integers, without the sign that a NaN may have: not all devices know a maximum with NaN.
-    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.iinfo(jnp.int32).max
-    return lax.bitcast_convert_type(lax.pmax(bits, axes), x.dtype)
+    # Kernels give such bits themselves.
+    if x.dtype != jnp.int32:
+        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.iinfo(jnp.int32).max
+        return lax.bitcast_convert_type(lax.pmax(bits, axes), x.dtype)
+    return lax.pmax(x, axes)
 
 
 def why_not_divided(gpu: Gpu) -> str | None:
