@@ -15,8 +15,8 @@ from jfp8.training.histories import (
     close_step,
     decode_all,
     map_products,
+    rescale_grad_histories,
 )
-from jfp8.training.rescaled import rescale_grad_histories
 
 
 def advance(

@@ -263,7 +263,10 @@ def _statistics(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> list[
 def _end_step(products: Any, before: Any, seen: Any, failed: jax.Array, loss_scale: Any) -> None:
     """Give `products` their histories after a step, or those `before` one that failed."""
     ends = [_end_of(p, before[path], seen.get(path), failed) for path, p in products.items()]
-    _overwrite(products.values(), over_products(functools.partial(_ended, loss_scale), ends))
+    found = over_products(functools.partial(_ended, loss_scale), ends)
+    # Once more, so that what takes the histories apart is elementwise: one kernel, not one each.
+    kept = [(_kept(end[-1], new, end[0]), check) for end, (new, check) in zip(ends, found)]
+    _overwrite(products.values(), kept)
 
 
 def _end_of(product: Product, before: Any, amaxes: Any, failed: jax.Array) -> tuple[Any, ...]:
@@ -274,15 +277,19 @@ def _end_of(product: Product, before: Any, amaxes: Any, failed: jax.Array) -> tu
 
 
 def _ended(loss_scale: Any, before: Any, after: Any, amaxes: Any, failed: jax.Array) -> Any:
-    """Return histories after a step, those `before` if it failed; and their `fingerprint`.
+    """Return histories after a step; and the `fingerprint` of these, or of `before` if it failed.
 
     Args:
       after: what calls recorded themselves, where there are no amaxes.
     """
     new = after if amaxes is None else _pushed(before, amaxes, loss_scale)
+    return new, fingerprint(_kept(failed, new, before))
+
+
+def _kept(failed: jax.Array, new: Any, before: Any) -> Any:
+    """Return histories `before` a step that failed, else the `new` ones."""
     along = lambda x: lax.expand_dims(~failed, range(failed.ndim, x.ndim))
-    kept = jax.tree.map(lambda x, old: jnp.where(along(x), x, old), new, before)
-    return kept, fingerprint(kept)
+    return jax.tree.map(lambda x, old: jnp.where(along(x), x, old), new, before)
 
 
 def _on_any_device(flag: jax.Array, like: jax.Array) -> jax.Array:

@@ -32,10 +32,10 @@ from jfp8.training.histories import (
     close_step,
     decode_all,
     init_sinks,
+    rescale_grad_histories,
 )
 from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state
-from jfp8.training.rescaled import rescale_grad_histories
 from jfp8.training.skipped import paths_not_finite, warn_of_skipped
 
 
