@@ -263,7 +263,9 @@ class Launches:
             if wide and writes and i.name not in self.kinds and not is_collective(i):
                 source = self.hlo.source(wide[0])
                 names[source.name] = source.op_name or source.name
-                repeats = self.hlo.is_invariant(source)
+                # A kernel that takes a slice itself takes another one in each iteration.
+                slices = "dynamic-slice" in self.opcodes(i)
+                repeats = self.hlo.is_invariant(source) and not slices
                 found[source.name] += self.hlo.times(i) if repeats else 1
         return tuple((names[name], times) for name, times in found.items() if times > 1)
 
