@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax import lax
 
 from jfp8.kernels.rocm import multiply as multiply_on_rocm
+from jfp8.kernels.rocm import plan as plan  # so that all platforms save the same
 from jfp8.kernels.tpu.backend import multiply as multiply_on_tpu
 from jfp8.kernels.xla.bf16_dot import in_bf16
 from jfp8.matmul.emulate import emulated
@@ -27,8 +26,3 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
         "tpu": lambda a, b: multiply_on_tpu(a, b, spec),
     }
     return lax.platform_dependent(lhs, rhs, default=lambda a, b: emulated(a, b, spec), **branches)
-
-
-def plan(spec: Any) -> None:
-    """Return None: all operations are those of the core, so that all platforms save the same."""
-    del spec

@@ -287,9 +287,8 @@ class QuantizedOperand:
         """Return the tensor as its first product takes it, as its second one does, and its amax."""
         if not isinstance(self.x, ScaledArray) and OBSERVER.value is None:
             x = self.x if self.made is None else self.made
-            found = self.operation.quantize_for_both(
-                self.role, x, first, second, self.state, self.dtype
-            )
+            uses = first, second, self.state, self.dtype
+            found = self.operation.quantize_for_both(self.role, x, *uses)
             if found is not None:
                 return found
         if self.dtype is not None and not isinstance(self.x, ScaledArray):

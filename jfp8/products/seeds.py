@@ -31,9 +31,8 @@ def rotation_seed(
     """Return the seed of the random rotation of both operands, uint32[2]; None if there is none.
 
     Args:
-      product: the recipe's settings for the product.
-      kind: which one.
-      amax: f32[], of the operand that is quantized first.
+      product: the recipe's settings for the product of this `kind`.
+      amax: f32[], of one of its operands.
       seed: the user's.
     """
     if product.rotation is None or not product.rotation.random:
