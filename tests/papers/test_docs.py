@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
+import io
+import math
 import pkgutil
 import re
 import subprocess
@@ -381,13 +384,26 @@ NEWER = "# JAX 0.11.2 or later\n"
 TABS = ("NNX", "Linen")  # one program, twice: docs/conf.py shows one of them at a time
 
 
-def blocks_of(page: Path, tab: str = "") -> list[str]:
-    """The code on a page; with `tab`, without that of the other one."""
-    found = re.findall(
-        r"(?:^\*\*(\w+)\*\*\n\n)?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
-    )
+BLOCK = re.compile(
+    r"(?:^\*\*(\w+)\*\*\n\n)?^```python\n(.*?)^```\n(?:\n?^```(?:text)?\n(.*?)^```)?", re.M | re.S
+)
+
+
+def programs_of(page: Path, tab: str = "") -> list[tuple[str, str]]:
+    """The code on a page, and what it prints; with `tab`, without the code of the other one."""
     others = {*TABS} - {tab} if tab else set()
-    return [code for name, code in found if name not in others]
+    found = BLOCK.findall(page.read_text())
+    # An output below two tabs belongs to both.
+    printed = [
+        output or (found[i + 1][2] if name == TABS[0] and i + 1 < len(found) else "")
+        for i, (name, _, output) in enumerate(found)
+    ]
+    pairs = zip(found, printed, strict=True)
+    return [(code, output) for (name, code, _), output in pairs if name not in others]
+
+
+def blocks_of(page: Path, tab: str = "") -> list[str]:
+    return [code for code, _ in programs_of(page, tab)]
 
 
 def tabs_of(page: Path) -> list[str]:
@@ -440,10 +456,71 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tab, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"):  # as for whoever copies it
         scope = {"__name__": page.stem}
-        for number, code in enumerate(blocks_of(page, tab)):
+        for number, (code, output) in enumerate(programs_of(page, tab)):
             if is_ours(code) and not (code.startswith(NEWER) and jax.__version_info__ < (0, 11, 2)):
-                program = compile(code, f"{page.name}, block {number}", "exec", dont_inherit=True)
-                exec(program, scope)
+                printed = run(code, scope, f"{page.name}, block {number}")
+                assert shows(output, printed), f"block {number} prints\n{printed}"
+
+
+NUMBER = r"\d+\.?\d*(?:e[-+]?\d+)?"
+
+
+def shows(output: str, printed: str) -> bool:
+    """Whether `printed` has the words of `output` in order: a page may wrap lines, or skip some."""
+    rest = iter(printed.split())
+    words = (word for word in output.split() if word.strip("-.,"))
+    return all(any(same(word, other) for other in rest) for word in words)
+
+
+def same(word: str, printed: str) -> bool:
+    """Whether words are equal, up to 10 % in decimals and 5 % in integers from 20 on."""
+    if re.sub(NUMBER, "#", word) != re.sub(NUMBER, "#", printed):
+        return False
+    pairs = zip(re.findall(NUMBER, word), re.findall(NUMBER, printed), strict=True)
+    return all(
+        math.isclose(float(a), float(b), rel_tol=0.1, abs_tol=1e-3)
+        if {*".e"} & {*a}
+        else math.isclose(float(a), float(b), rel_tol=0.05 if float(a) >= 20 else 0.0)
+        for a, b in pairs
+    )
+
+
+def run(code: str, scope: dict[str, Any], name: str) -> str:
+    """Run a block of a page, and return what it prints.
+
+    Where a comment behind a ``print`` is a literal, such as ``# 32768.0``, that is what it prints.
+    """
+    printed = io.StringIO()
+    lines = code.splitlines()
+    for statement in ast.parse(code).body:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            tree = ast.Module([statement], type_ignores=[])
+            exec(compile(tree, name, "exec", dont_inherit=True), scope)
+        printed.write(out.getvalue())
+        comment = lines[statement.end_lineno - 1][statement.end_col_offset :].strip(" #")
+        if ast.unparse(statement).startswith("print(") and is_literal(comment):
+            assert shows(comment, out.getvalue()), f"{name}: {ast.unparse(statement)}"
+    return printed.getvalue()
+
+
+def is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return False
+    return True
+
+
+def test_a_changed_output_is_noticed():
+    assert run("x = 2\nprint(x)  # 2\nprint('a', x)  # what it is\n", {}, "") == "2\na 2\n"
+    with pytest.raises(AssertionError, match="print"):
+        run("print(2)  # 3\n", {}, "")
+    table = "layer  error\n----------\nfirst  5.31 %\nlast   2.60 %\n"
+    assert shows("layer  error\n-----\nlast  2.61 %", table)
+    assert not shows("layer  error\n-----\nlast  3.61 %", table)
+    assert not shows("layer  error\n-----\nlast layer  2.61 %", table)
+    assert shows("layer error\n...\nlast\n2.61 %", table)
+    assert not shows("12 of 16 matmuls", "11 of 16 matmuls")
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("coming_from/*.md")), ids=lambda page: page.stem)
