@@ -210,11 +210,11 @@ LINES_OF_ROOMS = {
     "products": 5405,
     "kernels": 9030,
     "layers": 5484,
-    "optim": 2570,
+    "optim": 2560,
     "training": 3060,
     "checkpoint": 3530,
     "conversion": 4674,
-    "debug": 4362,
+    "debug": 4354,
     "plot": 1165,
     "command_line": 2127,
 }

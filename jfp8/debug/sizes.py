@@ -16,6 +16,7 @@ from jfp8.conversion.tables import Printed, Table, table_lines
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.trees import is_scaled_array
 from jfp8.training.state import TrainState
 
 # The last is that of flax.linen.fp8_ops, for models that come from there.
@@ -197,7 +198,7 @@ _Variable = tuple[tuple[str, ...], str, Any]
 def _of_linen(variables: Mapping[str, Any]) -> Iterator[_Variable]:
     kinds = {"params": "params"} | dict.fromkeys(_FP8_COLLECTIONS, "fp8_state")
     for collection, tree in variables.items():
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_fp8):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array):
             # Boxes around arrays (nn.Partitioned) add keys that are not names of modules.
             names = [str(key.key) for key in path if hasattr(key, "key")]
             yield tuple(names[:-1]), kinds.get(collection, "other"), leaf
@@ -222,16 +223,11 @@ def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
             owners = (owner[:n] for n in range(len(owner), -1, -1))
             owner = next((o for o in owners if o in with_params), owner)
         amounts = {kind: _amount(value)}
-        if kind == "params" and _is_fp8(value):
+        if kind == "params" and is_scaled_array(value):
             amounts["params_in_fp8"] = amounts["params"]
         rows[owner] = rows.get(owner, SummaryRow("/".join(owner))) + SummaryRow("", **amounts)
-    return tuple(sorted(rows.values(), key=_in_natural_order))
-
-
-def _in_natural_order(row: SummaryRow) -> list[list[int | str]]:
-    """Sort ``Block_2`` before ``Block_10``."""
-    parts = [re.split(r"(\d+)", part) for part in row.path.split("/")]
-    return [[int(word) if word.isdecimal() else word for word in part] for part in parts]
+    natural = lambda row: re.sub(r"\d+", lambda n: n[0].zfill(9), row.path)  # Block_2, Block_10
+    return tuple(sorted(rows.values(), key=natural))
 
 
 def _amount(value: Any) -> Amount:
@@ -243,10 +239,6 @@ def _amount(value: Any) -> Amount:
 def _amount_of_tree(tree: Any) -> Amount:
     arrays = [leaf for leaf in jax.tree.leaves(tree) if printing.is_arraylike(leaf)]
     return Amount(sum(math.prod(x.shape) for x in arrays), sum(map(printing.n_bytes, arrays)))
-
-
-def _is_fp8(x: Any) -> bool:
-    return isinstance(x, ScaledArray)
 
 
 def _size(amount: Amount) -> str:

@@ -77,9 +77,7 @@ class LossScaleState(_Fields):
     def _replace(self, **fields: Any) -> LossScaleState:
         return super()._replace(**fields).marked(self.mark)
 
-    def __repr__(self) -> str:
-        """Print the numbers, and the inner state by type and size."""
-        return printing.named_state(self)
+    __repr__ = printing.named_state
 
 
 def _with_names(state: LossScaleState) -> tuple[Any, Mark]:

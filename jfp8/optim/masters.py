@@ -172,9 +172,7 @@ class StochasticRoundingState(NamedTuple):
     count: jax.Array
     inner_state: Any
 
-    def __repr__(self) -> str:
-        """Print the contents, by type and size."""
-        return printing.named_state(self)
+    __repr__ = printing.named_state
 
 
 def stochastic_rounding(

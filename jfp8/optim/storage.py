@@ -49,9 +49,7 @@ class Storage(abc.ABC):
     Encoding is two passes over the array: `measure` finds the scales, `round` uses them.
     """
 
-    def __repr__(self) -> str:
-        """Print the call that makes it, without the fields that have their default."""
-        return printing.changes(self)
+    __repr__ = printing.changes
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Measure all of `x` for the rounding of its parts, f32; by default nothing."""

@@ -72,9 +72,7 @@ class MasterWeightsState(NamedTuple):
     masters: Any
     inner_state: Any
 
-    def __repr__(self) -> str:
-        """Print the contents, by type and size."""
-        return printing.named_state(self)
+    __repr__ = printing.named_state
 
 
 def has_master_weights(opt_state: optax.OptState) -> bool:
