@@ -42,8 +42,17 @@ def test_pictures_of_notebooks_are_theirs(pictures, tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes() == (STATIC / f"{name}.png").read_bytes()
 
 
-QUICK = ("core", "gaps", "like_float32")
-SLOW = ("memory", "roofline", "curves", "long_run", "error_against_bits", "error_map", "sums")
+QUICK = ("core", "like_float32")
+SLOW = (
+    "memory",
+    "roofline",
+    "curves",
+    "long_run",
+    "error_against_bits",
+    "error_map",
+    "sums",
+    "gaps",
+)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_batches_are_those_of_each():
     np.testing.assert_array_equal(each(xs, w), run_here(jax.vmap(function, (0, None)), xs, w))
 
 
+@pytest.mark.slow
 def test_a_named_kernel_runs_nowhere_else():
     x = jnp.ones((128, 128))
     dims = (((1,), (0,)), ((), ()))

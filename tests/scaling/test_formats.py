@@ -353,6 +353,7 @@ def test_trap_round_trips_are_not_elided(fmt, dtype):
 # Gradients.
 
 
+@pytest.mark.representative(6)
 @all_formats
 @roundings
 def test_gradient_of_round_to_format_is_the_identity(fmt, rounding):

@@ -208,8 +208,14 @@ def test_trap_an_overflow_that_only_a_sink_saw_reaches_all():
     amax = rng.uniform(0.1, 10, (N, 2, 3)).astype(np.float32)
     sinks = {"a": encode_amax(jnp.asarray(amax)), "b": {"c": jnp.zeros((N, 3, 2050))}}
     sinks["a"] = sinks["a"].at[3, 0, 1].set(encode_amax(jnp.float32(np.inf)))
-    merged = jax.vmap(lambda s: _max_of_sinks(s, "d", N), axis_name="d")(sinks)
-    found, overflow = decode_amax(merged["a"])
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="d")
+    def merge(sinks):
+        merged = _max_of_sinks(sinks, "d", N)
+        return merged, *decode_amax(merged["a"])
+
+    merged, found, overflow = merge(sinks)
     amax[3, 0, 1] = 0
     expected = amax.max(0) / np.float32([1, 1, N])
     ratio = np.asarray(found) / expected

@@ -219,7 +219,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.representative(3)
+@pytest.mark.representative(1)
 def test_arithmetic_on_gradients_changes_gradients_alone(name):
     state = normalised_state()
     grads = gradients(state)
@@ -240,6 +240,7 @@ def test_untouched_gradients_give_collections_to_the_bit():
     assert_same(dict(gradients(state).collections), dict(expected))
 
 
+@pytest.mark.slow
 def test_a_norm_of_gradients_is_that_of_the_parameters():
     state = normalised_state()
     of_parts = jax.jit(lambda state: jfp8.value_and_grad(loss_fn, micro_batches=2)(state, X, Y)[1])

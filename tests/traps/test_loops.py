@@ -102,7 +102,7 @@ class TestOneEntryForAllUses:
 
     @pytest.mark.parametrize("converted", [False, True])
     @pytest.mark.parametrize("lift", [nn.WeightNorm, nn.while_loop])
-    @pytest.mark.representative(2)
+    @pytest.mark.representative(1)
     def test_a_transformation_that_does_not_change_the_collection_is_told(self, lift, converted):
         class Lifted(nn.Module):
             carried: Any = False

@@ -315,7 +315,7 @@ def nnx_step(model, optimizer, x, y):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
-@pytest.mark.representative(1)
+@pytest.mark.slow
 def test_nnx_layers_with_x64_enabled(recipe):
     """Histories were f64, and the first step failed. Now it is the step without x64."""
 
@@ -361,6 +361,7 @@ def test_gradients_of_each_example_by_nnx_vmap(jit):
             single.dot_general.set_histories(histories_of(shared))
 
 
+@pytest.mark.slow
 def test_an_example_that_is_not_finite_leaves_histories_alone():
     model = jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0))
     each = nnx.vmap(

@@ -198,7 +198,7 @@ def test_training_until_the_loss_is_small():
 
 
 @pytest.mark.parametrize("change", [lambda g: jnp.clip(g, -1e-3, 1e-3), jnp.nan_to_num])
-@pytest.mark.representative(1)
+@pytest.mark.slow
 def test_gradients_that_are_changed_one_by_one_in_the_state_of_flax(change):
     """The gradient of ``_overwrite_with_gradient``, the next state, is changed like the others."""
     where = "_overwrite_with_gradient"
