@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import html
 import json
-import pickle
 import re
 from functools import partial
 from typing import get_args
@@ -18,9 +16,8 @@ import pytest
 import jfp8
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, recipes
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
-from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
-from jfp8.quantizers.rotations import Hadamard, RandomHadamard
+from jfp8.quantizers.rotations import Hadamard
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling
 from jfp8.recipes.intel import DirectE5M2, Hybrid
@@ -170,29 +167,6 @@ def positional(recipe) -> list:
 def keywords(recipe) -> dict:
     """The fields that are for keywords only."""
     return {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.kw_only}
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [
-        copy.copy,
-        copy.deepcopy,
-        lambda r: pickle.loads(pickle.dumps(r)),
-        dataclasses.replace,
-        lambda r: recipes.from_json(r.to_json()),
-        lambda r: type(r)(*positional(r), **keywords(r)),
-        lambda r: recipes.get(r.name, **vars(r)),
-        lambda r: recipes.get(type(r).__name__, **vars(r)),
-    ],
-    ids=["copy", "deepcopy", "pickle", "replace", "json", "positional", "get", "get by class name"],
-)
-def test_round_trips(duplicate):
-    for recipe in SAMPLES:
-        result = duplicate(recipe)
-        assert type(result) is type(recipe)
-        assert vars(result) == vars(recipe)
-        assert result == recipe
-        assert hash(result) == hash(recipe)
 
 
 def test_print_says_what_a_recipe_does():
@@ -801,49 +775,16 @@ class NamedRecipe(MyRecipe):
     name = "mine"
 
 
-OF_ONES_OWN = {
-    "current": per_operand(),
-    "everything": per_operand(
-        Product(
-            Rowwise(E5M2, "power_of_two"),
-            Current(E3M4, "power_of_two", rounding="toward_zero"),
-            output=Unit(E5M2, rounding="stochastic"),
-            fast_accumulation=True,
-        ),
-        Product(Delayed(E5M2, 1, "most_recent", "power_of_two", 3), Blockwise(E4M3FN, (32, 32))),
-        Product(
+def test_json_names_classes_and_formats():
+    recipe = per_operand(
+        Product(Current(E4M3FN), Rowwise(E5M2), fast_accumulation=True),
+        wgrad=Product(
             Blockwise(E4M3FN, (16, 1), "even"),
             TwoLevel(E2M1FN, (16, 16), scale_fmt=E5M2, rounding="stochastic"),
             rotation=Hadamard((1, -1, -1, 1)),
         ),
-        accumulation="f32_every_128",
-    ),
-    "four bits": per_operand(
-        dgrad=Product(
-            Eden(E2M1FN, (16, 1), targets=(6.0, 4.0), reach=1536.0, group=32),
-            TwoLevel(E2M1FN, (16, 1), outer="row"),
-            rotation=RandomHadamard(32),
-        ),
-    ),
-    "high precision": per_operand(wgrad=Product(None, None)),
-}
-
-
-@pytest.mark.parametrize("case", OF_ONES_OWN)
-def test_json_of_ones_own_products(case):
-    recipe = OF_ONES_OWN[case]
-    again = recipes.from_json(recipe.to_json())
-    assert again == recipe
-    assert hash(again) == hash(recipe)
-    assert repr(again) == repr(recipe)
-    for made in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
-        assert made == recipe
-    by_name = json.loads(recipe.to_json()) | {"recipe": "per_operand"}
-    assert recipes.from_json(json.dumps(by_name)) == recipe
-
-
-def test_json_names_classes_and_formats():
-    fields = json.loads(OF_ONES_OWN["everything"].to_json())
+    )
+    fields = json.loads(recipe.to_json())
     assert set(fields) == {"recipe", "accumulation", "fast_accumulation", "fprop", "dgrad", "wgrad"}
     assert fields["wgrad"]["rhs"] == {
         "class": "TwoLevel",

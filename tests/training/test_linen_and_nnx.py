@@ -1,11 +1,7 @@
-"""Linen next to NNX, the table of docs/works_with.md: a call and a test for each, in `ROWS`.
-
-Below them are the tests of NNX that stand in no other file.
-"""
+"""Linen next to NNX: the table of docs/works_with.md, and tests of NNX of no other file."""
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -25,145 +21,24 @@ from support.arrays import assert_same, relative_error
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs/works_with.md"
 
-# The call and its test, in Linen and in NNX.
-ROWS = {
-    "a step that is skipped and counted if not finite": (
-        "`state.apply_gradients(grads)`, `state.skipped_steps`",
-        "training/test_skipped.py::test_a_gradient_that_is_nan_is_counted_and_named",
-        "`jfp8.nnx.Optimizer(model, tx)`, `optimizer.skipped_steps`",
-        "training/test_nnx_steps.py::test_a_step_that_is_not_finite_changes_nothing",
-    ),
-    "micro-batches": (
-        "`jfp8.value_and_grad(f, micro_batches=4)`",
-        "training/test_train.py::test_micro_batches_are_the_same_step",
-        "`jfp8.nnx.value_and_grad(f, micro_batches=4)`",
-        "training/test_nnx_steps.py::test_parts_of_a_batch_train_as_the_whole",
-    ),
-    "loss scale": (
-        "`jfp8.loss_scale(tx)`; the state multiplies the loss",
-        "training/test_train.py::test_gradient_histories_follow_the_loss_scale_exactly",
-        (
-            "`jfp8.loss_scale(tx)`, `jfp8.nnx.value_and_grad(f, loss_scale=scale)` with "
-            "`scale = jfp8.scale_loss(1.0, optimizer.opt_state)`"
-        ),
-        "training/test_nnx_steps.py::test_an_overflow_lowers_the_loss_scale_and_changes_nothing_else",
-    ),
-    "data parallel": (
-        '`jfp8.data_parallel(jfp8.value_and_grad(f), "data")`',
-        "training/test_data_parallel.py::test_a_step_is_that_of_one_device_but_for_the_mean",
-        '`jfp8.data_parallel(jfp8.nnx.value_and_grad(f), "data")`',
-        "training/test_nnx_steps.py::test_parts_of_a_batch_train_as_the_whole",
-    ),
-    "FSDP, on automatic and explicit axes": (
-        "`jax.device_put(state, shardings)`",
-        "training/test_linen_and_nnx.py::test_fsdp_is_the_step_of_one_device",
-        "`nnx.update(model, jax.device_put(nnx.state(model), shardings))`",
-        "training/test_linen_and_nnx.py::test_fsdp_is_the_step_of_one_device",
-    ),
-    "FSDP that gathers bytes": (
-        '`jfp8.gather_weights(params, "fsdp", specs)`',
-        "training/test_gather_weights.py::test_the_same_loss_to_the_bit_and_one_byte_for_each_element",
-        "the same of `nnx.split(model, nnx.Param, ...)`, then `nnx.merge`",
-        "training/test_linen_and_nnx.py::test_gathered_weights",
-    ),
-    "FP8 moments": (
-        "`jfp8.optim.adamw(1e-3)`",
-        "training/test_resume.py::test_the_run_has_all_that_a_checkpoint_must_hold",
-        "`jfp8.nnx.Optimizer(model, jfp8.optim.adamw(1e-3))`",
-        "training/test_linen_and_nnx.py::test_state_in_fp8_trains_and_is_skipped",
-    ),
-    "FP8 parameters": (
-        "`jfp8.quantize_params(params)`, `jfp8.optim.master_weights(tx)`",
-        "optim/test_masters.py::test_trains_like_f32",
-        (
-            "`nnx.update(model, jfp8.quantize_params(nnx.state(model, nnx.Param)))`, "
-            "`jfp8.optim.master_weights(tx)`"
-        ),
-        "training/test_linen_and_nnx.py::test_state_in_fp8_trains_and_is_skipped",
-    ),
-    "a recipe for each layer": (
-        '`jfp8.convert(model, {"mlp/*": "mxfp8", "*": "delayed"})`',
-        "conversion/test_recipe_per_layer.py::test_each_layer_has_the_recipe_of_the_first_pattern_that_matches",
-        "the same",
-        "conversion/test_recipe_per_layer.py::test_nnx",
-    ),
-    "another recipe from a step on": (
-        "`state.with_model(jfp8.convert(model, recipe), x)`",
-        "training/test_phases.py::test_from_bf16_over_fp8_to_4_bits_and_killed_at_each_border",
-        (
-            "`new = jfp8.convert(plain, recipe)`, `nnx.update(new, "
-            "jfp8.checkpoint.upgrade(nnx.state(model), nnx.state(new)))`"
-        ),
-        "training/test_linen_and_nnx.py::test_another_recipe_from_a_step_on",
-    ),
-    "resume on another number of devices": (
-        "`jfp8.checkpoint.save(path, state)`, `jfp8.checkpoint.restore(path, state)`",
-        "training/test_linen_and_nnx.py::test_resumed_on_another_number_of_devices",
-        "the same of `nnx.state((model, optimizer))`, then `nnx.update`",
-        "training/test_linen_and_nnx.py::test_resumed_on_another_number_of_devices",
-    ),
-    "decoding": (
-        "`jfp8.TransformerLayer(..., decode=True)`",
-        "layers/test_decoding.py::test_a_cache_in_fp8_does_not_depend_on_how_the_tokens_came",
-        "`layer.init_cache(shape)`, `layer(x, decode=True)`",
-        "layers/test_decoding.py::test_a_cache_in_fp8_does_not_depend_on_how_the_tokens_came",
-    ),
-    "statistics and advice": (
-        "`record = jfp8.debug.Recorder(step)`, `jfp8.debug.advice(record.rows)`",
-        "training/test_linen_and_nnx.py::test_advice_names_the_layer",
-        "the same, `record(model, optimizer, batch)`",
-        "training/test_linen_and_nnx.py::test_advice_names_the_layer",
-    ),
-    "activations kept in FP8": (
-        "`jfp8.save_in_fp8(f)`",
-        "products/test_saved_activations.py::test_nothing_is_kept_but_bytes",
-        "the same",
-        "training/test_linen_and_nnx.py::test_a_function_that_saves_in_fp8_inside_a_module",
-    ),
-    "all in one call": (
-        '`jfp8.initialize(model, tx, opt_level="O2")`',
-        "training/test_initialize.py::test_every_level_trains_the_converted_model_like_f32",
-        "the same",
-        "training/test_linen_and_nnx.py::test_initialize",
-    ),
-    "a model that you did not write": (
-        "`jfp8.convert(model)`",
-        "conversion/test_convert.py::test_every_product_is_fp8_forward_and_backward",
-        "the same",
-        "conversion/test_nnx_convert.py::test_it_is_the_hand_made_model_and_the_original_is_untouched",
-    ),
-    "what is FP8, and why not": (
-        "`jfp8.report(model, variables, x)`",
-        "conversion/test_report.py::test_rows_of_an_mlp",
-        "`jfp8.report(model, x)`",
-        "conversion/test_nnx_convert.py::test_a_report_has_a_reason_for_every_product",
-    ),
-}
+
+def rows() -> list[list[str]]:
+    """The rows of the page's table: a task, and what is called for it in Linen and in NNX."""
+    table = PAGE.read_text(encoding="utf-8").partition("| | Linen | NNX |\n|---|---|---|\n")[2]
+    lines = table.partition("\n\n")[0].strip().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def table() -> str:
-    """The table as the page shows it."""
-    lines = ["| | Linen | NNX |", "|---|---|---|"]
-    lines += [f"| {task} | {linen} | {of_nnx} |" for task, (linen, _, of_nnx, _) in ROWS.items()]
-    return "\n".join(lines) + "\n"
-
-
-def test_the_page_shows_the_table():
-    assert f"\n\n{table()}\n" in PAGE.read_text(), f"Write it to {PAGE.name}:\n{table()}"
-
-
-@pytest.mark.parametrize("task", ROWS)
-def test_no_cell_is_empty_and_each_has_a_test_that_calls_it(task):
-    linen, linen_test, of_nnx, nnx_test = ROWS[task]
-    for call, test in ((linen, linen_test), (of_nnx, nnx_test)):
-        file, _, name = test.partition("::")
-        source = (TESTS / file).read_text()
-        tree = ast.walk(ast.parse(source))
-        assert name in {node.name for node in tree if isinstance(node, ast.FunctionDef)}
-        called = re.findall(r"[\w.]*\.(\w+)\(", linen if call.startswith("the same") else call)
-        assert called
-        assert [each for each in called if not re.search(rf"\b{each}\b", source)] == []
-    assert "nnx" in (TESTS / nnx_test.partition("::")[0]).read_text()
+def test_every_call_of_the_page_is_made_in_a_test():
+    tests = [path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")]
+    called = {name for text in tests for name in re.findall(r"\.(\w+)\(", text)}
+    assert len(rows()) >= 17
+    for task, linen, of_nnx in rows():
+        assert linen.count("`") >= 2, task
+        assert of_nnx.count("`") >= 2 or of_nnx.startswith("the same"), task
+        names = set(re.findall(r"[\w.]*\.(\w+)\(", linen + of_nnx))
+        assert names, task
+        assert names <= called, task
 
 
 # One model, twice

@@ -250,28 +250,5 @@ def test_killed_in_the_middle_of_a_step_and_resumed(runs, checkpoint):
     assert rest == losses[SAVE_AFTER:]
 
 
-@pytest.mark.slow
-def test_resumed_on_another_number_of_devices(runs):
-    """On 8, then on 4, then on 1: the state is the same, and goes on to the order of sums.
-
-    Sums of other parts are off by about 1e-7. That turns the FP8 rounding of the few values that
-    are as near to a tie, one of them by 2^-3 of the value at the most (E5M2), and changes the mean
-    over a batch of 2048 accordingly.
-    """
-    path, whole, losses, killed = runs
-    after_5 = ("--save-after", "5")
-    four, rest = run(path, "4", "--resume", killed / "checkpoint", *after_5, devices=4)
-    assert same_bytes(four / "restored", whole / "checkpoint")
-    one, last = run(path, "1", "--resume", four / "checkpoint", *after_5, devices=1)
-    assert same_bytes(one / "restored", four / "checkpoint")
-    # What one device has saved, many take.
-    eight, _ = run(path, "8", "--resume", one / "final", *after_5)
-    assert same_bytes(eight / "restored", one / "final")
-    for expected, found in ((losses[SAVE_AFTER:], rest), (losses[-1:], last)):
-        for a, b in zip(expected, found, strict=True):
-            for name in a:
-                np.testing.assert_allclose(b[name], a[name], rtol=2e-3, err_msg=name)
-
-
 if __name__ == "__main__":
     main()
