@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import special
 
+import jfp8
 from jfp8.debug import mismatch
 
 
@@ -58,6 +59,10 @@ def test_the_mismatch_is_split_into_what_is_there_without_quantization_and_the_r
     assert mismatch(train, quantized).unquantized is None
     with pytest.raises(ValueError, match=r"one shape.*\(4, 49\), \(4, 49\) and \(4, 50\)"):
         mismatch(train, engine, unquantized=(train[:, 1:], engine[:, 1:]))
+
+
+def test_the_older_name():
+    assert jfp8.debug.decoding_mismatch is mismatch
 
 
 def test_equal_bits_are_zeros():
