@@ -52,7 +52,8 @@ class QuantizationAware(Recipe):
 
     The gradient is straight-through: it reaches the unquantized weight, which the optimizer
     updates, as if ``q`` were the identity. `jfp8.quantize_params` with this recipe gives the bytes
-    and scales whose dequantized values the forward pass multiplied, bit for bit.
+    and scales whose dequantized values the forward pass multiplied, bit for bit. A matmul refuses
+    stored weights that are on another grid, since it would round them again.
 
     Attributes:
       weights: the grid of the weights, or a quantizer. ``"block"``: E4M3, a power of two for each
