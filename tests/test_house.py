@@ -213,8 +213,8 @@ LINES_OF_ROOMS = {
     "optim": 2560,
     "training": 3060,
     "checkpoint": 3530,
-    "conversion": 4674,
-    "debug": 4354,
+    "conversion": 4671,
+    "debug": 4352,
     "plot": 1165,
     "command_line": 2127,
 }

@@ -14,7 +14,7 @@ class TreeLine:
     Attributes:
       name: of the module, such as ``"Dense_0"``; of siblings that are alike ``"block_{0..5}"``.
       path: the names from the root to it: ``"encoder/block_{0..5}"``.
-      depth: how many modules it is inside of.
+      depth: how many modules are around it.
       layers: the paths that it stands for; empty if it only holds others.
     """
 

@@ -135,16 +135,16 @@ class _Converted:
         found = _edges_of(selection, run, variables, rngs, args, kwargs)
         records = "fp8" in variables and in_filter(mutable, "fp8")
         inner = union_filters(mutable, ["params"]) if records else mutable
-        with _intercepted(self, found, state_in_params=True) as met:
+        with _intercepted(self, found, state_in_params=True) as log:
             # Parameters are recognised by identity, which arrays of NumPy lose in JAX's functions.
             of_jax = lambda x: jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
             variables = jax.tree.map(of_jax, placement.collections_into_params(variables, mutable))
             out = run(variables, rngs, args, kwargs, inner)
-        selection.check_patterns(_paths(params), [*names, *met.attentions])
+        selection.check_patterns(_paths(params), [*names, *log.attentions])
         if kwargs.get("method") is None:
-            met.warn(self, params)
+            log.warn(self, params)
         y, mutated = (out, {}) if mutable is False else out
-        met.check_caches(selection, params, variables, mutated)
+        log.check_caches(selection, params, variables, mutated)
         if mutable is False:
             return y
         return y, placement.collections_out_of_params(mutated, mutable)
@@ -167,15 +167,15 @@ class _Converted:
         if _inside(self):
             return run({}, rngs, args, kwargs)
         found = _edges_of(cls.jfp8_selection, run, {}, rngs, args, kwargs)
-        with _intercepted(self, found, state_in_params=True) as met:
+        with _intercepted(self, found, state_in_params=True) as log:
             y, variables = run({}, rngs, args, kwargs)
         variables = placement.collections_out_of_params(variables, mutable)
         params = variables.get("params", {})
-        cls.jfp8_selection.check_patterns([*_paths(params), *met.products, *met.attentions])
-        if met.knows_all(params):
-            cls.jfp8_selection.check_types(met.layers)
-        met.check_caches(cls.jfp8_selection, params, variables)
-        met.warn(self, params)
+        cls.jfp8_selection.check_patterns([*_paths(params), *log.products, *log.attentions])
+        if log.knows_all(params):
+            cls.jfp8_selection.check_types(log.layers)
+        log.check_caches(cls.jfp8_selection, params, variables)
+        log.warn(self, params)
         if cls.jfp8_on_init is not None:
             cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
@@ -227,8 +227,8 @@ def _inside(model: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Met:
-    """Collects the modules of a model that are called.
+class _ConversionLog:
+    """Log the modules of a model that are called.
 
     Attributes:
       layers: those that the selection was asked about.
@@ -319,13 +319,13 @@ def _held(path: str, module: nn.Module) -> dict[str, type]:
 
 
 @contextlib.contextmanager
-def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterator[_Met]:
+def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterator[_ConversionLog]:
     """Intercept the layers of `model` in this context, and log what was converted."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
     depth = 0 if model.scope is None else len(model.scope.path)
     here = Region(selection.recipe, outer is None or outer.enabled, selection, found, depth)
-    met = _Met()
+    log = _ConversionLog()
     from_here = lambda path: "/".join(path.split("/")[depth:])
 
     def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
@@ -335,14 +335,14 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         if own:
             decision = Decision(None, own)
         else:
-            met.layers.append(layer)
+            log.layers.append(layer)
             decision = selection.decide(inner, layer, found.edge_of(inner, layer, x))
         if decision.recipe is None:
-            met.stayed[inner] = (type(layer), decision)
+            log.stayed[inner] = (type(layer), decision)
             return decision.reason
-        met.converted.add(inner)
+        log.converted.add(inner)
         if found.looks_ahead(layer, decision.recipe):
-            met.ahead[inner] = decision.recipe.name
+            log.ahead[inner] = decision.recipe.name
         where = state_in_params, selection.state_collection, selection.unless_slower_on
         return ProductOf(DotGeneral, decision.recipe, None, *where)
 
@@ -350,7 +350,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         if region.current() != here:
             return ""
         path = product.parameter.path
-        met.products.add(from_here(path))
+        log.products.add(from_here(path))
         return choose(path, product.parameter.module, product.x, "")
 
     def attention(path: str, layer: Any, own: str) -> Callable[..., Any] | str | None:
@@ -359,8 +359,8 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         if getattr(layer, "attention_products", False) and layer.recipe is not None:
             return None  # a layer of jfp8 that has it, with a recipe of its own
         inner = from_here(path)
-        met.layers.append(layer)
-        met.attentions.append(inner)
+        log.layers.append(layer)
+        log.attentions.append(inner)
         decision = Decision(None, own) if own else selection.decide(inner, layer, None)
         if decision.recipe is None:
             return decision.reason
@@ -371,7 +371,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         module = context.module
         if module.scope is not None:
             placement.keep_apart(module.scope)
-            met.watch("/".join(module.path[depth:]), module, selection)
+            log.watch("/".join(module.path[depth:]), module, selection)
         return next_fun(*args, **kwargs)
 
     kept = lambda: selection.cache_dtype if region.current() == here else None
@@ -379,7 +379,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     with region.entered(here), contextlib.ExitStack() as stack:
         for interceptor in (watch, *products, replace_caches(kept)):
             stack.enter_context(nn.intercept_methods(interceptor))
-        yield met
+        yield log
 
 
 @dataclasses.dataclass(frozen=True)

@@ -197,7 +197,7 @@ def check_cache_dtypes(kept: np.dtype | Format, cache: Any) -> None:
 def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
     """Compute `product` by what `chosen` makes, or plain for that reason.
 
-    The state is beside the parameter, as ``DotGeneral_<name>``. If the module differentiates, its
+    The state is next to the parameter, as ``DotGeneral_<name>``. If the module differentiates, its
     own dgrad is another product, ``DotGeneral_<name>_2``: the amaxes of gradients have nothing to
     do with those of activations.
     """
@@ -207,7 +207,7 @@ def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
 
 
 def prepared(product: ParameterProduct, chosen: ProductOf | str) -> Prepared:
-    """Say how `product` is computed in the body of a loop; its state is beside the parameter."""
+    """Say how `product` is computed in the body of a loop; its state is next to the parameter."""
     if isinstance(chosen, str):
         return Prepared.staying(chosen)
     module = _module_of(product, chosen)

@@ -58,12 +58,12 @@ class ProductRow:
     lhs: str
     rhs: str
     out: str
-    fp8: bool
-    recipe: str
-    implementation: str
-    reason: str
-    times: int
-    flops: int
+    fp8: bool = False
+    recipe: str = ""
+    implementation: str = "jax"
+    reason: str = ""
+    times: int = 1
+    flops: int = 0
     cuda: str = ""
     tpu: str = ""
     looks_ahead: bool = dataclasses.field(default=False, compare=False)

@@ -335,9 +335,6 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
         lhs=_spelled(lhs),
         rhs=_spelled(rhs),
         out=_spelled(eqn.outvars[0].aval),
-        fp8=False,
-        recipe="",
-        implementation="jax",
         reason=notes.get("reason") or _why_not(eqn),
         times=times,
         flops=times * flops(eqn),
@@ -346,7 +343,7 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
 
 def _why_not(eqn: Any) -> str:
     """Say why a product is not FP8, if no layer gave a reason."""
-    # The innermost call outside of JAX, Flax and this library.
+    # The innermost call outside JAX, Flax and this library.
     why, where, own = NO_LAYER, "", str(Path(__file__).parents[1])
     for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
         inside = any(f"/{name}/" in frame.file_name for name in ("jax", "flax", "jaxlib"))

@@ -31,9 +31,8 @@ from jfp8.recipes.in_effect import overriding
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.scaling.arrays import scaled_values
+from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.scales import amax
-from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.notes import notes_of, product_path
 
 _PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
@@ -209,7 +208,7 @@ class _Errors(Measurement):
             for recipe in self.recipes:
                 of_recipe, *operands = product_by(recipe, operation, self.kind, first, second)
                 of_recipe = of_recipe.astype(jnp.float32)
-                wide = (scaled_values(x) if is_scaled_array(x) else x for x in operands)
+                wide = (scaled_values(x) if isinstance(x, ScaledArray) else x for x in operands)
                 represented = multiply(*wide).astype(jnp.float32)
                 errors = (of_recipe - y, represented - y, of_recipe - represented)
                 powers += map(power, errors)
@@ -225,7 +224,7 @@ class _Comparer(Observer):
     def multiplied(
         self, operation: Any, kind: Any, first: Any, second: Any, y: jax.Array
     ) -> jax.Array:
-        if is_scaled_array(first) or is_scaled_array(second):
+        if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
             return y
         arrays, structure = jax.tree.flatten(operation)
         forward = kind == "fprop"

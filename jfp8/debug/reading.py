@@ -138,7 +138,7 @@ def _reader_of(eqn: Any) -> Reader:
     if len(list(jaxprs_of(eqn))) == 1:
         return _read_call
     raise NotImplementedError(
-        f"Statistics of products inside of {name!r} cannot be taken out of it. Call "
+        f"Statistics of products inside {name!r} cannot be taken out of it. Call "
         "jfp8.debug.stats on a function without it."
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.report import report_of
 from jfp8.debug.measurement import Measurement
@@ -151,7 +152,7 @@ class Stats:
         if any(isinstance(x, jax.core.Tracer) for x in self.vectors):
             raise TypeError(
                 "Stats.rows() needs numbers, but is called while JAX traces. Return the Stats from "
-                "the function, and call rows() outside of jax.jit."
+                "the function, and call rows() outside jax.jit."
             )
         return tuple(
             _row(place, index, vector, step)
@@ -207,18 +208,16 @@ def observed(
     observer: Observer, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, Stats]:
     """Return ``function(*args, **kwargs)``, and the measurements at the taps of `observer`."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))}
+    arrays, together = arrays_apart((args, kwargs))
 
-    def of_arrays(arrays: dict[int, Any]) -> Any:
-        given = [arrays.get(i, x) for i, x in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(structure, given)
+    def of_arrays(arrays: list[Any]) -> Any:
+        args, kwargs = together(arrays)
         return function(*args, **kwargs)
 
     with observing(observer), explaining():
         closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
     closed = without_dead_code(closed)
-    outs, found = read(closed, jax.tree.leaves(arrays))
+    outs, found = read(closed, arrays)
     places, vectors = zip(*found) if found else ((), ())
     seen = Stats(vectors, places, report_of(closed))
     return jax.tree.unflatten(jax.tree.structure(shapes), outs), seen

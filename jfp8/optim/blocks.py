@@ -207,7 +207,7 @@ class Blocks(Storage):
 
         relative = apply_scale(jnp.abs(x), np.float32(1.0) / largest, block)
         y = np.float32(fmt.max) * jnp.exp2(apply_scale(jnp.log2(relative), power, block))
-        # Only zero becomes zero: a second moment of zero beside a nonzero first one would make the
+        # Only zero becomes zero: a second moment of zero next to a nonzero first one would make the
         # update infinite.
         y = jnp.where(jnp.abs(x) < SMALLEST_SCALE, 0.0, jnp.maximum(y, fmt.smallest_subnormal))
         kept = jnp.where(finite, largest, jnp.nan).astype(jnp.bfloat16)

@@ -52,8 +52,8 @@ def codes(
 ) -> jax.Array:
     """Encode `x`, f32, as uint8: stochastically if there are random `bits`, else to nearest.
 
-    Only zero becomes zero: a second moment of zero beside a nonzero first one would make the update
-    infinite.
+    Only zero becomes zero: a second moment of zero next to a nonzero first one would make the
+    update infinite.
     """
     relative = apply_scale(jnp.abs(x), np.float32(1) / top, block)
     level = np.float32(TOP_CODE) + apply_scale(jnp.log2(relative), n, block)

@@ -24,7 +24,7 @@ class Mark:
     All marks compare equal, so that two structures never differ by them.
 
     Attributes:
-      multiplied: True once `loss_scale_in` has handed out S of a state with this mark, outside of
+      multiplied: True once `loss_scale_in` has handed out S of a state with this mark, outside
         ``jit`` or while a function was traced; nothing else sets it. Always True for states that
         were made by hand or loaded from a file.
     """
@@ -175,7 +175,7 @@ def _misplaced(node: Any, rest_is_frozen: bool = False) -> list[str]:
         )
     if isinstance(node, optax.MaskedState) and not rest_is_frozen:
         found.append(
-            "loss_scale() is inside of an optax.masked: parameters that the mask leaves out keep "
+            "loss_scale() is inside an optax.masked: parameters that the mask leaves out keep "
             "gradients of the scaled loss. Put it in front: optax.chain(jfp8.loss_scale(), "
             "optax.masked(...))."
         )

@@ -183,7 +183,7 @@ def stochastic_rounding(
     The 16-bit parameters are their own master weights. `inner` sees them, and keeps its state, in
     f32. The updates come out in f32, as ``round(p + u) - p``, so that ``optax.apply_updates`` gives
     exactly the rounded value (unless a step shrinks a parameter more than 2^14-fold). Nothing may
-    change the updates after this: put it last in a chain, or directly inside of
+    change the updates after this: put it last in a chain, or directly inside
     `jfp8.loss_scale` or `jfp8.skip_on_overflow`.
 
     Args:

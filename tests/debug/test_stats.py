@@ -459,7 +459,7 @@ def test_functions_of_no_layer_have_rows_of_their_own():
 
 def test_rows_inside_of_jit_are_refused():
     run = jfp8.debug.stats(lambda x: multiply(x, x.T))
-    with pytest.raises(TypeError, match="call rows\\(\\) outside of jax.jit"):
+    with pytest.raises(TypeError, match="call rows\\(\\) outside jax.jit"):
         jax.jit(lambda x: run(x)[1].rows())(normal((4, 4)))
 
 

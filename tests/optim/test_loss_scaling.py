@@ -577,7 +577,7 @@ def test_runs_under_jit_and_scan_with_stable_types(tx):
 
 
 @in_containers
-@pytest.mark.filterwarnings("ignore:loss_scale.. is inside of an optax.masked")
+@pytest.mark.filterwarnings("ignore:loss_scale.. is inside an optax.masked")
 def test_optax_tree_get_finds_the_state(tx):
     state = tx.init(make_params())
     assert optax.tree.get(state, "loss_scale") == 2.0**15
