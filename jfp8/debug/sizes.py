@@ -157,9 +157,9 @@ def summary(model: Any, variables: Any = None, *, depth: int = 2) -> Summary:
     <BLANKLINE>
     module              parameters  bytes  FP8 state    bytes
     ---------------------------------------------------------
-    (the model itself)          40  160 B      6,201  24.8 kB
+    (the model itself)          40  160 B      6,202  24.8 kB
     ---------------------------------------------------------
-    total                       40  160 B      6,201  24.8 kB
+    total                       40  160 B      6,202  24.8 kB
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise ValueError(f"depth={depth!r}: must be an int of at least 1, such as 2.")
