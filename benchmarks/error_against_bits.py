@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def error_against_bits(ax: Axes, x: np.ndarray) -> None:
+def error_against_bits(ax: Axes, x: np.ndarray) -> dict[str, float]:
     """Draw the error of a tensor under each recipe, against bits per element, scales included. ::
 
         bits  = bits of the format + bits of all scales / elements
@@ -32,11 +32,16 @@ def error_against_bits(ax: Axes, x: np.ndarray) -> None:
         it, and the texts beside name them. The dashed line is bfloat16.
       x: ``f32[tokens, features]``, finite activations: the left operand of a forward matmul, to
         which each recipe applies its quantizer, without a history.
+
+    Returns:
+      The error under each recipe that quantizes activations, by name.
     """
     groups: dict[tuple[float, float], list[str]] = {}
     context = Context((1,), jnp.max(jnp.abs(x)), None, jnp.zeros(2, jnp.uint32))
     for recipe in RECIPES:
         quantizer = recipe().resolved().fprop.lhs
+        if quantizer is None:  # activations stay in high precision
+            continue
         q = quantizer(jnp.asarray(x), context)
         error = float(f"{_error(np.asarray(scaled_values(q)), x):.6g}")
         groups.setdefault((_bits(q) / x.size, error), []).append(recipe.name)
@@ -54,6 +59,7 @@ def error_against_bits(ax: Axes, x: np.ndarray) -> None:
     tidy(ax, "bits per element, with scales", "relative error of a feature, RMS")
     ax.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g} %")
     ax.minorticks_off()
+    return {name: error for (_, error), names in groups.items() for name in names}
 
 
 def _bits(q: ScaledArray) -> int:

@@ -276,15 +276,15 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
+DRIFT = 1.5  # percent, of the training loss: the title names the recipes beyond
+
+
 def draw(results: dict[str, Any]) -> Figure:
     """Gaps of the training loss and of held-out text, and the weakest gradient, against steps."""
     from matplotlib.figure import Figure
 
     runs = points_of(results)
     figure = Figure((7.0, 8.0), layout="constrained")
-    figure.suptitle(
-        "Runs of ten times as many steps: gaps to float32, and noise", fontsize="medium"
-    )
     top, middle, bottom = figure.subplots(3, 1, sharex=True)
     f32 = runs.pop(REFERENCE)
     for name, points in runs.items():
@@ -301,6 +301,13 @@ def draw(results: dict[str, Any]) -> Figure:
         ax.axhline(0, color="0.5", linewidth=1)
         ax.set(ylabel="above float32 (%)", xlabel="")
         ax.set_title(title, fontsize="small", loc="left")
+    ends = {
+        line.get_label(): line.get_ydata()[-1] for line in top.lines if len(line.get_xdata()) > 2
+    }
+    drifting = " and ".join(label for label, end in ends.items() if end > DRIFT)
+    steps = f"{runs[next(iter(runs))][-1]['step']:,} steps"
+    finding = f"After {steps} only {drifting} are more than {DRIFT} % above float32"
+    figure.suptitle(finding, fontsize="medium")
     bottom.axhline(LESS_EFFECTIVE_BELOW, color="0.5", linewidth=1, linestyle="--")
     bottom.set(ylabel="gradient / noise", xlabel="optimizer step")
     bottom.set_ylim(bottom=0)

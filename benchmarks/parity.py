@@ -332,11 +332,12 @@ def draw(results: Results) -> Figure:
     """A panel for each task and quantity, with a row for each recipe of two seeds or more."""
     from matplotlib.figure import Figure
 
-    panels = {}
+    panels, verdicts = {}, []
     for name, quantity in PANELS:
         gap = GAPS[quantity][0]
         found = gaps(results.get(name, {}).get("runs", {}))
         told = {LABELS[r]: found[r][gap] for r in LABELS if gap in found.get(r, {})}
+        verdicts += [t["verdict"] for t in told.values() if "low" in t]
         rows = {label: list(t["seeds"].values()) for label, t in told.items() if "low" in t}
         if rows:
             unit = gap.split("_")[1]
@@ -345,7 +346,10 @@ def draw(results: Results) -> Figure:
         raise SystemExit("there is nothing to draw: no recipe has two seeds in common with float32")
     heights = [1.0 + 0.3 * len(rows) for rows in panels.values()]
     figure = Figure((7.0, 0.4 + sum(heights)), layout="constrained")
-    figure.suptitle("Gaps to float32 of the same seed, after training", fontsize="medium")
+    equal, different = (verdicts.count(verdict) for verdict in ("equivalent", "different"))
+    finding = f"Of {len(verdicts)} comparisons, {equal} are equivalent to float32"
+    rest = f"{different} different, {len(verdicts) - equal - different} inconclusive"
+    figure.suptitle(f"{finding}, {rest}", fontsize="medium")
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for (title, rows), ax in zip(panels.items(), axes, strict=True):
         rows = {label.replace("`", ""): values for label, values in rows.items()}

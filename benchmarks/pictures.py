@@ -56,10 +56,13 @@ def errors_of_recipes() -> Figure:
     """Activations of one size, and with features that are much larger than the others."""
     normal = np.random.default_rng(0).normal(size=(512, 2048)).astype(np.float32)
     large = np.where(np.arange(2048) % 128 == 7, np.float32(2.0**15), np.float32(1.0))
-    figure = figure_of(7.6, "Error of a tensor under each recipe, against bits per element")
+    figure = figure_of(7.6, "")
     above, below = figure.subplots(2, 1, sharex=True)
     error_against_bits(above, normal)
-    error_against_bits(below, normal * large)
+    found = error_against_bits(below, normal * large)
+    blocks, tensor = (f"{100 * found[name]:.1f} %" for name in ("mxfp8", "current"))
+    finding = f"With outliers, MXFP8 has an error of {blocks}, one scale per tensor {tensor}"
+    figure.suptitle(finding, fontsize="medium")
     for ax, title in (
         (above, "standard normal activations"),
         (below, "the same, one feature of 128 is 32,768 times larger"),

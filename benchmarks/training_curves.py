@@ -35,7 +35,11 @@ def draw(tasks: dict[str, Curves], reference: str, mean_of: int, margin: float) 
         near, far = found[title]
         exact = curves[reference]
         steps = mean_of * np.arange(1, 1 + len(next(iter(exact.values()))))
-        heading = f"{title[0].upper()}{title[1:]}: training under every recipe, {len(exact)} seeds"
+        inside = sum(abs(_last_gap(curves, reference, label)) <= margin for label in near)
+        heading = (
+            f"{title[0].upper()}{title[1:]}, {len(exact)} seeds: {inside} of "
+            f"{len(near) + len(far)} trainings end within {margin} % of {reference}"
+        )
         part.suptitle(heading, fontsize="medium")
         left, right = part.subfigures(1, 2, width_ratios=[2, 3])
         _draw_losses(left.subplots(), steps, curves, reference, far)
@@ -59,6 +63,13 @@ def _gaps(curves: Curves, reference: str) -> tuple[dict[str, float], dict[str, f
     limit = FAR * float(np.median(finite)) if finite else 0.0
     near = {label: gap for label, gap in largest.items() if gap <= limit}
     return near, {label: gap for label, gap in largest.items() if label not in near}
+
+
+def _last_gap(curves: Curves, reference: str, label: str) -> float:
+    """The mean gap of a recipe at the end, in percent."""
+    seeds = list(curves[label])
+    ends = (_array(curves[name], seeds)[:, -1] for name in (label, reference))
+    return float(100 * (np.divide(*ends) - 1).mean())
 
 
 def _draw_losses(

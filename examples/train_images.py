@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     losses_at_end, accuracy = result["test_loss"], result["test_accuracy"]
     legend = {r: f"{labels[r]}: test accuracy {accuracy[r]:.2f} %" for r in labels}
-    title = f"Small ResNet on {images.name}"
+    title = report.headline(f"Small ResNet on {images.name}", losses_at_end)
     report.draw(out / "loss.png", losses, labels, title, legend, unit="nats per image")
     column = {run: f"{accuracy[run]:.2f} %" for run in labels}
     print(report.table(labels, losses_at_end, result["ms_per_step"], "test loss", accuracy=column))

@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
         "train_loss": curves,
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    title = "Byte-level Transformer language model"
+    title = report.headline("Byte-level language model", losses)
     report.draw(out / "loss.png", curves, labels, title, report.legend_of(labels, losses))
 
     print(report.table(labels, losses, result["ms_per_step"]))

@@ -111,6 +111,18 @@ def relative_gap(losses: dict[str, float], run: str = "fp8") -> float | None:
     return 100 * (losses[run] - losses["f32"]) / losses["f32"]
 
 
+ONE_PAIR = (
+    "  One pair of runs: trainings from two seeds differ, too, and more so after few steps.\n"
+    "  benchmarks/parity.py compares recipes from several seeds."
+)
+
+
+def headline(title: str, losses: dict[str, float]) -> str:
+    """The title of a picture: with the finding, if FP8 and float32 were trained."""
+    gap = relative_gap(losses)
+    return title if gap is None else f"{title}: FP8 ends {gap:+.2f} % from float32"
+
+
 def table(
     labels: dict[str, str],
     losses: dict[str, float],
@@ -118,7 +130,7 @@ def table(
     what: str = "validation loss",
     **more: dict[str, str],
 ) -> str:
-    """A row per run: its loss, how far that is above float32, milliseconds per step; and `more`."""
+    """A row per run: loss, gap to float32, milliseconds per step, and `more`; then a note."""
     rows = [["", what, "relative gap", "ms per step", *more]]
     for run, label in labels.items():
         gap = None if run == "f32" else relative_gap(losses, run)
@@ -129,7 +141,8 @@ def table(
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
         for row in rows
     )
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    note = [ONE_PAIR] if {"fp8", "f32"} <= {*losses} else []
+    return "\n".join([*(f"  {line}".rstrip() for line in lines), *note])
 
 
 def result_line(example: str, **figures: Any) -> str:
@@ -185,6 +198,7 @@ def finish(
         "train_loss": losses,
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    title = headline(title, validation)
     (picture or draw)(out / "loss.png", losses, labels, title, legend_of(labels, validation))
     print(table(labels, validation, ms))
     print(f"written to {out}: loss.png, result.json")
