@@ -272,6 +272,24 @@ def test_the_line_of_results():
     assert line == f"RESULT example=x {expected}"
 
 
+def test_the_table():
+    report = imported("lm.report", "examples")
+    labels = {"fp8": "FP8, delayed", "f32": "float32"}
+    lines = report.table(labels, {"fp8": 2.02, "f32": 2.0}, {"fp8": 12.6, "f32": 9.4}).splitlines()
+    assert lines[0].split() == ["validation", "loss", "relative", "gap", "ms", "per", "step"]
+    assert lines[1].split() == ["FP8,", "delayed", "2.0200", "+1.00", "%", "13"]
+    assert lines[2].split() == ["float32", "2.0000", "9"]
+    assert len({len(line) for line in lines[:3]}) == 1
+    assert "One pair of runs" in lines[3]
+    assert "One pair" not in report.table({"fp8": "FP8"}, {"fp8": 2.0}, {"fp8": 12.6})
+
+
+def test_a_picture_is_called_after_its_finding():
+    report = imported("lm.report", "examples")
+    assert report.headline("A model", {"fp8": 2.02, "f32": 2.0}).endswith("+1.00 % from float32")
+    assert report.headline("A model", {"f32": 2.0}) == "A model"
+
+
 def test_the_loop_takes_every_step_once():
     """Of each run, in order, with the batch of that step; and says what each step returned."""
     training = imported("lm.training", "examples")
