@@ -38,7 +38,7 @@ PHRASES = [
 PAGES_TO_EDIT = (
     "attention checkpoints coming_from converting debugging decoding fp8_training gpus long_runs "
     "loss_scaling memory promises quickstart recipes results scaling_out state tpus trainers "
-    "which_recipe works_with"
+    "which_recipe without_flax works_with"
 )
 ROOMS_TO_EDIT = "checkpoint conversion debug kernels layers optim products training"
 
