@@ -11,7 +11,6 @@ import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,30 +18,11 @@ import jfp8
 from jfp8.linen import DotGeneral
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.unscaled import Unscaled
+from support.amaxes import E4M3, E5M2, ROLES, amax, fake_quantize, only_product, peaking
 from support.arrays import assert_same, cosine, relative_error
 
-E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-FORMAT_MAX = {E4M3: 448.0, E5M2: 57344.0}
-ROLES = ("lhs", "rhs", "grad")
 SINK_SHAPE = (3, 2050)
 KEY = jax.random.key(7)
-
-
-def f32(x) -> np.ndarray:
-    return np.asarray(x).astype(np.float32)
-
-
-def amax(x) -> np.float32:
-    return np.max(np.abs(f32(x)), initial=np.float32(0))
-
-
-def fake_quantize(x, dtype, history_amax=None) -> np.ndarray:
-    """Values of `x` on the grid of `dtype` that an amax (default: its own) gives, in float64."""
-    largest = amax(x) if history_amax is None else np.float32(history_amax)
-    scale = largest / np.float32(FORMAT_MAX[dtype]) if largest else np.float32(1)
-    scaled = f32(x) * (np.float32(1) / scale)
-    codes = np.clip(scaled, -FORMAT_MAX[dtype], FORMAT_MAX[dtype]).astype(dtype)
-    return codes.astype(np.float64) * np.float64(scale)
 
 
 def assert_is_product(y, equation, a, b, plus=0.0):
@@ -59,13 +39,6 @@ def assert_is_product(y, equation, a, b, plus=0.0):
     assert np.all(np.abs(np.asarray(y, np.float64) - exact - plus) <= slack + roundings)
 
 
-def only_product(tree):
-    """What the only product of a model holds in a collection, wherever it is."""
-    while not {"lhs", "amax"} & set(tree):
-        (tree,) = tree.values()
-    return tree
-
-
 def history(fp8, role) -> np.ndarray:
     return np.asarray(only_product(fp8)[role]["amax_history"])
 
@@ -74,13 +47,6 @@ def normal(shape, seed=0, scale=1.0) -> jax.Array:
     """Normal numbers in sixteenths, so that sums over a few of them are exact."""
     draw = np.random.default_rng(seed).normal(size=shape)
     return jnp.asarray(np.round(draw * 16) / 16 * scale, jnp.float32)
-
-
-def peaking(shape, peak, seed=0) -> jax.Array:
-    """Numbers below 1 in size but for one that is `peak`."""
-    draw = np.random.default_rng(seed).uniform(-1, 1, size=shape).astype(np.float32)
-    draw.flat[seed % draw.size] = peak
-    return jnp.asarray(draw)
 
 
 X = normal((8, 16))

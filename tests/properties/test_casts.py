@@ -17,6 +17,7 @@ from jax import lax
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, cast, round_to_format
 from jfp8.scaling.codes import encode
 from jfp8.scaling.random_bits import random_bits
+from support.arrays import values_of
 
 pytestmark = pytest.mark.property
 
@@ -97,17 +98,6 @@ def assert_codes(actual, expected, x, fmt):
         f"{len(at)} of {wrong.size} wrong, first {np.asarray(x)[tuple(at[0])]!r}: "
         f"code {codes(actual)[tuple(at[0])]:#x} instead of {expected[tuple(at[0])]:#x}"
     )
-
-
-def values_of(array, fmt) -> np.ndarray:
-    """f64 values by ml_dtypes, or by the definition of E3M4."""
-    if fmt is not E3M4:
-        return as_f32(np.asarray(array)).astype(np.float64)
-    code = codes(array).astype(int)
-    e, k = code >> 4 & 7, code & 15
-    magnitude = np.where(e > 0, np.ldexp(16.0 + k, e - 7), np.ldexp(1.0 * k, -6))
-    magnitude = np.where(code & 0x7F == 0x7F, np.nan, magnitude)
-    return np.where(code >> 7, -magnitude, magnitude)
 
 
 # Samples

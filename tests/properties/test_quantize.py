@@ -34,7 +34,7 @@ from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import amax
-from support.arrays import f64
+from support.arrays import f64, values_of
 
 pytestmark = pytest.mark.property
 
@@ -216,16 +216,6 @@ def there_and_back(case, x, scale=None, key=KEY):
 
 def codes(array) -> np.ndarray:
     return np.asarray(array).view(np.uint8)
-
-
-def values_of(code, fmt) -> np.ndarray:
-    """f64 values of codes, by ml_dtypes, or by the definition of E3M4."""
-    if fmt is not E3M4:
-        return code.view(fmt.dtype).astype(np.float64)
-    e, k = code.astype(int) >> 4 & 7, code & 15
-    magnitude = np.where(e > 0, np.ldexp(16.0 + k, e - 7), np.ldexp(1.0 * k, -6))
-    magnitude = np.where(code & 0x7F == 0x7F, np.nan, magnitude)
-    return np.where(code >> 7, -magnitude, magnitude)
 
 
 # Accuracy

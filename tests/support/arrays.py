@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from jfp8 import E3M4
+
 
 def normal(shape, seed=0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -48,3 +50,14 @@ def spread(scale, shape, block=None) -> np.ndarray:
         size = block[axis] if block else n // m if m else 1
         scale = np.repeat(scale, size, axis=axis).take(np.arange(n), axis=axis)
     return scale
+
+
+def values_of(array, fmt) -> np.ndarray:
+    """Return f64 values of numbers or codes of `fmt`: by ml_dtypes, or E3M4's by definition."""
+    code = np.asarray(array).view(np.uint8)
+    if fmt is not E3M4:
+        return code.view(fmt.dtype).astype(np.float32).astype(np.float64)
+    e, k = code.astype(int) >> 4 & 7, code & 15
+    magnitude = np.where(e > 0, np.ldexp(16.0 + k, e - 7), np.ldexp(1.0 * k, -6))
+    magnitude = np.where(code & 0x7F == 0x7F, np.nan, magnitude)
+    return np.where(code >> 7, -magnitude, magnitude)

@@ -14,7 +14,6 @@ import flax.linen as nn
 import flax.serialization
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -23,25 +22,10 @@ from jax import lax
 
 import jfp8
 from jfp8.training.state import Gradients
+from support.amaxes import E4M3, E5M2, ROLES, amax, fake_quantize, peaking
 from support.arrays import assert_same
 
-E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-FORMAT_MAX = {E4M3: 448.0, E5M2: 57344.0}
-ROLES = ("lhs", "rhs", "grad")
 KEY = jax.random.key(3)
-
-
-def amax(x) -> np.float32:
-    return np.max(np.abs(np.asarray(x, np.float32)), initial=np.float32(0))
-
-
-def fake_quantize(x, dtype, history_amax=None) -> np.ndarray:
-    """Values of `x` on the grid of `dtype` that an amax (default: its own) gives, in float64."""
-    largest = amax(x) if history_amax is None else np.float32(history_amax)
-    scale = largest / np.float32(FORMAT_MAX[dtype]) if largest else np.float32(1)
-    scaled = np.asarray(x, np.float32) * (np.float32(1) / scale)
-    codes = np.clip(scaled, -FORMAT_MAX[dtype], FORMAT_MAX[dtype]).astype(dtype)
-    return codes.astype(np.float64) * np.float64(scale)
 
 
 def differ(a, b) -> bool:
@@ -71,13 +55,6 @@ def assert_newest(fp8, role, expected, entries=1, exact=True):
 
 def normal(shape, seed=0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def peaking(shape, peak, seed=0) -> np.ndarray:
-    """Numbers below 1 in size but for one that is `peak`."""
-    draw = np.random.default_rng(seed).uniform(-1, 1, size=shape).astype(np.float32)
-    draw.flat[seed % draw.size] = peak
-    return draw
 
 
 # Models, losses and optimizers.

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jfp8
+from support.amaxes import amax, only_product
 
 KEY = jax.random.key(1)
 DENSE = jfp8.Dense(4)
@@ -31,17 +32,6 @@ def filled(peak, shape=(8, 16), seed=0) -> jax.Array:
     """Numbers of which the largest is `peak`."""
     draw = np.random.default_rng(seed).uniform(-1, 1, size=shape)
     return jnp.asarray(draw / np.max(np.abs(draw)) * peak, jnp.float32)
-
-
-def amax(x) -> float:
-    return float(np.max(np.abs(np.asarray(x, np.float32))))
-
-
-def only_product(tree):
-    """What the only product of a model holds in a collection, wherever it is."""
-    while not {"lhs", "amax"} & set(tree):
-        (tree,) = tree.values()
-    return tree
 
 
 def history(fp8, role) -> np.ndarray:
