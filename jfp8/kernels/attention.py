@@ -1,4 +1,4 @@
-"""The planner of attention on GPUs: Pallas kernels with the numbers of the reference, or cuDNN."""
+"""The planner of attention on GPUs: Pallas kernels, or cuDNN in high precision."""
 
 from __future__ import annotations
 
@@ -11,56 +11,39 @@ from jfp8.kernels.cast_heads import cast_heads
 from jfp8.kernels.cuda_backends import known_gpu
 from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER
-from jfp8.kernels.xla import cudnn_attention as cudnn
 from jfp8.kernels.xla import cudnn_flash
 from jfp8.kernels.xla.cudnn_flash import FlashAttention
 from jfp8.products.flash.numerics import Numerics
-from jfp8.products.flash.plan import AttentionSpec, plan_attention
+from jfp8.products.flash.plan import AttentionSpec
 from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.notes import note
 
 PALLAS = {kernels.name: kernels for kernels in (HOPPER, BLACKWELL)}
-# All implementations but the reference. cuDNN has one scale for all tokens of an operand, so it has
-# to be named; its backward pass is another plan's.
-KERNELS = {**PALLAS, "cudnn": cudnn}
 
 
 @dataclass(frozen=True)
 class AttentionByKernels:
     """Plan attention on a GPU, with the methods of the core's `Reference`."""
 
-    kernels: str | None  # one of `KERNELS`; None: the reference
+    kernels: str | None  # one of `PALLAS`; None: the reference
     named: bool  # whether it was asked for: then nothing else computes
-    backward_by: Any = None  # the plan of cuDNN's backward pass
     reason: str = ""  # of the reference: why no kernels were chosen
     whole = None
-
-    @property
-    def uses_one_scale(self) -> bool:
-        """Whether all tokens of an operand share a scale."""
-        return self.kernels == "cudnn"
 
     @property
     def cast_heads(self) -> Callable[..., Any] | None:
         """Quantizes heads for kernels that take operands straight and transposed."""
         return cast_heads if self.kernels in PALLAS else None
 
-    @property
-    def cast_heads_of_gradient(self) -> Callable[..., Any] | None:
-        """The same for dO."""
-        return (self.backward_by or self).cast_heads
-
     def forward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
         """Compute ``reference(*operands)``, or what the kernels make of `operands`."""
-        kernels = None if self.kernels is None else KERNELS[self.kernels].forward
+        kernels = None if self.kernels is None else PALLAS[self.kernels].forward
         return self._compute(reference, kernels, operands, options)
 
     def backward(
         self, reference: Callable[..., Any], *operands: Any, numerics: Numerics, **options: Any
     ) -> Any:
         """Compute the same of the backward pass; the first of `operands` is a `blocks.Both`."""
-        if self.backward_by is not None:
-            return self.backward_by.backward(reference, *operands, numerics=numerics, **options)
         by, kernels = self, None
         if by.kernels is not None:
             kernels = PALLAS[by.kernels].backward
@@ -112,17 +95,16 @@ def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels 
         reason = "; ".join(different)
         first_allowed("this attention", "bf16", "emulate", refused=reason)
         return AttentionByKernels(None, named=False, reason=reason)
-    if implementation not in KERNELS:
-        allowed = ", ".join(map(repr, ("emulate", *KERNELS)))
+    if implementation not in PALLAS:
+        allowed = ", ".join(map(repr, ("emulate", *PALLAS)))
         raise ValueError(
             f"implementation={implementation!r} is unknown. Allowed: {allowed}, or None, which "
             "picks one for the platform."
         )
-    reason = KERNELS[implementation].refusal(spec, gpu)
+    reason = PALLAS[implementation].refusal(spec, gpu)
     if reason is not None:
         raise ValueError(
             f"implementation={implementation!r} does not support {reason}. "
             "Use implementation=None or 'emulate'."
         )
-    backward = None if implementation in PALLAS else plan_attention(spec, None)
-    return AttentionByKernels(implementation, named=True, backward_by=backward)
+    return AttentionByKernels(implementation, named=True)

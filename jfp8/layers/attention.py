@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ import jax.numpy as jnp
 from jfp8.layers.options import check_operand
 from jfp8.matmul.spec import Implementation
 from jfp8.products.flash.dot_product import (
+    OF_TOKENS,
     SEPARATE,
     AttentionOptions,
     Projections,
     attention_of_projections,
 )
+from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.notes import note
 
 
 def attend(
@@ -57,6 +61,25 @@ def attend(
         tokens = jax.tree.map(each, tokens)
     arrays = query, key, value, bias, mask, sinks
     return attention_of_projections(options, arrays, tokens, None, None, projections).reshape(shape)
+
+
+def attend_by(
+    own: Recipe | None, path: str, implementation: Implementation, *arrays: Any, **options: Any
+) -> jax.Array:
+    """Compute `attend` by the recipe in effect for a layer at `path`, whose `own` one this is.
+
+    Args:
+      options: of `attend`, or of `scaled_dot_product_attention`, but for the recipe.
+    """
+    recipe = recipe_in_effect(own, path)
+    about = note("reason", why_in_high_precision())
+    if recipe is not None:
+        about = note("recipe", recipe.name)
+    if "tokens" not in options:
+        options["tokens"] = tuple(options.pop(name, None) for name in OF_TOKENS)
+    options |= {"recipe": recipe, "implementation": implementation}
+    with note("path", path), about:
+        return attend(*arrays, **options)
 
 
 def _by_score(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:

@@ -14,7 +14,6 @@ from jax import lax
 from jfp8.layers import transformer_math
 from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import through_both
-from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
@@ -25,7 +24,7 @@ from jfp8.products.ragged.experts import (
     observed_expert_dot,
     plain_expert_dot,
 )
-from jfp8.products.ragged.routing import Routing
+from jfp8.products.ragged.routing import Routing, largest
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 
@@ -77,8 +76,72 @@ def check_bias_update_rate(rate: float | None) -> None:
         )
 
 
+def load_balancing_loss(routing: Routing) -> jax.Array:
+    """How unevenly tokens go to the experts: ``g * sum_i f_i P_i``, f32[].
+
+    ``f_i`` is the fraction of all choices that fell on expert ``i`` and ``P_i`` the mean of its
+    probabilities, through which alone there is a gradient. It is 1 if both are equal for all
+    experts, and at most ``g``. Add a small multiple of it to the loss, such as 0.01 times.
+
+    References:
+      Switch Transformers, arXiv 2101.03961, equations 4 to 6, for one choice per token.
+    """
+    groups = routing.probabilities.shape[1]
+    f = routing.group_sizes / jnp.maximum(routing.order.shape[0], 1)
+    p = jnp.mean(routing.probabilities, axis=0)
+    return groups * jnp.sum(f * p)
+
+
+def sequence_balance_loss(routing: Routing, sequence_length: int) -> jax.Array:
+    """How unevenly the tokens of each sequence go to the experts, f32[]; the mean over sequences.
+
+    ::
+
+        loss = sum_i f_i P_i      f_i = g / (k T) * count of tokens with s_i among their k largest
+                                  P_i = mean over the sequence of s_i / sum_j s_j
+
+    A sequence has ``T`` tokens. Choices are counted as the scores alone would make them, without
+    a bias. The gradient goes through ``P_i``. It is 1 if all is even. DeepSeek-V3 adds 0.0001
+    times it, beside a bias (see `updated_bias`).
+
+    Args:
+      routing: of whole sequences, one after the other.
+      sequence_length: ``T``.
+
+    Raises:
+      ValueError: `sequence_length` does not divide the tokens.
+
+    References:
+      DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
+    """
+    tokens, groups = routing.probabilities.shape
+    if sequence_length < 1 or tokens % sequence_length:
+        raise ValueError(
+            f"sequence_length={sequence_length} must divide the {tokens} tokens that were routed, "
+            "since the loss is one of whole sequences. Pass the length of one sequence."
+        )
+    k = routing.experts.shape[1]
+    p = routing.probabilities.reshape(tokens // sequence_length, sequence_length, groups)
+    f = groups / k * jnp.mean(jnp.sum(largest(p, k), axis=-2), axis=1)
+    losses = jnp.sum(f * jnp.mean(p, axis=1), axis=-1)
+    return jnp.sum(losses) / max(len(losses), 1)
+
+
+def router_z_loss(logits: jax.Array) -> jax.Array:
+    """``mean over tokens of log(sum_i exp logits_i)^2``, f32[]: keeps the router's logits small.
+
+    Args:
+      logits: f32[t, g]; those of a `Routing` are its ``logits``.
+
+    References:
+      ST-MoE, arXiv 2202.08906, equation 5, which adds 0.001 times it to the loss.
+    """
+    z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    return jnp.sum(z**2) / max(len(z), 1)
+
+
 def losses_of(routed: Routing, input_shape: Sequence[int]) -> dict[str, jax.Array]:
-    """Return the losses of a router by name, f32[] each; see `routing` for the formulas.
+    """Return the losses of a router by name, f32[] each.
 
     Args:
       input_shape: of what the block was given, ``[..., length, features]``.
@@ -86,9 +149,9 @@ def losses_of(routed: Routing, input_shape: Sequence[int]) -> dict[str, jax.Arra
     assert routed.logits is not None
     length = max(1, input_shape[-2]) if len(input_shape) > 1 else 1
     return {
-        "load_balancing_loss": routing.load_balancing_loss(routed),
-        "sequence_balance_loss": routing.sequence_balance_loss(routed, length),
-        "router_z_loss": routing.router_z_loss(routed.logits),
+        "load_balancing_loss": load_balancing_loss(routed),
+        "sequence_balance_loss": sequence_balance_loss(routed, length),
+        "router_z_loss": router_z_loss(routed.logits),
     }
 
 

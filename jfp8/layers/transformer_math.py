@@ -6,6 +6,7 @@ cost little to compute again are not kept for the backward pass, only their inpu
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,16 +80,17 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], ...]] = {
 }
 
 
-def projections_of(activation: str | ClampedSwiglu) -> int:
-    """How many projections of the input `activation` takes: 1, or 2 if it is gated.
-
-    Raises:
-      ValueError: unknown `activation`; the message lists the known ones.
-    """
+def functions_of(activation: str | ClampedSwiglu) -> tuple[Callable[[jax.Array], jax.Array], ...]:
+    """Return the functions of `activation`, as in `ACTIVATIONS`; for an unknown one list those."""
     if isinstance(activation, ClampedSwiglu):
-        return 2
+        return activation.functions
     check_option("activation", activation, tuple(ACTIVATIONS))
-    return len(ACTIVATIONS[activation])
+    return ACTIVATIONS[activation]
+
+
+def projections_of(activation: str | ClampedSwiglu) -> int:
+    """How many projections of the input `activation` takes: 1, or 2 if it is gated."""
+    return len(functions_of(activation))
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,9 @@ class Activation:
     name: str | ClampedSwiglu
 
     def __call__(self, *projections: jax.Array) -> jax.Array:
-        known = isinstance(self.name, str)
-        functions = ACTIVATIONS[self.name] if known else self.name.functions
-        y, *gates = (f(x) for f, x in zip(functions, projections, strict=True))
-        for gate in gates:
-            y = y * gate
-        return y
+        functions = functions_of(self.name)
+        made = [f(x) for f, x in zip(functions, projections, strict=True)]
+        return functools.reduce(operator.mul, made)
 
 
 def activate(
@@ -314,8 +313,8 @@ def attention_by_weights(
     scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
     if bias is not None:
         scores += jnp.broadcast_to(bias, every_head).astype(wide)
-    seen = position_mask((q_length, k_length), is_causal, local_window_size)
-    seen = jnp.broadcast_to(seen, every_head)
+    places = (q_length, k_length), is_causal, local_window_size
+    seen = jnp.broadcast_to(position_mask(*places), every_head)
     *_, of_query, of_key = tokens
     if of_query is not None and of_key is not None:
         seen = seen & (of_query[..., None, :, None] == of_key[..., None, None, :])

@@ -186,31 +186,6 @@ def cudnn_version() -> int | None:
         return None
 
 
-def cudnn_attention() -> Callable[..., tuple[jax.Array, jax.Array]] | None:
-    """JAX's attention of f8 operands by cuDNN, forward; None if this JAX has none.
-
-    A function of Q, K and V, f8 ``[batch, heads, queries or keys, depth]``; of f32[1, 1, 1, 1]: the
-    scales of Q, K, V and P, and the reciprocals of the scales of P and O; of `scale`, that of the
-    scores, and `is_causal`. It returns O, in f8, and the logarithms of the sums of the softmax.
-    """
-    try:
-        from jax._src.cudnn import fused_attention_stablehlo as fused
-
-        attend = fused._dot_product_attention_fp8_fwd_p_wrapper
-        layout = fused.AttentionLayout.BNTH.value
-    except (ImportError, AttributeError):
-        return None
-
-    def attention(
-        *operands: jax.Array, scale: float, is_causal: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        how = {"use_causal_mask": is_causal, "layout": layout, "is_training": True}
-        out, _, _, log_sum = attend.bind(*operands, scale=scale, **how)
-        return out, log_sum
-
-    return attention
-
-
 def trace_state() -> Any:
     """Return a value that is equal only between calls in the same trace of the same function."""
     return get_opaque_trace_state()

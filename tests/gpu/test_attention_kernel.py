@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from support.gpu_programs import compile_for, forward_and_backward, why_not
+from support.gpu_programs import compile_divided, compile_for, forward_and_backward, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -234,6 +234,27 @@ def test_masks_are_divided(shape, compiled_for_eight):
     )  # fmt: skip
     assert program.exchanged.total == 0
     assert_fp8_backward(program, 128, forward=1, spilled=128)
+
+
+@pytest.mark.parametrize("axes", [{"x": 1, "y": 1}, {"x": 2, "y": 4}], ids=["one", "eight"])
+def test_packed_sequences_with_sinks(axes):
+    """Segments become bits: no truth value of every score is written. Devices exchange amaxes."""
+    of = lambda heads: jax.ShapeDtypeStruct((2, T, heads, 128), BF16)
+    ids, sinks = jax.ShapeDtypeStruct((2, T), jnp.int32), jax.ShapeDtypeStruct((8,), F32)
+
+    def f(q, k, v, grad, ids, sinks):
+        options = {"query_segment_ids": ids, "key_value_segment_ids": ids, "is_causal": True}
+        attend = partial(jfp8.scaled_dot_product_attention, recipe="current", **options)
+        y, back = jax.vjp(lambda q, k, v, sinks: attend(q, k, v, sinks=sinks), q, k, v, sinks)
+        return y, *back(grad)
+
+    args = (of(8), of(4), of(4), of(8), ids, sinks)
+    specs = *[P("x", None, "y")] * 4, P("x"), P("y")
+    program = compile_divided("h200", axes, f, args, specs)
+    assert_fp8_backward(program, 128, forward=1, spilled=128)
+    written = [r for i, _ in program.hlo.launched for r in i.results]
+    assert not [r for r in written if r.dtype in ("pred", "s32", "u32") and r.size >= T * T / 4]
+    assert program.exchanged.total < 1000
 
 
 class Causal(nn.Module):

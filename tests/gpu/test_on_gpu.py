@@ -115,13 +115,9 @@ def test_training(name):
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize(
-    ("implementation", "masked"),
-    [(None, False), (None, True), ("cudnn", False)],
-    ids=["causal", "mask", "cudnn"],
-)
-def test_attention(implementation, masked, size):
-    """Against the reference; cuDNN rounds O to e4m3. A scale in the wrong place would show."""
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "mask"])
+def test_attention(masked, size):
+    """Against the reference. A scale in the wrong place would show."""
     rng = np.random.default_rng(0)
     amaxes = {("scores", "lhs"): 2.0, ("scores", "rhs"): 40.0, ("context", "rhs"): 0.03}
     sizes = (*amaxes.values(), 1.0)
@@ -149,7 +145,7 @@ def test_attention(implementation, masked, size):
 
         return forward_and_backward
 
-    found = jax.jit(attention(implementation))(grad, *arrays)
+    found = jax.jit(attention(None))(grad, *arrays)
     expected = on_cpu(attention("emulate"), grad, *arrays)
     for x, y in zip(found, expected, strict=True):
-        assert error(x, y) < (0.02 if implementation is None else 0.15)
+        assert error(x, y) < 0.02

@@ -106,11 +106,6 @@ class Hlo(Launches):
         return self.matmuls("FP8, cuDNN")
 
     @functools.cached_property
-    def attention_products(self) -> list[Instruction]:
-        """Calls of cuDNN's attention in FP8, with two products each."""
-        return self.matmuls(ATTENTION_IN_FP8)
-
-    @functools.cached_property
     def pallas_products(self) -> list[Instruction]:
         """Calls of kernels in Mosaic GPU that use the FP8 tensor cores."""
         return self.matmuls("FP8, Pallas")
@@ -118,7 +113,7 @@ class Hlo(Launches):
     @functools.cached_property
     def fp8_products(self) -> list[Instruction]:
         """All products on FP8 tensor cores, whoever wrote them."""
-        by_libraries = self.matmuls("FP8, cuBLASLt", "FP8, cuDNN", ATTENTION_IN_FP8)
+        by_libraries = self.matmuls("FP8, cuBLASLt", "FP8, cuDNN")
         return [*by_libraries, *self.pallas_products]
 
     @functools.cached_property
@@ -245,7 +240,7 @@ class Program:
         """Its counts, for the table."""
         by = {
             "cuBLASLt": len(self.hlo.f8_products),
-            "cuDNN": len(self.hlo.block_products) + 2 * len(self.hlo.attention_products),
+            "cuDNN": len(self.hlo.block_products),
             "Pallas": len(self.hlo.pallas_products),
         }
         most = lambda values: str(max(values, default="–"))

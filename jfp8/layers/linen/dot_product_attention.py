@@ -10,11 +10,10 @@ import flax.linen as nn
 import jax
 from flax.linen.dtypes import promote_dtype
 
-from jfp8.layers.attention import attend, check_weights_stay_inside
+from jfp8.layers.attention import attend_by, check_weights_stay_inside
 from jfp8.matmul.spec import Implementation
-from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
+from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.tracing.notes import note
 
 
 class DotProductAttention(nn.Module):
@@ -45,38 +44,17 @@ class DotProductAttention(nn.Module):
         value: jax.Array,
         bias: jax.Array | None = None,
         mask: jax.Array | None = None,
-        *,
-        scale: float | None = None,
-        is_causal: bool = False,
-        query_seq_lengths: jax.Array | None = None,
-        key_value_seq_lengths: jax.Array | None = None,
-        local_window_size: int | tuple[int, int] | None = None,
-        query_segment_ids: jax.Array | None = None,
-        key_value_segment_ids: jax.Array | None = None,
-        sinks: jax.Array | None = None,
+        **options: Any,
     ) -> jax.Array:
-        """See `jfp8.scaled_dot_product_attention`; there may be any number of batch dimensions."""
-        lengths = query_seq_lengths, key_value_seq_lengths
-        return self.attend(
-            *(query, key, value, bias, mask),
-            scale=scale,
-            is_causal=is_causal,
-            local_window_size=local_window_size,
-            tokens=(*lengths, query_segment_ids, key_value_segment_ids),
-            sinks=sinks,
-        )
+        """Compute attention of arrays with any number of batch dimensions.
 
-    def attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
-        """Compute `jfp8.layers.attention.attend` by the recipe in effect."""
+        Args:
+          query, key, value, bias, mask: see `jfp8.scaled_dot_product_attention`.
+          options: its others, but `recipe`, `state`, `sink` and `implementation`.
+        """
         own = None if self.recipe is None else check_recipe(self.recipe)
-        path = "/".join(self.path)
-        recipe = recipe_in_effect(own, path)
-        about = note("reason", why_in_high_precision())
-        if recipe is not None:
-            about = note("recipe", recipe.name)
-        options |= {"recipe": recipe, "implementation": self.implementation}
-        with note("path", path), about:
-            return attend(*arrays, **options)  # pyrefly: ignore
+        arrays = query, key, value, bias, mask
+        return attend_by(own, "/".join(self.path), self.implementation, *arrays, **options)
 
 
 def is_stock(attention_fn: Callable[..., jax.Array]) -> bool:

@@ -146,12 +146,27 @@ class Router(nn.Module):
         moe_math.check_bias_update_rate(rate)
         if rate is None:
             return self.route(logits, self.num_experts_per_token)
-        updates = self.is_mutable_collection(ROUTER_BIAS)
+        updates, path = self.is_mutable_collection(ROUTER_BIAS), "/".join(self.path)
         if not updates and not self.has_variable(ROUTER_BIAS, "bias"):
-            raise ValueError(_no_bias("/".join(self.path), rate))
+            raise ValueError(
+                f"The router {path!r} has bias_update_rate={rate}, but there is no {ROUTER_BIAS!r} "
+                "collection, so that it would choose other experts than in training. Pass all that "
+                "model.init(...) returned and training has updated, "
+                f"model.apply({{'params': params, {ROUTER_BIAS!r}: ...}}, x). Under nn.scan or "
+                "nn.vmap lift it like the parameters: "
+                f"variable_axes={{'params': 0, {ROUTER_BIAS!r}: 0, ...}}."
+            )
         bias = self.variable(ROUTER_BIAS, "bias", jnp.zeros, (self.num_experts,), jnp.float32)
         if rate and not updates:
-            logits = warned_if_differentiated(logits, _bias_stays("/".join(self.path)))
+            message = (
+                f"A gradient is computed through the router {path!r}, whose bias balances the "
+                f"experts, but the {ROUTER_BIAS!r} collection is not mutable, so the bias stays as "
+                "it is. In training write y, mutated = model.apply(variables, x, mutable=["
+                f"{ROUTER_BIAS!r}]) and keep what is in mutated for the next step: return it from "
+                "the loss_fn of jfp8.value_and_grad. To keep the bias as it is, make the model "
+                "with bias_update_rate=0.0."
+            )
+            logits = warned_if_differentiated(logits, message)
         routed = self.route(logits, self.num_experts_per_token, bias=bias.value)
         if updates and not self.is_initializing():
             bias.value = routing.updated_bias(bias.value, routed.group_sizes, rate)
@@ -159,26 +174,6 @@ class Router(nn.Module):
 
 
 ROUTER_BIAS = "router_bias"
-
-
-def _no_bias(path: str, rate: float) -> str:
-    return (
-        f"The router {path!r} has bias_update_rate={rate}, but there is no {ROUTER_BIAS!r} "
-        "collection, so that it would choose other experts than in training. Pass all that "
-        "model.init(...) returned and training has updated, "
-        f"model.apply({{'params': params, {ROUTER_BIAS!r}: ...}}, x). Under nn.scan or nn.vmap "
-        f"lift it like the parameters: variable_axes={{'params': 0, {ROUTER_BIAS!r}: 0, ...}}."
-    )
-
-
-def _bias_stays(path: str) -> str:
-    return (
-        f"A gradient is computed through the router {path!r}, whose bias balances the experts, but "
-        f"the {ROUTER_BIAS!r} collection is not mutable, so the bias stays as it is. In training "
-        f"write y, mutated = model.apply(variables, x, mutable=[{ROUTER_BIAS!r}]) and keep what is "
-        "in mutated for the next step: return it from the loss_fn of jfp8.value_and_grad. To keep "
-        "the bias as it is, make the model with bias_update_rate=0.0."
-    )
 
 
 class MoE(nn.Module):
@@ -194,7 +189,7 @@ class MoE(nn.Module):
     projections side by side for gated activations) and ``wo/kernel``
     ``[num_experts, intermediate_dim, in]``.
 
-    The load-balancing loss (see `routing.load_balancing_loss`) is returned if you ask for it,
+    The load-balancing loss (see `moe_math.load_balancing_loss`) is returned if you ask for it,
     and sown as ``load_balancing_loss`` into the collection ``intermediates`` in any case, as are
     ``sequence_balance_loss`` (of sequences along the axis before the last) and ``router_z_loss``.
 

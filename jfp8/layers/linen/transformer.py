@@ -135,7 +135,7 @@ class LayerNormAttention(nn.Module):
         in_fp8 = self.attention_products and recipe_in_effect(own and check_recipe(own), path)
         attention = partial(attend, recipe=None, implementation=how["implementation"])
         if in_fp8:
-            attention = DotProductAttention(**how, name="attention").attend
+            attention = DotProductAttention(**how, name="attention")
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,

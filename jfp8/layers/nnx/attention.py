@@ -14,7 +14,7 @@ from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
-from jfp8.layers.attention import attend, check_weights_stay_inside
+from jfp8.layers.attention import attend_by, check_weights_stay_inside
 from jfp8.layers.kv_cache import init_kv_cache, with_earlier
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
@@ -23,11 +23,9 @@ from jfp8.layers.nnx.signatures import ExplicitModule, PrintsRecipe
 from jfp8.layers.options import pass_on
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
-from jfp8.products.flash.dot_product import OF_TOKENS
-from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
+from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.formats import Format, FormatLike
-from jfp8.tracing.notes import note
 
 
 class DotProductAttention(PrintsRecipe):
@@ -86,20 +84,12 @@ class DotProductAttention(PrintsRecipe):
             return pass_on(nnx.dot_product_attention, locals())
         check_weights_stay_inside(dropped, kept)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        tokens = tuple(options.pop(name, None) for name in OF_TOKENS)
-        options |= {"is_causal": is_causal, "tokens": tokens}
-        return self.attend(query, key, value, bias, mask, **options)
+        return self.attend(query, key, value, bias, mask, is_causal=is_causal, **options)
 
     def attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
         """Compute `jfp8.layers.attention.attend` by the recipe in effect."""
-        recipe = recipe_in_effect(self.recipe, self.path)
-        about = note("reason", why_in_high_precision())
-        if recipe is not None:
-            about = note("recipe", recipe.name)
-        options |= {"recipe": recipe, "implementation": self.implementation}
-        scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
-        with scope, note("path", self.path), about:
-            return attend(*arrays, **options)  # pyrefly: ignore
+        with jax.named_scope(self.path) if self.path else contextlib.nullcontext():
+            return attend_by(self.recipe, self.path, self.implementation, *arrays, **options)
 
 
 class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):

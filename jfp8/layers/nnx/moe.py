@@ -164,19 +164,18 @@ class Router(nnx.Module):
         given = {} if self.bias is None else {"bias": self.bias.get_value()}
         routed = self.route(logits, self.num_experts_per_token, **given)
         if self.bias is not None and self.bias_update_rate and not self.use_running_average:
-            self._update(self.bias, routed.group_sizes, self.bias_update_rate)
+            bias, rate = self.bias.get_value(), self.bias_update_rate
+            try:
+                self.bias.set_value(routing.updated_bias(bias, routed.group_sizes, rate))
+            except errors.TraceContextError as error:
+                raise ValueError(
+                    "The router updates its bias in training, but here it is called inside a JAX "
+                    "transformation and was made outside, where the bias cannot go. Pass the model "
+                    "as an argument to nnx.jit, nnx.grad, nnx.scan or nnx.remat, not to jax's. To "
+                    "leave the bias as it is: model.eval(), or "
+                    "nnx.view(model, use_running_average=True)."
+                ) from error
         return routed
-
-    def _update(self, bias: RouterBias, group_sizes: jax.Array, rate: float) -> None:
-        try:
-            bias.set_value(routing.updated_bias(bias.get_value(), group_sizes, rate))
-        except errors.TraceContextError as error:
-            raise ValueError(
-                "The router updates its bias in training, but here it is called inside a JAX "
-                "transformation and was made outside, where the bias cannot go. Pass the model as "
-                "an argument to nnx.jit, nnx.grad, nnx.scan or nnx.remat, not to jax's. To leave "
-                "the bias as it is: model.eval(), or nnx.view(model, use_running_average=True)."
-            ) from error
 
 
 class MoE(ExplicitModule):

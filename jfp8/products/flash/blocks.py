@@ -130,16 +130,6 @@ def with_sinks(found: Softmax, sinks: jax.Array | None) -> Softmax:
     return Softmax(found.out * share[..., None], log_sum)
 
 
-def gradient_of_sinks(
-    sinks: jax.Array | None, log_sum: jax.Array, dot: jax.Array
-) -> jax.Array | None:
-    """Return the gradient with respect to `sinks`; the other arguments are those of `backward`."""
-    if sinks is None:
-        return None
-    p = jnp.where(log_sum > -jnp.inf, jnp.exp(sinks - log_sum), 0)
-    return -jnp.sum(p * dot, axis=(0, 3), keepdims=True)
-
-
 class Both(NamedTuple):
     """The stored operands, each as its two products take it."""
 
@@ -190,9 +180,7 @@ def backward(
             k_j, of_dq, v_j = (_block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, v))
             s, seen = _scores(q_i, k_j, visible, scale, i, j)
             p = jnp.exp(s - _finite(log_sum_i))
-            of_seen = jnp.where(seen, by_grad, 0) if visible.is_masked else by_grad
-            of_key = jnp.max(of_seen, axis=3, keepdims=True)
-            of_key = jnp.where(of_key == 0, 1, of_key)
+            of_key = _largest_seen(by_grad, seen, visible)
             w = _rounded("wgrad", p * (by_grad / of_key), fmt)
             y = product("bngts,bngth->bngsh", w, g_of_dv.data) * (of_key.swapaxes(3, 4) / factor)
             dv = _added(dv, jnp.sum(y, 2), j * of_keys, 2)
@@ -236,6 +224,14 @@ def _scores(
         s = s + visible.part(visible.bias, i, j, fill=0).astype(jnp.float32)
     seen = visible.of_block(i, j)
     return jnp.where(seen, s, -jnp.inf), seen
+
+
+def _largest_seen(by_query: jax.Array, seen: jax.Array, visible: Visible) -> jax.Array:
+    """Return the largest number of queries; with a mask, of those that see a key, or 1."""
+    if visible.mask is not None or visible.segments is not None:
+        by_query = jnp.where(seen, by_query, 0)
+    largest = jnp.max(by_query, axis=3, keepdims=True)
+    return jnp.where(largest == 0, 1, largest)
 
 
 def _rounded(kind: str, weights: jax.Array, fmt: Format | None) -> jax.Array:

@@ -14,8 +14,9 @@ import numpy as np
 
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
 from jfp8.products.flash import blocks, passes
-from jfp8.products.flash.mask import BLOCK, Visible, integers_of, segments_of, window_of
-from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
+from jfp8.products.flash import mask as masks
+from jfp8.products.flash.mask import BLOCK, Visible
+from jfp8.products.flash.numerics import for_both, numerics_of
 from jfp8.products.flash.observe import shown
 from jfp8.products.flash.plan import AttentionSpec, plan_attention
 from jfp8.products.observers import OBSERVER
@@ -89,9 +90,6 @@ def scaled_dot_product_attention(
       implementation: ``"emulate"``: the reference, on any device. ``"mosaic_gpu"``: Pallas kernels
         for Hopper, which compute the same, and ``"mosaic_gpu_blackwell"``: for Blackwell. None:
         these where they can, else the reference.
-        ``"cudnn"``: cuDNN's kernel, forward, for Hopper and Blackwell, delayed scaling with a
-        `state`, and `is_causal` or all keys. It has one scale for each tensor, which looks ahead
-        until each history has an entry, and rounds O to e4m3.
 
     Returns:
       Array of the shape and dtype of `query`; 0 for a query that sees no key.
@@ -117,11 +115,9 @@ def scaled_dot_product_attention(
     return attention_of_projections(options, arrays, tokens, state, sink)
 
 
-OF_TOKENS = (
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
+# Arguments that have a number for each sequence, or for each token.
+OF_TOKENS = tuple(
+    f"{of}_{what}" for what in ("seq_lengths", "segment_ids") for of in ("query", "key_value")
 )
 
 
@@ -167,54 +163,56 @@ def attention_of_projections(
     *operands, bias, mask, sinks = arrays
     scale, is_causal, window, recipe, implementation = options
     q, k, v = map(as_float_array, operands, ("query", "key", "value"))
-    without_batch = q.ndim == 3
-    if without_batch:
+    shape = q.shape
+    if q.ndim == 3:
         q, k, v = q[None], k[None], v[None]
         ids = (None if x is None else jnp.asarray(x)[None] for x in tokens[2:])
         tokens = (*tokens[:2], *ids)
     _check_shapes(q, k, v)
     (batch, queries, heads, depth), (_, keys, kv_heads, _) = q.shape, k.shape
+    of_scores = partial(masks.by_score, shape=(batch, heads, queries, keys), kv_heads=kv_heads)
     visible = Visible(
         (queries, keys),
         is_causal,
-        window_of(window),
+        masks.window_of(window),
         (
-            integers_of(tokens[0], OF_TOKENS[0], (batch,)),
-            integers_of(tokens[1], OF_TOKENS[1], (batch,)),
+            masks.integers_of(tokens[0], OF_TOKENS[0], (batch,)),
+            masks.integers_of(tokens[1], OF_TOKENS[1], (batch,)),
         ),
-        _by_score(mask, "mask", (batch, heads, queries, keys), kv_heads),
-        _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
-        segments_of(*tokens[2:], batch, (queries, keys)),
-        _by_head(sinks, heads, kv_heads),
+        of_scores(mask, "mask"),
+        of_scores(bias, "bias"),
+        masks.segments_of(*tokens[2:], batch, (queries, keys)),
+        masks.by_head(sinks, heads, kv_heads),
         BLOCK if recipe is not None else _IN_HIGH_PRECISION,
     )
     _check_state(recipe, state, sink)
-    uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
-    noted = {name: use for name, use in uses.items() if use is not None}
     factor = float(1 / math.sqrt(depth) if scale is None else scale)
-    device = current_device(q, k, v)
-    spec = AttentionSpec(recipe, visible, depth, factor, q.dtype, state is not None, device)
+    spec = AttentionSpec(recipe, visible, depth, factor, q.dtype, current_device(q, k, v))
     if implementation is None and OBSERVER.value is not None:
         implementation = "emulate"  # only the reference shows weights and gradients of scores
     by = plan_attention(spec, implementation)
     if by.whole is not None:
-        out = by.whole(q, k, v, spec)
-        return out[0] if without_batch else out
-    how = _How(recipe, factor, q.dtype, by, tuple(noted.values()))
-    inputs = _Inputs(
-        q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
-        k.swapaxes(1, 2),
-        v.swapaxes(1, 2),
-        projections,
-        visible,
-        None if state is None else {name: dict(state[name]) for name in ("scores", "context")},
-        None if sink is None else dict(sink),
-    )
+        return by.whole(q, k, v, spec).reshape(shape)
+    q = q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4)
+    operands = q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+    out = _planned(spec, by, (*operands, projections, visible), state, sink)
+    return out.transpose(0, 3, 1, 2, 4).reshape(shape)
+
+
+def _planned(
+    spec: AttentionSpec, by: Any, operands: tuple[Any, ...], state: Any, sink: Any
+) -> jax.Array:
+    """Compute attention by the plan `by`; `operands` are the first of `_Inputs`."""
+    uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
+    noted = {name: use for name, use in uses.items() if use is not None}
+    how = _How(spec.recipe, spec.scale, spec.dtype, by, tuple(noted.values()))
+    if state is not None:
+        state = {name: dict(state[name]) for name in ("scores", "context")}
+    inputs = _Inputs(*operands, state, None if sink is None else dict(sink))
     out, observed = _attention(how, same_varying_axes(inputs))
     for name, use in noted.items():
         end_use(use, *observed[name])
-    out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
-    return out[0] if without_batch else out
+    return out
 
 
 @dataclass(frozen=True)
@@ -246,18 +244,6 @@ class _Inputs(NamedTuple):
     sink: Any
 
 
-class _Residuals(NamedTuple):
-    query: tuple[Quantized, Quantized]
-    key: tuple[Quantized, Quantized]
-    value: tuple[Quantized, Quantized]
-    out: jax.Array
-    log_sum: jax.Array
-    visible: Visible
-    history: AmaxState | None
-    sink: Any
-    like: Any
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(how: _How, inputs: _Inputs) -> tuple[jax.Array, dict[str, Observed]]:
     return _forward(how, inputs, and_backward=False)[0]
@@ -265,7 +251,7 @@ def _attention(how: _How, inputs: _Inputs) -> tuple[jax.Array, dict[str, Observe
 
 def _forward(
     how: _How, inputs: _Inputs, and_backward: bool = True
-) -> tuple[tuple[jax.Array, dict[str, Observed]], _Residuals]:
+) -> tuple[tuple[jax.Array, dict[str, Observed]], tuple[Any, ...]]:
     for use in how.uses if and_backward else ():
         use.linearized = True
     what = ("scaled_dot_product_attention", "jax.nn.dot_product_attention")
@@ -280,10 +266,10 @@ def _forward(
         else None
         for projection, first in zip(inputs.projections, _FIRST_IN_GROUP, strict=True)
     )
-    stored = partial(for_both, together=how.by.uses_one_scale)
-    q = stored(query, numerics.query, history("scores", "lhs"), cast_heads=cast_query)
-    k = stored(key, numerics.key, history("scores", "rhs"), cast_heads=cast_key)
-    v = stored(value, numerics.value, history("context", "rhs"), folded=True, cast_heads=cast_value)
+    q = for_both(query, numerics.query, history("scores", "lhs"), cast_heads=cast_query)
+    k = for_both(key, numerics.key, history("scores", "rhs"), cast_heads=cast_key)
+    of_value = {"folded": True, "cast_heads": cast_value}
+    v = for_both(value, numerics.value, history("context", "rhs"), **of_value)
     q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
     k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
@@ -296,14 +282,11 @@ def _forward(
         "scores": Observed(q[0].amax, k[0].amax),
         "context": Observed(jnp.ones_like(v[0].amax), v[0].amax),
     }
-    first, second = (each._replace(transposed=None) for each in v)  # which takes it straight
-    residuals = _Residuals(
-        q, k, (first, second), out, log_sum, visible, grad_history, inputs.sink, like
-    )
-    return (out, observed), residuals
+    v = tuple(each._replace(transposed=None) for each in v)  # which is taken straight
+    return (out, observed), (q, k, v, out, log_sum, visible, grad_history, inputs.sink, like)
 
 
-def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Inputs]:
+def _backward(how: _How, residuals: tuple[Any, ...], cotangents: Any) -> tuple[_Inputs]:
     for use in how.uses:
         use.differentiated = True
     grad, _ = cotangents
@@ -312,7 +295,7 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
     numerics = numerics_of(how.recipe)
     grad = first_order_only(grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention")
     dot = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    g = for_both(grad, numerics.grad, history, cast_heads=how.by.cast_heads_of_gradient)
+    g = for_both(grad, numerics.grad, history, cast_heads=how.by.cast_heads)
     g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
     name = passes.backward_pass(both, visible, numerics).name
@@ -325,7 +308,10 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
         of_context = jnp.stack([jnp.ones(()), v[0].amax, g[0].amax])
         amaxes = {"scores": of_scores, "context": of_context}
         d_sink = {name: encode_amax(amaxes[name]) * SINK_UNIT for name in sink}
-    d_sinks = blocks.gradient_of_sinks(visible.sinks, log_sum, dot)
+    d_sinks = None
+    if visible.sinks is not None:
+        p = jnp.where(log_sum > -jnp.inf, jnp.exp(visible.sinks - log_sum), 0)
+        d_sinks = -jnp.sum(p * dot, axis=(0, 3), keepdims=True)
     nothing: dict[str, Any] = {"lengths": (None, None), "mask": None, "segments": None}
     d_visible = replace(visible, **nothing, bias=found.bias, sinks=d_sinks)
     cotangents = _Inputs(
@@ -377,37 +363,6 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"of K and no size 0 (or all of them without B); got {q.shape}, {k.shape} and "
             f"{v.shape}."
         )
-
-
-def _by_score(
-    x: jax.typing.ArrayLike | None, name: str, shape: tuple[int, ...], kv_heads: int
-) -> jax.Array | None:
-    """Return a mask or bias as ``[batch | 1, heads | 1, groups | 1, queries | 1, keys | 1]``."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    wanted = jnp.bool_ if name == "mask" else jnp.floating
-    if not jnp.issubdtype(x.dtype, wanted):
-        raise TypeError(
-            f"{name} must be {'bool' if name == 'mask' else 'floating'}, got {x.dtype}. "
-            "A mask hides keys where it is False; a bias is added to the scores."
-        )
-    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    if x.ndim != 4 or any(n not in (1, whole) for n, whole in zip(x.shape, shape, strict=True)):
-        raise ValueError(f"{name} of shape {x.shape} does not broadcast to [B, N, T, S] = {shape}.")
-    heads = (kv_heads, shape[1] // kv_heads) if x.shape[1] > 1 else (1, 1)
-    return x.reshape(x.shape[0], *heads, *x.shape[2:])
-
-
-def _by_head(sinks: Any, heads: int, kv_heads: int) -> jax.Array | None:
-    if sinks is None:
-        return None
-    sinks = as_float_array(sinks, "sinks")
-    if sinks.shape != (heads,):
-        raise ValueError(
-            f"sinks must have the shape {(heads,)}, one for each head; got {sinks.shape}."
-        )
-    return sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
 
 
 def _check_state(recipe: Recipe | None, state: States | None, sink: Any) -> None:

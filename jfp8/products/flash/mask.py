@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfp8.scaling.codes import as_float_array
+
 BLOCK = 64, 128  # queries, and keys, of a block
 
 
@@ -51,11 +53,6 @@ class Visible:
         """The number of blocks of queries, and of keys."""
         queries, keys = (-(-n // b) for n, b in zip(self.sizes, self.block, strict=True))
         return queries, keys
-
-    @property
-    def is_masked(self) -> bool:
-        """Return True if arrays, not only positions, hide keys."""
-        return self.mask is not None or self.segments is not None
 
     def keys_of(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first block of keys that block `i` of queries sees some of, and the end of them."""
@@ -162,3 +159,35 @@ def segments_of(
     if ids[0] is None or ids[1] is None:
         return None
     return ids[0][:, None, None, :, None], ids[1][:, None, None, None, :]
+
+
+def by_score(
+    x: jax.typing.ArrayLike | None, name: str, shape: tuple[int, ...], kv_heads: int
+) -> jax.Array | None:
+    """Return a mask or bias as ``[batch | 1, heads | 1, groups | 1, queries | 1, keys | 1]``."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    wanted = jnp.bool_ if name == "mask" else jnp.floating
+    if not jnp.issubdtype(x.dtype, wanted):
+        raise TypeError(
+            f"{name} must be {'bool' if name == 'mask' else 'floating'}, got {x.dtype}. "
+            "A mask hides keys where it is False; a bias is added to the scores."
+        )
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    if x.ndim != 4 or any(n not in (1, whole) for n, whole in zip(x.shape, shape, strict=True)):
+        raise ValueError(f"{name} of shape {x.shape} does not broadcast to [B, N, T, S] = {shape}.")
+    heads = (kv_heads, shape[1] // kv_heads) if x.shape[1] > 1 else (1, 1)
+    return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+
+def by_head(sinks: Any, heads: int, kv_heads: int) -> jax.Array | None:
+    """Return the sinks that users give, as in `Visible`."""
+    if sinks is None:
+        return None
+    sinks = as_float_array(sinks, "sinks")
+    if sinks.shape != (heads,):
+        raise ValueError(
+            f"sinks must have the shape {(heads,)}, one for each head; got {sinks.shape}."
+        )
+    return sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)

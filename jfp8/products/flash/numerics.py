@@ -141,12 +141,11 @@ def for_both(
     state: AmaxState | None,
     *,
     folded: bool = False,
-    together: bool = False,
     cast_heads: Callable[..., Any] | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Quantize `x` for both of its products; see `quantize_tokens`."""
     quantize = partial(quantize_tokens, x, state=state, cast_heads=cast_heads)
-    first = quantize(uses.first, folded=folded, together=together)
+    first = quantize(uses.first, folded=folded)
     if uses.second == uses.first:
         return first, first
     return first, quantize(uses.second)
@@ -158,7 +157,6 @@ def quantize_tokens(
     state: AmaxState | None,
     *,
     folded: bool = False,
-    together: bool = False,
     cast_heads: Callable[..., Any] | None = None,
 ) -> Quantized:
     """Quantize ``x[..., tokens, depth]`` with a scale for each token.
@@ -168,7 +166,6 @@ def quantize_tokens(
       state: the amax history; None, or one without an entry: the scales follow from the tokens.
       folded: whether a product multiplies its other operand by the scales, before that is rounded:
         then they are powers of two, and exact.
-      together: whether all tokens have one scale. Without an entry, it looks ahead.
       cast_heads: casts `x`, multiplied by the reciprocals of the scales, straight and transposed,
         for kernels that take both; returns None for shapes that it does not take.
     """
@@ -180,8 +177,7 @@ def quantize_tokens(
     assert fmt is not None
     rounding = "power_of_two" if folded else None
     margin = quantizer.margin if isinstance(quantizer, Delayed) else 0
-    of = jnp.broadcast_to(jnp.max(largest), largest.shape) if together else largest
-    scale = scale_from_amax(of, fmt, margin=margin, scale_rounding=rounding, poison=True)
+    scale = scale_from_amax(largest, fmt, margin=margin, scale_rounding=rounding, poison=True)
     if isinstance(quantizer, Unit):
         scale = jnp.ones_like(scale)
     if isinstance(quantizer, Delayed) and state is not None:

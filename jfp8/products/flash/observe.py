@@ -39,10 +39,8 @@ def shown(
     if first is second:
         first = _shown(part, role, "+".join(kinds), uses.first, x, first)
         return first, first
-    return (
-        _shown(part, role, kinds[0], uses.first, x, first),
-        _shown(part, role, kinds[1], uses.second, x, second),
-    )
+    first = _shown(part, role, kinds[0], uses.first, x, first)
+    return first, _shown(part, role, kinds[1], uses.second, x, second)
 
 
 def _shown(

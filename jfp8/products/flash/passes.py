@@ -58,20 +58,20 @@ def forward_pass(
     q: Quantized, k: Quantized, v: Quantized, visible: Visible, numerics: Numerics
 ) -> Pass:
     """Of the arguments of `blocks.forward`."""
-    formats = _format(q), _format(k), _spelled(numerics.weights[0]), _format(v)
-    return Pass("forward", visible.is_causal, _sizes(q, visible), formats)
+    return _pass("forward", q, visible, q, k, numerics.weights[0], v)
 
 
 def backward_pass(operands: Both, visible: Visible, numerics: Numerics) -> Pass:
     """Of the arguments of `blocks.backward`."""
-    q, k, v, g = operands
-    formats = (
-        *(_format(g[0]), _format(v[1])),
-        *(_spelled(numerics.weights[1]), _format(g[1])),
-        *(_spelled(numerics.scores[0]), _format(k[1])),
-        *(_spelled(numerics.scores[1]), _format(q[1])),
-    )
-    return Pass("backward", visible.is_causal, _sizes(q[0], visible), formats)
+    (q, q_2), (_, k), (_, v), (grad, grad_2) = operands
+    (_, weights), (for_dq, for_dk) = numerics.weights, numerics.scores
+    return _pass("backward", q, visible, grad, v, weights, grad_2, for_dq, k, for_dk, q_2)
+
+
+def _pass(which: str, q: Quantized, visible: Visible, *operands: Quantized | Format | None) -> Pass:
+    batch, heads, groups, _, depth = q.data.shape
+    sizes = batch, heads, groups, *visible.sizes, depth
+    return Pass(which, visible.is_causal, sizes, tuple(map(_spelled, operands)))
 
 
 @functools.cache
@@ -85,14 +85,7 @@ def called(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(run, static_argnums=0)
 
 
-def _sizes(q: Quantized, visible: Visible) -> tuple[int, ...]:
-    batch, heads, groups, _, depth = q.data.shape
-    return (batch, heads, groups, *visible.sizes, depth)
-
-
-def _format(x: Quantized) -> str:
-    return _SPELLED.get(np.dtype(x.data.dtype), WIDE)
-
-
-def _spelled(fmt: Format | None) -> str:
-    return WIDE if fmt is None else fmt.name.lower()
+def _spelled(operand: Quantized | Format | None) -> str:
+    if isinstance(operand, Quantized):
+        return _SPELLED.get(np.dtype(operand.data.dtype), WIDE)
+    return WIDE if operand is None else operand.name.lower()

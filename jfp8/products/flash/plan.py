@@ -27,7 +27,6 @@ class AttentionSpec:
       depth: H.
       scale: of the scores.
       dtype: of the query.
-      has_state: whether amax histories are given.
       device: that the program is traced for.
     """
 
@@ -36,7 +35,6 @@ class AttentionSpec:
     depth: int
     scale: float
     dtype: np.dtype
-    has_state: bool
     device: Device = None
 
 
@@ -46,14 +44,11 @@ class Reference:
 
     Attributes:
       named: whether it was asked for.
-      uses_one_scale: whether all tokens of an operand share a scale.
     """
 
     named: bool = False
-    uses_one_scale = False
     whole = None  # or a function that computes attention and is differentiated as a whole
     cast_heads = None  # or a function that quantizes heads straight and transposed
-    cast_heads_of_gradient = None  # the same for dO
 
     def forward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
         """Compute the forward pass: ``reference(*operands)``."""

@@ -5,7 +5,6 @@ Functions of arrays, without a framework. No token is dropped: an expert gets al
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -90,48 +89,29 @@ def route(
             f"experts_per_token={experts_per_token} must be from 1 to the number of experts, "
             f"{experts}."
         )
-    if n_group < 1 or experts % n_group or not 1 <= topk_group <= n_group:
+    fits = n_group >= 1 and not experts % n_group and 1 <= topk_group <= n_group
+    if not fits or experts_per_token > experts // n_group * topk_group:
         raise ValueError(
             f"n_group={n_group} must divide the {experts} experts, and topk_group={topk_group} be "
-            "from 1 to n_group."
+            f"from 1 to n_group; so many groups must have {experts_per_token} experts for a token."
         )
-    if experts_per_token > (left := experts // n_group * topk_group):
-        raise ValueError(
-            f"experts_per_token={experts_per_token}, but topk_group={topk_group} of "
-            f"n_group={n_group} groups have {left} of the {experts} experts. Raise topk_group."
-        )
-    if scores not in SCORES:
-        allowed = ", ".join(map(repr, SCORES))
+    if scores not in _LOG_SCORES:
+        allowed = ", ".join(map(repr, _LOG_SCORES))
         raise ValueError(f"scores must be one of {allowed}; got {scores!r}.")
-    if renormalize is None:
-        renormalize = experts_per_token > 1
-    groups = None if topk_group == n_group else (n_group, topk_group)
-    how = experts_per_token, renormalize, scores, groups, routed_scaling_factor
-    return _route(logits, bias, *how)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
-def _route(
-    logits: jax.Array,
-    bias: jax.Array | None,
-    experts_per_token: int,
-    renormalize: bool,
-    scores: Scores,
-    groups: tuple[int, int] | None,
-    factor: float,
-) -> Routing:
     log_scores = _LOG_SCORES[scores](logits)
     s = jnp.exp(log_scores)
     for_choice = s if bias is None else s + bias[None]
-    if groups is not None:
-        for_choice = _in_best_groups(for_choice, *groups)
-    chosen = _largest(for_choice, experts_per_token)
+    if topk_group < n_group:
+        for_choice = _in_best_groups(for_choice, n_group, topk_group)
+    chosen = largest(for_choice, experts_per_token)
     of_chosen = lambda x: jnp.sum(jnp.where(chosen, x[:, None], 0), axis=-1)
-    # s / sum s, also where all s are below the smallest f32.
-    weights = jax.nn.softmax(of_chosen(log_scores), axis=-1) if renormalize else of_chosen(s)
+    weights = of_chosen(s)
+    if experts_per_token > 1 if renormalize is None else renormalize:
+        # s / sum s, also where all s are below the smallest f32.
+        weights = jax.nn.softmax(of_chosen(log_scores), axis=-1)
     probabilities = jax.nn.softmax(log_scores, axis=-1)
     experts = jnp.argmax(chosen, axis=-1)
-    return routing_of(factor * weights, experts, probabilities, logits)
+    return routing_of(routed_scaling_factor * weights, experts, probabilities, logits)
 
 
 def routing_of(
@@ -157,19 +137,18 @@ _LOG_SCORES: dict[Scores, Callable[[jax.Array], jax.Array]] = {
     "sigmoid": jax.nn.log_sigmoid,
     "sqrtsoftplus": _log_sqrt_softplus,
 }
-SCORES = tuple(_LOG_SCORES)
 
 
 def _in_best_groups(scores: jax.Array, n_group: int, topk_group: int) -> jax.Array:
     """Return `scores`, and -inf outside of the groups whose two largest have the largest sum."""
     in_groups = scores.reshape(len(scores), n_group, -1)
-    best = _largest(in_groups, min(2, in_groups.shape[2]))
+    best = largest(in_groups, min(2, in_groups.shape[2]))
     sums = jnp.sum(jnp.where(best, in_groups[:, :, None], 0), axis=(2, 3))
-    allowed = jnp.any(_largest(sums, topk_group), axis=1)
+    allowed = jnp.any(largest(sums, topk_group), axis=1)
     return jnp.where(allowed[:, :, None], in_groups, -jnp.inf).reshape(scores.shape)
 
 
-def _largest(scores: jax.Array, k: int) -> jax.Array:
+def largest(scores: jax.Array, k: int) -> jax.Array:
     """Which are the `k` largest of each row, the largest first: bool[..., k, g].
 
     As ``jax.lax.top_k``, for which the compiler would gather all rows on every device.
@@ -179,70 +158,6 @@ def _largest(scores: jax.Array, k: int) -> jax.Array:
         found.append(jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1], dtype=bool))
         scores = jnp.where(found[-1], -jnp.inf, scores)
     return jnp.stack(found, axis=-2)
-
-
-def load_balancing_loss(routing: Routing) -> jax.Array:
-    """How unevenly tokens go to the experts: ``g * sum_i f_i P_i``, f32[].
-
-    ``f_i`` is the fraction of all choices that fell on expert ``i`` and ``P_i`` the mean of its
-    probabilities, through which alone there is a gradient. It is 1 if both are equal for all
-    experts, and at most ``g``. Add a small multiple of it to the loss, such as 0.01 times.
-
-    References:
-      Switch Transformers, arXiv 2101.03961, equations 4 to 6, for one choice per token.
-    """
-    groups = routing.probabilities.shape[1]
-    f = routing.group_sizes / jnp.maximum(routing.order.shape[0], 1)
-    p = jnp.mean(routing.probabilities, axis=0)
-    return groups * jnp.sum(f * p)
-
-
-def sequence_balance_loss(routing: Routing, sequence_length: int) -> jax.Array:
-    """How unevenly the tokens of each sequence go to the experts, f32[]; the mean over sequences.
-
-    ::
-
-        loss = sum_i f_i P_i      f_i = g / (k T) * count of tokens with s_i among their k largest
-                                  P_i = mean over the sequence of s_i / sum_j s_j
-
-    A sequence has ``T`` tokens. Choices are counted as the scores alone would make them, without
-    a bias. The gradient goes through ``P_i``. It is 1 if all is even. DeepSeek-V3 adds 0.0001
-    times it, beside a bias (see `updated_bias`).
-
-    Args:
-      routing: of whole sequences, one after the other.
-      sequence_length: ``T``.
-
-    Raises:
-      ValueError: `sequence_length` does not divide the tokens.
-
-    References:
-      DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
-    """
-    tokens, groups = routing.probabilities.shape
-    if sequence_length < 1 or tokens % sequence_length:
-        raise ValueError(
-            f"sequence_length={sequence_length} must divide the {tokens} tokens that were routed, "
-            "since the loss is one of whole sequences. Pass the length of one sequence."
-        )
-    k = routing.experts.shape[1]
-    p = routing.probabilities.reshape(tokens // sequence_length, sequence_length, groups)
-    f = groups / k * jnp.mean(jnp.sum(_largest(p, k), axis=-2), axis=1)
-    losses = jnp.sum(f * jnp.mean(p, axis=1), axis=-1)
-    return jnp.sum(losses) / max(len(losses), 1)
-
-
-def router_z_loss(logits: jax.Array) -> jax.Array:
-    """``mean over tokens of log(sum_i exp logits_i)^2``, f32[]: keeps the router's logits small.
-
-    Args:
-      logits: f32[t, g]; those of a `Routing` are its ``logits``.
-
-    References:
-      ST-MoE, arXiv 2202.08906, equation 5, which adds 0.001 times it to the loss.
-    """
-    z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    return jnp.sum(z**2) / max(len(z), 1)
 
 
 def updated_bias(bias: jax.Array, group_sizes: jax.Array, rate: float) -> jax.Array:
