@@ -124,7 +124,9 @@ def products_backward(size):
 
 def assert_fp8_backward(program, size, forward=0, spilled=0):
     """Two kernels besides those of the forward pass, as above."""
-    assert all(k.spilled <= spilled for k in program.kernels)
+    assert all(k.spilled <= spilled for k in program.kernels), [
+        (k.name, k.spilled) for k in program.kernels
+    ]
     qgmma = {k.name: len(k.qgmma) for k in program.kernels if k.qgmma}
     assert (qgmma.pop("jfp8_attention", None) is not None) == bool(forward)
     assert qgmma == products_backward(size)

@@ -75,8 +75,7 @@ def test_gradients(case):
                 **options,
             )
         )
-    how = scale, seen, formats, out_dtype, mask is not None
-    assert_gradients(found, stored, vectors, groups, *how)
+    assert_gradients(found, stored, vectors, groups, scale, seen, formats, out_dtype)
 
 
 def test_rules_of_division():

@@ -7,7 +7,6 @@ heads that share the keys. See `KeyTile` for the equations.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash import softmax
 from jfp8.kernels.flash.key_tile import KeyTile
 from jfp8.kernels.flash.problem import QUERIES, Problem
 from jfp8.kernels.flash.ring import head_of, store
@@ -83,12 +81,6 @@ class KeyGradientsByWgmma(KeyTile):
         ]
         p = mask.hide(p, 0.0, PARTS)
         made = [x * by_query(4, x, part) for x, part in zip(p, PARTS, strict=True)]
-        if mask.words is not None:  # gradients of queries that do not see a key do not round its dV
-            seen = lambda x, part: mask.where(by_query(4, x, part), 0.0, part.start)
-            of_part = [jnp.max(seen(x, part), axis=1) for x, part in zip(p, PARTS, strict=True)]
-            of_key = jnp.maximum(functools.reduce(jnp.maximum, of_part), softmax.SMALLEST_UNIT)
-            made = [x * along(2.0**8 / of_key, x.shape, 0) for x in made]
-            unit = along(of_key * (unit * 2.0**-8), dv.shape, 0)
         weights[...] = jnp.concatenate(made, 1).astype(weights.dtype)
 
         def differentiate(x, y, part):

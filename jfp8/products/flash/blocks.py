@@ -17,7 +17,7 @@ values goes into the weights, whose zeros hide what a query may not see. Backwar
 ``p = exp(s - m - log l)``, and rounded anew for each sum with the scales of what it meets::
 
     dV = P^T dO      w = cast(p (dO_scale_i / max_i) c),  max_i over the queries of the block; with
-                                                          a mask or segments those that see the key
+                                                          segments, over those that see the key
     dP = dO V^T      dS = p (dP - sum_h dO O)
     dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max, rounded up to
                                                 a power of two
@@ -227,8 +227,8 @@ def _scores(
 
 
 def _largest_seen(by_query: jax.Array, seen: jax.Array, visible: Visible) -> jax.Array:
-    """Return the largest number of queries; with a mask, of those that see a key, or 1."""
-    if visible.mask is not None or visible.segments is not None:
+    """Return the largest number of queries; with segments, of those that see a key, or 1."""
+    if visible.segments is not None:
         by_query = jnp.where(seen, by_query, 0)
     largest = jnp.max(by_query, axis=3, keepdims=True)
     return jnp.where(largest == 0, 1, largest)

@@ -108,7 +108,6 @@ def test_backward(case, executed):
         return attention_backward(stored, vectors, **given, **how)
 
     def check(results):
-        how = scale, seen, formats, out_dtype, "mask" in given
-        assert_gradients(results, stored, vectors, groups, *how)
+        assert_gradients(results, stored, vectors, groups, scale, seen, formats, out_dtype)
 
     executed(check, f, stored, vectors, given)
