@@ -75,7 +75,6 @@ PASSING = {"parameter", "constant", "bitcast", "convert", "copy", "multiply", "b
 PASSING |= {"reshape", "transpose", "slice", "pad", "bitcast-convert", "dynamic-slice", "add"}
 PASSING |= {"select", "compare", "is-finite", "abs", "and", "or", "clamp", "maximum", "minimum"}
 PASSING |= {"dynamic-update-slice", "divide", "iota"}
-ATTENTION_IN_FP8 = "attention in FP8, cuDNN"
 
 
 class Hlo(Launches):

@@ -41,7 +41,8 @@ class FlashAttention:
             return out
         # cuDNN gives the mean of all values to a query that sees none.
         seen = replace(visible, largest=visible.sizes).of_block(jnp.int32(0), jnp.int32(0))
-        seen = by_score(jnp.any(seen, axis=-1, keepdims=True)).swapaxes(1, 2)
+        seen = jnp.any(seen, axis=-1, keepdims=True)
+        seen = seen.reshape(len(seen), -1, *seen.shape[3:]).swapaxes(1, 2)
         return jnp.where(seen, out, 0)
 
 

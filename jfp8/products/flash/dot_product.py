@@ -144,7 +144,7 @@ _IN_HIGH_PRECISION = 256, 512  # queries and keys of a block: no scales depend o
 def attention_of_projections(
     options: AttentionOptions,
     arrays: tuple[Any, ...],
-    tokens: tuple[Any, Any, Any, Any],
+    tokens: tuple[Any, ...],
     state: States | None,
     sink: Mapping[str, jax.Array] | None,
     projections: Projections = SEPARATE,
@@ -181,7 +181,7 @@ def attention_of_projections(
         ),
         of_scores(mask, "mask"),
         of_scores(bias, "bias"),
-        masks.segments_of(*tokens[2:], batch, (queries, keys)),
+        masks.segments_of(tokens[2], tokens[3], batch, (queries, keys)),
         masks.by_head(sinks, heads, kv_heads),
         BLOCK if recipe is not None else _IN_HIGH_PRECISION,
     )
@@ -194,21 +194,19 @@ def attention_of_projections(
     if by.whole is not None:
         return by.whole(q, k, v, spec).reshape(shape)
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4)
-    operands = q, k.swapaxes(1, 2), v.swapaxes(1, 2)
-    out = _planned(spec, by, (*operands, projections, visible), state, sink)
+    inputs = _Inputs(q, k.swapaxes(1, 2), v.swapaxes(1, 2), projections, visible, None, None)
+    out = _planned(spec, by, inputs, state, sink)
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)
 
 
-def _planned(
-    spec: AttentionSpec, by: Any, operands: tuple[Any, ...], state: Any, sink: Any
-) -> jax.Array:
-    """Compute attention by the plan `by`; `operands` are the first of `_Inputs`."""
+def _planned(spec: AttentionSpec, by: Any, inputs: _Inputs, state: Any, sink: Any) -> jax.Array:
+    """Compute attention by the plan `by`, of `inputs` with this `state` and `sink`."""
     uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
     noted = {name: use for name, use in uses.items() if use is not None}
     how = _How(spec.recipe, spec.scale, spec.dtype, by, tuple(noted.values()))
     if state is not None:
         state = {name: dict(state[name]) for name in ("scores", "context")}
-    inputs = _Inputs(*operands, state, None if sink is None else dict(sink))
+    inputs = inputs._replace(state=state, sink=None if sink is None else dict(sink))
     out, observed = _attention(how, same_varying_axes(inputs))
     for name, use in noted.items():
         end_use(use, *observed[name])
