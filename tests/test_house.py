@@ -210,6 +210,7 @@ LINES_OF_ROOMS = {
     "products": 5428,
     "kernels": 9000,
     "layers": 5515,
+    "collectives": 1025,
     "optim": 2560,
     "training": 3060,
     "checkpoint": 3530,

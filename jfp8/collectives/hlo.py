@@ -76,6 +76,12 @@ class Instruction:
         found = re.search(r"(\w+)/(mpmd_map|custom_partitioning)$", self.op_name)
         return found[1] if found and self.target.startswith("mosaic_gpu") else ""
 
+    @property
+    def part(self) -> int | None:
+        """Return which part of a tuple a ``get-tuple-element`` names."""
+        found = re.search(r"\bindex=(\d+)", self.attributes)
+        return int(found[1]) if found and self.opcode == "get-tuple-element" else None
+
     def calls(self, *keys: str) -> list[str]:
         """Return the names of the computations under attributes `keys`."""
         found = []
@@ -173,25 +179,23 @@ class Hlo:
         body = self.computations[self.body_of[instruction.name]]
         while instruction.opcode in ("get-tuple-element", "bitcast", "opt-barrier"):
             whole = body[instruction.operands[0]]
-            if part := re.search(r"\bindex=(\d+)", instruction.attributes):
+            if instruction.part is not None:
                 while whole.opcode == "opt-barrier":
                     whole = body[whole.operands[0]]
                 if whole.opcode != "tuple":
                     break
-                whole = body[whole.operands[int(part[1])]]
+                whole = body[whole.operands[instruction.part]]
             instruction = whole
         return instruction
 
     def is_invariant(self, instruction: Instruction) -> bool:
         """Return whether this is a parameter, or a part of one, that no iteration changes."""
         name = self.body_of[instruction.name]
-        part = re.search(r"\bindex=(\d+)", instruction.attributes)
         root = self.roots[name]
-        if instruction.opcode != "get-tuple-element" or not part or root.opcode != "tuple":
+        if instruction.part is None or root.opcode != "tuple":
             return False
-        kept = self.source(self.computations[name][root.operands[int(part[1])]])
-        same = kept.operands == instruction.operands
-        return same and re.search(r"\bindex=(\d+)", kept.attributes)[1] == part[1]
+        kept = self.source(self.computations[name][root.operands[instruction.part]])
+        return (kept.operands, kept.part) == (instruction.operands, instruction.part)
 
     @functools.cached_property
     def _sources(self) -> dict[str, str]:

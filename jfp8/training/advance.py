@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import optax
 
 from jfp8.optim.finite import keep_unless
 from jfp8.optim.loss_scale_state import find_loss_scale
-from jfp8.scaling.history import as_dicts, intact_states
+from jfp8.scaling.history import CHECK, as_dicts, intact_states, sealed
 from jfp8.training.histories import (
     Collections,
     close_step,
     decode_all,
     map_products,
-    rescale_grad_histories,
+    rescaled,
 )
 
 
@@ -83,3 +84,18 @@ def advance(
         )
     kept = keep_unless(after.grads_finite & ~overflow, new, old)
     return rescale_grad_histories(kept, after.loss_scale / before.loss_scale)
+
+
+def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
+    """Multiply every gradient amax in `fp8` by `ratio` = new / old loss scale.
+
+    Gradients carry the loss scale, so their history must follow it, or every growth saturates.
+    """
+
+    def rescale(product: Any) -> Any:
+        states = intact_states(product)
+        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), states["grad"])
+        new = {**states, "grad": grad}
+        return sealed(new) if CHECK in product else new
+
+    return map_products(rescale, fp8)

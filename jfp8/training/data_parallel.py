@@ -25,7 +25,8 @@ from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
 from jfp8.products.explicit_sharding import check_divided
 from jfp8.scaling.sink import BINS, ROLES, SMALL, WIDTH, decode_amax, encode_amax
-from jfp8.training.histories import Collections, rescale_grad_histories
+from jfp8.training.advance import rescale_grad_histories
+from jfp8.training.histories import Collections
 from jfp8.training.micro_batches import without_batch_axis
 from jfp8.training.nnx_data_parallel import OfModel, on_arrays, put_into
 from jfp8.training.state import Gradients, TrainState

@@ -17,7 +17,6 @@ from jfp8.scaling.history import (
     AmaxState,
     end_step,
     foreseen,
-    intact_states,
     observe,
     recheck,
     running_amax,
@@ -158,21 +157,6 @@ def foresee(fp8: Collections, examples: jax.Array, now: float | None) -> Collect
         return {**new, CHECK: recheck(product[CHECK], old, new)} if CHECK in product else new
 
     return map_products(next_of, fp8)
-
-
-def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
-    """Multiply every gradient amax in `fp8` by `ratio` = new / old loss scale.
-
-    Gradients carry the loss scale, so their history must follow it, or every growth saturates.
-    """
-
-    def rescale(product: Any) -> Any:
-        states = intact_states(product)
-        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), states["grad"])
-        new = {**states, "grad": grad}
-        return sealed(new) if CHECK in product else new
-
-    return map_products(rescale, fp8)
 
 
 def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Array:

@@ -26,13 +26,13 @@ from jfp8.optim.loss_scale_state import (
 from jfp8.optim.wrapping import has_master_weights, states_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
+from jfp8.training.advance import rescale_grad_histories
 from jfp8.training.carried import Carried
 from jfp8.training.histories import (
     Collections,
     close_step,
     decode_all,
     init_sinks,
-    rescale_grad_histories,
 )
 from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state

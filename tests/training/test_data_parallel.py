@@ -22,8 +22,8 @@ import jfp8
 from jfp8 import collectives
 from jfp8.debug import assert_collectives, collective_bytes
 from jfp8.scaling.sink import decode_amax, encode_amax
+from jfp8.training.advance import rescale_grad_histories
 from jfp8.training.data_parallel import _max_of_sinks, data_parallel
-from jfp8.training.histories import rescale_grad_histories
 
 N = 8
 MESH = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))

@@ -22,7 +22,7 @@ import jfp8
 from jfp8 import debug, recipes
 from jfp8.optim.loss_scale_state import LossScaleState, find_loss_scale
 from jfp8.products.ragged.dot import scaled_ragged_dot
-from jfp8.training.histories import rescale_grad_histories
+from jfp8.training.advance import rescale_grad_histories
 from support.scripts import imported
 
 soak = imported("soak", "benchmarks")
