@@ -1,4 +1,4 @@
-"""What a backend can do, and the facts about a product by which one is chosen."""
+"""The capabilities of a backend, and the facts about a matmul by which one is chosen."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ Blocks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Facts:
-    """Hold what the choice of a backend depends on. Pairs are for lhs and rhs.
+    """Hold the facts on which the choice of a backend depends. Pairs are for lhs and rhs.
 
     Attributes:
       granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
-        after the sum; ``"blocks"``: an operand has scales that vary along the sum.
-      blocks: the number of elements that share a scale, along the sum and across it: ``(0, 0)`` if
-        all do, None if the operand is neither a matrix nor a batch of them, or its scales have two
-        levels of which the outer one is not one scale for each matrix.
+        after the sum; ``"blocks"``: an operand has scales that vary along the contraction.
+      blocks: the number of elements that share a scale, along the contraction and across it:
+        ``(0, 0)`` if all do, None if the operand is neither a matrix nor a batch of matrices, or
+        its scales have two levels whose outer one is not a single scale for each matrix.
     """
 
     formats: tuple[Format, Format]
-    scale_dtypes: tuple[np.dtype, np.dtype]  # in which the scales of blocks are stored
+    scale_dtypes: tuple[np.dtype, np.dtype]  # dtypes in which the scales of blocks are stored
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
     granularity: Granularity
     blocks: tuple[Blocks | None, Blocks | None]
     sizes: tuple[int, int, int]  # (m, n, k)
     accumulation: str
-    powers_of_two: bool = False  # whether all scales are known to be
+    powers_of_two: bool = False  # True if all scales are known to be powers of two
 
 
 def facts_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> Facts:
-    """Return the facts about the product of two operands."""
+    """Return the facts about the matmul of two operands."""
     contract, batch = spec.dimension_numbers
     shapes = scale_shape_of(lhs), scale_shape_of(rhs)
     granularity: Granularity = "tensor"
@@ -76,7 +76,7 @@ def facts_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> Facts:
 
 
 def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) -> Blocks | None:
-    """The number of elements that share a scale along the sum and across it; see `Facts`."""
+    """Return how many elements share a scale along the contraction and across it; see `Facts`."""
     shape = scale_shape_of(q)
     if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
         return None
@@ -96,15 +96,15 @@ def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) ->
 
 @dataclass(frozen=True)
 class Backend:
-    """Say how to multiply two `ScaledArray`s, and what is supported.
+    """Describe how to multiply two `ScaledArray`s, and the supported operands.
 
     Attributes:
-      multiply: ``multiply(lhs, rhs, spec)``. It need not check for what the fields below exclude.
-      blocks: the blocks of scales that vary along the sum, ``(along it, across it)``; empty: any.
-      multiples_of: what all sizes must be multiples of, none of them 0.
-      why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
+      multiply: ``multiply(lhs, rhs, spec)``. It need not validate what the fields below exclude.
+      blocks: supported blocks of scales, ``(along, across)`` the contraction; empty if any.
+      multiples_of: number that must divide all sizes, which must not be 0.
+      why_not_e5m2: the reason if it does not multiply e5m2 by e5m2.
       first_for: the granularities for which it is better than the backends listed before it.
-      proof: the task of ``python -m jfp8 check`` that it must have passed on the GPU to be used.
+      proof: the task of ``python -m jfp8 check`` that must pass on the GPU before it is used.
       why_not_on: why it does not run on a `Gpu` or `Tpu`; None if it does. An unknown GPU counts as
         one of `gpus`.
     """
@@ -114,24 +114,24 @@ class Backend:
     formats: frozenset[Format] = frozenset(FORMATS)
     granularities: frozenset[Granularity] = frozenset(("tensor", "rows", "blocks"))
     blocks: frozenset[Blocks] = frozenset()
-    multiples: bool = False  # whether it takes larger blocks as several of `blocks`
-    scale_dtype: Any = None  # in which scales must be stored; None: any
+    multiples: bool = False  # True if it takes larger blocks as several of `blocks`
+    scale_dtype: Any = None  # in which scales must be stored; None if any
     powers_of_two: bool = False
     accumulations: tuple[str, ...] = ACCUMULATIONS
     multiples_of: int = 1
     why_not_e5m2: str | None = None
     first_for: frozenset[Granularity] = frozenset()
-    gpus: int | None = None  # the major compute capability that it is for; None: any
+    gpus: int | None = None  # the major compute capability that it supports; None if any
     proof: str | None = None
     why_not_on: Callable[[Any], str | None] = lambda device: None
 
     def is_for(self, gpu: Gpu | None) -> bool:
-        """Return whether it may be used on a GPU of this kind; None: on one that is not known."""
+        """Return True if it may be used on a GPU of this kind; None stands for an unknown GPU."""
         major = None if gpu is None or gpu.capability is None else gpu.capability[0]
         return self.gpus in (None, major) and (self.proof is None or has_passed(self.proof, gpu))
 
     def why_not(self, facts: Facts, device: Device) -> str | None:
-        """Return what it does not support about a product on `device`; None if it supports all."""
+        """Return the unsupported property of a matmul on `device`; None if all are supported."""
         reason = (
             why_left_out(self.name)
             or self.why_not_on(device)
@@ -149,7 +149,7 @@ class Backend:
         return self._why_not_scales(facts)
 
     def _why_not_scales(self, facts: Facts) -> str | None:
-        """Say which scales it does not support."""
+        """Name the scales that it does not support."""
         shapes = "lhs scale {}, rhs scale {}".format(*facts.scale_shapes)
         if facts.granularity not in self.granularities:
             return f"scales that {_PLACES[facts.granularity]} ({shapes})"
@@ -164,13 +164,13 @@ class Backend:
         return None
 
     def why_not_sums(self, accumulation: str) -> str | None:
-        """Return why it does not round sums in this way; None if it does."""
+        """Return the reason why it does not round sums this way; None if it does."""
         if accumulation in self.accumulations:
             return None
-        return f"accumulation={accumulation!r}: it computes real products, not models of them"
+        return f"accumulation={accumulation!r}: it computes real matmuls, not models of them"
 
     def takes(self, block: Blocks | None) -> bool:
-        """Return whether it takes scales of such blocks; see `Facts.blocks`."""
+        """Return True if it takes scales of such blocks; see `Facts.blocks`."""
         if not self.blocks or block is None or not self.multiples:
             return not self.blocks or block in self.blocks
         along, across = block
@@ -190,7 +190,7 @@ REFERENCE = Backend("emulate", emulated)
 
 
 class Choice(NamedTuple):
-    """The backend for a product, and why those ranked before it do not compute it."""
+    """The backend for a matmul, and the reasons against higher-ranked backends."""
 
     backend: Backend
     refused: dict[str, str]
@@ -203,7 +203,7 @@ class Choice(NamedTuple):
 
 
 def none_allowed(refused: dict[str, str]) -> NotImplementedError:
-    """Return the error for a product that no backend of `jfp8.backends` computes."""
+    """Return the error for a matmul that no backend of `jfp8.backends` computes."""
     reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
     return NotImplementedError(
         f"No backend that jfp8.backends(...) allows computes this matmul ({reasons}). Allow 'bf16' "
@@ -213,7 +213,7 @@ def none_allowed(refused: dict[str, str]) -> NotImplementedError:
 
 
 def check_not_refused(implementation: str | None, reason: str | None) -> None:
-    """Raise ``NotImplementedError`` if there is a `reason` why it cannot compute a product."""
+    """Raise ``NotImplementedError`` if there is a `reason` why it cannot compute a matmul."""
     if reason is not None:
         raise NotImplementedError(
             f"implementation={implementation!r} does not support {reason}. "

@@ -1,7 +1,7 @@
-"""Operands of attention, quantized from where a projection wrote them.
+"""Operands of attention, quantized from the result of a projection.
 
 The kernels of attention take each head both straight and transposed. A kernel that quantizes writes
-both, from one read of the projection; XLA would move heads and tokens before it does the same.
+both, from one read of the projection; XLA would transpose heads and tokens first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cast_heads(
     projection: jax.Array | None = None,
     first: int = 0,
 ) -> Pair | None:
-    """Return `_cast_heads` of these arguments; None without a kernel."""
+    """Return `_cast_heads` of these arguments; None if there is no kernel."""
     *_, tokens, depth = x.shape
     if tokens % 128 or depth not in (64, 128, 256) or fmt not in HARDWARE_FORMATS:
         return None
@@ -38,7 +38,7 @@ def cast_heads(
     return _cast_heads(x, inverse, fmt, projection, first % projection.shape[-2])
 
 
-# A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
+# Kernels are slow to compile, so each is compiled once for all layers of the same shapes.
 @partial(jax.jit, static_argnums=(2, 4))
 def _cast_heads(
     x: jax.Array, inverse: jax.Array, fmt: Format, projection: jax.Array, first: int

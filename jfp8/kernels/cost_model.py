@@ -1,8 +1,8 @@
-"""How long a product takes on a GPU, by a model: when FP8 pays off.
+"""Model the time of a matmul on a GPU, to decide when FP8 pays off.
 
-A product is a third of a linear layer, forward and backward: the layer's three products have the
-same three sizes in another order, and the same times here. With ``e = m k + k n + m n``, the
-elements of the layer's tensors, of which each is an operand twice and a result once::
+A matmul is a third of a linear layer, forward and backward: the layer's three matmuls have the
+same three sizes in another order, and equal times in this model. With ``e = m k + k n + m n``, the
+elements of the layer's tensors, each of which is an operand twice and a result once::
 
     fp8      =  multiply in FP8   +  quantize  +  start kernels
     rounded  =  multiply in bf16  +  quantize  +  start kernels
@@ -11,10 +11,10 @@ elements of the layer's tensors, of which each is an operand twice and a result 
     multiply  =  launch + |(2 (m n k + ramp e / 3) / peak, bytes of operands and result / memory)|
     quantize  =  bytes per element * e / 3 / bandwidth
 
-``|(x, y)|`` is the root of the sum of squares. ``rounded`` multiplies the values that FP8 stores
-with the tensor cores of bf16: the only other way to the numbers of a recipe. ``bf16`` is a layer
-that is not converted. Launch, peak, memory, ramp and bandwidth are those of `rates`; the kernels
-and bytes beside the products are those of compiled programs. jfp8 was not timed on a GPU.
+``|(x, y)|`` is the root of the sum of squares. ``rounded`` multiplies the values stored in FP8
+with the tensor cores of bf16: the only other way to the results of a recipe. ``bf16`` is a layer
+that is not converted. Launch, peak, memory, ramp and bandwidth are from `rates`; the kernels
+and bytes next to the matmuls are from compiled programs. We have not timed jfp8 on a GPU.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from jfp8.kernels.rates import Matmul, Rates
 
-LAUNCH = 2e-6  # seconds that a small kernel takes at least
+LAUNCH = 2e-6  # minimum seconds of a small kernel
 
 Kernel = Literal["bf16", "fp8", "blocks", "nvfp4"]
 
 
 class _Cost(NamedTuple):
-    """What a layer of three products has beside them."""
+    """The overhead of a layer next to its three matmuls."""
 
     bytes: float  # per element of its three tensors
-    launches: int  # of all kernels, the three products included
-    kernel: Kernel  # that multiplies: the name of a rate
+    launches: int  # of all kernels, including the three matmuls
+    kernel: Kernel  # name of the rate of the kernel that multiplies
 
 
-# "one": for each operand. "rows": none varies along the sum, but others. "blocks": of 128 along
-# the sum. "mx": of 32. "nvfp4": of 16.
+# "one": one for each operand. "rows": none varies along the contraction, but others do. "blocks":
+# of 128 along the contraction. "mx": of 32. "nvfp4": of 16.
 Scales = Literal["one", "rows", "blocks", "mx", "nvfp4"]
 
 Costs: TypeAlias = dict[Scales, _Cost]
@@ -61,10 +61,10 @@ ROUNDED: Costs = {
     "mx": _Cost(11.0, 19, "bf16"),
     "nvfp4": _Cost(23.0, 35, "bf16"),
 }
-# Where there is nothing that multiplies blocks. XLA's FP8 products are those of Hopper.
+# Without kernels that multiply blocks. XLA's FP8 matmuls are the same as on Hopper.
 ON_ADA: Costs = ROUNDED | {"one": BY_XLA["one"], "rows": BY_XLA["rows"]}
-# Where kernels quantize. Those for one scale make it, too. Ours for rows multiply as fast as those
-# for blocks: no faster ones were timed. On Blackwell XLA lays the scales of blocks out.
+# If kernels quantize. Kernels with one scale also compute it. Ours for rows multiply as fast as
+# ours for blocks: no faster ones were timed. On Blackwell XLA lays out the scales of blocks.
 ON_HOPPER: Costs = ROUNDED | {
     "one": _Cost(5.0, 12, "fp8"),
     "rows": _Cost(6.2, 21, "blocks"),
@@ -77,28 +77,28 @@ ON_BLACKWELL: Costs = BY_XLA | {
 
 
 def costs_on(capability: tuple[int, int] | None, has_kernels: bool = True) -> Costs:
-    """Return what quantizing costs on a GPU; `has_kernels`: those need a recent JAX."""
+    """Return the cost of quantizing on a GPU; `has_kernels`, which needs a recent JAX."""
     major = 0 if capability is None else capability[0]
     known = {(9, True): ON_HOPPER, (10, True): ON_BLACKWELL, (10, False): BY_XLA}
     return known.get((major, has_kernels), ON_ADA)
 
 
 class Work(NamedTuple):
-    """What one device computes of a product."""
+    """The work of one device for a matmul."""
 
     multiplications: float  # m * n * k
     elements: float  # of both operands and the result, m * k + k * n + m * n
 
 
 def work_of(sizes: tuple[int, int, int], devices: int = 1) -> Work:
-    """Of ``(m, n, k)``, divided evenly among `devices`."""
+    """Return the work of ``(m, n, k)``, divided evenly among `devices`."""
     m, n, k = sizes
     return Work(m * n * k / devices, (m * k + k * n + m * n) / devices)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Hold the expected seconds of one product: see the top of this file."""
+    """Hold the expected seconds of one matmul: see the top of this file."""
 
     fp8: float
     rounded: float
@@ -106,12 +106,12 @@ class Times:
 
     @property
     def gain(self) -> float:
-        """Return how many times as fast a layer is as if it were not converted."""
+        """Return the speedup of a layer over the same layer without conversion."""
         return self.bf16 / min(self.fp8, self.rounded)
 
 
 def scales_of(blocks: Collection[tuple[int, int]]) -> Scales:
-    """Return the kind of scales of operands by their blocks, along the sum and across it.
+    """Return the kind of scales of operands by their blocks, along and across the contraction.
 
     0 stands for all elements.
     """
@@ -122,7 +122,7 @@ def scales_of(blocks: Collection[tuple[int, int]]) -> Scales:
 
 
 def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:
-    """Return the times of a product. `costs` depend on who quantizes: see `BY_XLA`."""
+    """Return the times of a matmul. `costs` depend on which code quantizes: see `BY_XLA`."""
 
     def multiply(kernel: Kernel) -> float:
         rate: Matmul | None = getattr(rates, kernel)

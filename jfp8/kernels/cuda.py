@@ -30,12 +30,12 @@ from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.device import current_gpu, has_explicit_axes
 from jfp8.tracing.notes import note
 
-# For products that are not quantized.
+# For matmuls that are not quantized.
 GROUPED_IN_HIGH_PRECISION = GroupedByXla
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the product of two operands by the named backend, or by the best one for the GPU.
+    """Return the matmul of two operands by the named backend, or by the best one for the GPU.
 
     Raises:
       NotImplementedError: the named backend cannot compute it.
@@ -52,7 +52,7 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
 
 
 def plan(spec: Any) -> Any:
-    """Return what computes the operation that `spec` describes; None: the reference."""
+    """Return the operation for `spec`; None to use the reference."""
     if isinstance(spec, DotSpec):
         return k_major(spec)
     if isinstance(spec, ConvSpec):
@@ -80,14 +80,14 @@ def _grouped(spec: GroupedSpec) -> GroupedPlan:
 
 
 def quantizes_by_kernels() -> bool:
-    """Return whether Pallas kernels quantize anything on the GPU that the program is traced for."""
+    """Return True if Pallas kernels quantize anything on the GPU that the program is traced for."""
     return hopper.why_no_quantizing(current_gpu()) is None
 
 
 def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return ``x + y``, where `y` is what a product wrote.
+    """Return ``x + y``, where `y` is the result of a matmul.
 
-    cuBLASLt adds `x` itself, as it writes `y`. Its results are matrices, so the sum is one:
+    cuBLASLt adds `x` itself while it writes `y`. Its results are matrices, so the sum is one:
     otherwise XLA would copy `x` first, to overwrite it.
     """
     if has_explicit_axes() or known_gpu(current_gpu()) is None:

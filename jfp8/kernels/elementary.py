@@ -1,7 +1,7 @@
-"""Functions as the arithmetic that they consist of, for compilers that know no more than that.
+"""Inline functions into elementary arithmetic, for compilers that support nothing else.
 
-A function may bring a rule of its own for differentiation, and gradients are added up by an
-operation of their own. The compiler of kernels knows neither.
+A function may have a custom rule for differentiation, and gradients are added up by a separate
+operation. The compiler of kernels supports neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jfp8.tracing.compat import evaluate, without_dead_code
 
 
 def elementary(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` of arrays, with the same values; it can no longer be differentiated as `f` can."""
+    """Return `f` of arrays, with the same values; its custom derivative is lost."""
 
     def run(*arrays: jax.Array) -> Any:
         closed, result = jax.make_jaxpr(f, return_shape=True)(*arrays)
@@ -34,7 +34,7 @@ def _evaluated(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> li
     value_of = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]
     for eqn in jaxpr.eqns:
         inputs = [value_of(atom) for atom in eqn.invars]
-        # A loop has a "jaxpr", too, which runs more than once: it stays what it is.
+        # A loop has a "jaxpr", too, which runs more than once: it stays unchanged.
         body = eqn.params.get("jaxpr" if eqn.primitive.name == "jit" else "call_jaxpr")
         if body is not None:  # jit, or a function with a rule
             results = _evaluated(body.jaxpr, body.consts, inputs)

@@ -1,4 +1,4 @@
-"""Notes for a report on a CPU: how an NVIDIA GPU would compute what the reference computes here."""
+"""Notes for a report on a CPU: the backend of an NVIDIA GPU for each operation of the reference."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def matmul(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> AbstractCont
 
 
 def convolution(lhs: Any, rhs: Any) -> AbstractContextManager[object]:
-    """Return a context that notes how convolutions are computed."""
+    """Return a context that notes the backend of a convolution."""
     return _noted("bf16: there is no FP8 convolution", lhs, rhs)
 
 
 def grouped(
     operation: Any, kind: str, first: Any, second: Any, spec: MatmulSpec
 ) -> AbstractContextManager[object]:
-    """Return a context that notes how grouped products are computed."""
+    """Return a context that notes the backend of grouped matmuls."""
     del operation, kind
     if spec.implementation is not None or spec.accumulation != "f32":
         return _noted("emulate", first, second)
@@ -37,7 +37,7 @@ def grouped(
 
 
 def attention(named: bool) -> AbstractContextManager[object]:
-    """Return a context that notes how attention is computed, if the reference is `named` or not."""
+    """Return a context that notes the backend of attention, if the reference is `named` or not."""
     return note("cuda", "emulate" if named else "bf16: no GPU is known")
 
 

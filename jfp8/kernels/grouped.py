@@ -1,10 +1,10 @@
-"""`GroupedKernels`: products of tiles with the matrices of their groups, by Hopper kernels.
+"""`GroupedKernels`: matmuls of tiles with the matrices of their groups, by Hopper kernels.
 
     fprop  y [t, n] = q(lhs) [t, k] . q(rhs)^T [g, n, k]     rows of a tile and its group's matrix
     dgrad  dx[t, k] = q(dy)  [t, n] . q(rhs)   [g, k, n]
     wgrad  dw[g, k, n] = q(lhs)^T [k, t] . q(dy)^T [n, t]    summed over the tiles of each group
 
-All tiles of lhs and of the gradient are one matrix, and quantized for both directions in one read.
+The tiles of lhs form one matrix, as do those of the gradient, quantized both ways in one read.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ from jfp8.scaling.history import AmaxState
 from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
-BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they scale
+BLOCK = mosaic.BLOCK  # rows of a tile, and the number of terms that kernels sum before they scale
 
 
 def why_not_grouped_kernels(recipe: Recipe, has_quantized_rhs: bool, gpu: Gpu | None) -> str | None:
-    """Why `GroupedKernels` cannot compute `recipe` on `gpu`; None if it can."""
+    """Return the reason why `GroupedKernels` cannot compute `recipe` on `gpu`; None if it can."""
     reason = mosaic.BACKEND.why_not_on(gpu) or why_failed(("quantizing", "grouped products"), gpu)
     if reason is not None:
         return reason
     if has_quantized_rhs:
-        return "grouped products with matrices that are kept in FP8"
+        return "grouped matmuls with matrices that are stored in FP8"
     reason = mosaic.BACKEND.why_not_sums(recipe.accumulation)
     if reason is not None:
         return reason
     products = recipe.resolved()
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
-        return "grouped products of rotated operands"
+        return "grouped matmuls of rotated operands"
     for role, (first, second) in products.by_role().items():
         if first is None or first != second or not has_kernel(first):
-            return f"a grouped product whose {role} is quantized as {first}, {second}"
+            return f"a grouped matmul whose {role} is quantized as {first}, {second}"
         in_blocks = first.block in mosaic.BACKEND.blocks
         if not (in_blocks or first.one_for_both):
-            return f"a grouped product whose {role} is quantized as {first}"
+            return f"a grouped matmul whose {role} is quantized as {first}"
         if in_blocks and (role == "rhs") != (first.block == (BLOCK, BLOCK)):
-            return f"a grouped product whose {role} has blocks of {first.block}"
+            return f"a grouped matmul whose {role} has blocks of {first.block}"
     return None
 
 
 @grouped_operation
 @dataclass(frozen=True)
 class GroupedKernels(Grouped):
-    """Computes what `GroupedDot` does, for tiles of 128 rows."""
+    """Compute the result of `GroupedDot`, for tiles of 128 rows."""
 
     def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
         return made_of(role, x, make, *parts)
@@ -81,7 +81,7 @@ class GroupedKernels(Grouped):
         }[kind]
 
     def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
-        """What `quantize_for_both` gives; for operands that were quantized elsewhere."""
+        """Return the result of `quantize_for_both`, for operands that were quantized elsewhere."""
         assert isinstance(operand, ScaledArray)
         if role == "rhs":
             return operand if contracting == (2,) else operand.transpose(0, 2, 1)
@@ -99,7 +99,7 @@ class GroupedKernels(Grouped):
         state: AmaxState | None,
         dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array]:
-        """The tiles as one matrix, and its transpose; the matrices of groups, and theirs."""
+        """Quantize the tiles as one matrix, and its transpose; likewise the matrices of groups."""
         del second  # the kernel always writes both
         quantizer = first.quantizer
         assert quantizer is not None  # see `why_not_grouped_kernels`
@@ -149,17 +149,17 @@ def _tiles(q: ScaledArray, count: int) -> ScaledArray:
 
 
 def _with_scales_by_group(q: ScaledArray) -> ScaledArray:
-    """Matrices that `jax.vmap` stacked, with a scale that has as many dimensions as they have."""
+    """Return matrices that `jax.vmap` stacked, with a scale of as many dimensions."""
     scale = jnp.asarray(q.scale)
     scale = scale if scale.ndim == 3 else scale[:, None, None]
     return ScaledArray(q.data, scale, None if q.block is None else (1, *q.block))
 
 
-# Dimensions are called as in the kernels. A device may have a part of any of them but the groups.
+# Dimensions have the names that the kernels use. A device may have a shard of any but the groups.
 
 
 def _matmul(a: ScaledArray, b: ScaledArray, group: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Each tile of `a` times the matrix of its group."""
+    """Multiply each tile of `a` by the matrix of its group."""
     from jfp8.kernels.hopper.grouped import grouped_matmul
 
     of_rows, of_matrices = _scales_of_tiles(a, b)
@@ -182,7 +182,7 @@ def _outer(
     dtype: np.dtype,
     parts: np.dtype | None,
 ) -> jax.Array:
-    """The sums over the tiles of each group, of which a device may have some or none."""
+    """Sum over the tiles of each group, of which a device may have some or none."""
     from jfp8.kernels.hopper.grouped import grouped_outer
 
     of_a, of_b = _scales_of_rows(a, b)
@@ -199,12 +199,12 @@ def _outer(
     return divided_sum("grouped_outer", product, f"{rule} -> G i j", dtype, parts)(*operands)
 
 
-# Scales as the kernels take them. A kernel multiplies a sum by one factor for each operand that has
-# more than one scale; the single scale of the other operand is folded into it.
+# Scales in the layout of the kernels. A kernel multiplies a sum by one factor for each operand
+# with more than one scale; the single scale of the other operand is folded into this factor.
 
 
 def _scales_of_rows(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array, jax.Array | None]:
-    """f32[k / 128, m] for each of two operands ``[m, k]``, or None where there is nothing left."""
+    """Return f32[k / 128, m] for each of two operands ``[m, k]``, or None if nothing remains."""
     of_a, of_b = jnp.asarray(a.scale), jnp.asarray(b.scale)
     if not of_a.ndim and not of_b.ndim:
         return _by_chunk(a, of_a * of_b), None
@@ -212,7 +212,7 @@ def _scales_of_rows(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array, jax.Arra
 
 
 def _scales_of_tiles(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array | None, jax.Array]:
-    """f32[k / 128, m] for rows ``[m, k]``, f32[g, k / 128, n / 128] for matrices ``[g, n, k]``."""
+    """Return f32[k / 128, m] for ``[m, k]``, f32[g, k / 128, n / 128] for ``[g, n, k]``."""
     g, n, k = b.shape
     of_rows, of_matrices = jnp.asarray(a.scale), jnp.asarray(b.scale).swapaxes(-1, -2)
     if not of_rows.ndim:

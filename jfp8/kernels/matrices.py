@@ -1,4 +1,4 @@
-"""Operands of a ``dot_general`` as the matrices that kernels multiply, and results as they were."""
+"""Convert operands of a ``dot_general`` to the matrices that kernels multiply, and results back."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jfp8.scaling.arrays import ScaledArray
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Make an array a matrix: it is transposed, reshaped, transposed again, and padded."""
+    """Convert an array to a matrix: transpose, reshape, transpose again, and pad."""
 
     shape: tuple[int, ...]  # of the array
     order: tuple[int, ...]  # of its dimensions, before they are merged
     sizes: tuple[int, ...]  # of the merged dimensions
-    swapped: bool = False  # whether the last two of these are exchanged
-    padded: tuple[int, int] | None = None  # with zeros behind the values; None: there are none
+    swapped: bool = False  # True if the last two of these are exchanged
+    padded: tuple[int, int] | None = None  # with zeros after the values; None if unpadded
 
     def matrix(self, x: Any) -> Any:
         """Return an array, or a `ScaledArray`, as the matrix."""
@@ -47,14 +47,14 @@ class Arrangement:
 
     @property
     def is_padded(self) -> bool:
-        """Whether there are zeros behind the values."""
+        """Return True if there are zeros after the values."""
         return self.padded not in (None, self.sizes[::-1] if self.swapped else self.sizes)
 
 
 def arrangements(
     shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
 ) -> dict[str, Arrangement]:
-    """Return how lhs, rhs and grad (or y) become matrices, or batches of them."""
+    """Return the arrangements of lhs, rhs and grad (or y) as matrices, or batches of them."""
     (lc, rc), (lb, rb) = numbers
     layout = layout_of(*shapes, numbers)
     m, n, _ = layout.sizes

@@ -1,6 +1,6 @@
-"""Layers that ``python -m jfp8 bench`` timed on a card, in place of the model of time.
+"""Layers that ``python -m jfp8 bench`` timed on a card, used instead of the model of time.
 
-A file for each kind of card, with each version of jfp8, JAX and CUDA, lies next to the verdicts.
+Each kind of card, with each version of jfp8, JAX and CUDA, has a file next to the verdicts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from jfp8.kernels.verdicts import verdict_file
 
-# The recipes that are timed, by the kind of scales of `cost_model`.
+# The recipes that are timed, by the `cost_model`'s kind of scales.
 RECIPES = {
     "one": ("delayed", "current"),
     "rows": ("rowwise",),
@@ -24,16 +24,16 @@ RECIPES = {
 
 
 def bench_file(kind: str) -> Path:
-    """Return where `bench` leaves the rates of a `kind` of card, with these versions."""
+    """Return the path where `bench` stores the rates of a `kind` of card, with these versions."""
     path = verdict_file(kind)
     return path.parent.with_name("bench") / path.name
 
 
 def measured_gain(kind: str, scales: str, multiplications: float) -> float | None:
-    """Return how many times as fast as in bf16 a layer was on a `kind` of card; None: not timed.
+    """Return the measured speedup of a layer over bf16 on a `kind` of card; None if not timed.
 
     ``g = time in bf16 / time in FP8``, interpolated in ``log(multiplications)`` between the sizes
-    that were timed, and constant beyond them. Of several recipes with such scales it is the mean.
+    that were timed, and constant beyond them. Averaged over recipes with the same kind of scales.
     """
     try:
         rates = json.loads(bench_file(kind).read_text(encoding="utf-8"))["rates"]
@@ -45,7 +45,7 @@ def measured_gain(kind: str, scales: str, multiplications: float) -> float | Non
                     in_bf16 = rates[f"layer, bf16, {n}"]["us"]
                     gains.setdefault(int(n), []).append(in_bf16 / rate["us"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # `bench` writes it anew
+        return None  # `bench` rewrites it
     sizes = sorted(gains)
     if not sizes:
         return None

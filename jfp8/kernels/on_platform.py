@@ -1,8 +1,8 @@
-"""Operations that are computed in one way on one platform, and by a reference on all others.
+"""Operations computed in one way on one platform, and by a reference on all others.
 
-The device is known while a program is traced, so a program holds what that device computes and
-nothing else. Compiled for another platform all the same, such as the host's CPU, it computes the
-reference, which is traced only then.
+The device is known while a program is traced, so a program contains that device's computation and
+nothing else. If it is nevertheless compiled for another platform, such as the host's CPU, it runs
+the reference, which is traced only then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jfp8.tracing.notes import note
 
 
 class _OnPlatform(Primitive):
-    """Takes the leaves of operands, the jaxpr for a platform, and a function of the leaves."""
+    """Bind the leaves of operands, the jaxpr for a platform, and a function of the leaves."""
 
     multiple_results = True
 
@@ -65,7 +65,7 @@ def _bind(
 ) -> tuple[list[Any], Any]:
     """Return the leaves and the structure of ``compute(*leaves)``.
 
-    What `compute` closes over becomes an operand, too.
+    Arrays that `compute` closes over become operands, too.
     """
     traced, shapes = jax.make_jaxpr(compute, return_shape=True)(*leaves)
     n = len(traced.consts)
@@ -80,13 +80,13 @@ def _bind(
 def on_platform(
     platform: str, compute: Callable[..., Any], elsewhere: Callable[..., Any] | str, *operands: Any
 ) -> Any:
-    """Return ``compute(*operands)``, an array or a tree, where the program is for `platform`.
+    """Return ``compute(*operands)``, an array or a tree, if the program is for `platform`.
 
     Interpreted kernels run anywhere.
 
     Args:
       elsewhere: computes the same from the same operands on any other platform, and closes over
-        no arrays; or why nothing else does.
+        no arrays; or the reason why there is no alternative.
 
     Raises:
       NotImplementedError: with that reason, when the program is compiled for anything else.
@@ -111,9 +111,9 @@ def on_platform(
 def on_cuda(
     compute: Callable[..., Any], reference: Callable[..., Any], *operands: Any, why: str = ""
 ) -> Any:
-    """Return ``compute(*operands)``, what a CUDA GPU computes; `jfp8.report` shows `why`.
+    """Return ``compute(*operands)``, computed by a CUDA GPU; `jfp8.report` shows `why`.
 
-    Where kernels are interpreted, on whatever device there is, it is what `reference` computes.
+    If kernels are interpreted, on any device, it returns the result of `reference`.
     """
     with note("cuda", why):
         if kernels_are_interpreted():

@@ -1,4 +1,4 @@
-"""Operands and their scales in the shapes that kernels take."""
+"""Operands and their scales in the shapes of kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jfp8.tracing.devices import Tpu
 )
 @dataclass(frozen=True, eq=False)
 class Paired(ScaledArray):
-    """A `ScaledArray` whose scale is already multiplied by that of the operand it will meet.
+    """A `ScaledArray` whose scale is already multiplied by that of the other operand.
 
     A kernel that quantizes an operand writes both. XLA would start a kernel for this one number.
     """
@@ -32,7 +32,7 @@ class Paired(ScaledArray):
 
 
 def to_last(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with its last two dimensions exchanged, unless `axis` is the last."""
+    """Return `x` with its last two dimensions exchanged, unless `axis` is the last."""
     return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
 
 
@@ -49,7 +49,7 @@ def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) ->
 
 
 def factors_by_kernels(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
-    """Return `factors_of`, or the factor that the kernel wrote which quantized an operand."""
+    """Return `factors_of`, or the factor written by the kernel that quantized an operand."""
     for operand in (lhs, rhs):
         if isinstance(operand, Paired):
             return [operand.factor]
@@ -57,9 +57,9 @@ def factors_by_kernels(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> 
 
 
 def dtype_of_partial_sums(spec: MatmulSpec) -> np.dtype:
-    """Return the dtype of a product before it is scaled.
+    """Return the dtype of a matmul before it is scaled.
 
-    TPUs among which the compiler divides arrays add partial sums up in it: in f32 they would send
+    TPUs over which the compiler shards arrays add partial sums in it: in f32 they would send
     twice the bytes.
     """
     divides = isinstance(spec.device, Tpu) and spec.device.divides

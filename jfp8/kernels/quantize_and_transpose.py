@@ -1,9 +1,9 @@
-"""A matrix, read once and quantized for both directions of contraction, by Pallas kernels.
+"""Quantize a matrix for both directions of contraction in one read, by Pallas kernels.
 
-A tensor takes part in two products, one of which sums over its rows and one over its columns.
+A tensor is an operand of two matmuls, one of which sums over its rows and one over its columns.
 Tensor cores want the contraction last in both, so one takes ``q`` and the other ``q^T``. XLA would
-read the tensor for each, and again for its amax; a kernel writes them all from one tile. It may
-also cast the tile first, or make it of others.
+read the tensor for each, and again for its amax; a kernel writes everything from one tile. It may
+also cast the tile first, or compute it from others.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Made:
-    """A matrix that a kernel may make as it reads what the matrix is made of."""
+    """A matrix that a kernel may compute while it reads the matrix's inputs."""
 
-    array: jax.Array  # the matrix, [m, n], as XLA makes it
+    array: jax.Array  # the matrix, [m, n], as computed by XLA
     parts: list[jax.Array]  # [m, projections, n], and for a `Gradient` also [m, n]
-    # Of f32 arrays, element by element. Caches know it by its ``str``.
+    # Elementwise function of f32 arrays. Caches identify it by its ``str``.
     make: Callable[..., Any] = field(metadata={"static": True})
 
 
 def made_of(role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Made:
-    """Return the matrix with the rows of `x`; for the arguments see `Operation.made`."""
+    """Return the matrix with the rows of `x`; see `Operation.made` for the arguments."""
     rows = [part.reshape(-1, *part.shape[d:]) for part, d in zip(parts, (-2, -1), strict=False)]
     return Made(x.reshape(-1, x.shape[-1]), rows, make if role == "lhs" else Gradient(make))
 
@@ -56,7 +56,7 @@ def made_of(role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array
 class Gradient:
     """The gradients of `make` as a function of its arguments and of a cotangent.
 
-    XLA's may have another sign of zeros: JAX adds up the gradients of parts of an array.
+    XLA's may differ in the sign of zeros: JAX sums the gradients of slices of an array.
     """
 
     make: Callable[..., jax.Array]
@@ -68,21 +68,21 @@ class Gradient:
 
 Matrix: TypeAlias = jax.Array | Made
 
-# The scales, f32[], of the operands that a matrix meets: in sums over n, and over m. None: they are
-# not known, or are more than one.
+# The scales, f32[], of the other operands: in sums over n, and over m. None if they are
+# unknown, or are more than one.
 Meets: TypeAlias = tuple[jax.Array | None, jax.Array | None]
 
 
 class BothWays(NamedTuple):
-    """A matrix ``x[m, n]``, quantized. Operands are `Paired` if what they meet is known."""
+    """A matrix ``x[m, n]``, quantized. Operands are `Paired` if the other scale is known."""
 
     straight: ScaledArray  # [m, n], for sums over n
     transposed: ScaledArray  # [n, m], for sums over m
-    amax: jax.Array  # f32[] of x, or of parts of x
+    amax: jax.Array  # f32[] of x, or of slices of x
 
 
 def has_kernel(quantizer: Quantizer) -> bool:
-    """Return whether there is a kernel that does what `quantizer` does, bit for bit."""
+    """Return True if a kernel computes the results of `quantizer`, bit for bit."""
     if quantizer.block is None:
         fits = getattr(quantizer, "scale_rounding", None) in _ROUNDINGS
     else:
@@ -95,7 +95,7 @@ def has_kernel(quantizer: Quantizer) -> bool:
     )
 
 
-# A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
+# Kernels are slow to compile, so each is compiled once for all layers of the same shapes.
 @partial(jax.jit, static_argnums=(0, 1))
 def quantize_both_ways(
     quantizer: Quantizer,
@@ -131,12 +131,12 @@ def quantize_both_ways(
 
 
 class _Read(NamedTuple):
-    """Say how a kernel reads a matrix."""
+    """Describe how a kernel reads a matrix."""
 
     x: Matrix
     arrays: list[jax.Array]  # in memory: [m, n], or [m, projections, n] and maybe [m, n]
     dims: str  # the names of their dimensions, for `divided`
-    columns: str  # those that are the columns of the matrix
+    columns: str  # names of the columns of the matrix
     what: str  # the options in words, for the name of the kernel
     options: dict[str, Any]  # arguments of the kernel
 
@@ -151,7 +151,7 @@ class _Read(NamedTuple):
         return function
 
     def values(self) -> jax.Array:
-        """Return the matrix as XLA makes it."""
+        """Return the matrix as computed by XLA."""
         if isinstance(self.x, Made):
             return self.x.array
         dtype = self.options["dtype"]
@@ -169,18 +169,18 @@ def _read(x: Matrix, dtype: np.dtype | None) -> _Read:
 
 
 def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
-    """Return whether the kernel of `quantizer` can also make the matrix.
+    """Return True if the kernel of `quantizer` can also compute the matrix.
 
-    Not if it needs amaxes beforehand: what they are taken of would be read twice. Nor if its blocks
-    would reach from one projection into the next.
+    Not if it needs amaxes beforehand: their input would be read twice. Nor if its blocks
+    would cross from one projection into the next.
     """
-    if not isinstance(quantizer, Blockwise):  # does the kernel also take the amaxes?
+    if not isinstance(quantizer, Blockwise):  # True if the kernel also computes the amaxes
         return isinstance(quantizer, Unit) or (isinstance(quantizer, Delayed) and state is not None)
     _, projections, n = x.parts[0].shape
     return len(x.parts) == 1 or projections == 1 or n % quantizer.block_size[0] == 0
 
 
-# One function for each kind of quantizer that has a kernel. Each gives what the quantizer gives,
+# One function for each kind of quantizer that has a kernel. Each returns the quantizer's result,
 # bit for bit.
 
 
@@ -195,7 +195,7 @@ def _unit(quantizer: Unit, read: _Read, state: AmaxState | None, meets: Meets) -
 def _current(
     quantizer: Current | Delayed, read: _Read, state: AmaxState | None, meets: Meets
 ) -> BothWays:
-    """Quantize by a scale from the matrix's amax, which XLA takes as it makes the matrix."""
+    """Quantize by a scale from the matrix's amax, which XLA computes along with the matrix."""
     del state
     largest = amax(read.values())
     scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]))
@@ -244,11 +244,11 @@ def _with_one_scale(
     meets: Meets,
     largest: jax.Array | None = None,
 ) -> BothWays:
-    """By ``scale_of(*known)``, which is made inside of the kernel.
+    """Quantize by ``scale_of(*known)``, computed inside the kernel.
 
     Args:
       known: vectors, by the names of their dimensions.
-      largest: the amax of the matrix; None: the kernel takes those of its parts.
+      largest: the amax of the matrix; None if the kernel computes it from its slices.
     """
     from jfp8.kernels.hopper import quantize
 
@@ -274,7 +274,7 @@ def _with_one_scale(
     q, q_t = q.reshape(shape), q_t.reshape(shape[::-1])
     if largest is None:
         largest = lax.bitcast_convert_type(numbers.pop(), jnp.float32)
-    # Products round their factor, and undo it. XLA would move this reshape to between the two.
+    # Matmuls reshape their factor, and back. XLA would move this reshape to between the two.
     scale, *factors = lax.optimization_barrier([number.reshape(()) for number in numbers])
     of = [None if met is None else factors.pop(0) for met in meets]
     straight, other = (_paired(ScaledArray(x, scale), f) for x, f in zip((q, q_t), of, strict=True))
@@ -282,7 +282,7 @@ def _with_one_scale(
 
 
 def _paired(q: ScaledArray, factor: jax.Array | None) -> ScaledArray:
-    """Return `q` with the product of its scale and that of the operand it meets, if known."""
+    """Return `q` with the product of its scale and the other operand's, if known."""
     return q if factor is None else Paired(q.data, q.scale, factor=factor)
 
 
@@ -337,7 +337,7 @@ def _blockwise(
 
 
 _LONG = 64  # entries of a history; a kernel reads one after the other
-_ROUNDINGS = (None, "power_of_two")  # of scales that are not of blocks
+_ROUNDINGS = (None, "power_of_two")  # of scales, except those of blocks
 _BLOCKS = {(128, 1), (128, 128), (32, 1)}
 _KERNELS: dict[type[Quantizer], Callable[..., BothWays]] = {
     Unit: _unit,

@@ -1,8 +1,8 @@
-"""How fast GPUs are, fitted to published timings: nothing here was measured by running jfp8.
+"""Rates of GPUs, fitted to published timings: nothing here was measured by running jfp8.
 
-The timings are those of TensorRT-LLM 1.3.0rc20 that ai-dynamo/aiconfigurator publishes (Apache-2.0,
-21 August 2026): cuBLASLt's matmuls in bf16 and FP8, which are those that XLA calls; kernels of
-TensorRT-LLM for FP8 in blocks of 128 and for NVFP4, the nearest to cuDNN's and to those of jfp8;
+The timings are from TensorRT-LLM 1.3.0rc20, published by ai-dynamo/aiconfigurator (Apache-2.0,
+21 August 2026): cuBLASLt's matmuls in bf16 and FP8, the same that XLA calls; kernels of
+TensorRT-LLM for FP8 in blocks of 128 and for NVFP4, the nearest to cuDNN's and jfp8's kernels;
 and its casts to FP8. docs/gpus.md has the errors.
 """
 
@@ -15,15 +15,15 @@ import numpy as np
 
 
 class Matmul(NamedTuple):
-    """Hold what the time of one kind of matmul depends on.
+    """Hold the parameters of the time of one kind of matmul.
 
     Attributes:
-      launch: microseconds that it takes at least.
+      launch: minimum time in microseconds.
       peak: TFLOP/s of long sums.
       memory: TB/s of operands and result.
-      ramp: terms of a sum in whose time a tile of results begins and ends.
-      activation: TB/s of the cast of the activation, which is part of these timings, but not of
-        `seconds`; None: it is no part of them.
+      ramp: terms of a sum in whose time a tile of results starts and ends.
+      activation: TB/s of the cast of the activation, included in these timings, but not in
+        `seconds`; None if it is not included.
     """
 
     launch: float
@@ -44,8 +44,8 @@ class Rates(NamedTuple):
     Attributes:
       bf16, fp8: matmuls of cuBLASLt, FP8 with one scale for each operand.
       blocks: FP8 with scales of blocks of 128.
-      nvfp4: None: there are no tensor cores for it.
-      cast: TB/s of a pass that reads bf16 and writes FP8, neither of them cached.
+      nvfp4: None if there are no tensor cores for it.
+      cast: TB/s of a pass that reads bf16 and writes FP8, neither of which is cached.
     """
 
     bf16: Matmul
@@ -56,7 +56,7 @@ class Rates(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """Hold TFLOP/s with sums in f32, and TB/s, of data sheets: half of those with sparsity."""
+    """Hold TFLOP/s with sums in f32, and TB/s, from data sheets: half of those with sparsity."""
 
     bf16: float
     fp8: float
@@ -78,7 +78,7 @@ PEAKS = {
     "RTX 5090": Peak(209.5, 419, 1.792, 1676),
 }
 
-# Written by benchmarks/fit_rates.py. Not timed, but scaled from timed cards by the peaks, are GB200
+# Written by benchmarks/fit_rates.py. Scaled from timed cards by their peaks, not timed, are GB200
 # (from B200), RTX 4090 and RTX 5090 (from RTX PRO 6000).
 RATES = {
     "B200": Rates(
@@ -151,11 +151,11 @@ RATES = {
 
 
 def name_of(kind: str) -> str | None:
-    """Return the name in `RATES` of a kind of device, such as ``"NVIDIA H200"``; None: unknown."""
+    """Return the name in `RATES` of a kind of device, such as ``"NVIDIA H200"``, or None."""
     found = [name for name in RATES if re.search(rf"\b{name}\b(?! (Laptop|D\b))", kind)]
     return found[0] if found else None
 
 
 def rates_of(kind: str) -> Rates | None:
-    """Return the rates of a kind of device; None if it is not known."""
+    """Return the rates of a kind of device; None if unknown."""
     return RATES.get(name_of(kind) or "")

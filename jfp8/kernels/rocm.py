@@ -1,4 +1,4 @@
-"""The planner for GPUs of AMD: products by XLA, whose compiler takes f8 arrays."""
+"""The planner for AMD GPUs: matmuls by XLA, whose compiler accepts f8 arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jfp8.tracing.notes import note
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the product of two operands, as f8 arrays where XLA takes their scales."""
+    """Return the matmul of two operands, as f8 arrays if XLA supports their scales."""
     refused = f8_dot.BACKEND.why_not(facts_of(lhs, rhs, spec), None)
     kind = getattr(spec.device, "kind", "")
     why = f": {kind} has FP8 tensor cores for fnuz formats alone" if "MI300" in kind else ""
@@ -24,5 +24,5 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
 
 
 def plan(spec: Any) -> None:
-    """Return None: all operations are those of the core."""
+    """Return None: all operations use the reference."""
     del spec

@@ -1,4 +1,4 @@
-"""Scales, made inside a kernel from amaxes: bitwise those of `scaling.scale_from_amax`."""
+"""Compute scales from amaxes inside a kernel: bitwise identical to `scaling.scale_from_amax`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def scale_and_inverse(
     margin: int = 0,
     poison: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """The scale that follows from an amax, and its reciprocal, f32.
+    """Return the scale computed from an amax, and its reciprocal, in f32.
 
-    By operations that the device computes exactly, on arrays: bitcasts of numbers alone cannot be
-    lowered. E8M0 scales come as their codes (uint8), for `poison` without a `margin` only.
+    Uses operations that the device computes exactly, on arrays: bitcasts of scalars cannot be
+    lowered. E8M0 scales are returned as codes (uint8), only for `poison` without a `margin`.
 
     Args:
       amax: f32[n].
       fmt, scale_rounding, margin: see `scaling.scale_from_amax`.
-      poison: whether an `amax` that is not finite makes both NaN; otherwise it makes them 1.
+      poison: True if an `amax` that is not finite makes both NaN; otherwise it makes them 1.
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     finite = bits < INFINITY
     other = np.float32(np.nan if poison else 1)
     if scale_rounding is None:
-        # Where the scale would be out of range, or NaN, a number that is safe to divide by.
+        # If the scale would be out of range, or NaN, a number that is safe to divide by.
         divisor = fmt.max * 2.0**-margin
         smallest = max(divisor * float(SMALLEST_SCALE), np.finfo(np.float32).tiny)
         largest = min(divisor * float(LARGEST_SCALE), float(np.finfo(np.float32).max))
@@ -60,7 +60,7 @@ def scale_and_inverse(
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a / b`` rounded to nearest, for positive normal numbers with a normal quotient.
+    """Return ``a / b`` rounded to nearest, for positive normal numbers with a normal quotient.
 
     The device's own division may be off by two units in the last place.
     """
@@ -68,7 +68,7 @@ def divide(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def nearest_quotient(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The f32 nearest to ``a / b``, from a `y` off by at most three units in the last place.
+    """Return the f32 nearest to ``a / b``, from a `y` off by at most three units in the last place.
 
     With the 24-bit mantissas ``A, B, Y`` as integers, ``Y ~ A 2^k / B`` where `k` is 23 or 24. The
     remainder ``A 2^k - B Y`` is a few times `B` at most, which survives arithmetic modulo 2^32, and

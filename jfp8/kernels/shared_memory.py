@@ -1,4 +1,4 @@
-"""Lay arrays out in shared memory and in registers, for kernels of all kinds."""
+"""Layouts of arrays in shared memory and in registers, for all kernels."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def swizzled(
 
 
 def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """Return a tile that copies and tensor cores take."""
+    """Return a tile in the layout of copies and tensor cores."""
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, shape[-1]))
 
 
 def staging(rows: int, dtype: jax.typing.DTypeLike, slots: int = 1) -> Any:
-    """Return where `rows` of results wait to be copied, for each warpgroup that multiplies.
+    """Return the buffer where `rows` of results wait to be copied, for each multiplying warpgroup.
 
     A slot has 128 bytes of each row, the widest swizzle.
     """
@@ -53,18 +53,18 @@ def load(vector: Any, layout: Any) -> jax.Array:
 
 
 def release(empty: Any) -> None:
-    """Tell that a slot of a ring may be filled again: all warps have read, and multiplied, it.
+    """Signal that a slot of a ring may be refilled: all warps have read, and multiplied, it.
 
-    A warp waits only for its own part of a product, and one thread arrives for all. Were it all
-    threads, dQ on Hopper would spill more registers where there is a mask.
+    A warp waits only for its share of a matmul, and one thread arrives for all. If all threads
+    arrived, dQ on Hopper would spill more registers with a mask.
     """
     plgpu.commit_smem()
     plgpu.barrier_arrive(empty)
 
 
 def along(x: Any, shape: tuple[int, ...], dimension: int) -> Any:
-    """Return a matrix that is a vector along `dimension`, constant along the other.
+    """Return a matrix that repeats a vector along `dimension`, constant along the other.
 
-    A number stays as it is.
+    A scalar is unchanged.
     """
     return lax.broadcast_in_dim(x, shape, (dimension,)) if getattr(x, "ndim", 0) else x

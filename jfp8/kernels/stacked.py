@@ -1,4 +1,4 @@
-"""States of products, stacked: a model has one set of small kernels, not one for each product."""
+"""Stack the states of matmuls: a model has one set of small kernels, not one for each matmul."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 
 def over_stacked(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Apply `function`, which takes leading axes, to each of `arguments`, those alike stacked."""
+    """Apply `function`, which supports leading axes, to each of `arguments`, stacking if alike."""
     alike: dict[Any, list[int]] = {}
     for i, each in enumerate(arguments):
         leaves, structure = jax.tree.flatten(each)
-        # The class tells what `vmap` maps: stacked with it, all of them would be mapped.
+        # The class determines what `vmap` maps: stacked with it, all would be mapped.
         alike.setdefault((structure, *((type(x), jax.typeof(x)) for x in leaves)), []).append(i)
     results: dict[int, Any] = {}
     for places in alike.values():

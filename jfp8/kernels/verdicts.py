@@ -1,6 +1,6 @@
-"""Verdicts of ``python -m jfp8 check``: which kernels computed something wrong on a card.
+"""Verdicts of ``python -m jfp8 check``: kernels that computed wrong results on a card.
 
-Each kind of card, with each version of jfp8, JAX and CUDA, has a file of JSON in the user's cache
+Each kind of card, with each version of jfp8, JAX and CUDA, has a JSON file in the user's cache
 directory. Planners read it while a program is traced for such a card, and choose no kernel that
 failed.
 """
@@ -25,7 +25,7 @@ _COMPILERS = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")  # of CUDA 13 and 12
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions that a verdict is for; CUDA's is ``"local"`` if no package brought it."""
+    """Return the versions of a verdict; CUDA's is ``"local"`` if no package installed it."""
     compilers = [d.version for d in metadata.distributions() if d.name in _COMPILERS]
     return {
         "jfp8": importlib.import_module("jfp8").__version__,
@@ -42,7 +42,7 @@ def verdict_file(kind: str) -> Path:
 
 
 def verdicts(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the verdict on each kernel of a `kind` of card: its ``"task"`` and its ``"failure"``.
+    """Return the verdict on each kernel of a `kind` of card: its ``"task"`` and ``"failure"``.
 
     The failure of a kernel that passed its check is empty.
     """
@@ -54,15 +54,15 @@ def verdicts(kind: str) -> dict[str, dict[str, Any]]:
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         warnings.warn(
-            f"The verdicts on jfp8's kernels in {path} cannot be read ({error!r}), so no kernel is "
-            "left out. Run `python -m jfp8 check` again.",
+            f"The verdicts on jfp8's kernels in {path} cannot be read ({error!r}), so none of them "
+            "is excluded. Run `python -m jfp8 check` again.",
             stacklevel=2,
         )
         return {}
 
 
 def has_passed(task: str, device: Device) -> bool:
-    """Return whether all kernels for a task passed their check on `device`, and there is one."""
+    """Return True if there are kernels for a task, and all passed their check on `device`."""
     if not isinstance(device, Gpu) or not device.kind:
         return False
     found = [k["failure"] for k in verdicts(device.kind).values() if k["task"] == task]
@@ -70,13 +70,13 @@ def has_passed(task: str, device: Device) -> bool:
 
 
 def why_failed(tasks: Collection[str], device: Device) -> str | None:
-    """Return which kernel for `tasks` failed its check on `device`, and warn; None if none did."""
+    """Return the kernel for `tasks` that failed its check on `device`, and warn; or None."""
     if not isinstance(device, Gpu) or not device.kind:
         return None
     for name, kernel in verdicts(device.kind).items():
         if kernel["task"] in tasks and kernel["failure"]:
             warnings.warn(
-                f"{device.kind}: jfp8 leaves out its kernels for {kernel['task']}: {name} failed "
+                f"{device.kind}: jfp8 does not use its kernels for {kernel['task']}: {name} failed "
                 f"`python -m jfp8 check` ({kernel['failure']}). Something slower computes the "
                 "same. Check again after an upgrade of jfp8, JAX or CUDA.",
                 stacklevel=2,

@@ -102,7 +102,7 @@ def test_a_kernel_that_is_subtly_wrong_is_caught():
     result, _, is_right = checked("planted_cases:SUBTLE")
     assert not is_right
     assert "of 9792 differ, the first at (71, 0)" in result["kernels"]["matmul"]["failure"]
-    with pytest.warns(UserWarning, match="leaves out its kernels for products"):
+    with pytest.warns(UserWarning, match="does not use its kernels for products"):
         assert why_failed({"products"}, Gpu(H200, (9, 0)))
 
 

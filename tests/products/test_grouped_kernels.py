@@ -111,7 +111,7 @@ def test_what_they_do_not_compute_is_refused_by_name(recipe, reason):
 
 
 def test_matrices_kept_in_fp8_are_left_to_the_others():
-    assert "kept in FP8" in why_not_grouped_kernels(recipes.DelayedScaling(), True, HOPPER)
+    assert "stored in FP8" in why_not_grouped_kernels(recipes.DelayedScaling(), True, HOPPER)
 
 
 @pytest.mark.representative(1)

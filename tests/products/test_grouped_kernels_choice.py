@@ -42,7 +42,7 @@ def test_what_they_compute(why_not, recipe):
     assert why_not(recipe) is None
     assert why_not(recipe, on="a GPU of another kind") == "a GPU of another kind"
     stored = jfp8.quantize(jnp.ones((2, 4, 4)))
-    assert "kept in FP8" in why_not(recipe, stored)
+    assert "stored in FP8" in why_not(recipe, stored)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""On Blackwell: products of operands in blocks by block-scaled tensor cores; attention."""
+"""Kernels for Blackwell: block-scaled matmuls, and attention."""

@@ -1,10 +1,10 @@
-"""Compute attention on Blackwell's tensor cores: both products, and the softmax between them.
+"""Compute attention on Blackwell's tensor cores: both matmuls, and the softmax between them.
 
-A block computes 256 rows of the output. Its two warpgroups that multiply take 128 queries each, and
-go over the blocks of 128 keys that one of these queries sees. Each starts its own products, so that
-one multiplies while the other is at its softmax. In tensor memory, a warpgroup has the scores, then
-in their place ``w . v``, and beside them the weights `w` in f8, from where the tensor cores read
-them. Sums over blocks are in registers: ``w . v`` of each block has a scale of its own.
+A block computes 256 rows of the output. Both multiplying warpgroups take 128 queries each, and
+loops over the blocks of 128 keys that one of these queries sees. Each starts its own matmuls, so
+that one multiplies while the other computes its softmax. In tensor memory, a warpgroup stores the
+scores, later overwritten by ``w . v``, and next to them the weights `w` in f8, which the tensor
+cores read. Sums over blocks are in registers: ``w . v`` of each block has a separate scale.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ForwardByTcgen05(ForwardTile):
         sums = sums * shrink + tcgen05.by_parts(BLOCK, weigh, filled(0.0, (ROWS,), BY_ROW)) * unit
         plgpu.commit_tmem()
 
-        products = m.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]  # in their place
+        products = m.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]  # in place of the scores
         tcgen05.multiply(ready, done, (products, weights, m.value_ring.at[slot]))
         release(m.empty.at[slot])
         total = total * along(shrink, total.shape, 0)

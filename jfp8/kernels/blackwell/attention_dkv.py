@@ -1,9 +1,9 @@
-"""Differentiate attention by its keys and values, on Blackwell's tensor cores.
+"""Differentiate attention with respect to keys and values, on Blackwell's tensor cores.
 
-A block takes 128 keys, and goes over the blocks of 64 queries that see one of these, of all heads
-that share the keys; see `KeyTile` for the equations. One warpgroup makes the probabilities and dV,
-another one dS and dK. Probabilities go from the one to the other through tensor memory, in one of
-two places by turns.
+A block takes 128 keys, and loops over the blocks of 64 queries that see one of these, of all heads
+that share the keys; see `KeyTile` for the equations. One warpgroup computes probabilities and dV,
+the other dS and dK. Probabilities pass from one to the other through tensor memory, alternating
+between two buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jfp8.kernels.flash.tile_work import COMPUTE_REGISTERS
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, release, staging, tile
 
-TURNS = 2  # places for probabilities
+TURNS = 2  # buffers for probabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class KeyGradientsByTcgen05(KeyTile):
     def kept(
         cls, p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
     ) -> dict[str, Any]:
-        # Both warpgroups take all rows: one of the keys, the other of the values.
+        # Both warpgroups take all rows: one the keys, the other the values.
         return {
             "keys": tile((ROWS, p.size), operands["k"].dtype),
             "values": tile((ROWS, p.size), operands["v"].dtype),
@@ -68,7 +68,7 @@ class KeyGradientsByTcgen05(KeyTile):
         lax.switch(lax.axis_index("warpgroup"), (self.make_dv, self.make_dk, self.copy))
 
     def make_dv(self) -> None:
-        """Make the probabilities and dV: the work of one warpgroup."""
+        """Compute the probabilities and dV: the task of one warpgroup."""
         m = self.memory
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         k_scale = self.own("k", m.keys, 0)
@@ -107,7 +107,7 @@ class KeyGradientsByTcgen05(KeyTile):
         count = self.count(steps)
         total = self.loop(count, step)
 
-        # A block must not end before all have arrived at its barriers.
+        # A block must not end before all threads have arrived at its barriers.
         @pl.loop(jnp.maximum(count - TURNS, 0), count)
         def _(i):
             plgpu.barrier_wait(m.used.at[lax.rem(i, TURNS)])
@@ -115,7 +115,7 @@ class KeyGradientsByTcgen05(KeyTile):
         self.store(0, m.of_dv, total)
 
     def make_dk(self) -> None:
-        """Make the gradients of the scores and dK: the work of another one."""
+        """Compute the gradients of the scores and dK: the task of the other warpgroup."""
         m = self.memory
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         v_scale = self.own("v", m.values, 1)
@@ -151,7 +151,7 @@ class KeyGradientsByTcgen05(KeyTile):
         total = self.loop(self.count(self.steps()), step)
         self.store(1, m.of_dk, total * self.p.scale)
 
-    # What both do
+    # Tasks of both warpgroups
 
     def own(self, name: str, to: Any, n: int) -> jax.Array:
         """Copy the tile's keys or values, and return their scales."""
@@ -162,12 +162,12 @@ class KeyGradientsByTcgen05(KeyTile):
         return scales
 
     def turn(self, i: jax.Array) -> tuple[Any, jax.Array]:
-        """Return where the probabilities of the `i`-th step are."""
+        """Return the buffer for the probabilities of the `i`-th step."""
         turn = lax.rem(i, TURNS)
         return self.memory.probabilities.at[:, pl.ds(turn * QUERIES, QUERIES)], turn
 
     def vectors(self, slot: Any, part: Any) -> Any:
-        """Return a function of `n`: the `n`-th numbers of a part of the queries, for all keys."""
+        """Return a function of `n`: the `n`-th vector of a slice of the queries, for all keys."""
         numbers = self.memory.vector_ring.at[slot]
         return lambda n: along(load(numbers.at[n, part], BY_COLUMN), (ROWS, part.size), 1)
 

@@ -1,8 +1,8 @@
-"""Differentiate attention by its queries, on Blackwell's tensor cores.
+"""Differentiate attention with respect to queries, on Blackwell's tensor cores.
 
-Two warpgroups take 128 queries each, and go over the blocks of 128 keys that one of these sees. See
-`BackwardTile` for the equations. Tensor memory has room for dP of half the keys; dS takes the place
-of the scores, and the product that of dS.
+Two warpgroups take 128 queries each, and loop over the blocks of 128 keys that one of these sees.
+See `BackwardTile` for the equations. Tensor memory has room for dP of half the keys; dS replaces
+the scores, and the matmul's result replaces dS.
 """
 
 from __future__ import annotations

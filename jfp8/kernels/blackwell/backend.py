@@ -1,9 +1,9 @@
-"""Products of operands in blocks, by the block-scaled tensor cores of Blackwell.
+"""Matmuls of block-scaled operands on the tensor cores of Blackwell.
 
-The cores multiply MX operands: each 32 elements along the sum share an E8M0 scale. A power of two
-that more elements share, as in blocks of 1x128 and 128x128, is the scale of several such blocks.
-And they multiply NVFP4 operands: each 16 elements share an E4M3 scale; the tensors' own scales are
-multiplied by the sum. All products are exact, only the order of f32 sums is the hardware's.
+The cores multiply MX operands: every 32 elements along the contraction share an E8M0 scale. A power
+of two that more elements share, as in blocks of 1x128 and 128x128, is the scale of several such
+blocks. They also multiply NVFP4 operands: every 16 elements share an E4M3 scale; the tensors'
+scales multiply the sum. All terms are exact; only the order of f32 sums is the hardware's.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _why_not_on(task: str, major: int, gpu: Gpu | None) -> str | None:
     if gpu is None:
         return None
     if gpu.capability is None or gpu.capability[0] != major:
-        return f"{gpu.kind}: block-scaled products are for Blackwell (compute capability {major}.x)"
+        return f"{gpu.kind}: block-scaled matmuls are for Blackwell (compute capability {major}.x)"
     return why_not_divided(gpu) or why_failed({task}, gpu)
 
 
 def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """The product by the block-scaled tensor cores, of operands as `kind` has them."""
+    """Multiply operands of this `kind` with the block-scaled tensor cores."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = spec.dimension_numbers
     a, b, numbers = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
     a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
@@ -73,12 +73,12 @@ def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpe
 def scales_of_rows(
     kind: Kind, q: ScaledArray, contract: int, batch: Sequence[int]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The scales of an operand, one for each row and each block along the sum, and that of all.
+    """Return the scale of an operand for each row and block of the contraction, and the outer one.
 
     Returns:
       ``[(batch,) rows, ceil(k / kind.block)]`` in ``kind.scale``, and if the scales have two
       levels, the outer one, f32[], or f32[batch] if each matrix has its own. One scale for the
-      whole operand is an outer one, and those of blocks are 1.
+      whole operand is an outer one, and the scales of blocks are 1.
     """
     (free,) = free_dims(q.ndim, (contract,), batch)
     rows, blocks = q.shape[free], -(-q.shape[contract] // kind.block)
@@ -101,10 +101,10 @@ def scales_of_rows(
 
 
 def as_e8m0(scale: jax.Array) -> jax.Array:
-    """Scales of f32 as E8M0, exactly; those that are E8M0 unchanged.
+    """Return f32 scales as E8M0, exactly; E8M0 scales are unchanged.
 
-    NaN where that is not possible: for all but positive, normal f32 numbers that are powers of two.
-    All scales that jfp8 rounds to powers of two are. A promise that does not hold is seen so.
+    NaN if that is impossible: for all but positive, normal f32 numbers that are powers of two.
+    All scales that jfp8 rounds to powers of two are. This detects a promise that does not hold.
     """
     if scale.dtype == E8M0FNU.dtype:
         return scale
@@ -141,9 +141,9 @@ _mx = partial(
 MX_BACKEND = _mx(powers_of_two=True)
 NVFP4_BACKEND = _backend(NVFP4, frozenset({E2M1FN}), scale_dtype=NVFP4.scale)
 
-# GeForce and RTX PRO (12.x). Their tensor cores multiply FP8 with f32 sums at half of the rate that
-# they have for MX operands, so that of one scale takes 1 as the scale of each block. Whether cuDNN
-# has that product for the card only the card can tell.
+# GeForce and RTX PRO (12.x). Their tensor cores multiply FP8 with f32 sums at half of the MX rate,
+# so that operands with one scale use MX with 1 as the scale of each block. Only the card can say
+# if cuDNN supports that matmul there.
 _proven = {"major": 12, "proof": "MX products"}
 _one = {"granularities": frozenset({"tensor"}), "first_for": frozenset({"tensor"})}
 ON_GEFORCE = (_mx(powers_of_two=True, **_proven), _mx(**_proven, **_one))

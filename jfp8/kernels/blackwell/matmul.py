@@ -1,4 +1,4 @@
-"""Products of MX and NVFP4 operands: cuDNN's, scaled by Blackwell's tensor cores themselves."""
+"""Matmuls of MX and NVFP4 operands by cuDNN, scaled by Blackwell's tensor cores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 
 class Kind(NamedTuple):
-    """Name what the tensor cores take as both operands of a product."""
+    """Describe the operands that the tensor cores take."""
 
     name: str
     data: tuple[np.dtype, ...]  # dtypes of the values
     scale: np.dtype
-    block: int  # elements along the sum that share a scale
+    block: int  # elements along the contraction that share a scale
 
 
 _E4M3, _E5M2, _E2M1, _E8M0 = map(
@@ -32,11 +32,11 @@ def scaled_matmul(
     b_scale: jax.Array,
     out_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """``y[i, j] = sum_t a_scale[i, t] * b_scale[j, t] * sum_{k in block t} a[i, k] * b[j, k]``.
+    """Compute ``y[i, j] = sum_t a_scale[i, t] b_scale[j, t] sum_{k in block t} a[i, k] b[j, k]``.
 
-    For compute capability 10.x and, where cuDNN has it, 12.x. On other devices the numbers are the
-    same, but XLA writes the scaled operands to memory and multiplies those, which is slower than a
-    product in bf16.
+    For compute capability 10.x and, if cuDNN supports it, 12.x. On other devices the results are
+    the same, but XLA writes the scaled operands to memory and multiplies them, slower than a
+    matmul in bf16.
 
     Args:
       a, b: ``[M, K]`` and ``[N, K]``. MX: e4m3fn or e5m2, but not both e5m2. NVFP4: e2m1fn. If M or
@@ -51,7 +51,7 @@ def scaled_matmul(
         return jnp.zeros((m, n), out_dtype)
     # JAX infers the block size from the shapes, which an incomplete block would change.
     a, b = (jnp.pad(x, ((0, 0), (0, -k % kind.block))) for x in (a, b))
-    # With f16, devices where XLA scales the values would do so in f16.
+    # With f16, XLA would scale the values in f16 on other devices.
     dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
-    operands = (x[None] for x in (a, b, a_scale, b_scale))  # a batch of one product
+    operands = (x[None] for x in (a, b, a_scale, b_scale))  # a batch of one matmul
     return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)[0].astype(out_dtype)

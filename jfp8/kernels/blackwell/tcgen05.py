@@ -1,7 +1,7 @@
-"""Multiply tiles of f8 by tcgen05, whose sums are in tensor memory.
+"""Multiply tiles of f8 by tcgen05, which keeps sums in tensor memory.
 
-A thread reads one row of tensor memory: whatever is found along a row needs no other thread. From
-there, an f8 matrix can be the first factor of a product, too.
+A thread reads one row of tensor memory, so a reduction along a row needs no other thread. An f8
+matrix in tensor memory can also be the first factor of a matmul.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.kernels.flash.problem import Bounds
 from jfp8.kernels.shared_memory import COMPUTE, along
 
-ROWS = 128  # of a warpgroup that multiplies: those of tensor memory
+ROWS = 128  # rows of tensor memory, and of a multiplying warpgroup
 PART = 32  # columns that are in registers at the same time
 
 BY_ELEMENT = plgpu.Layout.TCGEN05_TMEM_NATIVE
-BY_ROW = BY_ELEMENT.reduce(1)  # of a vector that is broadcast along the rows of a tile
+BY_ROW = BY_ELEMENT.reduce(1)  # layout of a vector that is broadcast along the rows of a tile
 BY_COLUMN = BY_ELEMENT.reduce(0)
-# Four f8 of a row are one number of tensor memory.
+# Four f8 values of a row form one word of tensor memory.
 BY_FOUR = plgpu.Layout.TCGEN05_TMEM_NATIVE(4)
 
 
@@ -39,15 +39,15 @@ def factors(columns: int, dtype: jax.typing.DTypeLike) -> Any:
 
 
 def ordered() -> Any:
-    """Return a barrier of each warpgroup that also orders what tensor cores and threads do."""
+    """Return a barrier of each warpgroup that also orders tensor cores and threads."""
     return plgpu.Barrier(num_barriers=COMPUTE, orders_tensor_core=True)
 
 
 def multiply(ready: Any, done: Any, *products: tuple[Any, Any, Any]) -> None:
     """Compute ``total = a . b^T`` for each ``(total, a, b)`` of `products`, all at once.
 
-    One thread of the warpgroup starts them, when all of it have written the factors, and have read
-    what was in the totals: `ready` and `done` are its entries of `ordered`.
+    One thread of the warpgroup starts them after all threads have written the factors and read
+    the previous totals: `ready` and `done` are its entries of `ordered`.
     """
     plgpu.wait_load_tmem()
     plgpu.barrier_arrive(ready)
@@ -73,7 +73,7 @@ def by_parts(columns: int, f: Callable[[Any, Any], Any], start: Any) -> Any:
 
 
 def added(total: jax.Array, products: Any, unit: jax.Array) -> jax.Array:
-    """Return ``total + products * unit_i``, of `products` in tensor memory."""
+    """Return ``total + products * unit_i``, with `products` in tensor memory."""
     new = []
     for c in range(0, total.shape[1], PART):
         x = read(products.at[:, pl.ds(c, PART)])
@@ -82,7 +82,7 @@ def added(total: jax.Array, products: Any, unit: jax.Array) -> jax.Array:
 
 
 def rearranged(memory: Any, x: jax.Array) -> jax.Array:
-    """Return `x` as threads have to hold it to store it in shared memory, by way of `memory`."""
+    """Return `x` in the layout from which threads store it to shared memory, through `memory`."""
     plgpu.wait_load_tmem()
     plgpu.async_store_tmem(memory, x)
     plgpu.commit_tmem()
@@ -95,7 +95,7 @@ def write(factor: Any, x: jax.Array) -> None:
 
 
 def write_all(factor: Any, total: Any, by: jax.Array) -> None:
-    """Write ``total * by_i`` of tensor memory as the first factor of a product."""
+    """Write ``total * by_i`` of tensor memory as the first factor of a matmul."""
 
     def rounded(part: Any, carry: jax.Array) -> jax.Array:
         x = read(total.at[:, part])

@@ -1,1 +1,1 @@
-"""Hold what the attention kernels for Hopper and for Blackwell do alike: all but instructions."""
+"""Hold the code that attention kernels for Hopper and Blackwell share: all but instructions."""

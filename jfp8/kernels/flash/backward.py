@@ -38,10 +38,10 @@ def attention_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute dQ, dK and dV, and the largest ``|dS|`` of each query.
 
-    See `BackwardTile` and `KeyTile` for the equations, `attention_forward` for what is not here.
+    See `BackwardTile` and `KeyTile` for the equations, `attention_forward` for other arguments.
 
     Args:
-      of_queries, of_keys: the work of a block of the kernels for dQ, and for dK and dV.
+      of_queries, of_keys: the task of a block of the kernels for dQ, and for dK and dV.
       formats: of dS in dQ and in dK: E4M3FN or E5M2.
 
     Returns:
@@ -72,14 +72,14 @@ def attention_backward(
 def _prepared(
     stored: Stored, vectors: Vectors, key_lengths: jax.Array | None, scale: float, tile: int
 ) -> dict[str, jax.Array]:
-    """Return the kernels' operands by their names there; `tile` is one of queries."""
+    """Return the kernels' operands by name; `tile` is one of queries."""
     found = {name: padded_matrix(name, x, tile) for name, x in stored._asdict().items()}
     v = Vectors(*(x.reshape(-1, x.shape[-1]) for x in vectors))
-    # A row of a query that sees no key has p = exp2(s - inf) = 0, and so has padding.
+    # A row of a query that sees no key has p = exp2(s - inf) = 0, as has padding.
     of_sum = jnp.where(v.log_sum == -jnp.inf, jnp.inf, v.log_sum * math.log2(math.e))
     missing = [(0, 0), (0, -of_sum.shape[1] % tile)]
     of_sum = jnp.pad(of_sum, missing, constant_values=np.inf)
-    # The largest scale of a block of gradients, without which they become weights.
+    # The largest scale of a block of gradients, by which they are divided to become weights.
     grad_t = padded(v.grad_t, 1, tile)
     in_blocks = grad_t.reshape(len(grad_t), -1, QUERIES)
     largest = jnp.max(in_blocks, axis=2, keepdims=True)
@@ -96,7 +96,7 @@ def _prepared(
 
 
 def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Return ``x[..., S, H]``, and zeros from ``lengths[...]`` on."""
+    """Return ``x[..., S, H]``, with zeros from ``lengths[...]`` on."""
     if lengths is None:
         return x
     real = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2) < lengths[..., None, None]

@@ -32,21 +32,21 @@ def attention_forward(
     """Compute ``o = softmax(scale * q k^T) v`` and the logarithm of the softmax's denominator.
 
     See `ForwardTile` for the equations. A row that sees no key gets ``o = 0`` and ``lse = -inf``.
-    Keys that a row does not see do not change it by a bit, unless a value of theirs, or its scale,
+    Keys that a row does not see do not change its bits, unless one of their values, or its scale,
     is Inf or NaN.
 
     Args:
-      q: ``f8[..., G, T, H]``; which H and masks a kernel takes, `pallas_attention` says.
+      q: ``f8[..., G, T, H]``; see `pallas_attention` for the supported H and masks.
       k, v_t: ``f8[..., G / groups, S, H]`` and ``f8[..., G / groups, H, S]``.
       q_scale, k_scale: ``f32[..., G, T]`` and ``f32[..., G / groups, S]``, positive.
       v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100.
       key_lengths: ``i32[..., G / groups]``: key j is visible to query i only if ``j <
         key_lengths[g]``.
-      mask: ``bool[... | 1, G | 1, T | 1, S | 1]``: only if it is True.
-      groups: how many heads of queries share a head of keys and values.
+      mask: ``bool[... | 1, G | 1, T | 1, S | 1]``: key j is visible only if it is True.
+      groups: number of heads of queries that share a head of keys and values.
       scale: of the logits, positive.
-      is_causal: whether only if ``j <= i``.
-      window: ``(left, right)``: only if ``i - left <= j <= i + right``. None: no such bound.
+      is_causal: True if key j is visible only if ``j <= i``.
+      window: ``(left, right)``: visible if ``i - left <= j <= i + right``. None for no bound.
       out_dtype: f32, bf16 or f16, to which `o` is rounded once.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Go over blocks of queries for a tile of keys: for dK and dV.
+"""Loop over blocks of queries for a tile of keys, to compute dK and dV.
 
-The queries are those of all heads that share the keys, one head after another. Scores are
-transposed, so that a sum over queries is over columns. Keys that are padding get numbers, too:
-lengths would cost registers that there are not.
+The loop covers the queries of all heads that share the keys, head by head. Scores are
+transposed, so that a sum over queries is over columns. Padded keys get values, too:
+masking them would cost registers that are not available.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class KeyTile(TileWork):
         w  = cast(dS q2_scale_i / r_j)       r_j = max_i |dS q2_scale_i| / fmt.max, a power of two
         dK = dK + (w . q2) r_j
 
-    for one block of queries after another; `q2` and `dO2` are queries and gradients as these
-    products take them.
+    for each block of queries in order; `q2` and `dO2` are the queries and gradients in the layout
+    of these matmuls.
     """
 
     like = "k"
@@ -47,16 +47,16 @@ class KeyTile(TileWork):
 
     @classmethod
     def place(cls, p: Problem, result: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # The first keys of a head first: with causal masks they take longest.
+        # The first keys of a head come first: with causal masks they take longest.
         head, n = place(result, cls.tokens)
         return head, n * cls.tokens, head
 
     def bounds(self) -> Bounds:
-        """Return which queries see a key: as of keys and queries, the other way round."""
+        """Return the queries that see a key: bounds with keys and queries exchanged."""
         return Bounds(self.p.right, self.p.left, self.p.rows)
 
     def steps(self) -> tuple[jax.Array, jax.Array]:
-        """Return the first block of queries, and how many: of each head that shares the keys."""
+        """Return the first block of queries and their number, for each head that shares keys."""
         first, _, _, end = self.bounds().blocks(self.row, self.tokens, QUERIES)
         first, end = self.seen_blocks(first, end)
         return first, end - first

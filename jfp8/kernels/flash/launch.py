@@ -12,8 +12,8 @@ from jfp8.kernels.flash.problem import BLOCK, Problem
 from jfp8.kernels.flash.tile_work import TileWork, work_on_tile
 from jfp8.kernels.shared_memory import COMPUTE, padded
 
-# No barriers but those of the code, as for products: see `tiles.NO_OTHER_BARRIERS`. A warp writes
-# and multiplies its own rows. exp2 is one instruction, off by 2^-22 at most.
+# No barriers except explicit ones, as for matmuls: see `tiles.NO_OTHER_BARRIERS`. A warp writes
+# and multiplies its own rows. exp2 is one instruction, with an error of at most 2^-22.
 PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 
 
@@ -27,11 +27,11 @@ def launch(
     """Compute the results of `work`.
 
     Args:
-      operands: by their names, all heads one after another.
-      heads: of those of `work.like`, how many belong to a batch.
+      operands: by name, with all heads concatenated.
+      heads: number of heads of `work.like` in one batch.
 
     Returns:
-      ``out_dtype[batches, tokens, heads, size]``, and another one or ``f32[all heads, tokens]``.
+      ``out_dtype[batches, tokens, heads, size]``, and a second one or ``f32[all heads, tokens]``.
     """
     n, tokens, _ = operands[work.like].shape
     matrix = jax.ShapeDtypeStruct((n // heads, tokens, heads, p.size), out_dtype)

@@ -1,8 +1,8 @@
-"""Pack masks of attention into bits, outside of the kernels, and find a block's own in them.
+"""Pack masks of attention into bits, outside the kernels, and find the bits of a block in them.
 
 Scores have rows and columns: queries and keys, or, transposed, keys and queries. A word has the
-bits of 32 columns of a row, and words of 32 columns lie side by side for all rows, as a block
-copies them: an eighth of a byte for a score. A dimension along which a mask is the same is no
+bits of 32 columns of a row, and words of 32 columns are contiguous for all rows, as a block
+copies them: an eighth of a byte for a score. A dimension along which a mask is constant is no
 longer than a tile, or than the columns of a step.
 """
 
@@ -25,19 +25,19 @@ def packed(
 ) -> dict[str, jax.Array]:
     """Return the bits of a mask, and which blocks of columns a tile visits. ::
 
-        bits[b, n, c // 32, r] >> (c % 32) & 1    whether row r sees column c
-        spans[b, n, :, t]    the first block of which tile t of rows sees some, and the end of them
+        bits[b, n, c // 32, r] >> (c % 32) & 1    1 if row r sees column c
+        spans[b, n, :, t]    first block of which tile t of rows sees a column, and the end
 
     Args:
       mask: ``bool[B | 1, N | 1, T | 1, S | 1]``.
       shape: T and S.
-      columns: which dimension of `mask` has the columns of the kernel: 3, keys, or 2, queries.
+      columns: the dimension of `mask` with the columns of the kernel: 3, keys, or 2, queries.
       sizes: rows of a tile, and columns of a step, a multiple of 32.
-      groups: how many heads the kernel visits for a tile: those have one span.
+      groups: number of heads that the kernel visits for a tile, which share a span.
 
     Returns:
       ``bits``: ``i32[B | 1, N | 1, columns' / 32, rows']``, of whole blocks and tiles, or of one
-      where the mask is the same for all columns or rows. ``spans``: ``i32[B | 1, N / groups | 1, 2,
+      if the mask is the same for all columns or rows. ``spans``: ``i32[B | 1, N / groups | 1, 2,
       tiles]``.
     """
     tile, width = sizes
@@ -45,7 +45,7 @@ def packed(
     one = [n if n > 1 else part for n, part in zip(mask.shape[2:], parts, strict=True)]
     mask = padded(jnp.broadcast_to(mask, (*mask.shape[:2], *one)), 1, 1, *parts)
     words = mask.reshape(*mask.shape[:columns], -1, WORD, *mask.shape[columns + 1 :])
-    # XLA packs in one pass what is selected; it writes all integers of what is converted.
+    # XLA packs the result of a select in one pass, but writes integers of a conversion to memory.
     bit = jnp.int32(1) << lax.broadcasted_iota(jnp.int32, words.shape, columns + 1)
     bits = jnp.sum(jnp.where(words, bit, 0), axis=columns + 1, dtype=jnp.int32)
     bits = bits if columns == 2 else bits.swapaxes(2, 3)
@@ -63,13 +63,13 @@ def packed(
     return {"bits": bits, "spans": jnp.stack([first, end], axis=2)}
 
 
-# In a kernel
+# Inside a kernel
 
 
 def span(spans: Any, head: tuple[Any, Any], tile: Any, blocks: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return `blocks`, first and end, without those before and after all that a tile sees.
+    """Return `blocks`, first and end, without leading and trailing ones that a tile does not see.
 
-    `head` is the batch, and which of its heads.
+    `head` is the batch, and the index of the head in it.
     """
     first, end = blocks
     at = [_in(i, n) for i, n in zip(head, spans.shape, strict=False)]
@@ -80,7 +80,7 @@ def span(spans: Any, head: tuple[Any, Any], tile: Any, blocks: tuple[Any, Any]) 
 def of_block(bits: Any, head: tuple[Any, Any], at: tuple[Any, Any], sizes: tuple[int, int]) -> Any:
     """Return the words of a tile and a block of columns, in device memory.
 
-    `at` says which tile and which block, and `sizes` are rows and columns of these.
+    `at` is the tile and the block, and `sizes` are their rows and columns.
     """
     (tile, block), (rows, columns) = at, sizes
     words = columns // WORD
@@ -91,5 +91,5 @@ def of_block(bits: Any, head: tuple[Any, Any], at: tuple[Any, Any], sizes: tuple
 
 
 def _in(i: Any, n: int) -> Any:
-    """Return where the `i`-th is in a dimension that may be 1 for all."""
+    """Return the index of the `i`-th entry in a dimension whose size may be 1, for all."""
     return i if n > 1 else 0

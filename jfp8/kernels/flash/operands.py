@@ -8,7 +8,7 @@ import jax
 
 
 class Stored(NamedTuple):
-    """Hold the f8 matrices, each as its products take it: the contraction last."""
+    """Hold the f8 matrices, each in the layout of its matmuls: contraction last."""
 
     q: jax.Array  # [..., G, T, H], for S
     k: jax.Array  # [..., G / groups, S, H], for S

@@ -1,7 +1,7 @@
-"""Describe the attention that a kernel is compiled for, and how it falls into tiles and steps.
+"""Describe the attention that a kernel is compiled for, and its tiles and steps.
 
 A block of a kernel takes one tile of a head: queries, or keys. It has three warpgroups. One only
-copies, into a ring of shared memory; the other two compute, and go over what the ring brings: a
+copies, into a ring of shared memory; the other two compute, and loop over the slots of the ring: a
 block of keys in each step, or a block of queries.
 """
 
@@ -23,14 +23,14 @@ QUERIES = 64  # queries of a step
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Describe the heads, and which keys their queries see."""
+    """Describe the heads, and the keys that their queries see."""
 
     rows: int  # queries of a head, padded
     keys: int  # of a head, not padded
     size: int  # of a head
-    groups: int  # how many heads of queries share a head of keys and values
+    groups: int  # number of heads of queries that share a head of keys and values
     scale: float
-    left: int | None  # bounds of the window; None: none
+    left: int | None  # bounds of the window; None for none
     right: int | None
     formats: tuple[Format, ...] = ()  # of dS in dQ and in dK; of a forward pass: none
 
@@ -41,12 +41,12 @@ class Problem:
 
     @property
     def windowed(self) -> bool:
-        """Tell whether a query sees only the keys of a window."""
+        """Return True if a query sees only the keys of a window."""
         return self.left is not None or self.right is not None
 
 
 def window_of(is_causal: bool, window: tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """Return how far a query sees to the left and to the right; None: to the end."""
+    """Return the number of keys that a query sees to the left and right; None for all."""
     left, right = window or (None, None)
     return left, 0 if is_causal else right
 
@@ -55,7 +55,7 @@ def window_of(is_causal: bool, window: tuple[int, int] | None) -> tuple[int | No
 class Bounds:
     """Bound the keys `j` that query `i` sees: ``i - left <= j <= i + right`` and ``j < length``.
 
-    `left` and `right` are not negative; None: no such bound.
+    `left` and `right` are not negative; None for no such bound.
     """
 
     left: int | None
@@ -63,11 +63,11 @@ class Bounds:
     length: int | jax.Array
 
     def blocks(self, row: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
-        """Return which blocks of `block` keys the queries ``[row, row + rows)`` see.
+        """Return the range of blocks of `block` keys that the queries ``[row, row + rows)`` see.
 
         Returns:
-          ``first, first_full, end_full, end``: the first of which a query sees a key, the first of
-          which all queries see all keys, and the ends of both.
+          ``first, first_full, end_full, end``: the first block of which a query sees a key, the
+          first of which all queries see all keys, and the ends of both ranges.
         """
         length, last = jnp.int32(self.length), row + rows - 1
         stop, stop_full = length, length
@@ -91,7 +91,7 @@ class Bounds:
         first: jax.Array,
         below: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """Return `x`, and `otherwise` where a query does not see a key.
+        """Return `x`, or `otherwise` where a query does not see a key.
 
         Args:
           x: ``f32[rows, keys]``.

@@ -1,4 +1,4 @@
-"""Go over blocks of keys for a tile of queries: for the result of attention, and for dQ."""
+"""Loop over blocks of keys for a tile of queries, to compute the result of attention and dQ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jfp8.kernels.shared_memory import load
 
 @dataclasses.dataclass(frozen=True)
 class QueryTile(TileWork):
-    """Describe the work on a tile of queries; its results are a matrix and a vector."""
+    """Describe the task for a tile of queries; its results are a matrix and a vector."""
 
     like = "q"
     width = BLOCK
@@ -26,23 +26,23 @@ class QueryTile(TileWork):
     @classmethod
     def place(cls, p: Problem, result: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         head, n = place(result, cls.tokens)
-        # The last rows of a head first: with `is_causal` they take longest.
+        # The last rows of a head come first: with `is_causal` they take longest.
         row = (p.rows // cls.tokens - 1 - n) * cls.tokens
         return head, row, lax.div(head, p.groups)
 
     def bounds(self) -> Bounds:
-        """Return which keys the queries of this head see."""
+        """Return the keys that the queries of this head see."""
         length = self.p.keys
         if "key_lengths" in self.given:
             length = jnp.clip(self.given["key_lengths"][self.key_head], 0, length)
         return Bounds(self.p.left, self.p.right, length)
 
     def bounded(self) -> bool:
-        """Tell whether bounds may hide a part of a block from some query."""
+        """Return True if bounds may hide part of a block from some query."""
         return self.p.windowed or "key_lengths" in self.given or self.p.keys % BLOCK != 0
 
     def steps(self, bounds: Bounds) -> tuple[jax.Array, jax.Array]:
-        """Return the blocks of keys that go through the ring: that any query of the tile sees."""
+        """Return the blocks of keys that go through the ring: all that a query of the tile sees."""
         first, _, _, end = bounds.blocks(self.row, self.tokens, BLOCK)
         return self.seen_blocks(first, end)
 
@@ -58,7 +58,7 @@ class QueryTile(TileWork):
 
 
 class ForwardTile(QueryTile):
-    """Describe the work of the forward pass: its results are `o` and `lse`. ::
+    """Describe the task of the forward pass: its results are `o` and `lse`. ::
 
         s   = (q . k^T) * q_scale_i * (scale * log2(e)) * k_scale_j    -inf where invisible
         m'  = max(m, rowmax(s));  p = exp2(s - m');  a = exp2(m - m')
@@ -67,8 +67,8 @@ class ForwardTile(QueryTile):
         w   = e4m3fn(p * v_scale_j / b_i * 2^8)
         acc = acc * a + (w . v^T) * (b_i * 2^-8)
 
-    for one block of keys after another; then ``o = acc / l`` and ``lse = m * ln 2 + ln l``. All of
-    it is f32, but for the products of f8 that the tensor cores sum.
+    for each block of keys in order; then ``o = acc / l`` and ``lse = m * ln 2 + ln l``. All of
+    it is f32, except for the f8 matmuls of the tensor cores.
     """
 
     takes = {"q": "queries"}
@@ -80,14 +80,14 @@ class ForwardTile(QueryTile):
     }
 
     def begin(self, by_row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Take queries; return which half it is, its first row, and factors laid out `by_row`."""
+        """Take queries; return the index of the half, its first row, and factors in `by_row`."""
         q_scale = self.given["q_scale"].at[self.head]
         factor = lambda rows: softmax.factor_of(load(q_scale.at[rows], by_row), self.p.factor)
         return self.take(factor)
 
 
 class BackwardTile(QueryTile):
-    """Describe the work of the backward pass: its results are dQ and the largest ``|dS|``. ::
+    """Describe the task of the backward pass: its results are dQ and the largest ``|dS|``. ::
 
         s  = q . k^T                         dp = dO . v^T
         p  = exp2(s k_scale_j q_factor_i - lse_i)               0 where invisible
@@ -95,8 +95,8 @@ class BackwardTile(QueryTile):
         w  = cast(dS k2_scale_j / r_i)       r_i = max_j |dS k2_scale_j| / fmt.max, a power of two
         dQ = dQ + (w . k2) r_i
 
-    for one block of keys after another; `k2` are the keys as this product takes them. The scores
-    are computed anew: no ``[T, S]`` array is in memory.
+    for each block of keys in order; `k2` are the keys in the layout of this matmul. The scores
+    are recomputed: no ``[T, S]`` array is stored in memory.
     """
 
     takes = {"q": "queries", "grad": "grads"}

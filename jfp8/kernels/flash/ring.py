@@ -1,4 +1,4 @@
-"""Bring blocks of tokens through a ring of shared memory, and results to their place."""
+"""Pass blocks of tokens through a ring of shared memory, and write results to memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.shared_memory import COMPUTE, SHARED_MEMORY, tile
 
-STAGES = 4  # at most
-BARRIERS = 1024  # bytes that are left for them
+STAGES = 4  # maximum number of slots
+BARRIERS = 1024  # bytes reserved for barriers
 MEMORY_REGISTERS = 24  # of a thread of the warpgroup that copies
 
 # Operands ``[tokens, size]`` of a head; all others have tokens along their last dimension.
@@ -30,7 +30,7 @@ def of_tokens(name: str, head: Any, tokens: Any) -> Any:
 def blocks_of(
     operands: dict[str, jax.Array], rings: dict[str, str], tokens: int
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return shape and dtype of a block of `tokens` of operands, by the names of their rings."""
+    """Return shape and dtype of a block of `tokens` of operands, by the name of the ring."""
     found = {}
     for name, ring in rings.items():
         (_, *shape), dtype = operands[name].shape, operands[name].dtype
@@ -42,9 +42,9 @@ def blocks_of(
 def with_ring(
     kept: dict[str, Any], blocks: dict[str, tuple[tuple[int, ...], Any]]
 ) -> dict[str, Any]:
-    """Return what a kernel keeps, and beside it rings of these blocks with their barriers.
+    """Return the memory of a kernel, and rings of these blocks with their barriers.
 
-    Rings have as many slots as fit.
+    Rings have as many slots as fit into memory.
     """
     used = (x for x in kept.values() if getattr(x, "memory_space", None) == plgpu.SMEM)
     free = SHARED_MEMORY - sum(_bytes(x.shape, x.dtype) for x in used) - BARRIERS
@@ -60,7 +60,7 @@ def with_ring(
 
 
 def fill(steps: jax.Array, stages: int, empty: Any, copy: Callable[[Any, Any], None]) -> None:
-    """Call ``copy(i, slot)`` for each step, when its slot is free; all by one warpgroup."""
+    """Call ``copy(i, slot)`` for each step, when its slot is free; all in one warpgroup."""
     plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
     @pl.loop(0, steps)
@@ -73,7 +73,7 @@ def fill(steps: jax.Array, stages: int, empty: Any, copy: Callable[[Any, Any], N
 
         copy(i, slot)
 
-    # A block must not end before all have arrived at its barriers.
+    # A block must not end before all threads have arrived at its barriers.
     @pl.loop(jnp.maximum(steps - stages, 0), steps)
     def _(i):
         plgpu.barrier_wait(empty.at[lax.rem(i, stages)])
@@ -87,7 +87,7 @@ def _bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:
 
 
 def place(result: Any, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return which of all ``B N`` heads is this block's, and which of its tiles.
+    """Return the index of this block's head among all ``B N`` heads, and of its tile.
 
     `result` is ``[B, T, N, H]``, and `tile` the tokens of a tile.
     """
@@ -97,7 +97,7 @@ def place(result: Any, tile: int) -> tuple[jax.Array, jax.Array]:
 
 
 def in_batch(result: Any, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the batch of this block, and which of its heads `head` is."""
+    """Return the batch of this block, and the index of `head` in it."""
     batch = lax.axis_index("batch")
     return batch, head - batch * result.shape[2]
 
@@ -111,13 +111,13 @@ def head_of(result: Any, head: jax.Array) -> Any:
 def heads_first(result: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return a padded result ``[B, T', N, H]`` as ``[..., N, T, H]``.
 
-    XLA does it with the operation that follows.
+    XLA fuses this into the operation after it.
     """
     return result[:, : shape[-2]].swapaxes(1, 2).reshape(shape)
 
 
 def store(parts: list[jax.Array], staged: Any, target: Any) -> None:
-    """Write columns of a result, rounded, to memory by way of the slots of `staged`."""
+    """Write columns of a result, rounded, to memory through the slots of `staged`."""
     slots, _, width = staged.shape
     pieces = [x[:, c : c + width] for x in parts for c in range(0, x.shape[1], width)]
     for n, x in enumerate(pieces):

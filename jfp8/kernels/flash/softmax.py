@@ -1,8 +1,8 @@
-"""Take a softmax over one block of keys after another.
+"""Compute a softmax online, block by block of keys.
 
-Its maximum and its sum are of the keys so far. When the maximum grows, earlier sums are multiplied
-by a factor. No ``[T, S]`` array is in memory. Probabilities become weights in f8: those of a block
-are divided by the largest scale of its values, the unit of a row, which their sums get back.
+Its maximum and its sum cover the keys so far. When the maximum grows, earlier sums are rescaled.
+No ``[T, S]`` array is in memory. Probabilities become weights in f8: the weights of a block are
+divided by the largest scale of its values, the unit of a row, by which their sums are multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALLEST_UNIT = 2.0**-90  # since probabilities are divided by it
 
 def factor_of(q_scale: jax.Array, factor: float) -> jax.Array:
     """Return the number by which each query's logits are multiplied, positive."""
-    # That of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
+    # The factor of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
     return jnp.maximum(q_scale * factor, np.finfo(np.float32).tiny)
 
 
@@ -31,11 +31,11 @@ def raised(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the maximum of all keys so far, the shift of a block's logits, and the shrinkage.
 
-    `before` is the maximum of earlier blocks, `largest` that of this block's products, and `unit`
-    the largest scale of its values.
+    `before` is the maximum of earlier blocks, `largest` the maximum of this block's scores, and
+    `unit` the largest scale of its values.
     """
-    # The subtracted maximum is smaller by LIFT, which lifts probabilities at no cost, and divides
-    # them by the unit. That of a row that has seen no key is -inf.
+    # The subtracted maximum is smaller by LIFT, which scales probabilities at no cost, and divides
+    # them by the unit. For a row that has seen no key it is -inf.
     highest = jnp.maximum(before, largest * factor - np.float32(LIFT))
     shift = jnp.where(highest == -jnp.inf, 0.0, highest)
     shrink = jnp.exp2(before - shift)
@@ -43,7 +43,7 @@ def raised(
 
 
 def probabilities(x: jax.Array, factor: jax.Array, shift: jax.Array) -> jax.Array:
-    """Return the probabilities of products, lifted and divided by the unit of their row."""
+    """Return the probabilities of scores, lifted and divided by the unit of their row."""
     return jnp.exp2(x * along(factor, x.shape, 0) - along(shift, x.shape, 0))
 
 
@@ -53,7 +53,7 @@ def log_sum(highest: jax.Array, sums: jax.Array) -> jax.Array:
 
 
 def inverse(sums: jax.Array) -> jax.Array:
-    """Return the reciprocal of the denominator; that of a row without keys does not matter."""
+    """Return the reciprocal of the denominator; arbitrary for a row without keys."""
     return 1.0 / jnp.where(sums == 0, 1.0, sums)
 
 

@@ -1,4 +1,4 @@
-"""Describe the work of a block on its tile: on queries, or on keys."""
+"""Describe the task of a block for its tile of queries or keys."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ COMPUTE_REGISTERS = 240  # of a thread that multiplies: 128 * (24 + 2 * 240) <= 
 
 @dataclasses.dataclass(frozen=True)
 class TileWork(abc.ABC):
-    """Describe the work of a block's warpgroups on a tile of tokens of one head.
+    """Describe the task of a block's warpgroups for a tile of tokens of one head.
 
-    `takes` are operands of which a warpgroup takes its rows of the tile, and `rings` operands of
-    which blocks go through a ring; both with names in `memory`.
+    `takes` are operands of which a warpgroup reads its own rows of the tile, and `rings` operands
+    whose blocks go through a ring; both with names in `memory`.
     """
 
     name: ClassVar[str]  # of the kernel
-    like: ClassVar[str]  # the operand whose tokens are divided into tiles
+    like: ClassVar[str]  # the operand whose tokens are split into tiles
     tokens: ClassVar[int] = BLOCK  # of a tile
-    width: ClassVar[int]  # how many tokens a step takes
+    width: ClassVar[int]  # number of tokens of a step
     takes: ClassVar[dict[str, str]]
-    slots: ClassVar[int] = 1  # how many pieces of a warpgroup's results are staged at once
+    slots: ClassVar[int] = 1  # number of slices of a warpgroup's results that are staged at once
     rings: ClassVar[dict[str, str]]
 
     p: Problem
     given: dict[str, Any]  # operands in device memory
     results: tuple[Any, ...]  # likewise
-    memory: SimpleNamespace  # of the block, named as by `scratch`
-    head: jax.Array  # of all heads, the one of the tile
+    memory: SimpleNamespace  # of the block, with the names of `scratch`
+    head: jax.Array  # index of the tile's head among all heads
     row: jax.Array  # the first token of the tile
-    key_head: jax.Array  # of all heads of keys, the one that it meets
+    key_head: jax.Array  # index of the tile's head of keys among all of these
 
     @classmethod
     def scratch(
@@ -60,7 +60,7 @@ class TileWork(abc.ABC):
     def kept(
         cls, p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
     ) -> dict[str, Any]:
-        """Return the memory of what stays while the ring turns: `takes`, and staged results."""
+        """Return the memory that persists while the ring cycles: `takes`, and staged results."""
         rows = cls.tokens // COMPUTE
         shape = COMPUTE, rows, p.size
         found = {to: tile(shape, operands[name].dtype) for name, to in cls.takes.items()}
@@ -70,7 +70,7 @@ class TileWork(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def between(p: Problem) -> dict[str, Any]:
-        """Return the memory of what passes between products, as a chip's tensor cores need it."""
+        """Return the memory for operands between matmuls, as a chip's tensor cores need it."""
 
     @classmethod
     @abc.abstractmethod
@@ -79,17 +79,17 @@ class TileWork(abc.ABC):
 
     @abc.abstractmethod
     def copy(self) -> None:
-        """Fill the ring: the work of one warpgroup."""
+        """Fill the ring: the task of one warpgroup."""
 
     def attend(self) -> None:
-        """Compute a half of the tile: the work of each of the others, unless `run` differs."""
+        """Compute half of the tile: the task of each other warpgroup, unless `run` differs."""
         raise NotImplementedError
 
     def run(self) -> None:
-        """Do the work of this warpgroup."""
+        """Run the task of this warpgroup."""
         lax.cond(lax.axis_index("warpgroup") < COMPUTE, self.attend, self.copy)
 
-    # What goes through the ring
+    # Operands in the ring
 
     @property
     def stages(self) -> int:
@@ -104,29 +104,29 @@ class TileWork(abc.ABC):
             plgpu.copy_gmem_to_smem(source, getattr(self.memory, ring).at[slot], full)
 
     def bring_bits(self, head: tuple[Any, Any], block: jax.Array, slot: jax.Array) -> None:
-        """Start to copy the mask's bits of the tile and a block; `head` is of queries."""
+        """Start to copy the mask's bits for the tile and a block; `head` is a head of queries."""
         sizes = self.tokens, self.width
         bits = mask_bits.of_block(self.given["bits"], head, (self.number(), block), sizes)
         plgpu.copy_gmem_to_smem(bits, self.memory.bits_ring.at[slot], self.memory.full.at[slot])
 
     def seen_blocks(self, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return ``[first, end)`` without the blocks of which a mask hides all from the tile."""
+        """Return ``[first, end)`` without blocks that a mask hides from the whole tile."""
         if "spans" not in self.given:
             return first, end
         head = in_batch(self.results[0], self.head)
         return mask_bits.span(self.given["spans"], head, self.number(), (first, end))
 
     def number(self) -> jax.Array:
-        """Return which tile of its head this is."""
+        """Return the index of this tile in its head."""
         return lax.div(self.row, self.tokens)
 
-    # What the warpgroups that multiply keep
+    # Registers of the multiplying warpgroups
 
     def take(self, load: Callable[[Any], Any]) -> tuple[jax.Array, jax.Array, Any]:
-        """Begin the work on this warpgroup's half of the tile.
+        """Begin the task for this warpgroup's half of the tile.
 
         Returns:
-          Which half it is, its first row, and what `load` returns of its rows meanwhile.
+          The index of the half, its first row, and the result of `load` of its rows.
         """
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         mine = lax.axis_index("warpgroup")
@@ -143,7 +143,7 @@ class TileWork(abc.ABC):
 def work_on_tile(
     work: type[TileWork], p: Problem, names: tuple[str, ...], *refs: Any, **memory: Any
 ) -> None:
-    """Do the work of one block. `refs` are the operands, of these names, and the results."""
+    """Run the task of one block. `refs` are the operands, with these names, and the results."""
     given = dict(zip(names, refs, strict=False))
     results = refs[len(names) :]
     work(p, given, results, SimpleNamespace(**memory), *work.place(p, results[0])).run()

@@ -1,9 +1,9 @@
-"""Compute attention on Hopper's tensor cores: both products, and the softmax between them.
+"""Compute attention on Hopper's tensor cores: both matmuls, and the softmax between them.
 
-A block computes 128 rows of the output. Its two warpgroups that multiply take 64 queries each, and
-go over the blocks of keys that one of these queries sees::
+A block computes 128 rows of the output. Both multiplying warpgroups take 64 queries each, and
+loop over the blocks of keys that one of these queries sees::
 
-    copies        0 | 1 | 2 | (0 has been used) 3 | ...
+    copies        0 | 1 | 2 | (0 is free) 3 | ...
     warpgroup 0   q.k  softmax      p.v  q.k  softmax      p.v  q.k ...
     warpgroup 1        q.k      softmax  p.v  q.k      softmax  p.v ...
 """
@@ -65,13 +65,13 @@ class ForwardByWgmma(ForwardTile):
         store(parts, staged, head_of(out, self.head).at[rows])
 
     def columns(self) -> list[Any]:
-        """Return the columns of the output, in parts whose sums fit the registers beside it."""
+        """Return the columns of the output, in slices whose sums fit the remaining registers."""
         return slices(self.p.size, min(self.p.size, 128))
 
     def step(self, factor: jax.Array, mask: Mask, slot: jax.Array, carry: Any) -> Any:
         """Add one block of keys."""
         (total, highest, sums), m = carry, self.memory
-        mine = lax.axis_index("warpgroup")  # found anew, as kept it would take a register
+        mine = lax.axis_index("warpgroup")  # recomputed, because keeping it would take a register
         weights = m.weights.at[mine]
         plgpu.barrier_wait(m.full.at[slot])
         unit = self.unit(slot, mask)

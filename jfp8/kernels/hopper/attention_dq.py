@@ -1,7 +1,7 @@
-"""Differentiate attention by its queries, on Hopper's tensor cores.
+"""Differentiate attention with respect to queries, on Hopper's tensor cores.
 
-Two warpgroups take 64 queries each, and go over the blocks of 128 keys that one of these sees. See
-`BackwardTile` for the equations.
+Two warpgroups take 64 queries each, and loop over the blocks of 128 keys that one of these sees.
+See `BackwardTile` for the equations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Products of `ScaledArray`s by the Pallas kernels for Hopper, in this folder.
+"""Matmuls of `ScaledArray`s by the Pallas kernels for Hopper in this folder.
 
 The kernels take matrices with the contraction last, ``y[i, j] = sum_k a[i, k] b[j, k]``, because
-Hopper's tensor cores read 8-bit operands only in this layout. This file brings any product into
-that form, and its scales into the shapes that the kernels take.
+Hopper's tensor cores read 8-bit operands only in this layout. This file transforms any matmul into
+that form, and its scales into the shapes of the kernels.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from jfp8.tracing.backends import why_left_out
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.devices import Gpu
 
-BLOCK = 128  # along the contraction: what the kernels sum before they scale
+BLOCK = 128  # along the contraction: the number of terms that kernels sum before they scale
 HOPPER = {9: "Hopper (compute capability 9.0)"}  # by major compute capability
 
 
 def why_no_kernels(gpu: Gpu | None) -> str | None:
-    """Why jfp8 has no kernels for `gpu`; None if it has. An unknown GPU counts as a Hopper."""
+    """Return the reason why jfp8 has no kernels for `gpu`, if so. Unknown GPUs count as Hopper."""
     return why_none_for(gpu, HOPPER, "products")
 
 
 def why_no_quantizing(gpu: Gpu | None, families: dict[int, str] | None = None) -> str | None:
-    """Why no kernel quantizes on `gpu`. Those that do need no tensor cores: Blackwell runs them."""
+    """Return the reason why no kernel quantizes on `gpu`. Blackwell can, without tensor cores."""
     return why_none_for(gpu, families or HOPPER | {10: "Blackwell (10.x)"}, "quantizing")
 
 
 def why_none_for(gpu: Gpu | None, families: dict[int, str], task: str) -> str | None:
-    """Why `gpu` has no kernels for a task: they are for `families`, by major capability."""
+    """Return the reason why `gpu` has no kernels for a task: they are for `families`, by major."""
     if jax.__version_info__ < (0, 11, 2):
         if gpu is not None and gpu.capability is not None and gpu.capability[0] in families:
             warnings.warn(
@@ -64,7 +64,7 @@ def why_none_for(gpu: Gpu | None, families: dict[int, str], task: str) -> str | 
 
 
 def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """The product by a kernel, with scales by row and column at its end, or per 128 inside it."""
+    """Multiply by a kernel, with scales by row and column at its end, or per 128 inside it."""
 
     def kernel(lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
         from jfp8.kernels.hopper import matmul as kernels
@@ -100,7 +100,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
 
 ELSEWHERE = (
     "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another platform. "
-    "Use implementation=None or 'emulate', which give the same numbers."
+    "Use implementation=None or 'emulate', which give the same results."
 )
 
 
@@ -118,7 +118,7 @@ BACKEND = Backend(
 
 
 def _block_scales(q: ScaledArray, contract: int, batch: Sequence[int], tiles: bool) -> jax.Array:
-    """The scales as f32[(batch,) k / 128, n], or ``n / 128`` if that is enough and allowed."""
+    """Return the scales as f32[(batch,) k / 128, n], or ``n / 128`` if sufficient and allowed."""
     blocks_along = -(-q.shape[contract] // BLOCK)
     (free,) = free_dims(q.ndim, (contract,), batch)
     sizes = [q.shape[d] for d in batch]

@@ -1,11 +1,11 @@
-"""Products of a mixture of experts: tiles of 128 rows, each with the matrix of its group.
+"""Matmuls of a mixture of experts: tiles of 128 rows, each with the matrix of its group.
 
-Both kernels add up in the same way: the tensor cores sum 128 products of the contraction, and these
-sums, times their scales, are added to sums in f32. One warpgroup copies operands, running ahead;
-two multiply, each its half of the rows. A block stays on its multiprocessor and computes parts of
+Both kernels accumulate alike: the tensor cores sum 128 terms of the contraction, and these
+sums, times their scales, are added to sums in f32. One warpgroup copies operands in advance;
+two multiply, each its half of the rows. A block stays on its multiprocessor and computes slices of
 the output, one after another::
 
-    memory    copy 0 | copy 1 | copy 2 | ... | last | copy 0 of the next part | ...
+    memory    copy 0 | copy 1 | copy 2 | ... | last | copy 0 of the next slice | ...
     compute            add up 0 | add up 1 | ... | add up last | round, store | add up 0 | ...
 """
 
@@ -25,12 +25,12 @@ from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, mul
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, tile
 
-BLOCK = 128  # rows of a tile, products of one sum in the tensor cores, columns of a scale of b
+BLOCK = 128  # rows of a tile, terms of one sum in the tensor cores, columns of a scale of b
 COLUMNS = 64  # that share a scale of b, and are stored together
 ROWS = BLOCK // COMPUTE
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
-# The widest whose sums, one of the tensor cores and one in f32, and scales fit into the registers.
+# The widest slices whose sums, in the tensor cores and in f32, and scales fit into the registers.
 _TILES = Tiles(tile_m=ROWS, tile_n=192, stages=4, group=16)
 _WITH_SCALES_OF_COLUMNS = dataclasses.replace(_TILES, tile_n=128)
 
@@ -45,7 +45,7 @@ def grouped_matmul(
     *,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Each tile of 128 rows times the transposed matrix of its group. ::
+    """Multiply each tile of 128 rows by the transposed matrix of its group. ::
 
         y[i, j] = sum_c (sum_{k in c} a[i, k] b[g, j, k]) * a_scale[c, i] * b_scale[g, c, j // 128]
 
@@ -54,10 +54,10 @@ def grouped_matmul(
     Args:
       a, b: ``f8[T * 128, K]`` and ``f8[G, N, K]``, e4m3fn or e5m2 in any mix.
       group: ``i32[T]``, less than ``G``. A tile with a negative group gives zeros, at no cost.
-      a_scale: ``f32[ceil(K/128), T * 128]``, or None: all are one.
+      a_scale: ``f32[ceil(K/128), T * 128]``, or None if all are one.
       b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is cut.
+      tiles: how the matmul is tiled.
     """
     (m, k), (groups, n, _) = a.shape, b.shape
     if 0 in (m, n, k, groups):
@@ -96,7 +96,7 @@ def grouped_outer(
     *,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """For each group, the sum over its tiles; zeros for a group without tiles. ::
+    """Sum over the tiles of each group; zeros for a group without tiles. ::
 
         y[g, i, j] = sum_t (sum_{k in t} a[i, k] b[j, k]) * a_scale[t, i] * b_scale[t, j]
 
@@ -106,7 +106,7 @@ def grouped_outer(
       a, b: ``f8[M, T * 128]`` and ``f8[N, T * 128]``, e4m3fn or e5m2 in any mix.
       first, count: ``i32[G]``, the first tile of each group and its number of tiles, all of which
         must exist.
-      a_scale, b_scale: ``f32[T, M]``, and ``f32[T, N]`` or None: all are one.
+      a_scale, b_scale: ``f32[T, M]``, and ``f32[T, N]`` or None if all are one.
       out_dtype, tiles: see `grouped_matmul`.
     """
     (m, k), n, groups = a.shape, b.shape[0], first.shape[0]
@@ -141,17 +141,17 @@ def grouped_outer(
 
 
 def _my_rows(start: jax.Array | int = 0) -> Any:
-    """The rows that this warpgroup computes, of a tile that begins at `start`."""
+    """Return the rows that this warpgroup computes, of a tile that begins at `start`."""
     return pl.ds(start + lax.axis_index("warpgroup") * ROWS, ROWS)
 
 
 def _of_rows(scale: Any, place: Place) -> jax.Array:
-    """f32[64, 64] for a warpgroup's rows, constant along each."""
+    """Return f32[64, 64] for a warpgroup's rows, constant along each."""
     return along(load(scale.at[_my_rows(place.row)], BY_ROW), (ROWS, COLUMNS), 0)
 
 
 def _of_columns(scale: Any, place: Place, strip: int) -> jax.Array:
-    """f32[64, 64] for a strip's columns, constant along each."""
+    """Return f32[64, 64] for a strip's columns, constant along each."""
     at = pl.ds(place.column + strip * COLUMNS, COLUMNS)
     return along(load(scale.at[at], BY_COLUMN), (ROWS, COLUMNS), 1)
 
@@ -160,7 +160,7 @@ def _of_columns(scale: Any, place: Place, strip: int) -> jax.Array:
 
 
 class _Part(NamedTuple):
-    """One part of the output, and the sum that it is. ::
+    """One slice of the output, and its sum. ::
 
         out[rows, columns] = sum_t (a[rows, t] . b[columns, t]^T) * factors(t)
 
@@ -184,7 +184,7 @@ def _add_up(
     operands: dict[str, Any],
     out: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """Compute all parts of `out`, a stack of `matrices` matrices; `part` describes each."""
+    """Compute all slices of `out`, a stack of `matrices` matrices; `part` describes each."""
     tiles, total = grid.tiles, matrices * grid.size
     blocks = min(multiprocessors(), total)
 
@@ -192,7 +192,7 @@ def _add_up(
         block = lax.axis_index("sm")
 
         def for_each_part(do: Callable[[_Part, jax.Array], None]) -> jax.Array:
-            """``do(part, steps of all parts before it)``, for the parts of this block."""
+            """Call ``do(part, steps of all slices before it)`` for the slices of this block."""
 
             def one(i: jax.Array, before: jax.Array) -> jax.Array:
                 this = part(refs, out_ref, block + i * blocks)
@@ -232,10 +232,10 @@ _ForEachPart = Callable[[Callable[[_Part, jax.Array], None]], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """References in shared memory: a ring of slots, and results on their way out.
+    """References in shared memory: a ring of slots, and staged results.
 
     ``full[slot]`` completes when the copies of both operands have arrived, ``empty[slot]`` when
-    both warpgroups have multiplied them. Steps are counted through all parts of the output.
+    both warpgroups have multiplied them. Steps are counted through all slices of the output.
     """
 
     stages: int
@@ -246,7 +246,7 @@ class _Ring:
     staging: Any
 
     def copy(self, for_each_part: _ForEachPart) -> None:
-        """The work of the warpgroup that copies."""
+        """Copy operands: the task of one warpgroup."""
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         def part(this: _Part, before: jax.Array) -> None:
@@ -267,13 +267,13 @@ class _Ring:
 
         steps = for_each_part(part)
 
-        # No one may arrive at a barrier that is no longer waited for.
+        # No thread may arrive at a barrier that is no longer waited for.
         @pl.loop(jnp.maximum(steps - self.stages, 0), steps)
         def _(step: jax.Array) -> None:
             plgpu.barrier_wait(self.empty.at[lax.rem(step, self.stages)])
 
     def multiply(self, for_each_part: _ForEachPart) -> None:
-        """The work of a warpgroup that multiplies, with its half of the rows."""
+        """Multiply: the task of a warpgroup, with its half of the rows."""
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         def part(this: _Part, before: jax.Array) -> None:
@@ -287,7 +287,7 @@ class _Ring:
     def _add(
         self, this: _Part, before: jax.Array, i: jax.Array, sums: list[jax.Array]
     ) -> list[jax.Array]:
-        """The sums of all strips, plus those of 128 more products."""
+        """Return the sums of all strips, plus the sums of 128 more terms."""
         slot = lax.rem(before + i, self.stages)
         plgpu.barrier_wait(self.full.at[slot])
 
@@ -302,7 +302,7 @@ class _Ring:
         return [total + y * x for total, y, x in zip(sums, strips, factors, strict=True)]
 
     def _store(self, sums: list[jax.Array], this: _Part) -> None:
-        """Round and write, while others multiply and the next part is already copied."""
+        """Round and write, while others multiply and the next slice is already copied."""
         warpgroup = lax.axis_index("warpgroup")
         rows = _my_rows(this.place.row)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

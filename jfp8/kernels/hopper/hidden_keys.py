@@ -1,4 +1,4 @@
-"""Hide what queries do not see, in registers as wgmma lays them out."""
+"""Mask keys that queries do not see, in registers in the layout of wgmma."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jfp8.kernels.shared_memory import along, load
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Tell which keys of a block some queries see."""
+    """Compute which keys of a block each query sees."""
 
     bounds: Bounds  # of the head
     row: jax.Array  # the first query
     key: jax.Array
-    sees_all: jax.Array | None  # do all queries see all keys? None: it is known that they do
-    branch: bool  # make a mask only where it is needed? Branches cost registers
-    words: Any = None  # of a mask's bits for these queries, in shared memory; None: no mask
+    sees_all: jax.Array | None  # True if all queries see all keys; None if that is statically known
+    branch: bool  # True to compute a mask only if needed; branches cost registers
+    words: Any = None  # of a mask's bits for these queries, in shared memory; None without a mask
 
     def choose(
         self, all_seen: Callable[..., Any], some_seen: Callable[..., Any], *args: Any
@@ -41,13 +41,13 @@ class Mask:
         return lax.cond(self.sees_all, all_seen, some_seen, *args)
 
     def where(self, x: jax.Array, otherwise: float, start: int) -> jax.Array:
-        """Return `x`, of keys of the block from `start` on, or `otherwise` if one is not seen."""
+        """Return `x`, for keys of the block from `start` on, or `otherwise` if one is not seen."""
         if self.sees_all is not None:
             x = _where_seen(self.bounds, x, otherwise, self.row, self.key + start)
         return x if self.words is None else _where_shown(x, otherwise, self.words, start)
 
     def hide(self, xs: list[jax.Array], otherwise: float, parts: list[Any]) -> list[jax.Array]:
-        """Return parts of the block with `otherwise` where a key is not seen."""
+        """Return slices of the block with `otherwise` where a key is not seen."""
         hidden = lambda xs: [
             self.where(x, otherwise, part.start) for x, part in zip(xs, parts, strict=True)
         ]
@@ -57,9 +57,9 @@ class Mask:
 def masks_of(
     work: TileWork, bounds: Bounds, row: jax.Array, *, bounded: bool, branch: bool
 ) -> Callable[[jax.Array, jax.Array], Mask]:
-    """Return a function that makes the mask of block `t`, in a slot, for rows from `row` on.
+    """Return a function that computes the mask of block `t`, in a slot, for rows from `row` on.
 
-    `bounded` says whether `bounds` may hide anything; for `branch` see `Mask`.
+    `bounded` is True if `bounds` may hide anything; see `Mask` for `branch`.
     """
     _, first_full, end_full, _ = bounds.blocks(row, ROWS, work.width)
 
@@ -76,11 +76,11 @@ def masks_of(
 def _where_seen(
     bounds: Bounds, x: jax.Array, otherwise: float, row: jax.Array, first: jax.Array
 ) -> jax.Array:
-    """Return `x`, and `otherwise` where a query from `row` on does not see a key from `first` on.
+    """Return `x`, or `otherwise` where a query from `row` on does not see a key from `first` on.
 
-    A thread has the columns c + own, for constants c and an `own` of the bits 1 and 2. On two sides
-    of a comparison they cost one instruction for each column. Else the compiler would compute their
-    sums before the loop, and keep them in registers.
+    A thread has the columns c + own, for constants c and an `own` of the bits 1 and 2. On opposite
+    sides of a comparison they cost one instruction per column. Otherwise the compiler would compute
+    their sums before the loop, and keep them in registers.
     """
     column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=BY_ELEMENT)
     query = plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=BY_ROW) + (row - first)
@@ -93,15 +93,15 @@ def _where_seen(
 
 
 def _where_shown(x: jax.Array, otherwise: float, words: Any, start: int) -> jax.Array:
-    """Return `x`, and `otherwise` where a bit of ``words[width / 32, rows]`` is 0.
+    """Return `x`, or `otherwise` where a bit of ``words[width / 32, rows]`` is 0.
 
-    `x` has the columns of the block from `start` on, within a word or whole ones.
+    `x` has the columns of the block from `start` on, within one word or in whole words.
     """
     columns = min(WORD, x.shape[1])
     shape = x.shape[0], columns
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=BY_ELEMENT)
-    # As in `_where_seen`, a thread shifts a word once by what is its own, and then by constants.
-    # Bits become signs, since for heads of 256 the compiler spills where bits are compared to 0.
+    # As in `_where_seen`, a thread shifts a word once by its own offset, and then by constants.
+    # Bits become signs, because the compiler spills with heads of 256 if bits are compared to 0.
     constant, own = (column & ~6) + start % WORD, column & 6
     parts = []
     for c in range(0, x.shape[1], columns):

@@ -1,14 +1,14 @@
-"""Products of f8 matrices on Hopper's tensor cores: ``y = a @ b.T``, scaled after or in the sum.
+"""Matmuls of f8 matrices on Hopper's tensor cores: ``y = a @ b.T``, scaled after or in the sum.
 
-All products have one kernel. A block of three warpgroups stays on its multiprocessor and computes
+All matmuls use one kernel. A block of three warpgroups stays on its multiprocessor and computes
 tiles of the output, one after another. One warpgroup only copies: 128 columns of `a` and of `b` at
 a time, into a ring of shared memory. The other two multiply, each its half of the tile's rows::
 
-    memory    copy 0 | copy 1 | copy 2 | (0 has been read) copy 3 | ... | copies for the next tile
+    memory    copy 0 | copy 1 | copy 2 | (0 is free) copy 3 | ... | copies for the next tile
     compute            product 0 | product 1 | product 2 | ... | scale, round, store | product 0
 
 `full[slot]` completes when a slot's copies have arrived, `empty[slot]` when both halves have read
-it. Where sums are promoted, the tensor cores work for one warpgroup while the other adds.
+it. If sums are promoted, the tensor cores work for one warpgroup while the other adds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, slices
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, staging, tile
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
-COLUMNS = 64  # n is padded to this: every such part of a tile has one scale of 128 x 128
+COLUMNS = 64  # n is padded to this: each such slice of a tile has one scale of 128 x 128
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
 
@@ -49,7 +49,7 @@ def matmul(
     promote: bool,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """``y[i, j] = (sum_k a[i, k] * b[j, k]) * row_scale[i] * column_scale[j]``.
+    """Compute ``y[i, j] = (sum_k a[i, k] * b[j, k]) * row_scale[i] * column_scale[j]``.
 
     Args:
       a, b: ``f8[M, K]`` and ``f8[N, K]``, e4m3fn or e5m2 in any mix.
@@ -57,7 +57,7 @@ def matmul(
       out_dtype: f32, bf16 or f16: the scaled f32 sum is rounded once.
       promote: add the tensor cores' sum to a sum in f32 after every 128 of K ("full accumulation").
         Otherwise one sum runs through the tensor cores, which keep fewer bits of it ("fast").
-      tiles: how the product is divided; chosen by its shape if None.
+      tiles: how the matmul is tiled; chosen by its shape if None.
     """
     scales = {
         "rows" if row_scale.ndim else "row": row_scale,
@@ -76,9 +76,9 @@ def block_matmul(
     *,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """``y[i, j] = sum_t (sum_{k in block t} a[i, k] * b[j, k]) * a_scale[t, i] * b_scale[t, j]``.
+    """Compute ``y[i, j] = sum_t (sum_{k in block t} a[i, k] b[j, k]) a_scale[t, i] b_scale[t, j]``.
 
-    The tensor cores make the inner sums, of 128 products; everything else is f32.
+    The tensor cores compute the inner sums, of 128 terms; everything else is f32.
 
     Args:
       a, b, out_dtype, tiles: see `matmul`.
@@ -139,7 +139,7 @@ def _padded_scale(name: str, scale: jax.Array, rows: int, columns: int) -> jax.A
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What a kernel is compiled for: the padded result in tiles, and which scales it gets.
+    """Hold the static description of a kernel: the padded result in tiles, and its scales.
 
     After the sum: "row" | "rows" and "column" | "columns", one number or a vector. Before each
     promotion: "a_blocks" and "b_tiles" | "b_blocks".
@@ -159,7 +159,7 @@ class _Problem:
         return min(multiprocessors(), self.grid.size)
 
     def scales_in_ring(self) -> dict[str, int]:
-        """The scales that are copied with the operands, and how many of them."""
+        """Return the scales that are copied with the operands, and their number."""
         lengths = {"a_blocks": self.grid.height, "b_blocks": self.tiles.tile_n}
         return {name: length for name, length in lengths.items() if name in self.scales}
 
@@ -170,7 +170,7 @@ class _Problem:
             "a_ring": tile((tiles.stages, self.grid.height, BLOCK), a),
             "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b),
             "full": plgpu.Barrier(num_arrivals=2 + len(in_ring), num_barriers=tiles.stages),
-            # All threads arrive: a warp knows of its own rows alone that they are multiplied.
+            # All threads arrive: each warp knows only that its own rows are multiplied.
             "empty": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
             "staging": staging(tiles.tile_m, out, slots=2),
         }
@@ -184,7 +184,7 @@ class _Problem:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The work of a block's warpgroups. References: in device memory, then in shared memory."""
+    """The tasks of a block's warpgroups. References: in device memory, then in shared memory."""
 
     p: _Problem
     a: Any
@@ -207,18 +207,18 @@ class _Block:
 
     @property
     def parts(self) -> list[Any]:
-        """Slices of a tile's columns, each of which has one scale and stays in its registers."""
+        """Return slices of a tile's columns, each of which has one scale and stays in registers."""
         return slices(self.p.tiles.tile_n, COLUMNS)
 
     def tiles(self) -> jax.Array:
-        """Number of tiles that this block computes."""
+        """Return the number of tiles that this block computes."""
         return (self.p.grid.size - 1 - lax.axis_index("sm")) // self.p.blocks + 1
 
     def place(self, i: jax.Array) -> Place:
         return self.p.grid.place(lax.axis_index("sm") + i * self.p.blocks)
 
     def copy(self) -> None:
-        """Fill the ring, with scales that are vectors: the work of a warpgroup."""
+        """Fill the ring, with scales that are vectors: the task of one warpgroup."""
         stages, steps = self.p.tiles.stages, self.steps
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
@@ -244,13 +244,13 @@ class _Block:
                         ring = getattr(self, f"{name}_ring").at[slot]
                         plgpu.copy_gmem_to_smem(self.scale[name].at[t, lines], ring, full)
 
-        # A block must not end before all have arrived at its barriers.
+        # A block must not end before all threads have arrived at its barriers.
         @pl.loop(jnp.maximum(self.tiles() * steps - stages, 0), self.tiles() * steps)
         def _(step):
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
 
     def multiply(self) -> None:
-        """Compute one half of the rows of each tile: the work of a warpgroup."""
+        """Compute one half of the rows of each tile: the task of a warpgroup."""
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         @pl.loop(0, self.tiles())
@@ -264,20 +264,20 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def wait(self, step: jax.Array) -> tuple[Any, Any]:
-        """This warpgroup's operands of a step, once they have arrived."""
+        """Return this warpgroup's operands of a step, once they have arrived."""
         slot = lax.rem(step, self.p.tiles.stages)
         plgpu.barrier_wait(self.full.at[slot])
         return self.a_ring.at[slot, self.half()], self.b_ring.at[slot].T
 
     def half(self) -> Any:
-        """Return this warpgroup's rows of the block's."""
+        """Return this warpgroup's rows of the block."""
         return pl.ds(lax.axis_index("warpgroup") * self.p.tiles.tile_m, self.p.tiles.tile_m)
 
     def release(self, step: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.p.tiles.stages)])
 
     def running(self, i: jax.Array) -> list[jax.Array]:
-        """Return one sum over all of k. A product is issued before the previous one is done."""
+        """Return one sum over all of k. A matmul is issued before the previous one is done."""
 
         def scope(acc):
             @pl.loop(0, self.steps)
@@ -299,7 +299,7 @@ class _Block:
         return cut(pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32)), self.parts)
 
     def promoted(self, i: jax.Array, column: jax.Array) -> list[jax.Array]:
-        """An f32 sum of the tensor cores' sums of 128 products, each times its scales."""
+        """Return an f32 sum of the tensor cores' sums of 128 terms, each times its scales."""
 
         def step(t, carry):
             total, tile_scales = carry
@@ -309,7 +309,7 @@ class _Block:
             def product(acc):
                 plgpu.wgmma(acc, a, b)
                 if self.p.scales_in_ring():
-                    # Read by all, before the copy engine puts others there. While wgmma works.
+                    # Read by all threads, before the copy engine overwrites it. While wgmma runs.
                     plgpu.commit_smem()
                 # Loaded a step ahead, and after wgmma: the compiler makes everything after these
                 # loads wait for them.
@@ -326,7 +326,7 @@ class _Block:
         return lax.fori_loop(0, self.steps, step, (total, self.tile_scales(0, column)))[0]
 
     def ring_scales(self, step: jax.Array) -> tuple[Any, list[jax.Array]]:
-        """Scales that came with a step's operands: of the rows, and of each part of the columns."""
+        """Return scales copied with a step's operands: of rows, and of each slice of columns."""
         slot = lax.rem(step, self.p.tiles.stages)
         by_row, by_part = None, []
         if "a_blocks" in self.scale:
@@ -337,7 +337,7 @@ class _Block:
         return by_row, by_part
 
     def tile_scales(self, t: Any, column: jax.Array) -> list[jax.Array]:
-        """Scales of block `t` of k that are numbers, one for each part of the columns."""
+        """Return scalar scales of block `t` of k, one for each slice of the columns."""
         if "b_tiles" not in self.scale:
             return []
         starts = [column + part.start for part in self.parts]
@@ -346,7 +346,7 @@ class _Block:
     def scaled(
         self, partial: list[jax.Array], by_row: Any, by_part: list[jax.Array]
     ) -> list[jax.Array]:
-        """Parts of a sum over one block of k, times the scales of that block."""
+        """Return slices of a sum over one block of k, times the scales of that block."""
         if by_row is None:
             return partial
         shape = partial[0].shape
@@ -356,7 +356,7 @@ class _Block:
         return [y * (by_row * along(s, shape, 1)) for y, s in zip(partial, by_part, strict=True)]
 
     def request_scales(self, row: jax.Array, column: jax.Array) -> Any:
-        """Request the scales of a tile's rows. `store` waits for those of its columns."""
+        """Request the scales of a tile's rows. `store` waits for the scales of its columns."""
         if "columns" in self.scale:
             warpgroup = lax.axis_index("warpgroup")
             plgpu.copy_gmem_to_smem(

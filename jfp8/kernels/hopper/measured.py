@@ -15,7 +15,7 @@ import jax
 
 
 def measured(kernel: str, *shape: int) -> dict[str, Any] | None:
-    """Fields of the fastest tiles for arrays like these on the current GPU, if measured."""
+    """Return the fastest measured tiles for such arrays on the current GPU, if any."""
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = jax.devices()[0].device_kind if described is None else described.device_kind
     entry = _table().get(kind, {}).get(kernel, {}).get(shape_class(shape))
@@ -23,7 +23,7 @@ def measured(kernel: str, *shape: int) -> dict[str, Any] | None:
 
 
 def shape_class(shape: tuple[int, ...]) -> str:
-    """Each size rounded up to a power of two: ``(15872, 16384, 4096)`` is ``16384x16384x4096``."""
+    """Round each size up to a power of two: ``(15872, 16384, 4096)`` is ``16384x16384x4096``."""
     return "x".join(str(1 << max(size - 1, 0).bit_length()) for size in shape)
 
 

@@ -1,7 +1,7 @@
 """Casts of a matrix to f8 in both directions, and its amaxes: one pass over memory each.
 
-All kernels take ``how``, options of `Walk.over`: tiles, the dtype to which elements are cast as
-they are read, and what makes the matrix.
+All kernels take ``how``, options of `Walk.over`: tiles, the dtype to which elements are cast when
+they are read, and the function that computes the matrix.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jfp8.scaling.formats import Format
 def tensor_amax(
     x: Input, *known: jax.Array, unless: Callable[..., jax.Array] | None = None, **how: Any
 ) -> jax.Array:
-    """Return the amaxes of `parts` of `x`, as bits of f32; 0 for a part that has no elements.
+    """Return the amaxes of `parts` slices of `x`, as bits of f32; 0 for an empty slice.
 
     The largest integer is ``max(|x|)``; NaN if an element is NaN, Inf if one is Inf.
 
     Args:
-      x: f32, bf16 or f16[M, N]; or what makes it, see `Walk.over`.
+      x: f32, bf16 or f16[M, N]; or the arrays it is computed from, see `Walk.over`.
       known: vectors for `unless`.
       unless: of references to `known`, bool[]. If it is true `x` is not read; all results are 0.
     """
@@ -43,7 +43,7 @@ def tensor_amax(
         def body(i, j, tile, largest):
             found = jnp.max(sweep.magnitude(sweep.read(tile, ROWS, walk.dtype)), axis=1)
             largest = jnp.maximum(largest, found)
-            plgpu.commit_smem()  # read by all, before the copy engine puts the next tile there
+            plgpu.commit_smem()  # all have read, before the copy engine writes the next tile
             return largest
 
         found = walk.for_each_tile(body, x, wanted=wanted, carry=sweep.no_amax(walk))
@@ -90,20 +90,20 @@ def quantize_tensor(
 ) -> tuple[jax.Array, ...]:
     """Return ``q = cast(x / scale)``, ``q.T``, ``scale``, its products with others, and amaxes.
 
-    Single numbers are made by this kernel: one of their own would take longer to start than to run.
+    Scalars are computed by this kernel: a separate one would take longer to start than to run.
     Finite values saturate; Inf and NaN become NaN.
 
     Args:
       x: see `tensor_amax`.
-      known: vectors for `scale_of`; behind them the scales, f32[1], of operands that `x` meets.
-      scale_of: of references to `known`: the scale and its reciprocal, as by `scale_and_inverse`,
+      known: vectors for `scale_of`, followed by the scales, f32[1], of operands paired with `x`.
+      scale_of: of references to `known`: the scale and its reciprocal, as in `scale_and_inverse`,
         f32[128] of equal numbers.
-      meets: how many operands `x` meets.
+      meets: number of operands paired with `x`.
 
     Returns:
-      f8[M, N], f8[N, M], the scale f32[1], for each operand that `x` meets ``scale * its scale`` as
-      by `scale_products`, f32[1], and if `with_amax` int32[parts()] as of `tensor_amax`. If several
-      matrices are made, f8[M, matrices, N] and f8[matrices, N, M], with one scale.
+      f8[M, N], f8[N, M], the scale f32[1], ``scale * its scale`` for each paired operand, as in
+      `scale_products`, f32[1], and if `with_amax` int32[parts()] as of `tensor_amax`. If several
+      matrices are computed, f8[M, matrices, N] and f8[matrices, N, M], with one scale.
     """
     first_met = len(known) - meets
 
@@ -151,8 +151,8 @@ def _quantize(
     """Return both directions, and results of the shapes `more`, of which the last are the amaxes.
 
     Args:
-      prepare: from references to `known` and to those results, what rows and columns are multiplied
-        by: numbers, or references to vectors.
+      prepare: from references to `known` and to those results, the factors of rows and columns:
+        scalars, or references to vectors.
     """
 
     def kernel(x: Sequence[Ref], *refs: Ref) -> None:

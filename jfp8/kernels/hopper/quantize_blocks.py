@@ -27,19 +27,19 @@ def quantize_rows_in_blocks(
     """Quantize `x` in blocks of ``1 x block`` along its rows, and `x.T` along its own rows.
 
     ``q[i, j] = cast(x[i, j] / s[j // block, i])`` and
-    ``q_t[j, i] = cast(x[i, j] / s_t[i // block, j])``, where scales and their reciprocals are those
-    of `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
-    the first dimension of the scales, so that scales of neighbouring lines are side by side.
+    ``q_t[j, i] = cast(x[i, j] / s_t[i // block, j])``, with scales and reciprocals as in
+    `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
+    the first dimension of the scales, so that scales of neighbouring lines are contiguous.
 
     Args:
-      x: f32, bf16 or f16[M, N]; or what makes it, see `Walk.over`.
+      x: f32, bf16 or f16[M, N]; or the arrays it is computed from, see `Walk.over`.
       block: 128 or 32.
       scale_rounding: see `scaling.scale_from_amax`.
 
     Returns:
       ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
-      The scales are f32, or uint8 E8M0 codes where the rounding gives E8M0. If several matrices are
-      made, their number is a dimension before N, and before that of the blocks along N.
+      The scales are f32, or uint8 E8M0 codes if the rounding gives E8M0. If several matrices are
+      computed, their number is a dimension before N, and before that of the blocks along N.
     """
     tiles = in_blocks(x, block)
     tiles = fastest("quantize_rows_in_blocks", x, tiles) if block == 128 else tiles
@@ -49,7 +49,7 @@ def quantize_rows_in_blocks(
     def kernel(x, q, q_t, s, s_t, staged, staged_t) -> None:
         def body(i, j, tile):
             def cast(values, scales, first, lines):
-                # Block by block, for all lines at once.
+                # Block by block, for all lines simultaneously.
                 parts = []
                 for b in range(values.shape[1] // block):
                     part = values[:, b * block : (b + 1) * block]
@@ -89,7 +89,7 @@ def quantize_tiles(
 
     Returns:
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)]. If several
-      matrices are made, see `quantize_rows_in_blocks`.
+      matrices are computed, see `quantize_rows_in_blocks`.
     """
     walk = Walk.over(x, fastest("quantize_tiles", x, in_blocks(x, 128)), **how)
     assert (walk.sweep.rows, walk.sweep.columns) == (128, 128)
@@ -123,9 +123,9 @@ def quantize_tiles(
 
 
 def in_blocks(x: Input, block: int) -> Sweep:
-    """Tiles of whole blocks in both directions, of which two fit a multiprocessor; for f32 one.
+    """Return tiles of whole blocks in both directions, two per multiprocessor; for f32 one.
 
-    One block, if its tiles are so large that two do not fit.
+    One block per multiprocessor, if its tiles are so large that two do not fit.
     """
     read = sweep.bytes_read(x)
     if block != 128 or read < 4:
@@ -134,7 +134,7 @@ def in_blocks(x: Input, block: int) -> Sweep:
 
 
 def store(ref: Any, values: jax.Array) -> None:
-    """``ref[...] = values``; JAX 0.12 must be told that single bytes are meant."""
+    """Assign ``ref[...] = values``; JAX 0.12 needs an explicit byte type."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, values, optimized=False)
     else:

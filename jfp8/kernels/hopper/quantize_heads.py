@@ -1,4 +1,4 @@
-"""Heads of tokens, cast to f8 for attention: as its products take them, in one pass over memory.
+"""Heads of tokens, cast to f8 in the layouts of attention's matmuls, in one pass over memory.
 
 A projection writes ``[tokens, heads, depth]``, of which attention takes some heads, one after the
 other, and each both straight and transposed.
@@ -16,14 +16,14 @@ from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Ref, Sweep
 from jfp8.kernels.shared_memory import along, swizzled
 from jfp8.scaling.formats import Format
 
-TOKENS = 128  # of which a sequence has a multiple
+TOKENS = 128  # their multiple is the length of a sequence
 SIZES = (64, 128, 256)  # of a head
 
 
 def quantize_heads(
     x: jax.Array, inverse: jax.Array, *, first: int, fmt: Format
 ) -> tuple[jax.Array, jax.Array]:
-    """``q = cast(x * inverse)`` and ``q^T`` of heads `first`, `first` + 1, ... of each group.
+    """Compute ``q = cast(x * inverse)`` and ``q^T`` of heads `first`, `first` + 1, ... of a group.
 
     Values saturate, Inf too; NaN stays NaN. Results are f8[B, G, N, T, H] and f8[B, G, N, H, T].
 
@@ -42,7 +42,7 @@ def quantize_heads(
     def kernel(x: Ref, inverse: Ref, q: Ref, q_t: Ref, staged: Ref, staged_t: Ref) -> None:
         block = lax.axis_index("block")
         steps = lax.div(total - 1 - block, jnp.int32(blocks)) + 1
-        # Which head of all, which part of it, and which tokens.
+        # The index of the head, the slice of it, and the tokens.
         place = lambda step: _unraveled(block + step * blocks, across, down)
 
         def of_x(step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +91,7 @@ def quantize_heads(
 
 
 def _unraveled(i: jax.Array, *sizes: int) -> list[jax.Array]:
-    """Find the place of element `i` of an array whose dimensions after the first have `sizes`."""
+    """Find the index of element `i` of an array whose dimensions after the first have `sizes`."""
     place = []
     for size in reversed(sizes):
         place.append(lax.rem(i, jnp.int32(size)))

@@ -1,14 +1,14 @@
-"""How kernels that quantize walk over a matrix: one pass over memory.
+"""How kernels that quantize iterate over a matrix: one pass over memory.
 
-They walk over its tiles with as many blocks as the device runs at a time. The copy engine brings
-tiles into shared memory while earlier ones are processed, and takes the results away. A tile is
+They iterate over its tiles with as many blocks as the device runs at a time. The copy engine loads
+tiles into shared memory while earlier ones are processed, and stores the results. A tile is
 read once from memory but twice from shared memory: directly for ``q``, and through its transposed
-view for ``q^T``. So both directions are the same code on lines of the tile, and a reduction along a
+view for ``q^T``. So both directions run the same code on lines of the tile, and a reduction along a
 line never leaves a warp.
 
-A matrix that follows element by element from others is never in memory: tiles of those are brought,
-and its own is made in place of the first. Several matrices that follow from the same ones, side by
-side, are made at once, and processed one after the other.
+A matrix computed elementwise from others is never in memory: tiles of the others are loaded,
+and its own tile overwrites the first. Several matrices computed from the same ones, side by
+side, are computed at once, and processed one after the other.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from jfp8.kernels.shared_memory import load, padded, swizzled, tile
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 
-# How a warpgroup holds the lines of a tile: four neighbours to a thread where they are rows, which
-# makes words of f8, and two where they are columns, which is what a transposing load gives.
+# Layout of the lines of a tile in a warpgroup: four neighbours per thread for rows, which
+# form words of f8, and two for columns, the result of a transposing load.
 ROWS, COLUMNS = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
 
 Ref: TypeAlias = Any  # to memory or shared memory
 
-# Of f32 arrays of one shape, element by element: an array, or a tuple of several.
+# Elementwise function of f32 arrays of one shape: an array, or a tuple of several.
 Make: TypeAlias = Callable[..., Any]
 
-# A matrix [M, N], or what it is made of: arrays [M, N] or [M, projections, N].
+# A matrix [M, N], or its inputs: arrays [M, N] or [M, projections, N].
 Input: TypeAlias = jax.Array | Sequence[jax.Array]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Say how a matrix is cut into tiles."""
+    """Describe the tiles of a matrix."""
 
     rows: int = 128  # of a tile, a multiple of 64, as `columns`
     columns: int = 128
     stages: int = 2  # tiles in shared memory, one being processed and the others being loaded
-    # Blocks that share the tiles: two for each multiprocessor must fit into its shared memory.
+    # Blocks that process the tiles: two must fit into a multiprocessor's shared memory.
     blocks: int = field(default_factory=lambda: 2 * multiprocessors())
 
     def part(self, i: jax.Array, j: jax.Array) -> tuple[Any, Any]:
@@ -62,7 +62,7 @@ class Sweep:
 
 
 def arrays_of(x: Input) -> tuple[jax.Array, ...]:
-    """Return all arrays of an input, the matrix or the first of what it is made of in front."""
+    """Return all arrays of an input: the matrix or the first of its inputs in front."""
     return tuple(x) if isinstance(x, Sequence) else (x,)
 
 
@@ -75,14 +75,14 @@ def both_ways(x: Input, stages: int = 2) -> Sweep:
     """Return tiles with which two blocks fit a multiprocessor, each with two tiles and results.
 
     Args:
-      stages: instead of the two tiles, if so many fit.
+      stages: number of tiles instead of two, if they fit.
     """
     read = bytes_read(x)
     return Sweep(rows=128 if read == 2 else 64, stages=stages if read <= 4 else 2)
 
 
 def fastest(kernel: str, x: Input, otherwise: Sweep) -> Sweep:
-    """Return what was measured to be fastest for 16-bit elements; else `otherwise`."""
+    """Return the fastest measured tiles for 16-bit elements; else `otherwise`."""
     first, *others = arrays_of(x)
     itself = first.dtype.itemsize == first.ndim == 2 and not others
     found = measured(kernel, *first.shape) if itself else None
@@ -91,15 +91,15 @@ def fastest(kernel: str, x: Input, otherwise: Sweep) -> Sweep:
 
 @dataclass(frozen=True)
 class Walk:
-    """Say how a kernel walks over a matrix."""
+    """Describe how a kernel iterates over a matrix."""
 
-    arrays: tuple[jax.Array, ...]  # in memory, of whole tiles: the matrix, or what it is made of
-    sizes: tuple[int, int]  # of the matrix, or of each of several, without what is added to tiles
-    dtype: jax.typing.DTypeLike  # to which elements are cast as they are read
+    arrays: tuple[jax.Array, ...]  # in memory, of whole tiles: the matrix, or its inputs
+    sizes: tuple[int, int]  # of the matrix, or of each of several, without padding
+    dtype: jax.typing.DTypeLike  # dtype to which elements are cast when they are read
     sweep: Sweep
-    make: Make | None = None  # None: the input is the matrix itself
-    side_by_side: tuple[int, ...] = (1,)  # of how many matrices each array consists
-    outputs: int = 1  # matrices that `make` makes; the matrix is all of them
+    make: Make | None = None  # None if the input is the matrix itself
+    side_by_side: tuple[int, ...] = (1,)  # number of matrices in each array
+    outputs: int = 1  # number of matrices that `make` returns; the matrix is all of them
 
     @classmethod
     def over(
@@ -116,11 +116,11 @@ class Walk:
         Args:
           x: the matrix, ``[M, N]``; or, if there is a `make`, arrays ``[M, projections, N]`` and
             ``[M, N]`` of one dtype: then the matrix is ``make(x[0][:, 0], x[0][:, 1], ..., x[1])``
-            in f32, rounded to their dtype. If that are several, they are side by side.
+            in f32, rounded to their dtype. If `make` returns several, they are side by side.
           default: the tiles, if no `sweep` is given.
           sweep: the tiles.
-          dtype: to which elements are cast as they are read; None: to none.
-          make: see `x`; None: it is the matrix itself.
+          dtype: dtype to which elements are cast when they are read; None for no cast.
+          make: see `x`; None if `x` is the matrix itself.
         """
         arrays, sweep = arrays_of(x), sweep or default
         sizes, dtype = (arrays[0].shape[0], arrays[0].shape[-1]), dtype or arrays[0].dtype
@@ -136,26 +136,26 @@ class Walk:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the matrix, of whole tiles."""
+        """Return the shape of the matrix, of whole tiles."""
         first = self.arrays[0]
         return first.shape[0], first.shape[1] // self.side_by_side[0] * self.outputs
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """How many tiles there are, down and across, of each matrix."""
+        """Return the number of tiles, down and across, of each matrix."""
         rows, columns = self.shape
         return rows // self.sweep.rows, columns // self.outputs // self.sweep.columns
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that `run` starts."""
+        """Return the number of blocks that `run` starts."""
         return min(self.sweep.blocks, math.prod(self.tiles))
 
     def whole(self, x: jax.Array, axis: int, *sizes: int) -> jax.Array:
-        """Return a result of a kernel without what was added for whole tiles.
+        """Return a result of a kernel without the padding of its tiles.
 
         Args:
-          axis: that of columns. If several matrices are made, it becomes two, the first their
+          axis: that of columns. If several matrices are computed, it becomes two, the first their
             number.
           sizes: of rows and columns, in the order of `x`.
         """
@@ -206,16 +206,16 @@ class Walk:
         wanted: jax.Array | None = None,
         carry: Any = None,
     ) -> Any:
-        """Call ``body(i, j, tile, *parts, [carry])`` for those tiles that are this block's.
+        """Call ``body(i, j, tile, *parts, [carry])`` for the tiles of this block.
 
         Args:
-          body: gets the position of the tile, and tile and parts in shared memory; if there is a
+          body: gets the position of the tile, and tile and slices in shared memory; if there is a
             `carry`, it returns the next one.
           x: references to `arrays`.
-          vectors: vectors in memory, each with the dimension of the matrix that it belongs to. Not
-            if several matrices are made.
+          vectors: vectors in memory, each with the matrix dimension that it belongs to. Not
+            supported if several matrices are computed.
           wanted: bool[]; if False nothing is read.
-          carry: its first value.
+          carry: initial value.
         """
         sweep, (down, across) = self.sweep, self.tiles
         total, stride, block = down * across, self.blocks, lax.axis_index("block")
@@ -264,7 +264,7 @@ class Walk:
 
 
 def make_in_place(make: Make, tiles: Sequence[Ref]) -> None:
-    """``tiles[0], ... = make(*tiles)``: each thread writes what it has read itself."""
+    """Assign ``tiles[0], ... = make(*tiles)``: each thread writes what it has read itself."""
     for at in itertools.product(*(range(0, size, 64) for size in tiles[0].shape)):
         part = tuple(pl.ds(first, 64) for first in at)  # all at once would not fit the registers
         values = (plgpu.load(tile.at[part], layout=COLUMNS) for tile in tiles)
@@ -275,21 +275,21 @@ def make_in_place(make: Make, tiles: Sequence[Ref]) -> None:
 
 
 def staging(sweep: Sweep, fmt: Format) -> list[Any]:
-    """Shared memory for a tile on its way out, and for its transpose."""
+    """Return shared memory for a tile of results, and for its transpose."""
     shapes = (sweep.rows, sweep.columns), (sweep.columns, sweep.rows)
     return [tile(shape, fmt.dtype) for shape in shapes]
 
 
 def read(tile: Ref, layout: Any, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """A tile, its transposed view, or a part of a vector, in registers, cast to `dtype`."""
-    # Not optimized: the reads of ROWS meet two to a bank. Optimized ones do not, but cost a select
-    # for every word, and instructions are scarcer here than shared memory's time.
+    """Return a tile, its transposed view, or a slice of a vector, in registers, as `dtype`."""
+    # Not optimized: reads of ROWS have two-way bank conflicts. Optimized reads cost a select
+    # for every word instead, and instructions are scarcer than bandwidth of shared memory.
     values = load(tile, layout)
     return values if dtype is None else values.astype(dtype)
 
 
 def write(values: jax.Array, staged: Ref, target: Ref) -> None:
-    """``target = values``, through `staged`."""
+    """Assign ``target = values``, through `staged`."""
     # The two directions alternate, each in its own `staged`: with at most one copy in flight, this
     # one is free. A kernel ends with `plgpu.wait_smem_to_gmem(0)`, which waits for both.
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -299,33 +299,33 @@ def write(values: jax.Array, staged: Ref, target: Ref) -> None:
 
 
 def lane(dtype: jax.typing.DTypeLike) -> Any:
-    """The signed integer type as wide as `dtype`."""
+    """Return the signed integer type as wide as `dtype`."""
     return {2: np.int16, 4: np.int32}[jnp.dtype(dtype).itemsize]
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """The bits of ``|x|`` as integers of type `lane`, in the order ``finite < Inf < NaN``."""
+    """Return the bits of ``|x|`` as integers of type `lane`, ordered ``finite < Inf < NaN``."""
     integer = lane(x.dtype)
     return lax.bitcast_convert_type(x, integer) & integer(np.iinfo(integer).max)
 
 
 def no_amax(walk: Walk) -> jax.Array:
-    """Zero magnitudes for the rows of a tile, in the layout that a maximum along them gives."""
+    """Return zero magnitudes for the rows of a tile, in the layout of a maximum along them."""
     return plgpu.layout_cast(jnp.zeros((walk.sweep.rows,), lane(walk.dtype)), ROWS.reduce(1))
 
 
 def from_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The f32 value of a result of `magnitude`, for an `x` of `dtype`."""
+    """Return the f32 value of a result of `magnitude`, for an `x` of `dtype`."""
     return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
 
 
 def f32_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What `magnitude` would give for ``x.astype(f32)``, as int32, which memory handles well."""
+    """Return `magnitude` of ``x.astype(f32)``, as int32, which memory handles well."""
     return lax.bitcast_convert_type(from_magnitude(bits, dtype), jnp.int32)
 
 
 def saturating(values: jax.Array, fmt: Format) -> jax.Array:
-    """f32 `values` cast to `fmt`; finite ones saturate."""
+    """Return f32 `values` cast to `fmt`; finite values saturate."""
     # The device's conversion (cvt.rn.satfinite) saturates by itself.
     if kernels_are_interpreted():
         values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
@@ -333,7 +333,7 @@ def saturating(values: jax.Array, fmt: Format) -> jax.Array:
 
 
 def parts() -> int:
-    """The number of parts of which kernels give amaxes, of any matrix: at least one for each block.
+    """Return the number of amaxes that kernels write, for any matrix: at least one per block.
 
     A multiple of 128, which a warpgroup can read at once.
     """
@@ -341,7 +341,7 @@ def parts() -> int:
 
 
 def write_amax(target: Ref, amax: jax.Array, walk: Walk) -> None:
-    """What a block has found as its entry of `target`, and zeros that are left for it to write."""
+    """Write the amax of a block to its entry of `target`, and zeros to remaining entries."""
     count, at = walk.blocks, lax.axis_index("block")
     target[at] = jnp.max(f32_magnitude(amax, walk.dtype))
 
@@ -352,6 +352,6 @@ def write_amax(target: Ref, amax: jax.Array, walk: Walk) -> None:
 
 
 def largest_of(amaxes: Ref) -> jax.Array:
-    """The largest of the amaxes that another kernel has found, f32[128], all the same."""
+    """Return the largest amax that another kernel has computed, f32[128], all equal."""
     largest = jnp.max(plgpu.load(amaxes, layout=plgpu.Layout.WG_STRIDED((amaxes.shape[0],), 1)))
     return lax.bitcast_convert_type(jnp.full((128,), largest), jnp.float32)

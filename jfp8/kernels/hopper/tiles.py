@@ -1,4 +1,4 @@
-"""Divide products into tiles: by measurement, or by a model of the device."""
+"""Choose tiles of matmuls: by measurement, or by a model of the device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.kernels.hopper.measured import measured
 from jfp8.kernels.shared_memory import SHARED_MEMORY
 
-# For kernels of products. Pallas puts barriers of a warpgroup around each store to shared memory
-# and before each copy, in case a thread reads what others write. Here none does: only copies write
-# operands and scales, and results pass `commit_smem` and `wait_smem_to_gmem`, which have their own
+# For kernels of matmuls. Pallas puts barriers of a warpgroup around each store to shared memory
+# and before each copy, in case a thread reads data of others. Here none does: only copies write
+# operands and scales, and results pass `commit_smem` and `wait_smem_to_gmem`, which have
 # barriers, before memory is written again.
 NO_OTHER_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a product ``[M, N]`` is divided. `tile_m` and `tile_n` are multiples of 64.
+    """The tiling of a matmul ``[M, N]``. `tile_m` and `tile_n` are multiples of 64.
 
     Two warpgroups take `tile_m` x `tile_n` each, one above the other. `stages` copies of 128 of K
     are in flight. Blocks that run at the same time form a rectangle, `group` tiles high, so that
@@ -36,7 +36,7 @@ class Tiles:
 
 
 class Place(NamedTuple):
-    """Locate a tile of a product: its first row and column, and the first column that it stores."""
+    """Locate a tile of a matmul: its first row and column, and the first column that it stores."""
 
     row: jax.Array
     column: jax.Array
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Cut a matrix into tiles of `height` rows, in an order that shares operands in L2.
+    """Split a matrix into tiles of `height` rows, in an order that shares operands in L2.
 
     The last tile of a row ends with the matrix, and so may overlap the one before it.
     """
@@ -77,12 +77,12 @@ class Grid:
 Kind = Literal["running", "promoted", "block", "block_columns"]
 
 # Widest tiles whose sums fit the registers, at 64 rows: each thread has half a tile's width of f32,
-# as much again where sums are promoted, and the scales of its columns beside them.
+# the same again if sums are promoted, and the scales of its columns.
 _WIDEST = {"running": 256, "promoted": 192, "block": 192, "block_columns": 128}
 
 
 def multiprocessors() -> int:
-    """Those of the device that is compiled for; without one, those of an H200."""
+    """Return the multiprocessors of the device compiled for; without one, of an H200."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.num_cores:
         return abstract.num_cores
@@ -90,20 +90,20 @@ def multiprocessors() -> int:
 
 
 def candidates(kind: Kind) -> list[Tiles]:
-    """The tiles worth measuring: all that fit, with as many stages as fit."""
+    """List the tiles worth measuring: all that fit, with as many stages as fit."""
     widths = [n for n in (64, 128, 192, 256) if n <= _WIDEST[kind]]
     shapes = [(64, n) for n in widths] + ([(128, 128)] if kind == "running" else [])
     return [Tiles(m, n, _stages(kind, m, n), group) for m, n in shapes for group in (16, 8)]
 
 
 def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
-    """The tiles that were measured to be fastest; else those that a model predicts."""
+    """Return the fastest measured tiles; else the tiles that a model predicts."""
     found = measured(kind, m, n, k)
     return ranked(kind, m, n, k)[0] if found is None else Tiles(**found)
 
 
 def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
-    """All candidates, those first that a model of the device predicts to be fastest.
+    """Rank all candidates by the time that a model of the device predicts.
 
     A wave of tiles takes as long as the slowest of three resources needs for one of them, plus a
     little for its start and end: the tensor cores, the shared memory, and the path to it from L2.
@@ -124,7 +124,7 @@ def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
 
 
 def _stages(kind: Kind, tile_m: int, tile_n: int) -> int:
-    """As many as fit beside 2 x 2 staged stores of 128 bytes a row, column scales and barriers."""
-    line = 132 if kind.startswith("block") else 128  # of an operand, and its scale
+    """Return the stages that fit next to 2 x 2 staged stores of 128 bytes a row and barriers."""
+    line = 132 if kind.startswith("block") else 128  # bytes of an operand's row, and its scale
     free = SHARED_MEMORY - 4 * tile_m * 128 - 2 * tile_n * 4 - 640
     return min(8, free // ((2 * tile_m + tile_n) * line))

@@ -1,4 +1,4 @@
-"""Multiply tiles of f8 by wgmma, whose sums are in registers."""
+"""Multiply tiles of f8 by wgmma, which keeps sums in registers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64  # of a warpgroup that multiplies
+ROWS = 64  # rows of a multiplying warpgroup
 
 BY_ELEMENT = plgpu.Layout.WGMMA
-BY_ROW = BY_ELEMENT.reduce(1)  # of a vector that is broadcast along the rows of a tile
+BY_ROW = BY_ELEMENT.reduce(1)  # layout of a vector that is broadcast along the rows of a tile
 BY_COLUMN = BY_ELEMENT.reduce(0)
 
 
@@ -28,7 +28,7 @@ def multiply(*pairs: tuple[Any, Any]) -> list[jax.Array]:
 
 
 def slices(width: int, size: int) -> list[Any]:
-    """Return slices of `size` columns: of so many, vectors are in registers at the same time."""
+    """Return slices of `size` columns, the number of which vectors are in registers at a time."""
     return [pl.ds(c, size) for c in range(0, width, size)]
 
 

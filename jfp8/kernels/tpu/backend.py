@@ -1,7 +1,7 @@
-"""Products of `ScaledArray`s on TPUs: by the Pallas kernel in this folder, or by XLA.
+"""Matmuls of `ScaledArray`s on TPUs: by the Pallas kernel in this folder, or by XLA.
 
-The kernel takes matrices in any layout. This file brings any product into matrices, and scales into
-the shapes that the kernel takes.
+The kernel takes matrices in any layout. This file transforms any matmul into matrices, and scales
+into the shapes of the kernel.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _why_not_on(device: Gpu | Tpu | None) -> str | None:
     if device is None or not device.divides:
         return None
     return (
-        "arrays that the compiler divides among TPUs, which cannot be told how to divide a kernel. "
-        "Divide them over explicit axes, as jax.make_mesh makes them, in parts of multiples of "
+        "arrays that the compiler shards over TPUs, since it cannot be told how to shard a kernel. "
+        "Shard them over explicit axes, as jax.make_mesh makes them, in shards of multiples of "
         "128; or call it in a jax.shard_map over all axes of the mesh"
     )
 
@@ -53,14 +53,14 @@ def _why_not_on(device: Gpu | Tpu | None) -> str | None:
 def by_mosaic(
     lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec, bias: jax.Array | None = None
 ) -> jax.Array:
-    """The product by the kernel on TPUs, or interpreted; elsewhere by the reference."""
+    """Multiply by the kernel on TPUs, or interpreted; elsewhere by the reference."""
     tpu = spec.device
     in_f8 = not isinstance(tpu, Tpu) or tpu.multiplies_f8
     kernel = lambda lhs, rhs, bias: _multiply(lhs, rhs, spec, in_f8, bias)
     reference = lambda lhs, rhs, bias: plus_bias(emulated(lhs, rhs, spec), bias)
     reason = (
         "implementation='mosaic_tpu' runs on TPUs, and this program is compiled for another "
-        "platform. Use implementation=None or 'emulate', which give the same numbers."
+        "platform. Use implementation=None or 'emulate', which give the same results."
     )
     elsewhere = reason if spec.implementation is not None else reference
     return on_platform("tpu", kernel, elsewhere, lhs, rhs, bias)
@@ -85,13 +85,13 @@ def _multiply(
     else:
         u, v = row_scales(lhs, lhs_sum, lhs_batch), row_scales(rhs, rhs_sum, rhs_batch)
         scales = u[..., None] if u.ndim else u, v[..., None, :] if v.ndim else v
-    # The kernel writes what TPUs have registers for.
+    # The kernel writes dtypes for which TPUs have registers.
     out = spec.dtype if spec.dtype in (jnp.float32, jnp.bfloat16) else np.dtype(np.float32)
     bias = None if given is None or out != spec.dtype else given.reshape(1, -1)
 
     def product(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
         how: dict[str, Any] = {"scales": scales, "in_blocks": in_blocks, "bias": bias}
-        # The compiler counts with one rate, that of bf16, when it decides what to do meanwhile.
+        # The compiler assumes the rate of bf16 when it schedules other work meanwhile.
         flops = m * n * k * (1 if in_f8 else 2)
         return matmul(a, b, (a_k - len(batch), b_k - len(batch)), out, **how, flops=flops)
 
@@ -103,7 +103,7 @@ def _multiply(
 
 
 def _block_scales(q: ScaledArray, summed: int, batch: Sequence[int]) -> jax.Array:
-    """Scales as ``[(batch,) k / block, free]``, E8M0 ones as codes."""
+    """Return scales as ``[(batch,) k / block, free]``, E8M0 scales as codes."""
     (free,) = free_dims(q.ndim, (summed,), batch)
     scale = jnp.asarray(q.scale)
     scale = codes_of(scale) if scale.dtype == E8M0FNU.dtype else scale
@@ -118,7 +118,7 @@ def _backend(**what: Any) -> Backend:
         "mosaic_tpu",
         by_mosaic,
         formats=HARDWARE_FORMATS,
-        accumulations=("f32", "f32_every_128"),  # both in f32: the order of sums is open
+        accumulations=("f32", "f32_every_128"),  # both in f32: the order of sums is unspecified
         multiples_of=LANES,
         why_not_on=_why_not_on,
         **what,
@@ -131,14 +131,14 @@ BLOCK_BACKEND = _backend(
     blocks=frozenset({(128, 1), (128, 128), (32, 1), (32, 32)}),
     powers_of_two=True,
 )
-# The first that supports the product is used.
+# The first backend that supports the matmul is used.
 BACKENDS = (BACKEND, BLOCK_BACKEND, f8_dot.BACKEND, bf16_dot.BACKEND, REFERENCE)
 
 
 def multiply(
     lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec, bias: jax.Array | None = None
 ) -> jax.Array:
-    """Return the product of two operands, and a bias, by the named backend or the best one.
+    """Return the matmul of two operands, plus a bias, by the named backend or the best one.
 
     Raises:
       NotImplementedError: the named backend cannot compute it.
@@ -159,18 +159,18 @@ def multiply(
 
 
 def choose_on_tpu(facts: Facts, device: Tpu | None) -> Choice:
-    """Return the backend for a product on a TPU; None: for any, by XLA.
+    """Return the backend for a matmul on a TPU; None for any matmul, by XLA.
 
     1. The Pallas kernel, which takes f8 codes with scales for tensors, rows and columns, and
-       dequantizes blocks with powers of two to bf16 as it reads them.
-    2. By XLA: f8 arrays, which TPU7x multiplies, and others convert to bf16 on the way. What has
-       scales that vary along the sum, in bf16.
+       dequantizes blocks with powers of two to bf16 while it reads them.
+    2. XLA: f8 arrays, which TPU7x multiplies, and others convert to bf16 first. Operands with
+       scales that vary along the contraction, in bf16.
     """
     facts = replace(facts, accumulation="f32")
     refused: dict[str, str] = {}
     for backend in BACKENDS if device is not None else BACKENDS[2:]:
         if facts.granularity not in backend.granularities and backend in BACKENDS[:2]:
-            continue  # the same kernel takes them in another way
+            continue  # the same kernel takes them in another layout
         reason = backend.why_not(facts, device)
         if reason is None:
             return Choice(backend, refused)

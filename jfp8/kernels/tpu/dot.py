@@ -1,7 +1,7 @@
-"""The planner for TPUs: `Dot` of two matrices, each quantized in one step for both of its products.
+"""The planner for TPUs: `Dot` of two matrices, each quantized in one step for both of its matmuls.
 
-A TPU's matrix units take operands in any layout, so that one array of codes serves both directions
-wherever one scale does.
+A TPU's matrix units accept operands in any layout, so one array of codes serves both directions
+if one scale does.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from jfp8.tracing.devices import Tpu
 )
 @dataclass(frozen=True)
 class DotOnTpu(Dot):
-    """Compute `Dot` on TPUs, of the matrices that its operands become.
+    """Compute `Dot` on TPUs, from its operands as matrices.
 
     Attributes:
-      given: how lhs, rhs and grad become these matrices.
-      layout: how they lie on several TPUs; None: on one, or it is not known.
-      bias: ``[n]``, which is added to y; None: none is.
+      given: arrangements of lhs, rhs and grad as matrices.
+      layout: shardings over several TPUs; None for one TPU, or if unknown.
+      bias: ``[n]``, which is added to y; None for no bias.
     """
 
     tpu: Tpu
@@ -61,7 +61,7 @@ class DotOnTpu(Dot):
     def with_bias(self, bias: jax.Array, options: Options) -> DotOnTpu | None:
         by_kernel = self.layout is not None or not self.tpu.divides
         rounds_y = options.recipe.resolved().fprop.output  # before the bias is added
-        # Statistics are of the product alone.
+        # Statistics are of the matmul alone.
         if not by_kernel or rounds_y or OBSERVER.value is not None:
             return None
         return replace(self, bias=bias)
@@ -124,7 +124,7 @@ class DotOnTpu(Dot):
         spec: MatmulSpec,
         bias: jax.Array | None,
     ) -> jax.Array:
-        """Multiply on TPUs that have a part of each operand, and add partial sums up."""
+        """Multiply on TPUs that have a shard of each operand, and add partial sums."""
         spec = replace(spec, device=replace(self.tpu, divides=False))
 
         def part(data, scale, data_2, scale_2, bias):
@@ -155,7 +155,7 @@ class DotOnTpu(Dot):
 
 
 def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
-    """Return whether parts of `q` have parts of its scales, as those that kernels quantize have."""
+    """Return True if shards of `q` have shards of its scales, as from kernels that quantize."""
     if q.block is not None or not isinstance(q.scale, jax.Array):
         return False
     parts = map(sharded.count_of, axes)
@@ -163,9 +163,9 @@ def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
 
 
 def plan(spec: Any) -> DotOnTpu | None:
-    """Return `DotOnTpu` for a product of matrices; None: the reference, for all that is batched.
+    """Return `DotOnTpu` for a matmul of matrices; None for batched ones: the reference.
 
-    Convolutions and grouped products are those of the core, too.
+    Convolutions and grouped matmuls use the reference, too.
     """
     if not isinstance(spec, DotSpec) or spec.dimension_numbers[1][0]:
         return None
@@ -176,7 +176,7 @@ def plan(spec: Any) -> DotOnTpu | None:
         tpu = Tpu("TPU")
     by_role = arrangements(spec.shapes, numbers)
     if spec.has_quantized_rhs and by_role["rhs"].sizes != spec.shapes[1]:
-        return None  # its blocks may not be those of a matrix
+        return None  # its blocks may not be blocks of a matrix
     layout = None
     # In f16 partial sums might overflow.
     if spec.sharding is not None and tpu.divides and jnp.float16 not in spec.dtypes:

@@ -1,7 +1,7 @@
-"""The product of two matrices of f8 codes, on the matrix units of a TPU.
+"""Matmuls of two matrices of f8 codes, on the matrix units of a TPU.
 
-Where no scale varies along the sum, the units take the codes themselves: those of a TPU7x multiply
-f8, earlier ones convert them to bf16, which is exact. Where scales do, each tile is dequantized to
+If no scale varies along the contraction, the units take the codes themselves: a TPU7x multiplies
+f8, earlier TPUs convert f8 to bf16, which is exact. If scales do, each tile is dequantized to
 bf16 as it arrives, which is exact for powers of two, and is never in memory.
 """
 
@@ -25,7 +25,7 @@ from jfp8.tracing.compat import kernels_are_interpreted, of_varying
 TILE = 1024  # rows, columns and terms of a tile, at most
 VMEM = 48 * 2**20  # bytes that a kernel may use; a TPU7x has 64 MiB for each core, others 128
 
-# A matrix of one element, for registers of numbers: vectors of them are not batched by ``vmap``.
+# A matrix of one element, for registers of scalars: vectors of them are not batched by ``vmap``.
 ONE_NUMBER = pl.BlockSpec((1, 1), lambda *_: (0, 0), memory_space=pltpu.SMEM)
 
 Ref = Any
@@ -44,7 +44,7 @@ def matmul(
     bias: jax.Array | None = None,
     flops: int | None = None,
 ) -> jax.Array:
-    """``y[i, j] = sum_k a[i, k] b[k, j] s[i] t[j]``, in f32, rounded once.
+    """Compute ``y[i, j] = sum_k a[i, k] b[j, k] s[i] t[j]``, in f32, rounded once.
 
     Args:
       a, b: f8 matrices whose sizes are multiples of `LANES`, in any layout.
@@ -52,8 +52,8 @@ def matmul(
       dtype: of the result, f32 or bf16.
       scales: ``s`` and ``t``: f32[], or f32[m, 1] and f32[1, n]. Or `in_blocks`, powers of two, one
         for each block of 32 or 128 terms: f32, or uint8 of E8M0 codes, ``[k / block, free]``.
-      bias: [1, n], added to ``y`` once that has its dtype; None: none is.
-      flops: what the compiler shall believe that it takes; None: ``2 m n k``.
+      bias: [1, n], added to ``y`` in its dtype; None for no bias.
+      flops: the number for the compiler's schedule; ``2 m n k`` if None.
     """
     m, n, k = a.shape[1 - summed[0]], b.shape[1 - summed[1]], a.shape[summed[0]]
     step = min(k, TILE) if in_blocks else divisor(k)  # tiles of scales must be whole
@@ -107,7 +107,7 @@ def _kernel(a, b, scales, bias, y, total, *, summed, in_blocks, step: int, left:
     tiles: list[jax.Array] = [a[...], b[...]]
     if in_blocks:
         tiles = [dequantized(*each) for each in zip(tiles, (s[...] for s in scales), summed)]
-        if left:  # what is read beyond them is not zero
+        if left:  # values read beyond them are not zero
             terms = jnp.where(t == last, left, step)
             tiles = [_without(tile, dim, terms) for tile, dim in zip(tiles, summed)]
     numbers = (((summed[0],), (summed[1],)), ((), ()))
@@ -125,7 +125,7 @@ def _kernel(a, b, scales, bias, y, total, *, summed, in_blocks, step: int, left:
 
 
 def in_hbm(arrays: Sequence[Any]) -> Sequence[Any]:
-    """`arrays` that stay in memory. The compiler would bring them into the kernel's own before."""
+    """Return `arrays` in HBM, before the compiler would copy them into the kernel's own memory."""
     if kernels_are_interpreted():
         return arrays
     stay = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM) if x.ndim > 1 else x
@@ -133,16 +133,16 @@ def in_hbm(arrays: Sequence[Any]) -> Sequence[Any]:
 
 
 def divisor(n: int) -> int:
-    """The largest tile that divides `n`: what is read beyond an array is anything."""
+    """Return the largest tile that divides `n`: values read past an array are arbitrary."""
     return next(t for t in range(TILE, 0, -LANES) if n % t == 0)
 
 
 def _rows(n: int) -> int:
-    """Rows of a tile of `n`: many, so that the other operand is read seldom, and few empty ones."""
+    """Return rows of a tile of `n`: many, so that the other operand is reread seldom."""
     return min(range(min(n, TILE), 0, -LANES), key=lambda t: -(-n // t) * (t + LANES // 2))
 
 
 def _without(tile: jax.Array, summed: int, terms: jax.Array) -> jax.Array:
-    """`tile` with zeros behind the first `terms`."""
+    """Return `tile` with zeros after the first `terms`."""
     at = lax.broadcasted_iota(jnp.int32, tile.shape, summed)
     return jnp.where(at < terms, tile, jnp.zeros_like(tile))

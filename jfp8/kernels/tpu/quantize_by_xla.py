@@ -1,8 +1,8 @@
-"""Casts of a matrix by XLA, which can divide it among TPUs, in forms that its compiler fuses.
+"""Casts of a matrix by XLA, which can shard it over TPUs, in forms that its compiler fuses.
 
-Written otherwise they give the same numbers, but move up to ten times the bytes: blocks along rows
-lie across the tiles of 8x128 elements in which a TPU stores a matrix, and an amax of integers is
-taken in a read of its own.
+Other forms give the same results, but move up to ten times the bytes: blocks along rows
+cross the tiles of 8x128 elements in which a TPU stores a matrix, and an amax of integers is
+computed in a separate read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _SUBLANES = 8  # rows of a tile
 
 
 def cast(x: jax.Array, inverse: jax.Array, fmt: Format) -> jax.Array:
-    """``cast(x * inverse)``; finite values saturate, others become NaN."""
+    """Return ``cast(x * inverse)``; finite values saturate, others become NaN."""
     wide = x.astype(jnp.float32)
     return convert((wide + wide * np.float32(0)) * inverse, fmt)  # a mask would be written
 
 
 def amax(x: jax.Array, axes: tuple[int, ...] = (0, 1)) -> jax.Array:
-    """``max(|x|)`` over `axes`, f32, which keeps its dimensions; NaN if any element is NaN.
+    """Return ``max(|x|)`` over `axes`, f32, with kept dimensions; NaN if any element is NaN.
 
-    The compiler takes a maximum of floats in the read in which it casts `x`, one of integers not.
+    The compiler computes a maximum of floats in the read in which it casts `x`, not of integers.
     The bits of a bf16 number without its sign order as its magnitude does, NaN last, and as numbers
     they are exact in f32.
     """
@@ -46,20 +46,20 @@ def amax(x: jax.Array, axes: tuple[int, ...] = (0, 1)) -> jax.Array:
 def values_in_blocks(
     x: jax.Array, fmt: Format, block: int, scale_rounding: ScaleRounding
 ) -> tuple[jax.Array, jax.Array]:
-    """The values of `x` in blocks of ``1 x block``, and in blocks of ``block x 1``, in bf16.
+    """Return the values of `x` in bf16, by blocks of ``1 x block``, and by blocks of ``block x 1``.
 
-    Where the scales are powers of two these are exact, and all that a product in bf16 needs; codes
-    and scales it would have to put together first.
+    If the scales are powers of two the values are exact, and sufficient for a matmul in bf16, which
+    would have to combine codes and scales first.
 
     `block` is 128 or 32, and sizes of `x` are multiples of 128.
     """
     in_columns = _values_in_columns(x, fmt, block, scale_rounding)
-    if block != LANES:  # parts of the rows of a tile, reached by one transposed copy
+    if block != LANES:  # slices of the rows of a tile, through one transposed copy
         turned = lax.optimization_barrier(x.T)
         return _values_in_columns(turned, fmt, block, scale_rounding).T, in_columns
     m, n = x.shape
     by_tile = (m // _SUBLANES, _SUBLANES, n // LANES, LANES)
-    tiles = x.reshape(by_tile).transpose(0, 2, 1, 3)  # as they are stored
+    tiles = x.reshape(by_tile).transpose(0, 2, 1, 3)  # in storage order
     in_rows = _rounded(tiles, amax(tiles, (3,)), fmt, scale_rounding)
     return _stored(in_rows.transpose(0, 2, 1, 3).reshape(x.shape)), in_columns
 
@@ -67,7 +67,7 @@ def values_in_blocks(
 def values_in_tiles(
     x: jax.Array, fmt: Format, block: int, scale_rounding: ScaleRounding
 ) -> jax.Array:
-    """The values of `x` in blocks of ``block x block``; see `values_in_blocks`."""
+    """Return the values of `x` in blocks of ``block x block``; see `values_in_blocks`."""
     m, n = x.shape
     rows = x.reshape(m // block, block, n)
     by_column = amax(rows, (1,)).reshape(m // block, n // block, block)
@@ -85,17 +85,17 @@ def _values_in_columns(
 def _rounded(
     x: jax.Array, largest: jax.Array, fmt: Format, scale_rounding: ScaleRounding
 ) -> jax.Array:
-    """The values of `x` by the scales that follow from amaxes, which are broadcast to it."""
+    """Return the values of `x` under scales from amaxes, which are broadcast to it."""
     scale = scale_from_amax(largest, fmt, scale_rounding=scale_rounding, poison=True)
     data = convert(x.astype(jnp.float32) * reciprocal_of_block_scale(scale), fmt)
     return scaled_values(ScaledArray(data, scale)).astype(jnp.bfloat16)
 
 
 def _stored(x: jax.Array) -> jax.Array:
-    """A matrix, written to memory row by row.
+    """Return a matrix, written to memory row by row.
 
-    Left to itself the compiler puts the product's order of dimensions before the cast, in copies of
-    f32; and it makes both directions in one read only if they have the same order.
+    Otherwise the compiler moves the matmul's order of dimensions before the cast, in copies of
+    f32; and it computes both directions in one read only if they have the same order.
     """
     rows_first = with_layout_constraint(lax.optimization_barrier(x), Layout((0, 1)))
     return lax.optimization_barrier(rows_first)

@@ -1,4 +1,4 @@
-"""Casts of a matrix to f8, with what XLA would read it once more for: its amax, or its blocks'."""
+"""Casts of a matrix to f8, with the amaxes for which XLA would read it again."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from jfp8.tracing.compat import of_varying
 def quantize_tensor(
     x: jax.Array, inverse: jax.Array, fmt: Format, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """``q = cast(x * inverse)``, and the amax of `x`. Finite values saturate; others become NaN.
+    """Compute ``q = cast(x * inverse)`` and the amax of `x`. Finite values saturate; others: NaN.
 
     Args:
       x: f32 or bf16 matrix whose sizes are multiples of 128.
       inverse: f32[1, 1], the reciprocal of the scale.
-      dtype: to which `x` is cast as it is read; None: it is not.
+      dtype: dtype to which `x` is cast when it is read; None for no cast.
 
     Returns:
-      f8 matrix, and int32[8, 128], the bits of amaxes, of which the largest is that of `x`.
+      f8 matrix, and int32[8, 128], the bits of amaxes, the largest of which belongs to `x`.
     """
 
     def kernel(inverse, x, q, largest):
@@ -66,8 +66,8 @@ def line_amaxes(
     """Return the amaxes of rows and of columns, in one read; see `quantize_tensor`.
 
     Returns:
-      int32[p, M] and int32[q, N], the bits of amaxes of parts of a line, of which the largest along
-      the first dimension is the line's.
+      int32[p, M] and int32[q, N], the bits of amaxes of slices of a line, the largest of which
+      along the first dimension belongs to the line.
     """
     (m, n), sizes = x.shape, (divisor(x.shape[0]), divisor(x.shape[1]))
     rows, columns = sizes
@@ -99,7 +99,7 @@ def quantize_lines(
     *,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, as by `quantize_tensor`.
+    """Return ``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, see `quantize_tensor`.
 
     The inverses are f32[M, 1] and f32[1, N].
     """
@@ -135,11 +135,11 @@ def quantize_blocks(
         q[i, j]       = cast(x[i, j] / s[j // block, i])
         q_other[i, j] = cast(x[i, j] / s_other[i // block, j])
 
-    The scales are those of `scaling.scale_from_amax`; a block with a NaN or Inf becomes NaN.
+    The scales are from `scaling.scale_from_amax`; a block with a NaN or Inf becomes NaN.
 
     Returns:
       ``q`` f8[M, N], ``s`` [N / block, M], ``q_other`` f8[M, N], ``s_other`` [M / block, N]; scales
-      in f32, or in uint8, E8M0 codes, where the rounding gives E8M0.
+      in f32, or in uint8, E8M0 codes, if the rounding gives E8M0.
     """
     rows, columns = sizes = _sizes(x)
 
@@ -202,7 +202,7 @@ def quantize_tiles(
 
 
 def _result(x, sizes, dtype, unit=1, transposed=False):
-    """Return the type of a result, and its part for a tile: a number for every `unit` of a column.
+    """Return the type of a result, and its block for a tile: a number for every `unit` of a column.
 
     If `transposed`, for every `unit` of a row, as rows of the result.
     """
@@ -218,8 +218,8 @@ def _run(name, kernel, sizes, operands, in_specs, results, scratch=()):
     """Return ``kernel(*operands, *results)`` for each tile of the last operand, of these `sizes`.
 
     Args:
-      in_specs: of the other operands.
-      results: types and parts.
+      in_specs: block specs of the other operands.
+      results: types and blocks.
     """
     x, (rows, columns), (out, out_specs) = operands[-1], sizes, zip(*results, strict=True)
     return pl.pallas_call(
@@ -242,48 +242,48 @@ def _run(name, kernel, sizes, operands, in_specs, results, scratch=()):
 
 
 def _sizes(x: jax.Array) -> tuple[int, int]:
-    """Rows and columns of a tile, of which the last may reach beyond `x`.
+    """Return rows and columns of a tile, of which the last may reach beyond `x`.
 
-    Where each block is on its own, what is read there is harmless, and nothing is written there.
+    If each block is separate, values read there are harmless, and nothing is written there.
     Tiles of their scales must be whole.
     """
     return min(x.shape[0], TILE), min(x.shape[1], TILE)
 
 
 def _squares(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """A tile in parts that fit the registers."""
+    """Yield slices of a tile that fit the registers."""
     at = lambda size: (slice(first, first + LANES) for first in range(0, size, LANES))
     return itertools.product(at(rows), at(columns))
 
 
 def _blocks(part: slice, block: int) -> slice:
-    """The blocks of a part of a row or column."""
+    """Yield the blocks of a slice of a row or column."""
     return slice(part.start // block, part.stop // block)
 
 
 def _read(x: Ref, dtype: jax.typing.DTypeLike | None, *at: slice) -> jax.Array:
-    """A part of a tile in f32, cast to `dtype` before."""
+    """Return a slice of a tile in f32, cast to `dtype` before."""
     values = x[at] if dtype is None else x[at].astype(dtype)
     return values.astype(jnp.float32)
 
 
 def _magnitude(values: jax.Array) -> jax.Array:
-    """The bits of ``|values|``, which order as finite, Inf, NaN."""
+    """Return the bits of ``|values|``, which order as finite, Inf, NaN."""
     return lax.bitcast_convert_type(values, jnp.int32) & np.int32(0x7FFFFFFF)
 
 
 def _largest(bits: jax.Array, block: int) -> jax.Array:
-    """The largest of each `block` rows: ``[rows / block, n]``."""
+    """Return the largest of each `block` rows: ``[rows / block, n]``."""
     return jnp.max(bits.reshape(-1, block, bits.shape[1]), 1)
 
 
 def _inverse(bits: jax.Array, block: int) -> jax.Array:
-    """From their bits the reciprocals of scales, each repeated `block` times along columns."""
+    """Return reciprocals of scales from their bits, each repeated `block` times along columns."""
     return along_rows(lax.bitcast_convert_type(bits, jnp.float32), block)
 
 
 def _cast(values: jax.Array, fmt: Format, scale_rounding: ScaleRounding = None) -> jax.Array:
-    """`values` in `fmt`; finite ones saturate, unless no scale of this rounding lets them."""
+    """Return `values` in `fmt`; finite values saturate, unless this rounding prevents it."""
     if scale_rounding not in ("power_of_two", "rceil"):
         values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
     return values.astype(fmt.dtype)
@@ -292,7 +292,7 @@ def _cast(values: jax.Array, fmt: Format, scale_rounding: ScaleRounding = None) 
 def _scales(
     bits: jax.Array, fmt: Format, scale_rounding: ScaleRounding
 ) -> tuple[jax.Array, jax.Array]:
-    """The scales that follow from the bits of amaxes, and their reciprocals."""
+    """Return the scales from the bits of amaxes, and their reciprocals."""
     return scale_and_inverse(lax.bitcast_convert_type(bits, jnp.float32), fmt, scale_rounding)
 
 

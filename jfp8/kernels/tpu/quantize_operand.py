@@ -1,7 +1,7 @@
-"""A matrix, quantized for both of its products on TPUs.
+"""A matrix, quantized for both of its matmuls on TPUs.
 
-Pallas kernels read it once for all that they make of it. Where the compiler divides it among TPUs
-in a way that is not known while JAX traces, no kernel can run, and XLA quantizes: see `by_xla`.
+Pallas kernels read it once for all results. If the compiler shards it over TPUs in a way that is
+not known while JAX traces, no kernel can run, and XLA quantizes: see `by_xla`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jfp8.tracing.notes import EXPLAINING
 
 
 class Matrix(NamedTuple):
-    """A matrix, and the dtype to which it is cast before it is quantized; None: to none."""
+    """A matrix, and the dtype to which it is cast before it is quantized; None for no cast."""
 
     array: jax.Array
     dtype: np.dtype | None
 
     def values(self) -> jax.Array:
-        """Return the matrix as XLA casts it."""
+        """Return the matrix as cast by XLA."""
         return self.array if self.dtype is None else self.array.astype(self.dtype)
 
 
-# A matrix quantized for sums over its rows and over its columns, and its amax, or those of parts.
+# A matrix quantized for sums over its rows and over its columns, and its amax, or amaxes of slices.
 Quantized: TypeAlias = tuple[Operand, Operand, jax.Array]
 
 
@@ -58,12 +58,12 @@ def quantized_for_both(
     kernels: bool,
     axes: OfMatrix | None = None,
 ) -> tuple[Operand, Operand | None, jax.Array] | None:
-    """Return a matrix as both of its products take it; None if no quantizer below quantizes it.
+    """Return a matrix in the form of both of its matmuls; None if no quantizer below quantizes it.
 
     Args:
-      dtype: to which it is cast first; None: to none.
-      kernels: by Pallas kernels; else by XLA alone, which can divide the matrix.
-      axes: over which it is divided, if each TPU runs the kernels on its part.
+      dtype: dtype to which it is cast first; None for no cast.
+      kernels: True for Pallas kernels; else XLA alone, which can shard the matrix.
+      axes: axes over which it is sharded, if each TPU runs the kernels on its shard.
     """
     x, quantizer = Matrix(array, dtype), first.quantizer
     uses = [first] if second is None else [first, second]
@@ -74,7 +74,7 @@ def quantized_for_both(
         if not kernels and not all(_multiplies_values(use.product) for use in uses):
             return None
         if not kernels and EXPLAINING.value is not None:
-            return None  # by codes and scales, which a report names: the product is in bf16, too
+            return None  # by codes and scales, which a report names: the matmul is in bf16, too
         straight, other, largest = by.blocks(quantizer, x)
     elif isinstance(quantizer, Rowwise):
         straight, other, largest = _lines(quantizer, x, by)
@@ -86,7 +86,7 @@ def quantized_for_both(
 
 
 def _is_taken(array: jax.Array, quantizer: Quantizer, uses: list[Use]) -> bool:
-    """Return whether this file does what `quantizer` does, to the same bytes."""
+    """Return True if this file computes the results of `quantizer`, to the same bytes."""
     if array.dtype == jnp.float16 or any(size % LANES or not size for size in array.shape):
         return False
     return (
@@ -99,7 +99,7 @@ def _is_taken(array: jax.Array, quantizer: Quantizer, uses: list[Use]) -> bool:
 
 
 def _multiplies_values(product: Product) -> bool:
-    """Whether both operands are in blocks whose values bf16 holds exactly."""
+    """Return True if both operands are in blocks whose values bf16 represents exactly."""
     in_blocks = [q is not None and q.block is not None for q in (product.lhs, product.rhs)]
     return all(in_blocks) and product.powers_of_two
 
@@ -140,7 +140,7 @@ def _lines(quantizer: Rowwise, x: Matrix, by: _ByXla | _ByKernels) -> Quantized:
 
 
 class _ByXla:
-    """Quantize by XLA, which can divide the matrix."""
+    """Quantize by XLA, which can shard the matrix."""
 
     def cast(self, x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
         """Return codes and amaxes, by the reciprocal of the scale, f32[]."""
@@ -172,7 +172,7 @@ class _ByXla:
 class _ByKernels:
     """Quantize by Pallas kernels, with the results of `_ByXla`; codes and scales of blocks."""
 
-    axes: OfMatrix | None  # over which the matrix is divided; None: it is not
+    axes: OfMatrix | None  # over which the matrix is sharded; None if it is not
 
     def cast(self, x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
         from jfp8.kernels.tpu.quantize_kernels import quantize_tensor
@@ -189,7 +189,7 @@ class _ByKernels:
 
         def amaxes(array):
             found = [jnp.max(bits, 0) for bits in line_amaxes(array, dtype=x.dtype)]
-            if self.axes is not None:  # the rest of a row is where other columns are
+            if self.axes is not None:  # the rest of a row is with the other columns
                 parts = zip(found, self.axes[::-1], strict=True)
                 found = [lax.pmax(bits, apart) if apart else bits for bits, apart in parts]
             rows, columns = (lax.bitcast_convert_type(bits, jnp.float32) for bits in found)

@@ -1,7 +1,7 @@
-"""How the three matrices of a product lie on several TPUs, if that is known while JAX traces.
+"""The shardings of a matmul's three matrices over TPUs, if they are known while JAX traces.
 
-The compiler for TPUs cannot be told how to divide a kernel. Where axes of the mesh are explicit,
-the types of arrays say how they are divided, and each TPU can run the kernels on its parts, in a
+The compiler for TPUs cannot be told how to shard a kernel. With explicit axes of the mesh,
+the types of arrays contain their shardings, and each TPU can run the kernels on its shards, in a
 ``shard_map``.
 """
 
@@ -21,13 +21,13 @@ from jfp8.matmul.spec import Numbers, layout_of
 from jfp8.products.explicit_sharding import Specs
 from jfp8.products.operation import Kind
 
-# The mesh axes over which the rows and the columns of a matrix are divided.
+# The mesh axes over which the rows and the columns of a matrix are sharded.
 OfMatrix = tuple[Axes, Axes]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the matrices of a product are divided: lhs, rhs and y, and likewise their gradients."""
+    """The shardings of a matmul's matrices: lhs, rhs and y, and likewise their gradients."""
 
     lhs: OfMatrix
     rhs: OfMatrix
@@ -47,10 +47,10 @@ class Layout:
 def layout_of_matrices(
     specs: Specs, shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
 ) -> Layout | None:
-    """The layout of `as_matrices` of operands of such `shapes`, without batch dimensions.
+    """Return the layout of `as_matrices` of operands with these `shapes`, without batch dimensions.
 
-    None if parts of a matrix are not rectangles, as where a dimension is divided that is not the
-    first of those that make up its rows; or are none that the kernels take.
+    None if shards of a matrix are not rectangles, for example if a sharded dimension is not the
+    first of those that form its rows; or if the kernels do not support them.
     """
     (lhs_sum, rhs_sum), _ = numbers
     whole = layout_of(*shapes, numbers)
@@ -78,10 +78,10 @@ def layout_of_matrices(
 
 
 def on_each(axes: OfMatrix | None, function: Callable[..., Any], rule: str) -> Callable[..., Any]:
-    """`function` on each TPU, of its part of a matrix; None: of the matrix.
+    """Return `function` run on each TPU, on its shard of a matrix; of the matrix without axes.
 
-    In `rule`, as for `divided`, ``i`` and ``j`` are its rows and columns, and ``PART`` a dimension
-    with entries of each part.
+    In `rule`, as for `divided`, ``i`` and ``j`` are the rows and columns, and ``PART`` a dimension
+    with entries of each shard.
     """
     if axes is None:
         return function
@@ -95,15 +95,15 @@ def on_each(axes: OfMatrix | None, function: Callable[..., Any], rule: str) -> C
 
 
 def by_parts(function: Callable[..., Any], operands: Any, results: Any) -> Callable[..., Any]:
-    """`function` on each TPU, of parts of arrays, by their specs.
+    """Return `function` run on each TPU, on shards of arrays, by their specs.
 
-    It is part of a product, and not differentiated; so JAX need not know what varies over the mesh.
+    It is part of a matmul, and not differentiated; so JAX need not know what varies over the mesh.
     """
     return jax.shard_map(function, in_specs=operands, out_specs=results, check_vma=False)
 
 
 class Division(NamedTuple):
-    """Hold the axes over which operands and result of a product are sharded, and its sum."""
+    """Hold the axes over which operands and result of a matmul are sharded, and its sum."""
 
     first: OfMatrix
     second: OfMatrix
@@ -114,13 +114,13 @@ class Division(NamedTuple):
 def division_of(
     layout: Layout, kind: Kind, contracting: tuple[int, int], order: Sequence[int] | None
 ) -> Division:
-    """How TPUs share out a product whose matrices lie so.
+    """Return the division of a matmul among TPUs, for matrices with these shardings.
 
-    A dimension that both operands have divided alike is summed in parts. So is one that only one
-    of them has divided, if its axes have nothing else to do: the other then takes its part of what
-    it has. Otherwise what is divided is gathered, such as the weights of FSDP.
+    A dimension that both operands shard alike is summed in partial sums. So is one that only one
+    operand shards, if its axes are otherwise unused: the other operand then takes a slice of its
+    copy. Otherwise shards are gathered, such as the weights of FSDP.
 
-    `contracting` are the dimensions that are summed over, `order` is the result's, see `Dot`.
+    `contracting` are the contracted dimensions, `order` is the result's, see `Dot`.
     """
     operands, result = layout.operands(kind), layout.result(kind)
     (first, second), (a, b) = operands, contracting
@@ -133,7 +133,7 @@ def division_of(
     keep = lambda axes: tuple(axis for axis in axes if axis not in summed)
     of_first = (summed, keep(rows)) if a == 0 else (keep(rows), summed)
     of_second = (summed, keep(columns)) if b == 0 else (keep(columns), summed)
-    # A sum is scattered over the last axes of a dimension: the parts of others are in between.
+    # A sum is scattered over the last axes of a dimension: shards of others are in between.
     scattered = lambda axes: tuple(axis for axis in axes if axis in summed)
     ends = lambda axes: keep(axes) + scattered(axes) == axes
     rows, columns = (axes if ends(axes) else keep(axes) for axes in result)
@@ -141,18 +141,18 @@ def division_of(
 
 
 def count_of(axes: Axes) -> int:
-    """Into how many parts they divide a dimension."""
+    """Return the number of shards of a dimension."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes[axis] for axis in axes)
 
 
 def spec_of(axes: Sequence[Axes]) -> PartitionSpec:
-    """A spec with these axes for each dimension."""
+    """Return a spec with these axes for each dimension."""
     return PartitionSpec(*(each or None for each in axes))
 
 
 def spec_of_scale(shape: Sequence[int], axes: OfMatrix) -> PartitionSpec:
-    """That of scales of a matrix that is divided so: a dimension of 1 is shared."""
+    """Return the spec of scales of a sharded matrix: a dimension of 1 is shared."""
     return spec_of([each if size > 1 else () for size, each in zip(shape, axes, strict=False)])
 
 

@@ -1,4 +1,4 @@
-"""Products on bf16 tensor cores, where FP8 is not available or does not pay."""
+"""Matmuls on bf16 tensor cores, if FP8 is not available or does not pay off."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from jfp8.scaling.codes import decode
 
 
 def in_bf16(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """bf16 tensor cores: for GPUs where FP8 is not available, or does not pay.
+    """Multiply on bf16 tensor cores: for GPUs where FP8 is not available, or does not pay off.
 
     8-bit values are exact in bf16, also times a power of two. With other scales that vary along the
-    sum, three bf16 products replace one, at a negligible loss.
+    contraction, three bf16 matmuls replace one, with a negligible loss of accuracy.
     """
     if not varies_along_sum(lhs, rhs, spec):
         factors = factors_by_kernels(lhs, rhs, spec)
@@ -53,14 +53,14 @@ def exact_product(
     factors: Sequence[jax.Array],
     dtype: np.dtype,
 ) -> jax.Array:
-    """``dot_general(lhs, rhs) * factors`` of f8 arrays. Each stored value is also a bf16 value."""
+    """Compute ``dot_general(lhs, rhs) * factors`` of f8 arrays. Each f8 value is exact in bf16."""
     lhs, rhs = (decode(x).astype(jnp.bfloat16) for x in (lhs, rhs))
     y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
     return times(y, factors).astype(dtype)
 
 
 def _outer_factors(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
-    """The outer scales of both operands, laid out like their product: those that have one."""
+    """Return the outer scales of the operands that have one, laid out like their result."""
     _, (lhs_batch, rhs_batch) = spec.dimension_numbers
     layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
     rows, columns = layout.lhs_free, layout.rhs_free
@@ -73,13 +73,13 @@ def _outer_factors(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list
 
 
 def _outer_scale(q: ScaledArray) -> jax.Array | None:
-    """The scale above those of its blocks, one for each row or one for all, if there is one."""
+    """Return the scale above those of its blocks, one for each row or one for all, if any."""
     outer = q.scale.scale if isinstance(q.scale, ScaledArray) else None
     return None if isinstance(outer, ScaledArray) else outer
 
 
 def _without_outer_scale(q: ScaledArray) -> ScaledArray:
-    """`q` with only its blocks' scales."""
+    """Return `q` with only its blocks' scales."""
     if not isinstance(q.scale, ScaledArray) or _outer_scale(q) is None:
         return q
     return ScaledArray(q.data, ScaledArray(q.scale.data, jnp.ones((), jnp.float32)), q.block)

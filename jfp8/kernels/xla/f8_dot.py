@@ -1,4 +1,4 @@
-"""``dot_general`` of f8 arrays, which XLA turns into cuBLASLt's FP8 product on CUDA."""
+"""``dot_general`` of f8 arrays, which XLA compiles to cuBLASLt's FP8 matmul on CUDA."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, Numbers, free_dims, l
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.devices import Gpu
 
-# cuBLASLt requires all sizes of an FP8 product to be multiples of this.
+# cuBLASLt requires all sizes of an FP8 matmul to be multiples of this.
 ALIGNMENT = 16
 
 
 def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the product of f8 operands by XLA: FP8 tensor cores on CUDA.
+    """Return the matmul of f8 operands by XLA: FP8 tensor cores on CUDA.
 
     On CUDA a dot algorithm is named. Without one, XLA's GPU compiler may pick a kernel that always
     accumulates fast and ignores ``precision``. Other compilers refuse the name, and multiply f8
-    arrays in their own way.
+    arrays with their own algorithm.
     """
     is_cuda = isinstance(spec.device, Gpu) and spec.device.platform == "cuda"
     multiply = cuda if is_cuda else elsewhere
@@ -39,7 +39,7 @@ def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
 def elsewhere(
     lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], spec: MatmulSpec
 ) -> jax.Array:
-    """Return ``dot_general(lhs, rhs) * factors`` of two f8 arrays, in the compiler's own way."""
+    """Compute ``dot_general(lhs, rhs) * factors`` of two f8 arrays by the compiler's algorithm."""
     dtype = dtype_of_partial_sums(spec)
     y = lax.dot_general(lhs, rhs, spec.dimension_numbers, preferred_element_type=dtype)
     return times(y, factors).astype(spec.dtype)
@@ -50,7 +50,7 @@ def cuda(
 ) -> jax.Array:
     """Return ``dot_general(lhs, rhs) * factors`` of two f8 arrays by one call of cuBLASLt.
 
-    The call also scales by 0-d factors, and adds a bias, if the product has the dtype of the
+    The call also scales by 0-d factors, and adds a bias, if the matmul has the dtype of the
     result, sizes that are multiples of 16, and its scale is a single multiplication in that dtype.
     XLA takes the scale itself in f32: it removes roundings that are undone at once. A result in f16
     could overflow before it is scaled, so it is computed in f32.
@@ -70,8 +70,8 @@ def cuda(
             single = list(given)
             first = dtype if dtype == jnp.bfloat16 else np.float32
             if single and not numbers[1][0] and lhs.dtype == jnp.float8_e4m3fn:
-                # An activation may be in several products, which XLA would merge if they are small,
-                # and round their scales to bf16. Weights and gradients are in no two of them.
+                # An activation may be in several matmuls, which XLA would merge if they are small,
+                # and round their scales to bf16. Weights and gradients are in one matmul each.
                 lhs, *single = lax.optimization_barrier([lhs, *single])
             y = lax.dot_general(
                 lhs, rhs, numbers, precision=algorithm, preferred_element_type=first
@@ -83,7 +83,7 @@ def cuda(
         # `jax.export` cannot store a rule for the compiler.
         if isinstance(spec.device, Gpu) and not spec.device.kind:
             return product(spec.dtype, lhs, rhs, *single)
-        # A sum that is divided among devices is scaled by each, in the call, not after all.
+        # If a sum is sharded over devices, each scales its share, in the call, not after the sum.
         rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
         name = f"dot_general, {algorithm.name}"
         return divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)(lhs, rhs, *single)
@@ -93,7 +93,7 @@ def cuda(
 
 
 def rule_of_product(numbers: Numbers, ndims: tuple[int, int], scales: int) -> str:
-    """The rule for ``dot_general``, see `divided`: ``"m0 k0, n0 k0, -> m0 n1"`` with one scale."""
+    """Return the rule for ``dot_general``, see `divided`: ``"m0 k0, n0 k0, -> m0 n1"``, 1 scale."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     names = ({d: f"m{d}" for d in range(ndims[0])}, {d: f"n{d}" for d in range(ndims[1])})
     for kind, left, right in (("k", lhs_contract, rhs_contract), ("b", lhs_batch, rhs_batch)):
@@ -114,7 +114,7 @@ def aligned(
     numbers: Numbers,
     product: Callable[[jax.Array, jax.Array, Numbers], jax.Array],
 ) -> jax.Array:
-    """`product` of matrices, padded with zeros to sizes that are multiples of 16.
+    """Compute `product` of matrices, padded with zeros to sizes that are multiples of 16.
 
     XLA would pad, too, but then neither scale nor bias would be part of the call.
     """
@@ -128,7 +128,7 @@ def aligned(
 
 
 def _padded(x: jax.Array, batch: Sequence[int]) -> jax.Array:
-    """`x` with every dimension but the batch dimensions padded with zeros to a multiple of 16."""
+    """Return `x` with all but the batch dimensions padded with zeros to a multiple of 16."""
     return jnp.pad(x, [(0, 0 if d in batch else -n % ALIGNMENT) for d, n in enumerate(x.shape)])
 
 
@@ -138,7 +138,7 @@ BACKEND = Backend(
     formats=HARDWARE_FORMATS,
     granularities=frozenset({"tensor", "rows"}),
     accumulations=("f32",),
-    why_not_e5m2="XLA has no product of e5m2 by e5m2",
+    why_not_e5m2="XLA has no matmul of e5m2 by e5m2",
     first_for=frozenset({"tensor"}),
     why_not_on=partial(why_failed, {"cuBLASLt products"}),
 )

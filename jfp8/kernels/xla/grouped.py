@@ -1,6 +1,6 @@
-"""`GroupedByXla`: grouped products without a kernel of ours, where a GPU has tensor cores for them.
+"""`GroupedByXla`: grouped matmuls without our kernels, on GPUs with tensor cores for them.
 
-By JAX's own ragged product in bf16, which is exact for stored values; or, in a narrow format, a
+By JAX's own ragged matmul in bf16, which is exact for stored values; or, in a narrow format, a
 tile of each group at a time by a backend for batches of matrices.
 """
 
@@ -31,7 +31,7 @@ from jfp8.tracing.notes import note
 @grouped_operation
 @dataclass(frozen=True)
 class GroupedByXla(GroupedDot):
-    """Computes what `GroupedDot` does."""
+    """Compute the result of `GroupedDot`."""
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         dtype = self.dtype_of(kind)
@@ -39,14 +39,14 @@ class GroupedByXla(GroupedDot):
         by_groups = lambda self, a, b: self._by_groups(kind, a, b).astype(dtype)
         if spec.implementation is not None:
             check_not_refused(spec.implementation, f8_dot.BACKEND.why_not_sums(spec.accumulation))
-            with note("cuda", "bf16: JAX's own ragged product"):
+            with note("cuda", "bf16: JAX's own ragged matmul"):
                 return by_groups(self, first, second)
         rounds = self._rounds(kind, first, second, spec)
         if rounds is not None:
             backend, function = rounds
             why = f"{backend.name}: a tile of each group at a time"
             return on_cuda(function, by_tiles, self, first, second, why=why)
-        name = first_allowed("this grouped product", "bf16", "emulate")
+        name = first_allowed("this grouped matmul", "bf16", "emulate")
         if spec.accumulation != "f32" or name == "emulate":
             return by_tiles(self, first, second)
         why = "bf16: no FP8 kernel for these groups on this GPU"
@@ -55,10 +55,10 @@ class GroupedByXla(GroupedDot):
     def _rounds(
         self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec
     ) -> tuple[Backend, Callable[..., jax.Array]] | None:
-        """A backend that multiplies a tile of each group at once, and `by_rounds` with it."""
+        """Return a backend that multiplies a tile of each group at once, with `by_rounds`."""
         if not isinstance(first, ScaledArray) or not isinstance(second, ScaledArray):
             return None
-        # Sums over tiles are in f32; other products are written once.
+        # Sums over tiles are in f32; other matmuls are written once.
         dtype = np.dtype(np.float32) if kind == "wgrad" else self.dtype_of(kind)
         spec = replace(spec, dimension_numbers=_ROWS_IN_BATCHES, dtype=dtype)
         a, b = jax.eval_shape(lambda a, b: self._of_round(kind, a, b, 0)[:2], first, second)
@@ -73,9 +73,9 @@ class GroupedByXla(GroupedDot):
     def _of_round(
         self, kind: Kind, first: ScaledArray, second: ScaledArray, i: jax.typing.ArrayLike
     ) -> tuple[ScaledArray, ScaledArray, jax.Array]:
-        """The operands of the i-th tile of every group, with rows to sum over last, and the tiles.
+        """Return the operands of the i-th tile of every group, with rows to sum last, and tiles.
 
-        A group without such a tile gets another one, and beyond the last tile as its number.
+        A group without such a tile gets another one, and a number past the last tile.
         """
         tiles, height, _ = self.shapes[0]
         count = self.padded_sizes // height
@@ -93,7 +93,7 @@ class GroupedByXla(GroupedDot):
         second: ScaledArray,
         product: Callable[[ScaledArray, ScaledArray], jax.Array],
     ) -> jax.Array:
-        """Round by round, as many as the group with the most tiles has."""
+        """Multiply in rounds, as many as the group with the most tiles has."""
         (tiles, height, k), (groups, _, n) = self.shapes
         shape = {
             "fprop": (tiles, height, n),
@@ -113,7 +113,7 @@ class GroupedByXla(GroupedDot):
         return lax.fori_loop(0, jnp.max(self.padded_sizes) // height, add, zeros)
 
     def _by_groups(self, kind: Kind, first: Operand, second: Operand) -> jax.Array:
-        """JAX's own ragged product, over all tiles of a group at once; f32."""
+        """Compute JAX's own ragged matmul, over all tiles of a group at once; f32."""
         in_sum, in_second_sum = {
             "fprop": ((2,), (1,)),
             "dgrad": ((2,), (2,)),
@@ -124,7 +124,7 @@ class GroupedByXla(GroupedDot):
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
             if not varies_along(first, in_sum) and not varies_along(second, in_second_sum):
                 factors = _factors(kind, first, second, self.group)
-                # Every stored value is a bf16 value, so the tensor cores of bf16 are exact.
+                # Every f8 value is a bf16 value, so the tensor cores of bf16 are exact.
                 first, second = (decode(q.data).astype(jnp.bfloat16) for q in (first, second))
         if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
             precision = lax.Precision.HIGHEST
@@ -145,7 +145,7 @@ class GroupedByXla(GroupedDot):
             preferred_element_type=jnp.float32,
         )
         if kind != "wgrad":
-            # A ragged product leaves the rows of unneeded tiles undefined.
+            # A ragged matmul leaves the rows of unneeded tiles undefined.
             needed = jnp.arange(y.shape[0])[:, None] < jnp.sum(self.padded_sizes)
             y = jnp.where(needed, y, 0.0).reshape(tiles, height, y.shape[-1])
         for factor in factors:
@@ -157,7 +157,7 @@ _ROWS_IN_BATCHES = (((2,), (2,)), ((0,), (0,)))
 
 
 def _at(q: ScaledArray, index: jax.Array) -> ScaledArray:
-    """Return the matrices of a stack at `index`; what all of them share stays as it is."""
+    """Return the matrices of a stack at `index`; values that all share are unchanged."""
     take = lambda leaf: leaf[index] if leaf.ndim and leaf.shape[0] > 1 else leaf
     taken = jax.tree.map(take, q)
     return replace(taken, data=q.data[index])
@@ -166,7 +166,7 @@ def _at(q: ScaledArray, index: jax.Array) -> ScaledArray:
 def _factors(
     kind: Kind, first: ScaledArray, second: ScaledArray, group: jax.Array
 ) -> list[jax.Array]:
-    """What to multiply products of the stored values by: scales that do not vary along the sum."""
+    """Return factors of the matmuls of stored values: scales constant along the contraction."""
     first_free, second_free = {"fprop": (1, 2), "dgrad": (1, 1), "wgrad": (2, 2)}[kind]
     of_rows = (to_output(s, first, (0,), (first_free,), 0, 1) for s in scale_as_f32_pair(first))
     of_columns = (

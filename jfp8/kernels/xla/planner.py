@@ -19,10 +19,10 @@ from jfp8.tracing.notes import note
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the product of two operands by the named backend.
+    """Return the matmul of two operands by the named backend.
 
     Raises:
-      NotImplementedError: XLA has no such product.
+      NotImplementedError: XLA has no such matmul.
     """
     backend = bf16_dot.BACKEND if spec.implementation == "bf16" else f8_dot.BACKEND
     facts = facts_of(lhs, rhs, spec)
@@ -34,7 +34,7 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
 
 
 def plan(spec: Any) -> Any:
-    """Return what computes the operation that `spec` describes; None: the reference."""
+    """Return the operation for `spec`; None to use the reference."""
     if isinstance(spec.options.device, Gpu):
         return cuda.plan(spec)
     if isinstance(spec, GroupedSpec):
