@@ -1,4 +1,4 @@
-"""A sink that a loop of the user's own forgets to differentiate with respect to."""
+"""Warn if a loop differentiates a loss with respect to a weight but not to its sink."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 A convolution is linear in either operand, so fprop, dgrad and wgrad are convolutions of quantized
 arrays, too. With one scale per tensor they are computed as such, unless the kernel covers a single
-pixel: then they are matrix products. Finer scales vary along the sum, and a convolution does not
-lay out the terms of a sum side by side. So with these it is computed as a matrix product over
-patches, and the scales run over rows and columns of its matrices.
+pixel: then they are matmuls. Finer scales vary along the contracted dimension, and a convolution
+does not lay out the terms of a sum contiguously. With finer scales it is therefore computed as a
+matmul over patches, with scales along the rows and columns of its matrices.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def scaled_conv_general_dilated(
 ) -> jax.Array:
     """Return ``jax.lax.conv_general_dilated`` with FP8 operands, forward and backward.
 
-    High precision in and out, as with `scaled_dot_general`.
+    Inputs and results are in high precision, as in `scaled_dot_general`.
 
     Args:
       lhs, rhs: images and kernels, ``f32 | bf16 | f16`` arrays; see `scaled_dot_general` for an
@@ -76,16 +76,16 @@ def scaled_conv_general_dilated(
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count:
         as for ``jax.lax.conv_general_dilated``.
       recipe, state, sink, key, preferred_element_type: see `scaled_dot_general`. Recipes with more
-        than one scale for a tensor, and those with another ``accumulation`` than ``"f32"``, are
-        computed as a matrix product over patches.
+        than one scale for a tensor, or with another ``accumulation`` than ``"f32"``, are
+        computed as a matmul over patches.
       implementation: see `scaled_matmul`.
 
     Returns:
-      Array with the shape that ``jax.lax.conv_general_dilated`` gives.
+      Array of the same shape as the result of ``jax.lax.conv_general_dilated``.
 
     Raises:
-      TypeError, ValueError: as for `scaled_dot_general`; shapes that do not make a convolution
-        raise what ``jax.lax.conv_general_dilated`` does.
+      TypeError, ValueError: as for `scaled_dot_general`; shapes that are invalid for a convolution
+        raise the same error as in ``jax.lax.conv_general_dilated``.
 
     >>> import jax.numpy as jnp, jfp8
     >>> images, kernel = jnp.ones((1, 8, 8, 3)), jnp.ones((3, 3, 3, 4))
@@ -189,13 +189,13 @@ def observed_convolution(
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """What is known of a convolution while JAX traces: what it is planned by.
+    """The static description of a convolution, from which it is planned.
 
     Attributes:
-      shapes: of lhs and rhs.
-      dtypes: of lhs, rhs and y.
-      window: how the kernel moves.
-      options: with the device.
+      shapes: shapes of lhs and rhs.
+      dtypes: dtypes of lhs, rhs and y.
+      window: strides, padding and dilations.
+      options: options of the operation, including the device.
     """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -204,19 +204,19 @@ class ConvSpec:
     options: Options
 
     def reference(self) -> Convolution:
-        """Return the operation of the core."""
+        """Return the reference operation."""
         return Convolution(self.shapes, self.dtypes, self.window)
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Convolution(Operation):
-    """A convolution of operands with these shapes, each with a single scale.
+    """A convolution of two operands, each with a single scale.
 
     Attributes:
       shapes, dtypes: see `Operation`.
-      window: how the kernel moves.
-      narrow: the dtype in which f8 values are convolved; all that can be exact, and f32 is fast on
+      window: strides, padding and dilations.
+      narrow: the dtype in which f8 values are convolved; all are exact, and f32 is fast on
         CPUs.
     """
 
@@ -268,7 +268,7 @@ def _scales(operand: Operand) -> tuple[jax.Array, ...]:
 def _values(
     first: jax.Array, second: jax.Array, narrow: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Return both operands in `narrow` if both are f8 bytes, else in f32."""
+    """Return both operands in `narrow` if both are stored in f8, else in f32."""
     if first.dtype.itemsize == second.dtype.itemsize == 1:
         return decode(first).astype(narrow), decode(second).astype(narrow)
     wide = lambda x: decode(x) if x.dtype.itemsize == 1 else x.astype(jnp.float32)
@@ -281,7 +281,7 @@ def _over_patches(
     window: Window,
     dot: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Observed]],
 ) -> tuple[jax.Array, Observed]:
-    """The convolution as one matrix product: [n, space, groups, k * c] x [groups, k * c, o]."""
+    """Compute the convolution as one matmul: [n, space, groups, k * c] x [groups, k * c, o]."""
     numbers, groups = window.dimension_numbers, window.groups
     channels_last = lambda spec: (spec[0], *spec[2:], spec[1])
     image = lhs.transpose(channels_last(numbers.lhs_spec))

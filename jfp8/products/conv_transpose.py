@@ -22,7 +22,7 @@ def conv_transpose(
     transpose_kernel: bool,
     convolve: Callable[..., jax.Array],
 ) -> jax.Array:
-    """``jax.lax.conv_transpose``, channels last, with its convolution computed by ``convolve``.
+    """Compute ``jax.lax.conv_transpose``, channels last, with ``convolve`` for its convolution.
 
     Args:
       lhs: ``[n, *space, in]``.
@@ -80,7 +80,7 @@ def _padding(size: int, stride: int, rule: str) -> tuple[int, int]:
 
 
 def _wrapped(y: jax.Array, periods: Sequence[int], *, more_after: bool) -> jax.Array:
-    """Return `y`, with what lies outside of one period added to the other end, as Flax does."""
+    """Return `y`, with values outside one period added to the other end, as Flax does."""
     for axis, period in enumerate(periods, start=1):
         missing = -(y.shape[axis] - period) % (2 * period)
         half, rest = missing // 2, missing - missing // 2

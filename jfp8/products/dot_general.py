@@ -67,33 +67,33 @@ def scaled_dot_general(
         dgrad  dlhs = q(dy) . q(rhs)^T
         wgrad  drhs = q(lhs)^T . q(dy)
 
-    High precision in and out: `recipe` says how ``q`` quantizes each operand of each product. The
-    products are summed in f32, scaled in f32 and rounded once. The gradient is straight-through. A
-    NaN or Inf in an operand or gradient gives NaN in the result.
+    Operands and results are in high precision: `recipe` defines ``q`` for each operand of each
+    matmul. Sums are accumulated and scaled in f32, and rounded once. The gradient is
+    straight-through. A NaN or Inf in an operand or gradient gives NaN in the result.
 
     Args:
       lhs, rhs: ``f32 | bf16 | f16`` arrays. `rhs` may be a `ScaledArray` instead: a weight that is
-        only kept in FP8. It gets no gradient, unless it has a `ScaledArray.carrier`. Its bytes are
-        used unchanged if it has the format that `recipe` requires and its scales: one, or one for
-        each row or block as `recipe` has them in this product. Otherwise its values are quantized.
+        only stored in FP8. It has no gradient, unless it has a `ScaledArray.carrier`. Its bytes are
+        used unchanged if they have the format and the scales that `recipe` requires: one scale, or
+        one for each row or block of this matmul. Otherwise its values are quantized.
       dimension_numbers: as for ``jax.lax.dot_general``.
       recipe: how each operand of each product is quantized; an object or its name.
-      state: amax histories of this product, ``{"lhs", "rhs", "grad"}`` as `Recipe.init_state` makes
-        them; they are read, never written. None: current scaling.
+      state: amax histories of this matmul, ``{"lhs", "rhs", "grad"}`` from `Recipe.init_state`;
+        they are read, never written. Without a state, scales are current.
       sink: ``f32[3, 2050]`` zeros (`jfp8.scaling.init_sink`), whose cotangent carries the amaxes of
         lhs, rhs and grad out of the backward pass, for `advance`. With both `sink` and `state`,
         gradients use their history; without a sink, current scaling.
-      key: random key for recipes that round stochastically. The bits are made from it and from the
-        amax of the tensor that is rounded, so that one key serves all layers, steps, scan
-        iterations and devices. None: the bits are made from the data alone, which is reproducible,
+      key: random key for recipes that round stochastically. It is combined with the amax of the
+        rounded tensor, so that one key serves all layers, steps, scan iterations and devices.
+        Without a key, the bits depend on the data alone, which is reproducible,
         but rounds the same tensor in the same way every time.
-      preferred_element_type: floating dtype of the result; default: that of the promoted operands.
+      preferred_element_type: floating dtype of the result; by default that of promoted operands.
       implementation: see `scaled_matmul`.
       out_sharding: sharding of the result, as for ``jax.lax.dot_general``, on meshes with explicit
         axes.
 
     Returns:
-      Array with the shape that ``jax.lax.dot_general`` gives.
+      Array of the same shape as the result of ``jax.lax.dot_general``.
 
     Raises:
       TypeError: operands that are not real floating arrays of at most 32 bits; `recipe` is not a
@@ -122,16 +122,16 @@ def scaled_dot_general(
 
 @dataclass(frozen=True)
 class DotSpec:
-    """What is known of a `scaled_dot_general` while JAX traces: what it is planned by.
+    """The static description of a `scaled_dot_general`, from which it is planned.
 
     Attributes:
-      shapes: of lhs and rhs.
-      dtypes: of lhs, rhs and y.
-      dimension_numbers: checked.
-      options: with the device.
-      has_quantized_rhs: whether rhs is a `ScaledArray`.
-      sharding: how lhs, rhs and y are sharded, and the shapes and dimension numbers for which that
-        is said; None: it is not known.
+      shapes: shapes of lhs and rhs.
+      dtypes: dtypes of lhs, rhs and y.
+      dimension_numbers: validated dimension numbers.
+      options: options of the operation, including the device.
+      has_quantized_rhs: True if rhs is a `ScaledArray`.
+      sharding: shardings of lhs, rhs and y, and the shapes and dimension numbers to which they
+        refer; None if unknown.
     """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -142,7 +142,7 @@ class DotSpec:
     sharding: tuple[Specs, tuple[tuple[int, ...], tuple[int, ...]], Numbers] | None = None
 
     def reference(self) -> Dot:
-        """Return the operation of the core."""
+        """Return the reference operation."""
         return Dot(self.shapes, self.dtypes, self.dimension_numbers)
 
 
@@ -159,10 +159,10 @@ def observed_dot_general(
     specs: Specs | None = None,
     multiply: Callable[..., tuple[jax.Array, Observed]] = multiply_quantized,
 ) -> tuple[jax.Array, Observed]:
-    """Compute `scaled_dot_general`, and the amaxes of its operands, which have no gradient.
+    """Compute `scaled_dot_general`, and return the amaxes of its operands without gradients.
 
-    A `bias` ``[n]`` is added to the result, by a kernel if that can. The `specs` say how `lhs`,
-    `rhs` and the result are sharded. Without axes of a mesh that are explicit, `multiply` does it.
+    A `bias` ``[n]`` is added to the result, in the kernel if it supports that. The `specs` are the
+    shardings of `lhs`, `rhs` and the result on meshes with explicit axes; else `multiply` decides.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     result = {"preferred_element_type": preferred_element_type}
@@ -187,7 +187,7 @@ def observed_dot_general(
     shape = layout_of(*shapes, dimension_numbers).shape
     sharding = None if specs is None else (specs, shapes, dimension_numbers)
     if options.recipe.resolved().matrices:
-        # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
+        # Blocks of scales run over the rows and columns of the multiplied matrices, across
         # the borders of the dimensions that form them.
         lhs, rhs, dimension_numbers = rhs_as_matrices(lhs, rhs, dimension_numbers, options.recipe)
     options = options.on_device_of(lhs, rhs)
@@ -213,11 +213,11 @@ def observed_dot_general(
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Dot(Operation):
-    """The reference: ``dot_general`` of operands with these shapes.
+    """The reference implementation of ``dot_general``.
 
     Attributes:
       shapes, dtypes: see `Operation`.
-      dimension_numbers: checked.
+      dimension_numbers: validated dimension numbers.
     """
 
     dimension_numbers: Numbers
@@ -242,10 +242,10 @@ def multiply_operands(
     spec: MatmulSpec,
     sum_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Return the ``dot_general`` of operands that may be quantized or not.
+    """Compute ``dot_general`` of operands, quantized or not.
 
     Args:
-      sum_dtype: of the sums, if one of them is not.
+      sum_dtype: of the sums, if one operand is not quantized.
     """
     if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
         return multiply(lhs, rhs, spec)
@@ -261,9 +261,9 @@ class _Matmul(NamedTuple):
     """One of the three matmuls.
 
     Attributes:
-      numbers: its dimension numbers.
-      order: the transposition after it, if there is one.
-      terms: the number of products that each element of the result sums.
+      numbers: dimension numbers of the matmul.
+      order: transposition of the result, if any.
+      terms: number of terms in the sum of each element.
     """
 
     numbers: Numbers
@@ -277,7 +277,7 @@ def three_matmuls(
 ) -> dict[Kind, _Matmul]:
     """Return fprop, dgrad and wgrad.
 
-    The output ``y`` has the batch dimensions first, then those free in lhs, then those free in rhs.
+    The output ``y`` has the batch dimensions first, then the free ones of lhs, then those of rhs.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     layout = layout_of(*shapes, numbers)
@@ -287,8 +287,8 @@ def three_matmuls(
     y_dims = tuple(range(len(layout.shape)))
     y_batch, y_lhs, y_rhs = y_dims[:n_batch], y_dims[n_batch:][:n_lhs], y_dims[n_batch + n_lhs :]
 
-    # dgrad contracts what is free in rhs and gives: batch, lhs free, rhs contracting in rhs' order.
-    # wgrad contracts what is free in lhs and gives: batch, lhs contracting in lhs' order, rhs free.
+    # dgrad contracts the free dimensions of rhs; its result: batch, lhs free, rhs contracting.
+    # wgrad contracts the free dimensions of lhs; its result: batch, lhs contracting, rhs free.
     by_rhs = np.argsort(rhs_contract).tolist()
     by_lhs = np.argsort(lhs_contract).tolist()
     d_lhs_dims = lhs_batch + lhs_free + tuple(lhs_contract[i] for i in by_rhs)

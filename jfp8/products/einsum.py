@@ -1,4 +1,4 @@
-"""An einsum of two operands as one ``dot_general``, which is what FP8 products compute."""
+"""Express an einsum of two operands as one ``dot_general``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parse(equation: str, lhs_ndim: int, rhs_ndim: int) -> Terms:
 
     terms = Terms(spelled(lhs, lhs_hidden), spelled(rhs, rhs_hidden), spelled(out, widest))
     if any(len(set(term)) != len(term) for term in (terms.lhs, terms.rhs, terms.out)):
-        raise ValueError(f"{equation!r} repeats a letter within a term, which is not a product.")
+        raise ValueError(f"{equation!r} repeats a letter within a term, which is not a matmul.")
     missing = set(terms.out) - set(terms.lhs + terms.rhs)
     if missing:
         raise ValueError(f"{equation!r}: {sorted(missing)} of the result are in no operand.")
@@ -67,10 +67,10 @@ def as_dot_general(
 ) -> jax.Array:
     """Return the einsum as one ``dot_general(lhs, rhs, dimension_numbers)``.
 
-    Dimensions of one operand alone are summed before it; the result is transposed after it.
+    Dimensions that only one operand has are summed first; the result is transposed afterwards.
 
     Args:
-      rhs_dtype: to which `dot_general` casts `rhs`; None: to none.
+      rhs_dtype: dtype to which `dot_general` casts `rhs`; None to leave it unchanged.
     """
     needs_array = set(terms.rhs) - set(terms.lhs + terms.out) or 1 in (*lhs.shape, *rhs.shape)
     if needs_array:
@@ -101,14 +101,14 @@ def as_dot_general(
 
 
 def _drop_stretched(x: Any, term: str, other_sizes: dict[str, int]) -> tuple[Any, str]:
-    """`x` without the dimensions of size 1 that the other operand stretches, and its term."""
+    """Return `x` without dimensions of size 1 that the other operand broadcasts, and its term."""
     dropped = [i for i, c in enumerate(term) if x.shape[i] == 1 and other_sizes.get(c, 1) != 1]
     kept = "".join(c for i, c in enumerate(term) if i not in dropped)
     return (x.squeeze(dropped) if dropped else x), kept
 
 
 def _sum_lonely(x: jax.Array, term: str, elsewhere: str) -> tuple[jax.Array, str]:
-    """Return `x` summed over the dimensions that appear nowhere else, and the rest of its term."""
+    """Return `x` summed over dimensions that appear nowhere else, and its remaining term."""
     lonely = tuple(i for i, c in enumerate(term) if c not in elsewhere)
     kept = "".join(c for c in term if c in elsewhere)
     return (jnp.sum(x, axis=lonely) if lonely else x), kept

@@ -1,9 +1,9 @@
-"""Products on meshes whose axes are part of the types of arrays (``AxisType.Explicit``).
+"""Matmuls on meshes whose axes are part of the types of arrays (``AxisType.Explicit``).
 
-There each operation must say how its result is laid out over the devices, and for sums over sharded
-dimensions, of which the backward pass has many, JAX asks the caller. For the three products of one
-operation the answer is always the same: a gradient is laid out like the array that it belongs to.
-So the compiler decides everything inside, and only the results have types with shardings again.
+With explicit axes each operation must specify the sharding of its result, and JAX asks the caller
+for that of every sum over sharded dimensions, of which the backward pass has many. For the three
+matmuls of one operation the answer is always the same: a gradient has the sharding of its primal.
+So the compiler chooses all shardings inside, and only the results have explicit types again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jfp8.tracing.device import explicit_mesh_of
 def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call `function` in the mesh whose explicit axes are in the types of its arguments.
 
-    ``jax.jit`` compiles for a mesh that only they name; without it in effect JAX would ask for the
-    layout of sums in the backward pass. A mesh that is in effect stays.
+    ``jax.jit`` compiles for a mesh that only the arguments name. Without it in effect JAX would
+    ask for the sharding of sums in the backward pass. A mesh already in effect is kept.
     """
 
     @functools.wraps(function)
@@ -40,11 +40,11 @@ def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_divided(mesh: Any, names: tuple[Any, ...], batch: Any, whole: Any) -> None:
-    """Raise ``ValueError`` if types of arrays do not say that explicit axes divide the batch.
+    """Raise ``ValueError`` unless the types of arrays shard the batch over explicit axes.
 
     Args:
       names: axes of `mesh`.
-      whole: True for arrays that are not to be divided; a tree like `batch`.
+      whole: tree like `batch`, True for arrays that are not sharded.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {name for name in names if types[name] == AxisType.Explicit}
@@ -53,16 +53,16 @@ def check_divided(mesh: Any, names: tuple[Any, ...], batch: Any, whole: Any) -> 
         axes = jax.typeof(x).sharding.spec[0]
         if not explicit.issubset(axes if isinstance(axes, tuple) else (axes,)):
             raise ValueError(
-                f"data_parallel divides the batch over {names}, axes of the mesh that are explicit "
+                f"data_parallel shards the batch over {names}, axes of the mesh that are explicit "
                 f"(part of the types of arrays), but it was given {jax.typeof(x)}. Place the batch "
-                "before: jax.device_put(batch, jax.NamedSharding(mesh, jax.P("
-                f"{names if len(names) > 1 else names[0]!r}))); in jax.jit, jax.reshard. Or make "
+                "first: jax.device_put(batch, jax.NamedSharding(mesh, jax.P("
+                f"{names if len(names) > 1 else names[0]!r}))); in jax.jit, jax.reshard. Or create "
                 "the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
             )
 
 
 class Specs(NamedTuple):
-    """How the operands and the result of an operation are divided over the devices."""
+    """The shardings of the operands and the result of an operation."""
 
     lhs: PartitionSpec
     rhs: PartitionSpec
@@ -70,16 +70,16 @@ class Specs(NamedTuple):
 
 
 def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) -> Specs:
-    """Return the layouts of ``reference(lhs, rhs)``: JAX's own operation, which is not computed.
+    """Return the shardings of ``reference(lhs, rhs)``, JAX's own operation, without computing it.
 
     Raises:
-      jax.errors.ShardingTypeError: JAX cannot tell from the operands how the result is laid out.
+      jax.errors.ShardingTypeError: JAX cannot infer the sharding of the result.
     """
     widened = lambda *arrays: reference(*(x.astype(jnp.float32) for x in arrays))
     data = rhs.data if isinstance(rhs, ScaledArray) else rhs
-    # `jax.eval_shape` drops the sharding where other axes of the mesh are not explicit.
+    # `jax.eval_shape` drops the sharding if other axes of the mesh are not explicit.
     (y,) = jax.make_jaxpr(widened)(lhs, data).out_avals
-    # Arrays that were never laid out have no sharding.
+    # Arrays that were never placed have no sharding.
     given = [x.sharding for x in (jax.typeof(lhs), jax.typeof(data), y)]
     return Specs(*(getattr(each, "spec", PartitionSpec()) for each in given))
 
@@ -87,11 +87,11 @@ def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) 
 def with_result_like(
     specs: Specs, function: Callable[..., tuple[jax.Array, Observed]], *arguments: Any
 ) -> tuple[jax.Array, Observed]:
-    """Return ``function(*arguments)``, whose result is laid out as `specs` say.
+    """Return ``function(*arguments)``, with the result sharded according to `specs`.
 
     Args:
       specs: see `specs_of`.
-      function: of arrays, none of whose axes are explicit inside of it.
+      function: function of arrays, whose axes are not explicit inside it.
       arguments: pytrees.
     """
     automatic: Callable[..., Any] = jax.sharding.auto_axes(
@@ -103,11 +103,11 @@ def with_result_like(
 def with_layout_of(
     like: jax.Array, function: Callable[..., tuple[jax.Array, Any]], *arguments: Any
 ) -> tuple[jax.Array, Any]:
-    """Call ``function(*arguments)``; its first result is laid out over the devices like `like`.
+    """Call ``function(*arguments)``, with its first result sharded like `like`.
 
     Args:
-      like: an array of the rank of that result.
-      function: of arrays, none of whose axes are explicit inside of it.
+      like: an array of the same rank.
+      function: function of arrays, whose axes are not explicit inside it.
       arguments: pytrees.
     """
     layouts = jax.typeof(like).sharding.spec, PartitionSpec()

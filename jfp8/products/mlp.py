@@ -1,11 +1,11 @@
-"""Two products with an activation between them, as one operation with one VJP. ::
+"""Two matmuls with an activation function between them, as one operation with one VJP. ::
 
     h = first(x, w1) + bias                    [..., projections, n]
     y = second(make(h[..., 0, :], ...), w2)
 
-Kernels that quantize may make the lhs of the second product as they read `h`; and the gradient of
-`h`, as they read `h` and what the second product returns, if no bias needs that gradient, too. Then
-they are never in memory. Where no kernel makes them, XLA does.
+Kernels that quantize can compute the lhs of the second matmul while they read `h`, and the gradient
+with respect to `h` from `h` and the second matmul's gradient, unless a bias needs it, too. Then
+neither is written to memory. Without such a kernel, XLA computes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make_all(make: Callable[..., jax.Array], h: jax.Array) -> jax.Array:
     """Return ``make(h[..., 0, :], h[..., 1, :], ...)`` in f32, rounded to the dtype of `h`.
 
     Args:
-      make: of f32 arrays, element by element. Hashable; caches know it by its ``str``.
+      make: elementwise function of f32 arrays. Hashable; caches identify it by its ``str``.
     """
     wide = h.astype(jnp.promote_types(h.dtype, jnp.float32))
     return make(*(wide[..., p, :] for p in range(wide.shape[-2]))).astype(h.dtype)
@@ -41,16 +41,16 @@ def through_both(
     make: Callable[..., jax.Array],
     shape: tuple[int, ...],
 ) -> Any:
-    """Return ``y``, where layers bring the operands of both products, and record their amaxes.
+    """Return ``y`` from the operands that layers provide, and record the amaxes of both matmuls.
 
     Args:
-      first: ``first(multiply=...)`` of a layer that calls it in place of `multiply_quantized`, and
-        hands on its result. A bias of that layer is a further argument, ``bias``.
-      second: ``second(x, multiply=...)`` likewise. Of `x` it may use the shape and the dtype.
+      first: ``first(multiply=...)`` of a layer that calls it instead of `multiply_quantized`, and
+        returns its result. A bias of the layer is a further argument, ``bias``.
+      second: ``second(x, multiply=...)`` likewise. It may use only the shape and dtype of `x`.
       make: see `make_all`.
-      shape: of ``h``.
+      shape: shape of ``h``.
     """
-    begun: list[Any] = []  # of the first product; then what it observed
+    begun: list[Any] = []  # of the first matmul; then the amaxes that it observed
 
     def multiply_first(operation, *given, restore=None, bias=None):
         begun[:] = operation, bias, *begin(*given)
@@ -71,7 +71,7 @@ def through_both(
 
 
 def _end(how: How, observed: Observed) -> Observed:
-    """Return the amaxes of a use, which have no gradient, and note them."""
+    """Return the amaxes of a use, without gradients, and note them."""
     if how.use is not None:
         end_use(how.use, *observed)
     return lax.stop_gradient(observed)
@@ -92,7 +92,7 @@ def _forward(both, operations, operands, and_backward=True):
     how = {"and_backward": and_backward}
     (y, seen), kept = forward(hows[0], operations[0], first, **how)
     h = _plus(y.reshape(shape), bias)
-    made_of = (make, h) if h.dtype == lhs.dtype else ()  # what is cast is not made by a kernel
+    made_of = (make, h) if h.dtype == lhs.dtype else ()  # no kernel produces an array that is cast
     second = second._replace(lhs=make_all(make, h).astype(lhs.dtype).reshape(lhs.shape))
     (z, seen_too), kept_too = forward(hows[1], operations[1], second, *made_of, **how)
     return (z, (seen, seen_too)), (h.reshape(y.shape), bias, kept, kept_too)
@@ -104,7 +104,7 @@ def _backward(both, residuals, cotangents):
     second = backward(hows[1], kept_too, cotangents[0])
     assert second.lhs is not None
     h, d_made = y.reshape(shape), second.lhs.astype(y.dtype).reshape(*shape[:-2], shape[-1])
-    # As by `jax.checkpoint`: what is cheap is computed again, not kept since the forward pass.
+    # As in `jax.checkpoint`: cheap values are recomputed, not saved for the backward pass.
     again, dy = lax.optimization_barrier((h, d_made))
     (dh,) = jax.vjp(partial(make_all, make), again)[1](dy)
     made_of, d_bias = (make, h, d_made), None

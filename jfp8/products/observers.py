@@ -1,8 +1,8 @@
-"""Taps: places in a program where an observer may look at values.
+"""Taps: points of a program where an observer can look at values.
 
-While a function is traced in the context `observing`, products show what they do to an `Observer`,
-which marks values by `tap`. A tap is the identity and changes nothing in any program. The values
-that it marks can be found in a traced program (see `jfp8.debug`). Programs traced outside of the
+While a function is traced in the context `observing`, matmuls pass their operands to an `Observer`,
+which marks values with `tap`. A tap is the identity and changes nothing in any program. The marked
+values can be found in a traced program (see `jfp8.debug`). Programs traced outside the
 context contain no taps.
 """
 
@@ -20,18 +20,18 @@ from jfp8.scaling.arrays import ScaledArray
 
 
 class Observer:
-    """Base class for what looks at the products of a program. Hashable."""
+    """Base class of observers of the matmuls of a program. Hashable."""
 
     def quantized(
         self, role: str, kinds: str, quantizer: Any, x: jax.Array, q: ScaledArray
     ) -> ScaledArray:
-        """Called with a tensor and its quantized form; the program uses what this returns.
+        """Receive a tensor and its quantized form; the program uses the returned value.
 
         Args:
           role: ``"lhs"``, ``"rhs"`` or ``"grad"``; or a result, ``"y"``, ``"d_lhs"``, ``"d_rhs"``.
-          kinds: which products use it, such as ``"fprop+wgrad"``.
+          kinds: the matmuls that use it, such as ``"fprop+wgrad"``.
           quantizer: the quantizer, see `jfp8.quantizers.Quantizer`.
-          x: the tensor as its quantizer sees it.
+          x: the input of the quantizer.
           q: its quantized form.
         """
         del role, kinds, quantizer, x
@@ -40,17 +40,17 @@ class Observer:
     def multiplied(
         self, operation: Any, kind: str, first: Any, second: Any, y: jax.Array
     ) -> jax.Array:
-        """Called with a product ``y`` and how it is computed; what this returns is used."""
+        """Receive the result ``y`` of a matmul and its plan; the returned value is used."""
         del operation, kind, first, second
         return y
 
 
 OBSERVER = jax.make_user_context(None)
-"""Its ``value`` is the current `Observer` or None; every product reads it."""
+"""Its ``value`` is the current `Observer` or None; every matmul reads it."""
 
 
 def observing(observer: Observer) -> AbstractContextManager[object]:
-    """A context that shows `observer` every product. Programs traced before are not reused."""
+    """Return a context in which `observer` sees every matmul. Earlier traces are not reused."""
     return OBSERVER(observer)
 
 
@@ -58,7 +58,7 @@ def tap(x: jax.Array, *others: jax.Array, measure: Any, batched: int = 0) -> jax
     """Return `x`, marked: the reader of the program calls ``measure(x, *others)``.
 
     Args:
-      x: the value that the program continues with. A tap whose result is not used is dropped.
+      x: the value to mark. A tap whose result is not used is dropped.
       *others: other arrays for `measure`.
       measure: a hashable function.
       batched: number of leading dimensions that ``vmap`` added.

@@ -1,4 +1,4 @@
-"""Results of products that a recipe stores in FP8."""
+"""Results of matmuls that a recipe stores in FP8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESULTS = {"fprop": "y", "dgrad": "d_lhs", "wgrad": "d_rhs"}
 def quantized_output(
     kind: str, product: Product, y: jax.Array, seed: jax.Array | None
 ) -> jax.Array:
-    """Return the result of a product, rounded to the format in which its recipe stores results."""
+    """Return the result of a matmul, rounded to the format in which its recipe stores results."""
     if product.output is None:
         return y
     largest, role = amax(y), _RESULTS[kind]

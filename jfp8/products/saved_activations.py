@@ -1,10 +1,10 @@
-"""Any function of an activation, with the activation kept in FP8 for the backward pass.
+"""Wrap a function of an activation, so that the activation is saved in FP8 for the backward pass.
 
-    forward    y  = f(x, *rest)                           exactly: x is in high precision
-    kept       q  = codes of x, and a scale for every block of them
+    forward    y  = f(x, *rest)                           exact: x is in high precision
+    saved      q  = codes of x, and a scale for every block
     backward   dx, *drest = vjp(f, q * scale, *rest)(dy)
 
-What a product keeps is already in FP8. This is for the functions between products, normalisations
+Matmuls already save their operands in FP8. This is for the functions between them, normalizations
 and activation functions, whose backward pass needs their input.
 """
 
@@ -29,41 +29,41 @@ from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.scales import amax, quantize_with_scale, reciprocal, scale_from_amax
 
 BLOCK = 32
-"""Elements that share a scale: few, so that an outlier affects few others."""
+"""Elements that share a scale: few, so that an outlier affects few other elements."""
 
 
 def save_in_fp8(
     f: Callable[..., Any], *, fmt: FormatLike = E4M3FN, block: int = BLOCK, name: str = SAVED
 ) -> Callable[..., Any]:
-    """Return `f`, with its first argument kept in FP8 for the backward pass. ::
+    """Return `f`, with its first argument saved in FP8 for the backward pass. ::
 
         y         = f(x, *rest)
         dx, drest = vjp(f, dequantize(quantize(x)), *rest)(dy)
 
-    The forward result does not change. Gradients change only as far as the derivative of `f` varies
-    within the rounding error of `fmt`. One byte is kept for every element of `x`, and two bytes, a
-    bf16 scale, for every block of elements along its last axis. The backward pass computes `f`
-    again.
+    The forward result is unchanged. Gradients change only as much as the derivative of `f` varies
+    within the rounding error of `fmt`. One byte is saved for every element of `x`, and two bytes, a
+    bf16 scale, for every block of elements along its last axis. The backward pass recomputes
+    `f`.
 
-    The scale is computed such that the largest element of its block is kept to 0.2 %, not to the 6
-    % of E4M3. That includes outliers, on which the statistics of a normalisation depend. A block
-    with a NaN or an Inf in it is NaN in the backward pass, which shows in the gradients.
+    The scale is chosen such that the largest element of its block has an error of 0.2 %, not the 6
+    % of E4M3. This includes outliers, on which the statistics of a normalization depend. A block
+    with a NaN or an Inf in it is NaN in the backward pass, so the gradients are, too.
 
     Args:
       f: function of arrays. It must take all arrays that it reads as arguments: parameters, masks,
         random keys.
-      fmt: of the codes; any format with a sign.
+      fmt: format of the codes; any signed format.
       block: number of elements of `x` that share a scale.
       name: the name under which policies of ``jax.checkpoint`` find codes and scales.
 
     Returns:
       Function ``g(x, *rest)``: `x` is an ``f32 | bf16 | f16`` array of at least one dimension, and
-      `rest` are any arrays, or trees of them, kept unchanged. Only reverse mode, and only first
+      `rest` are any arrays, or trees of arrays, saved unchanged. Only reverse mode, and only first
       derivatives: like every ``jax.custom_vjp`` it refuses ``jax.jvp``, and a second derivative
       raises ``TypeError``.
 
     Raises:
-      TypeError: `fmt` is not a format with a sign; when called, `x` is not of such a dtype.
+      TypeError: `fmt` is not a signed format; when called, `x` has another dtype.
       ValueError: `block` is not a positive integer; when called, `x` is 0-d, or `f` closes over
         traced arrays.
 
@@ -76,7 +76,7 @@ def save_in_fp8(
     [('uint8', (64,)), ('bfloat16', (2,))]
 
     References:
-      COAT, arXiv 2410.19313, section 5: activations kept with a scale for each group of elements.
+      COAT, arXiv 2410.19313, section 5: activations saved with a scale for each group of elements.
     """
     fmt = as_format(fmt)
     if not fmt.signed:
@@ -90,7 +90,7 @@ def save_in_fp8(
         if x.ndim == 0:
             raise ValueError(
                 "x has no dimensions, so there are no blocks to share a scale. Leave save_in_fp8 "
-                "out: a single number costs nothing to keep."
+                "out: a single number costs nothing to save."
             )
         _check_closes_over_nothing(f, x, rest)
         how = _How(f, fmt, block, name, x.dtype)
@@ -100,14 +100,14 @@ def save_in_fp8(
 
 
 def keeping_inputs(f: Callable[..., jax.Array], saved: Format | None) -> Callable[..., jax.Array]:
-    """`f`, for which the backward pass keeps only the arguments, the first in `saved` if given."""
+    """Return `f`, which saves only its arguments for the backward pass, the first as `saved`."""
     return jax.checkpoint(f) if saved is None else save_in_fp8(f, fmt=saved)
 
 
 def _check_closes_over_nothing(f: Callable[..., Any], x: jax.Array, rest: tuple[Any, ...]) -> None:
-    """Raise ``ValueError`` if `f` reads traced arrays beside its arguments.
+    """Raise ``ValueError`` if `f` reads traced arrays other than its arguments.
 
-    The backward pass calls it where they may no longer exist, and JAX would report a leaked tracer.
+    The backward pass calls it when they may no longer exist, and JAX would report a leaked tracer.
     """
     read = jax.make_jaxpr(f)(x, *rest).consts
     traced = [str(jax.typeof(array)) for array in read if isinstance(array, jax.core.Tracer)]
@@ -132,10 +132,10 @@ class _How:
 
 
 def _encode(x: jax.Array, how: _How) -> ScaledArray:
-    """Return `x` in FP8: codes as uint8, and a bf16 for every block."""
+    """Return `x` in FP8: codes as uint8, and a bf16 scale for every block."""
     granularity = Block((how.block,))
     scale = scale_from_amax(amax(x, granularity), how.fmt, poison=True)
-    # Not a cast and back, which XLA may remove.
+    # Not a cast and its inverse, which XLA may remove.
     scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
     block = ragged_block(granularity, x.shape)
     q = quantize_with_scale(x, scale, how.fmt, block=block, inverse=reciprocal(scale))
@@ -155,7 +155,7 @@ def _apply(how, x, rest):
 
 def _forward(how, x, rest):
     x = first_order_only(x, "what save_in_fp8 returns", "the function as it was")
-    # XLA would delay the codes until they are needed, and hold x until then.
+    # XLA would delay the computation of the codes until they are needed, and hold x until then.
     x, q = lax.optimization_barrier((x, _encode(x, how)))
     kept = jax.tree.map(lambda array: checkpoint_name(array, how.name), q)
     return how.f(x, *rest), (kept, rest)

@@ -1,4 +1,4 @@
-"""Tell which matmuls a model of time expects to be slower in FP8: ``exempt="slower"``."""
+"""Find the matmuls that a model of time expects to be slower in FP8: ``exempt="slower"``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jfp8.tracing.devices import Gpu
 
 
 def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: Any, rhs: Any) -> str:
-    """Say why the matmuls of a layer stay in high precision; ``""`` if FP8 is no slower on `gpu`.
+    """Explain why a layer's matmuls stay in high precision; ``""`` if FP8 is no slower on `gpu`.
 
     Args:
-      plain: computes the layer's forward product of `lhs` and `rhs` in high precision.
+      plain: computes the layer's forward matmul of `lhs` and `rhs` in high precision.
     """
     closed = jax.make_jaxpr(plain)()
     sizes = [math.prod(x.shape) for x in (lhs, rhs, closed.out_avals[0])]
@@ -25,7 +25,7 @@ def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: An
     batch = batches[0] if batches else 1
     # Convolutions by 1x1 kernels are matmuls.
     in_f8 = bool(batches) or math.prod(rhs.shape[:-2]) == 1
-    # Each of the sizes m, n and k is in two of the arrays, and that of the batch in all three.
+    # Each of the sizes m, n and k is in two of the arrays, and the batch size in all three.
     multiplications = math.sqrt(math.prod(sizes) / max(batch, 1))
     gain = planner_of(gpu).expected_gain(recipe, multiplications, sum(sizes), gpu, in_f8)
     if gain >= 1:
@@ -34,7 +34,7 @@ def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: An
 
 
 def _batches_in(jaxpr: Any) -> Iterator[int]:
-    """Give the batch size of each ``dot_general`` of a traced function, also in a ``jit``."""
+    """Yield the batch size of each ``dot_general`` of a traced function, also in a ``jit``."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             _, (batched, _) = eqn.params["dimension_numbers"]

@@ -1,8 +1,8 @@
-"""Uses of products that the loss is not differentiated through, such as behind ``stop_gradient``.
+"""Uses of matmuls that the loss is not differentiated through, such as behind ``stop_gradient``.
 
-Their amaxes do not come back through the sink, because JAX leaves out their backward pass. While a
-loss is traced for differentiation, each use is noted; afterwards it is known which ones had no
-backward pass. Their amaxes are then returned beside the loss, and programs without such uses
+Their amaxes do not come back through the sink, because JAX omits their backward pass. While a
+loss is traced for differentiation, each use is noted; afterwards the uses without a backward pass
+are known. Their amaxes are then returned next to the loss, and programs without such uses
 contain nothing extra.
 """
 
@@ -24,16 +24,16 @@ from jfp8.scaling.sink import encode_amax
 
 @dataclass(eq=False)
 class ProductUse:
-    """A product that was traced with a sink.
+    """A matmul that was traced with a sink.
 
     Attributes:
       sink: the sink of its state.
       layer: its path in the model; "" if unknown, None if it records by itself.
-      amaxes: those of lhs and rhs, if they can be returned: not from the body of a ``scan``, or the
-        like.
-      is_foreign: whether the loss is not differentiated with respect to its sink at all.
-      linearized: whether JAX has traced what its backward pass would need.
-      differentiated: whether its backward pass has been traced.
+      amaxes: amaxes of lhs and rhs, if they can be returned: not from the body of a ``scan`` or
+        the like.
+      is_foreign: True if the loss is not differentiated with respect to its sink.
+      linearized: True once JAX has traced the residuals of its backward pass.
+      differentiated: True once its backward pass has been traced.
     """
 
     sink: jax.Array
@@ -46,12 +46,12 @@ class ProductUse:
 
 @dataclass(eq=False)
 class Uses:
-    """The uses of products in one loss.
+    """The uses of matmuls in one loss.
 
     Attributes:
-      sinks: those with respect to which the loss is differentiated, as the loss sees them.
+      sinks: the sinks with respect to which the loss is differentiated, as tracers of the loss.
       trace: the trace of the loss.
-      found: the uses, in the order in which they are traced.
+      found: the uses, in the order of tracing.
     """
 
     sinks: list[jax.Array]
@@ -63,7 +63,7 @@ class Uses:
         return [use.amaxes for use in self.found if use.amaxes is not None]
 
     def into(self, cotangents: Any, amaxes: Sequence[jax.Array]) -> Any:
-        """Return `cotangents` of the sinks, with the amaxes that the backward pass did not bring.
+        """Return `cotangents` of the sinks, with the amaxes that the backward pass did not return.
 
         Args:
           amaxes: the result of `amaxes`, after differentiation.
@@ -85,7 +85,7 @@ class Uses:
             warnings.warn(
                 f"The amax histories of {sorted(lost)} are not updated by uses that the loss is "
                 "not differentiated through (behind stop_gradient, or without effect on the "
-                "loss), because they are inside of nn.scan, nn.remat or the like. Record them in "
+                "loss), because they are inside nn.scan, nn.remat or the like. Record them in "
                 "the forward pass: y, mutated = model.apply(variables, x, mutable=['fp8']), and "
                 "return mutated from the loss function.",
                 stacklevel=2,
@@ -108,7 +108,7 @@ _layer: ContextVar[str | None] = ContextVar("jfp8_layer", default="")
 
 @contextlib.contextmanager
 def noting_uses(sinks: Any) -> Iterator[Uses]:
-    """A context in which the uses of products with one of these `sinks` are noted."""
+    """Return a context that notes the uses of matmuls with one of these `sinks`."""
     uses = Uses(jax.tree.leaves(sinks), get_opaque_trace_state())
     token = _noting.set(uses)
     try:
@@ -118,13 +118,13 @@ def noting_uses(sinks: Any) -> Iterator[Uses]:
 
 
 def are_noted() -> bool:
-    """Return True while uses are noted: in the loss of a loop of this library."""
+    """Return True while uses are noted: inside a loss that this library differentiates."""
     return _noting.get() is not None
 
 
 @contextlib.contextmanager
 def uses_of(layer: str | None) -> Iterator[None]:
-    """Return a context whose uses belong to `layer`; None: to a layer that records by itself."""
+    """Return a context whose uses belong to `layer`; None if the layer records by itself."""
     token = _layer.set(layer)
     try:
         yield
@@ -133,7 +133,7 @@ def uses_of(layer: str | None) -> Iterator[None]:
 
 
 def begin_use(sink: jax.Array) -> ProductUse | None:
-    """Return a use of a product with this `sink`, if uses are noted."""
+    """Return a use of a matmul with this `sink`, if uses are noted."""
     uses = _noting.get()
     if uses is None:
         return None
@@ -142,7 +142,7 @@ def begin_use(sink: jax.Array) -> ProductUse | None:
 
 
 def end_use(use: ProductUse, lhs: jax.Array, rhs: jax.Array) -> None:
-    """Note the amaxes of its operands, f32[] each."""
+    """Note the amaxes of the operands of a use, f32[] each."""
     uses = _noting.get()
     if uses is None or get_opaque_trace_state() != uses.trace:
         return

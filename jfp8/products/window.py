@@ -15,11 +15,11 @@ from jfp8.products.operation import Operand
 
 @dataclass(frozen=True)
 class Window:
-    """How the kernel moves over the image.
+    """The movement of the kernel over the image.
 
     Attributes:
       strides, padding, lhs_dilation, rhs_dilation: one entry for each spatial dimension.
-      dimension_numbers: where each operand has its batch, feature and spatial dimensions.
+      dimension_numbers: positions of the batch, feature and spatial dimensions.
       groups: number of feature groups.
     """
 
@@ -31,7 +31,7 @@ class Window:
     groups: int
 
     def convolve(self, lhs: jax.Array, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Return the convolution of plain arrays, with f32 sums."""
+        """Convolve plain arrays, with f32 sums."""
         return lax.conv_general_dilated(
             lhs,
             rhs,
@@ -47,13 +47,13 @@ class Window:
         )
 
     def is_pointwise(self, kernel: Sequence[int]) -> bool:
-        """Whether it is a matrix product: the kernel covers one pixel and visits each once."""
+        """Return True if it is a matmul: the kernel covers one pixel and visits each once."""
         taps = [kernel[d] for d in self.dimension_numbers.rhs_spec[2:]]
         edges = [n for pair in self.padding for n in pair]
         return {self.groups, *taps, *self.strides, *self.lhs_dilation} <= {1} and not any(edges)
 
     def check(self, lhs: jax.Array, rhs: Operand) -> None:
-        """Raise JAX's own error if the shapes do not fit."""
+        """Raise JAX's own error if the shapes do not match."""
         shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
         jax.eval_shape(self.convolve, *shapes)
 

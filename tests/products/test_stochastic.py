@@ -122,7 +122,7 @@ def test_without_a_key_the_data_decides(recipe):
     other[largest] = np.nextafter(dy[largest], 0)
     changed = rounded_gradients(other, recipe=recipe)
     assert all(differ(a, b) for a, b in zip(first, changed))
-    assert "None: the bits are made from the data alone" in scaled_dot_general.__doc__
+    assert "Without a key, the bits depend on the data alone" in scaled_dot_general.__doc__
 
 
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])

@@ -1,1 +1,1 @@
-"""Attention in FP8, block by block: no array of ``[queries, keys]`` beyond a block."""
+"""Attention in FP8, block by block, without an array of all scores ``[queries, keys]``."""

@@ -1,1 +1,1 @@
-"""Products of groups of rows, each with the matrix of its group."""
+"""Grouped matmuls: each group of rows is multiplied by its own matrix."""

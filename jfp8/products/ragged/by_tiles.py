@@ -1,4 +1,4 @@
-"""`GroupedDot`: the product of each tile of rows with the matrix of its group."""
+"""`GroupedDot`: multiply each tile of rows by the matrix of its group."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from jfp8.tracing.compat import same_varying_axes
 
 @dataclass(frozen=True)
 class Grouped(Operation):
-    """The base of grouped products, ``y[t] = lhs[t] . rhs[group[t]]``.
+    """Base class of grouped matmuls, ``y[t] = lhs[t] . rhs[group[t]]``.
 
     Attributes:
-      shapes: of lhs ``[t, h, k]`` and rhs ``[g, k, n]``.
-      dtypes: of lhs, rhs and y.
+      shapes: shapes of lhs ``[t, h, k]`` and rhs ``[g, k, n]``.
+      dtypes: dtypes of lhs, rhs and y.
       group: i32[t], the group of each tile.
-      padded_sizes: i32[g], the rows of all tiles of each group.
+      padded_sizes: i32[g], number of rows in the tiles of each group.
     """
 
     group: jax.Array
@@ -42,9 +42,9 @@ class Grouped(Operation):
 
     @classmethod
     def dimensions(cls, kind: Kind) -> tuple[str, str, str]:
-        """What the dimensions of both operands and the result are, as quantized and laid out.
+        """Name the dimensions of both operands and the result, as quantized and laid out.
 
-        ``t`` tiles, or their rows, ``h`` rows of a tile, ``E`` groups, ``k`` and ``n``.
+        ``t`` tiles (or their rows), ``h`` rows of a tile, ``E`` groups, ``k`` and ``n``.
         """
         return {
             "fprop": ("thk", "Ekn", "thn"),
@@ -53,7 +53,7 @@ class Grouped(Operation):
         }[kind]
 
     def terms(self, kind: Kind) -> int:
-        """Return the exact number; in wgrad the average, including the zeros that fill up tiles."""
+        """Return the exact number of terms; in wgrad the average, including padded rows."""
         (tiles, height, k), (groups, _, n) = self.shapes
         return {"fprop": k, "dgrad": n, "wgrad": tiles * height // groups}[kind]
 
@@ -68,10 +68,10 @@ grouped_operation = functools.partial(
 @grouped_operation
 @dataclass(frozen=True)
 class GroupedDot(Grouped):
-    """The product of each tile of rows with the matrix of its group."""
+    """A matmul of each tile of rows with the matrix of its group."""
 
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
-        """As the quantizer says; rhs group by group, each with its own amax and no history."""
+        """Quantize by the quantizer; rhs group by group, each with its own amax and no history."""
         if role != "rhs":
             return super().quantize(role, x, quantizer, at)
         return quantized_by_group(x, quantizer, at)
@@ -82,7 +82,7 @@ class GroupedDot(Grouped):
         return y.astype(self.dtype_of(kind))
 
     def by_tiles(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        """Multiply one tile after the other, each by the reference; f32."""
+        """Multiply one tile at a time with the reference implementation, in f32."""
         (_, height, k), (groups, _, n) = self.shapes
         group, f32 = self.group, np.dtype(np.float32)
         dot = Dot(((height, k), (k, n)), (f32, f32, f32), (((1,), (0,)), ((), ())))
@@ -102,7 +102,7 @@ class GroupedDot(Grouped):
 
 
 def quantized_by_group(x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
-    """Return the matrices ``[g, k, n]``, each quantized by itself."""
+    """Return the matrices ``[g, k, n]``, each quantized separately."""
     contracting = tuple(d - 1 for d in at.contracting)
 
     def quantize_one(x: jax.Array, group: jax.Array) -> ScaledArray:
@@ -115,9 +115,9 @@ def quantized_by_group(x: jax.Array, quantizer: Quantizer, at: Context) -> Scale
 
 
 class _Stack:
-    """A stack of matrices, `ScaledArray`s or not, from which a loop takes one at a time.
+    """A stack of matrices, `ScaledArray`s or not, from which a loop reads one at a time.
 
-    8-bit data goes into the loop as uint8, because XLA:CPU would widen f8 arrays there.
+    8-bit data is passed to the loop as uint8, because XLA:CPU would widen f8 arrays.
     """
 
     def __init__(self, x: Operand) -> None:
@@ -141,7 +141,7 @@ class _Stack:
 
 
 def with_all_dims(scale: jax.Array | ScaledArray, ndim: int) -> jax.Array | ScaledArray:
-    """Return the scale of a stack of arrays, which `jax.vmap` gave a leading dimension."""
+    """Return the scale of a stack of arrays, to which `jax.vmap` added a leading dimension."""
     if isinstance(scale, ScaledArray):
         return replace(scale, scale=with_all_dims(scale.scale, ndim))
     return scale if scale.ndim == ndim else lax.expand_dims(scale, range(1, ndim))

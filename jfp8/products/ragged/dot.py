@@ -1,9 +1,9 @@
-"""`scaled_ragged_dot`: one product for each group of rows, with quantized operands.
+"""`scaled_ragged_dot`: one matmul for each group of rows, with quantized operands.
 
-The groups are of any size, known only from the data: the tokens of each expert of a mixture. Rows
-are laid out in tiles of equal height, each of which belongs to one group and is filled up with
-zeros. Every product is then one of tiles, each with the matrix of its group. No row is multiplied
-by the matrices of other groups, and no scale and no rotation reaches from one group into the next.
+Group sizes are arbitrary and known only from the data: the tokens of each expert of a mixture. Rows
+are laid out in tiles of equal height, each of which belongs to one group and is padded with
+zeros. Every matmul then multiplies tiles, each by the matrix of its group. No row is multiplied
+by the matrices of other groups, and no scale or rotation crosses the border of a group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import same_varying_axes
 
-# Rows of a tile, where the recipe leaves it open: enough for the matrix units; for much smaller
+# Rows of a tile, if the recipe does not set it: enough for the matrix units; for much smaller
 # groups, at most a quarter of the average rows of a group.
 TILE, _SMALLEST_TILE = 128, 16
 
@@ -62,21 +62,21 @@ def scaled_ragged_dot(
         y_i = lhs_i . rhs_e    for each row i of group e; y_i = 0 for rows after the last group
 
     The groups are consecutive rows of `lhs`: the first ``group_sizes[0]``, the next
-    ``group_sizes[1]``, and so on. High precision in and out, as with `scaled_dot_general`.
+    ``group_sizes[1]``, and so on. Operands and results are in high precision.
 
-    Scales. Each group's matrix has its own, computed from its current values under every recipe:
-    one history could not serve matrices of different magnitude. (The history of "rhs" in the state
-    records their largest amax, and is not read.) `lhs` and the gradient are each one tensor, and
-    may have a history. Where a recipe's scales, or its rotation, run along rows, they start anew
-    with each group; recipes with a scale for a whole row or column of an operand have one for each
-    128 rows of a group there. Rows after the last group are ignored, forward and backward.
+    Scales. Each group's matrix has its own, computed from its current values under every recipe,
+    because one history could not serve matrices of different magnitude. (That of "rhs" records
+    their largest amax, and is not read.) `lhs` and the gradient are each one tensor, and
+    may have a history. If a recipe's scales, or its rotation, run along rows, they start anew
+    with each group; recipes with a scale for a whole row or column of an operand then have one for
+    every 128 rows of a group. Rows after the last group are ignored, forward and backward.
 
     Args:
-      lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.
-      rhs: the same of shape ``[g, k, n]``. It may be a `ScaledArray`: matrices that are only kept
+      lhs: array ``f32 | bf16 | f16`` of shape ``[m, k]``.
+      rhs: the same of shape ``[g, k, n]``. It may be a `ScaledArray`: matrices that are only stored
         in FP8. They get no gradient. Their bytes are used unchanged if they have the format that
-        `recipe` requires and one scale for each group, ``[g, 1, 1]``, one for all, or those of each
-        row or block as `recipe` has them in this product; otherwise their values are quantized.
+        `recipe` requires and one scale for each group, ``[g, 1, 1]``, one for all, or one for each
+        row or block as `recipe` requires in this matmul; otherwise their values are quantized.
       group_sizes: integers of shape ``[g]``, not negative, with a sum of at most ``m``. A group may
         be empty.
       recipe, state, sink, key, preferred_element_type: see `scaled_dot_general`. With another
@@ -84,9 +84,9 @@ def scaled_ragged_dot(
       implementation: ``"emulate"`` (a loop over tiles on any device), ``"xla"``
         (``jax.lax.ragged_dot_general`` of the stored values in bfloat16, which is exact),
         ``"mosaic_gpu"`` (Pallas kernels for Hopper, for recipes with one scale per tensor or in
-        blocks of 128), or None: on CUDA mosaic_gpu where possible; else a tile of each group at a
-        time, where a product of `scaled_matmul` takes the recipe's formats and scales; else xla.
-        Elsewhere emulate. (JAX's own ragged products may compute every row with every matrix.)
+        blocks of 128), or None: on CUDA mosaic_gpu if possible; else a tile of each group at a
+        time, if a backend of `scaled_matmul` takes the recipe's formats and scales; else xla.
+        On other devices emulate. (JAX's own ragged matmuls may compute all rows with all matrices.)
 
     Returns:
       Array of shape ``[m, n]``.
@@ -97,7 +97,7 @@ def scaled_ragged_dot(
       ValueError: shapes that do not match; a `state` of another recipe; a `sink` of another shape
         or dtype; unknown `implementation`.
       NotImplementedError: ``implementation="xla"`` with another accumulation than ``"f32"``;
-        ``"mosaic_gpu"`` where there are no such kernels, see `scaled_matmul`.
+        ``"mosaic_gpu"`` if there are no such kernels, see `scaled_matmul`.
 
     >>> import jax.numpy as jnp
     >>> from jfp8.products.ragged.dot import scaled_ragged_dot
@@ -119,7 +119,7 @@ def observed_ragged_dot(
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, Observed]:
-    """Return `scaled_ragged_dot`, and the amaxes of its operands, which have no gradient."""
+    """Compute `scaled_ragged_dot`, and return the amaxes of its operands without gradients."""
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     options = options.on_device_of(lhs, rhs)
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
@@ -127,7 +127,7 @@ def observed_ragged_dot(
     return _observed(options, out_dtype, lhs, rhs, sizes, state)
 
 
-# Compiled as one piece even if nothing around it is: it consists of very many operations.
+# Compiled as one program even if its caller is not: it consists of very many operations.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _observed(options, out_dtype, lhs, rhs, sizes, state):
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
@@ -146,11 +146,11 @@ def _observed(options, out_dtype, lhs, rhs, sizes, state):
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """How a grouped product is computed.
+    """The plan of a grouped matmul.
 
     Attributes:
       height: rows of a tile.
-      operation: that multiplies tiles of this height.
+      operation: the operation that multiplies tiles of this height.
     """
 
     height: int
@@ -159,13 +159,13 @@ class GroupedPlan:
 
 @dataclass(frozen=True)
 class GroupedSpec:
-    """What is known of a grouped product while JAX traces: what it is planned by.
+    """The static description of a grouped matmul, from which it is planned.
 
     Attributes:
-      options: with the device.
-      rows, groups: their numbers.
-      has_quantized_rhs: whether rhs is a `ScaledArray`.
-      height: rows of a tile, if that is given; None: it is to be planned.
+      options: options of the operation, including the device.
+      rows, groups: number of rows and of groups.
+      has_quantized_rhs: True if rhs is a `ScaledArray`.
+      height: rows of a tile; None if it is not planned yet.
     """
 
     options: Options
@@ -175,17 +175,17 @@ class GroupedSpec:
     height: int | None = None
 
     def reference(self) -> GroupedPlan:
-        """Return the plan of the core."""
+        """Return the reference plan."""
         height = self.height or tile_height(self.options.recipe, self.rows, self.groups)
         return GroupedPlan(height, GroupedDot)
 
 
 def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Array:
-    """Return `group_sizes` as int32, if they fit operands that fit each other."""
+    """Validate shapes and return `group_sizes` as int32."""
     shapes = f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
     if lhs.ndim != 2 or rhs.ndim != 3:
         raise ValueError(
-            f"A ragged product takes lhs of shape [m, k] and rhs of shape [g, k, n], but {shapes}. "
+            f"A ragged matmul takes lhs of shape [m, k] and rhs of shape [g, k, n], but {shapes}. "
             "Reshape activations of more dimensions: x.reshape(-1, x.shape[-1])."
         )
     if lhs.shape[1] != rhs.shape[1]:
@@ -200,20 +200,20 @@ def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Ar
         )
     if sizes.shape != rhs.shape[:1] or not rhs.shape[0]:
         raise ValueError(
-            f"group_sizes must have shape ({rhs.shape[0]},), one size for each of the matrices in "
-            f"rhs, of which there must be at least one; got {sizes.shape}; {shapes}."
+            f"group_sizes must have shape ({rhs.shape[0]},), one size for each matrix in rhs, "
+            f"with at least one matrix; got {sizes.shape}; {shapes}."
         )
     return sizes.astype(jnp.int32)
 
 
 def tile_height(recipe: Recipe, m: int, groups: int, *, at_once: bool = False) -> int:
-    """A height that no block of scales, and no rotated stretch, along the rows reaches across.
+    """Return a height of tiles that no block of scales or of a rotation crosses.
 
-    The height changes results only by the order of f32 sums, unless they depend on how long a sum
-    is: then it is 128.
+    The height changes results only through the order of f32 sums, unless they depend on the length
+    of a sum: then it is 128.
 
     Args:
-      at_once: whether a tile of each group is multiplied at a time: then each may be higher.
+      at_once: True if one tile of each group is multiplied at a time: then tiles may be higher.
     """
     products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
@@ -233,7 +233,7 @@ def tile_height(recipe: Recipe, m: int, groups: int, *, at_once: bool = False) -
 
 
 def plain_tile_height(m: int, groups: int) -> int:
-    """That of products in high precision."""
+    """Return the height of tiles for matmuls in high precision."""
     return min(max(_quarter(m, groups), _SMALLEST_TILE), TILE)
 
 
@@ -244,10 +244,10 @@ def _quarter(m: int, groups: int) -> int:
 
 
 def frozen_groups(rhs: Operand, recipe: Recipe) -> Operand:
-    """Return `rhs` as `multiply_quantized` takes it: a `ScaledArray` only if its bytes are used.
+    """Return `rhs` for `multiply_quantized`: a `ScaledArray` only if its bytes are used.
 
-    They are if they have the format of the forward product, and one scale for all or the scales
-    that its quantizer would give each group.
+    They are if they have the format of the forward matmul, and one scale for all or the scales
+    that its quantizer would choose for each group.
     """
     if not isinstance(rhs, ScaledArray):
         return rhs

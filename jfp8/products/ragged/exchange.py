@@ -1,12 +1,12 @@
-"""`Exchange`: copies of tokens on their way to the experts that they chose, and results back.
+"""`Exchange`: send copies of tokens to the experts that they chose, and results back.
 
     tokens of a device  --send-->  tiles of its experts  --back-->  a result for each copy
 
-Experts are divided over the devices of one axis of a mesh, tokens over those of several. Copies
-arrive sorted by expert, and in the order of the tokens: on many devices the rows of an expert are
-those that it has on one. Rows are sent as they are given, so what is given in 8 bits travels as
-bytes. On CUDA a ragged exchange writes each copy where it belongs; elsewhere every pair of devices
-exchanges a bucket that would hold all copies, since sizes are known only from the data.
+Experts are sharded over one axis of a mesh, tokens over several. Copies arrive sorted by expert,
+and in the order of the tokens: on many devices an expert has the same rows as
+on one. Rows are sent in the dtype in which they are given, so 8-bit data is sent as
+bytes. On CUDA a ragged exchange writes each copy to its destination; elsewhere each pair of devices
+exchanges a bucket large enough for all copies, since sizes are known only from the data.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from jfp8.tracing.device import current_gpu
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Exchange:
-    """Where the copies of tokens go; the leading dimension of all arrays counts devices.
+    """Destinations of the copies of tokens; the leading dimension of all arrays counts devices.
 
     ``t`` tokens and ``c = t k`` copies of a device; ``n`` devices that share the experts; ``m``
     rows of tiles; ``b`` rows of a bucket.
 
     Attributes:
-      mesh: what divides tokens and experts.
+      mesh: the mesh over which tokens and experts are sharded.
       tokens, copies, height: ``t``, ``c``, and the rows of a tile.
       group: i32[d, tiles], the expert of each tile, counted from the first of its device.
-      padded_sizes: i32[d, e], the rows of all tiles of each expert of a device.
-      sizes: i32[d, e], the copies that each gets.
-      copy_at: i32[d, n, b], the copy at each place of the buckets; ``c`` where there is none.
+      padded_sizes: i32[d, e], number of rows in the tiles of each expert of a device.
+      sizes: i32[d, e], number of copies for each expert.
+      copy_at: i32[d, n, b], the copy at each place of the buckets; ``c`` if there is none.
       place_of: i32[d, c], the inverse; ``n b`` for a copy that no expert gets.
       row_of: i32[d, n, b], the row of the tiles for each place of the buckets that arrive; ``m``
         for none.
-      place_at: i32[d, m], the inverse; ``n b`` where a tile has no row.
+      place_at: i32[d, m], the inverse; ``n b`` if a tile has no row.
       chunks: of the ragged exchange; see `_Chunks`.
     """
 
@@ -64,20 +64,20 @@ class Exchange:
 
     @property
     def here(self) -> Exchange:
-        """That of this device, without the leading dimension."""
+        """Return the exchange of this device, without the leading dimension."""
         return jax.tree.map(lambda x: x[0], self)
 
     @property
     def rows(self) -> int:
-        """Of all tiles of a device."""
+        """Return the number of rows in all tiles of a device."""
         return self.place_at.shape[-1]
 
     def send(self, x: jax.Array) -> jax.Array:
-        """Rows of tokens, ``[t, ...]``, or of copies, ``[c, ...]``, to rows of tiles, ``[m, ...]``.
+        """Send rows of tokens ``[t, ...]`` or copies ``[c, ...]`` to rows of tiles ``[m, ...]``.
 
-        This and `back` are called on a device, on its own part; see `here`.
+        This and `back` are called on one device, with its own shard; see `here`.
         """
-        if x.dtype == E8M0FNU.dtype:  # which has no zero to fill up tiles with
+        if x.dtype == E8M0FNU.dtype:  # which has no zero to pad tiles with
             return codes_to_format(self.send(codes_of(x)), E8M0FNU)
         each = self.copies // x.shape[0] if x.shape[0] else 1  # copies of a row
         if self.mesh.experts == 1:
@@ -96,12 +96,12 @@ class Exchange:
             return ragged(x) if _has_ragged_exchange(x) else by_buckets(x)
 
     def places_here(self) -> tuple[jax.Array, jax.Array]:
-        """Where nothing leaves a device: the copy in each row of its tiles, and the inverse."""
+        """Return the copy in each row of the tiles, and the inverse, if nothing leaves a device."""
         copy = _rows_at(self.copy_at.reshape(-1), self.place_at, fill=self.copies)
         return copy, _rows_at(self.row_of.reshape(-1), self.place_of, fill=self.rows)
 
     def back(self, y: jax.Array) -> jax.Array:
-        """Rows of tiles, ``[m, ...]``, to those of copies, ``[c, ...]``; 0 for dropped ones."""
+        """Send rows of tiles, ``[m, ...]``, back to copies, ``[c, ...]``; 0 for dropped ones."""
         if self.mesh.experts == 1:
             return _rows_at(y, self.places_here()[1])
 
@@ -119,7 +119,7 @@ class Exchange:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Chunks:
-    """What a device exchanges with each expert: rows that lie together on both sides.
+    """The rows that a device exchanges with each expert, contiguous on both sides.
 
     Attributes:
       order: i32[c], the copies sorted by expert.
@@ -141,16 +141,16 @@ def plan_exchange(
     height: Callable[[int, int], int],
     capacity_factor: float | None = None,
 ) -> Exchange:
-    """Where the copies of tokens go.
+    """Compute the destinations of the copies of tokens.
 
     Args:
-      experts: i32[t, k], those that each token chose; `count` for none. The number of tokens is a
-        multiple of that of their parts, ``mesh.parts``.
-      count: of all experts.
-      height: of tiles, for the largest number of rows on a device, and its number of experts.
-      capacity_factor: an expert gets at most this times the mean of copies, the first of them. The
-        others are dropped: their results are 0. None: none is dropped, and there is room on each
-        device for the copies of all that share the experts.
+      experts: i32[t, k], the experts that each token chose; `count` for none. The number of
+        tokens is a multiple of the number of shards, ``mesh.parts``.
+      count: number of all experts.
+      height: function of the largest number of rows on a device, and of its number of experts.
+      capacity_factor: an expert gets at most this times the mean number of copies, the first. The
+        others are dropped: their results are 0. With None nothing is dropped, and each device
+        has memory for the copies of all devices that share the experts.
     """
     tokens, k = experts.shape[0] // mesh.parts, experts.shape[1]
     copies, own = tokens * k, count // mesh.experts
@@ -211,7 +211,7 @@ def _plan_here(
     rank = places - _rows_at(starts[me], chosen)  # among the copies of this device for its expert
     is_kept = rank < _rows_at(kept[me], chosen)
 
-    # Buckets: that for each device has the copies for its experts, one expert after the other.
+    # Buckets: the one for each device has the copies for its experts, one expert after the other.
     bucket = min(copies, rows)
     in_bucket = _exclusive(kept.reshape(n, n, own), 2).reshape(n, count)
     place = chosen // own * bucket + _rows_at(in_bucket[me], chosen) + rank
@@ -251,7 +251,7 @@ def _rows_that_arrive(
     """Compute `row_of` and `place_at` of an `Exchange`.
 
     Args:
-      kept: copies of each device for each expert of this one; `before`: of the devices before it.
+      kept: copies of each device for each expert of this device; `before`: of earlier devices.
     """
     n, own = kept.shape
     ends = jnp.cumsum(kept, 1)
@@ -268,7 +268,7 @@ def _rows_that_arrive(
 
 
 def _as_bytes(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """8-bit codes as uint8, and what makes them of it again; XLA:CPU would send 16 bits."""
+    """Return 8-bit codes as uint8, and the inverse; XLA:CPU would send 16 bits."""
     if x.dtype.itemsize > 1 or x.dtype == jnp.uint8:
         return x, lambda x: x
     fmt = format_of(x.dtype)
@@ -276,7 +276,7 @@ def _as_bytes(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]
 
 
 def _exclusive(x: jax.Array, axis: int) -> jax.Array:
-    """Return the sum of what comes before each element."""
+    """Return the sum of the elements before each element."""
     return jnp.cumsum(x, axis) - x
 
 
@@ -288,6 +288,6 @@ def _rows_at(x: jax.Array, index: jax.Array, fill: Any = 0) -> jax.Array:
 
 
 def _has_ragged_exchange(*arrays: Any) -> bool:
-    """Return whether the device that JAX traces for has ``jax.lax.ragged_all_to_all``."""
+    """Return True if the device that JAX traces for supports ``jax.lax.ragged_all_to_all``."""
     gpu = current_gpu(*arrays)
     return gpu is not None and gpu.platform == "cuda"

@@ -1,17 +1,17 @@
-"""`observed_expert_dot`: the products of a mixture of experts, and the way of their operands.
+"""`observed_expert_dot`: the matmuls of a mixture of experts, with operands sent between devices.
 
     travels="lhs"     y[tiles]  = send(q(x)) . q(w)     x [t, k] tokens,   w [E, k, n]
     travels="result"  y[copies] = back(q(h) . q(w))     h [tiles, height, k]
 
-A tensor that travels to experts (tokens; the gradient of results) is quantized where it is, each
-row with scales of its own or all with one, and arrives as bytes. Its first product takes these. Its
-second one, which sums over rows, takes the values that arrived, and quantizes them along the other
-direction if their scales do not serve it. (On one device, where nothing has to travel, it is
-quantized for that from the tensor itself.) What returns (results; the gradient of tokens) has the
-dtype of the operands.
+A tensor that is sent to experts (tokens; the gradient with respect to results) is quantized by its
+sender, with one scale for each row or for all, and arrives as bytes. The first matmul takes these.
+The second one, which sums over rows, dequantizes the bytes, and quantizes them along the other
+direction if their scales do not serve it. (On one device, where nothing is sent, the tensor itself
+is quantized a second time.) Tensors that return (results; the gradient with respect to tokens) have
+the dtype of the operands.
 
-All arrays are wholes, of all devices, and so are amaxes and scales: the compiler divides what is
-done here element by element. Only the exchange and the products are done device by device.
+All arrays, amaxes and scales are global, over all devices: the compiler shards elementwise
+operations. Only the exchange and the matmuls are written device by device.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ _TILE = 128  # rows of a tile, as kernels take them
 )
 @dataclass(frozen=True)
 class ExpertRows:
-    """Which rows a product of experts takes, in place of the sizes of groups.
+    """The rows of a matmul of experts, instead of the sizes of groups.
 
     Attributes:
-      exchange: where copies of tokens go.
-      travels: which of its tensors.
-      divided: whether the axis for tensors divides the matrices: ``n`` if lhs travels, else ``k``.
-      projections: so many equal parts of ``n`` lie side by side. If it is divided, the columns of y
+      exchange: destinations of the copies of tokens.
+      travels: the tensor that is sent.
+      divided: whether the tensor axis shards the matrices: ``n`` if lhs is sent, else ``k``.
+      projections: number of equal parts of ``n``, concatenated. If it is sharded, the columns of y
         are sorted by device first, and then by projection.
     """
 
@@ -86,7 +86,7 @@ class ExpertRows:
     projections: int = 1
 
     def sort_columns(self, rhs: Operand) -> Operand:
-        """Return ``[E, k, n]`` with the columns in the order of those of y."""
+        """Return ``[E, k, n]`` with its columns in the same order as y."""
         parts = self.exchange.mesh.tensor
         if not self.divided or self.projections == 1:
             return rhs
@@ -108,13 +108,13 @@ class ExpertRows:
 )
 @dataclass(frozen=True)
 class ExpertDot(Operation):
-    """Products of tiles with the matrices of experts, whose rows travel between devices.
+    """Matmuls of tiles with the matrices of experts, with rows sent between devices.
 
     Attributes:
-      shapes: of lhs, ``[t, 1, k]`` or ``[tiles, height, k]``, and rhs ``[E, k, n]``.
-      exchange: where rows go.
-      travels: ``"lhs"``, and its gradient back; or ``"result"``, and its gradient there.
-      way: how a device multiplies tiles.
+      shapes: shapes of lhs, ``[t, 1, k]`` or ``[tiles, height, k]``, and rhs ``[E, k, n]``.
+      exchange: destinations of the rows.
+      travels: ``"lhs"`` (the gradient is sent back) or ``"result"`` (the gradient is sent there).
+      way: plan with which a device multiplies tiles.
       tensor: see `ExpertRows.divided`.
     """
 
@@ -127,7 +127,7 @@ class ExpertDot(Operation):
         return self._here(self.exchange).contracting(kind)
 
     def terms(self, kind: Kind) -> int:
-        """As `Grouped.terms`, over all devices."""
+        """Return `Grouped.terms`, over all devices."""
         (experts, k, n), rows = self.shapes[1], self.exchange.place_at.size
         return {"fprop": k, "dgrad": n, "wgrad": rows // experts}[kind]
 
@@ -181,8 +181,8 @@ class ExpertDot(Operation):
         result = mesh.rows if returns else PartitionSpec(*map(axes.get, names[2]))
         scattered = None
         if kind == "wgrad":
-            # What is divided as it is added up is half of what an all-reduce sends. If a gradient
-            # is wanted in other parts, or as a whole, it travels once more, in `dtype`.
+            # A reduce-scatter sends half the bytes of an all-reduce. If another sharding of the
+            # gradient is needed, or all of it, it is sent once more, in `dtype`.
             scattered = mesh.scattered(result, self.shapes[1])
             over = [mesh.summed_axes if d == scattered else a for d, a in enumerate(result)]
             result = PartitionSpec(*over)
@@ -212,7 +212,7 @@ class ExpertDot(Operation):
         return _SENT[self.travels]
 
     def _here(self, exchange: Exchange) -> Grouped:
-        """Return the products of one device."""
+        """Compute the matmuls of one device."""
         (experts, k, n), mesh = self.shapes[1], self.exchange.mesh
         if self.tensor and self.travels == "lhs":
             n //= mesh.tensor
@@ -224,7 +224,7 @@ class ExpertDot(Operation):
         return self.way(shapes, self.dtypes, group, sizes)
 
     def _returned(self, exchange: Exchange, y: jax.Array) -> jax.Array:
-        """Tiles as rows of copies ``[c, 1, n]``; their gradients are added up for each token."""
+        """Return tiles as rows of copies ``[c, 1, n]``; gradients are summed for each token."""
         copies = exchange.back(y.reshape(-1, y.shape[-1]))
         if self.travels == "result":
             return copies[:, None]
@@ -241,18 +241,18 @@ def observed_expert_dot(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     multiply: Callable[..., tuple[jax.Array, Observed]] | None = None,
 ) -> tuple[jax.Array, Observed]:
-    """The product of each row with the matrix of its expert, and the amaxes of both operands.
+    """Multiply each row by the matrix of its expert, and return the amaxes of both operands.
 
     Args:
-      lhs: ``[t, k]``, tokens, if `travels` is ``"lhs"``; else ``[tiles, height, k]``, what the
-        other one returned.
+      lhs: ``[t, k]``, tokens, if `travels` is ``"lhs"``; else ``[tiles, height, k]``, the result
+        of the first matmul.
       rhs: ``[E, k, n]``.
-      rows: where they go; see above.
+      rows: their destinations; see above.
       options, state, preferred_element_type: as in `observed_ragged_dot`.
-      multiply: does it in place of `multiply_quantized`.
+      multiply: called instead of `multiply_quantized`.
 
     Returns:
-      ``[tiles, height, n]`` if lhs travels; else ``[c, n]``, a row for each copy.
+      ``[tiles, height, n]`` if lhs is sent; else ``[c, n]``, a row for each copy.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     options = options.on_device_of(lhs, rhs)
@@ -287,7 +287,7 @@ _compiled = jax.jit(_observed, static_argnums=(0, 1, 2))
 
 
 def _serves_both(recipe: Recipe, travels: Travels) -> bool:
-    """Return True if both products of the tensor that travels take the same bytes."""
+    """Return True if both matmuls of the sent tensor take the same bytes."""
     products = recipe.resolved()
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
         return False
@@ -296,9 +296,9 @@ def _serves_both(recipe: Recipe, travels: Travels) -> bool:
 
 
 def _sorted_first(way, dtypes, lhs, rhs, rows, run):
-    """On one device: rows are sorted as they are, and quantized for both products from that.
+    """Sort rows on one device before they are quantized, for both matmuls.
 
-    From bytes in one direction those in the other would be rounded twice.
+    Requantizing the bytes along the other direction would round twice.
     """
     exchange = rows.exchange.here
     copy, row = exchange.places_here()
@@ -317,7 +317,7 @@ def plain_expert_dot(
     rows: ExpertRows,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """What `observed_expert_dot` computes, in high precision."""
+    """Compute `observed_expert_dot` in high precision."""
     out_dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
     dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
     lhs = lhs[:, None] if rows.travels == "lhs" else lhs
@@ -351,7 +351,7 @@ _plain.defvjp(_plain_forward, _plain_backward)
 def height_for(
     recipes: Sequence[Recipe], implementation: Implementation
 ) -> Callable[[int, int], int]:
-    """Return the height of tiles for products of these recipes: a function of rows and groups."""
+    """Return the height of tiles for these recipes, as a function of rows and groups."""
     options = [Options(recipe, implementation).on_device_of() for recipe in recipes]
 
     def height(rows: int, groups: int) -> int:
@@ -363,7 +363,7 @@ def height_for(
 
 
 def can_be_divided(size: int, mesh: ExpertMesh, recipes: Sequence[Recipe]) -> bool:
-    """Whether the axis for tensors divides a dimension into whole blocks, and whole rotations."""
+    """Return True if the tensor axis shards a dimension into whole blocks and whole rotations."""
     units = [b for r in recipes for q in r.resolved().quantizers() if q.block for b in q.block]
     for recipe in recipes:
         products = recipe.resolved()
@@ -373,9 +373,9 @@ def can_be_divided(size: int, mesh: ExpertMesh, recipes: Sequence[Recipe]) -> bo
 
 
 def _as_rows(q: Operand) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array], int], Operand]]:
-    """An operand of rows, ``[t, 1, k]``, as arrays ``[t, n]`` that travel, and what they become.
+    """Return the arrays ``[t, n]`` to send of an operand ``[t, 1, k]``, and the inverse.
 
-    Scales travel as bytes, too; one for all rows does not.
+    Scales are sent as bytes, too, unless all rows share one.
     """
     leaves, structure = jax.tree.flatten(q)
     scales = [x.dtype == jnp.float32 and isinstance(q, ScaledArray) for x in leaves]

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 
 class Tiles(NamedTuple):
-    """Where the rows of groups are in tiles, for ``m`` rows and ``t`` tiles of height ``h``.
+    """Places of the rows of groups in tiles, for ``m`` rows and ``t`` tiles of height ``h``.
 
     Attributes:
-      rows: i32[t, h], the row at each place; ``m`` where there is none.
+      rows: i32[t, h], the row at each place; ``m`` if there is none.
       slots: i32[m], the place of each row, counted through all tiles; ``t * h`` for rows of no
         group.
-      group: i32[t], the group that each tile belongs to.
-      padded_sizes: i32[g], the rows of all tiles of each group.
+      group: i32[t], the group of each tile.
+      padded_sizes: i32[g], number of rows in the tiles of each group.
     """
 
     rows: jax.Array
@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
 
 
 def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
-    """Tiles for groups of `sizes`, i32[g], among `m` rows; as many as could be needed."""
+    """Return tiles for groups of `sizes`, i32[g], among `m` rows; enough for the worst case."""
     groups = sizes.shape[0]
     filled = min(groups, m)
     # At worst, each group but one has a single row, or one more than fills its tiles.
@@ -56,12 +56,12 @@ def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
 
 @jax.custom_vjp
 def take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    """``x[index]``, with zeros where `index` is beyond the last row; its gradient is one as well.
+    """Return ``x[index]``, zero where `index` is past the last row; its gradient is a gather, too.
 
     Args:
       x: ``[rows, ...]``.
       index: i32 of any shape, in which each row occurs at most once.
-      inverse: i32[rows], the position of each row in the flat `index`; beyond its end if it does
+      inverse: i32[rows], the position of each row in the flat `index`; past its end if it does
         not occur.
 
     Returns:
