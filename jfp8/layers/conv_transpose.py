@@ -1,4 +1,4 @@
-"""What Flax's transposed convolutions do around their convolution, in Linen and in NNX alike."""
+"""Code around the convolution of Flax's transposed convolutions, for both Linen and NNX."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def convolve_transposed(
     promote: Callable[..., Iterable[Any]],
     convolve: Callable[..., jax.Array],
 ) -> jax.Array:
-    """What ``ConvTranspose.__call__`` of Flax returns, with another convolution inside.
+    """Return the result of Flax's ``ConvTranspose.__call__``, with another convolution inside.
 
     Args:
       layer: an ``nn.ConvTranspose`` or an ``nnx.ConvTranspose``.
       inputs: ``[*batch, *space, in]``.
       kernel, bias: parameters of `layer`.
-      promote: brings the inputs, the kernel and the bias to one dtype.
+      promote: casts the inputs, the kernel and the bias to one dtype.
       convolve: called like ``jax.lax.conv_general_dilated``.
 
     Raises:
-      ValueError: a mask that has not the shape of the kernel.
+      ValueError: a mask whose shape differs from the kernel's.
     """
     rank = len(kernel.shape) - 2
     spread = lambda x: (x or 1,) * rank if x is None or isinstance(x, int) else tuple(x)

@@ -1,4 +1,4 @@
-"""The formulas of normalisations: functions of arrays, no framework."""
+"""The formulas of normalizations: functions of arrays, without a framework."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normalize(
     saved_activations: Format | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """Layer normalisation, or root mean square normalisation. ::
+    """Compute layer normalization, or root mean square normalization. ::
 
         layernorm  y = (x - mean(x)) / sqrt(var(x) + epsilon) * gamma + bias
         rmsnorm    y =  x            / sqrt(mean(x^2) + epsilon) * gamma + bias
@@ -38,9 +38,9 @@ def normalize(
     Args:
       x: floating array.
       scale, bias: of the shape of `axes`, in the order of `axes`.
-      axes: of `x`, over which it is normalised.
-      saved_activations: keep `x` in this format for the backward pass; None: as it is.
-      dtype: of the result, which is computed in float32 at least; None: that.
+      axes: axes of `x` over which it is normalized.
+      saved_activations: save `x` in this format for the backward pass; None for its own dtype.
+      dtype: of the result, which is computed at least in float32; None for that dtype.
 
     Returns:
       Array of the shape of `x`.
@@ -62,13 +62,13 @@ def normalize(
         gamma = _along(scale, axes, x)
         y = y * (1 + gamma if zero_centered_gamma else gamma)
         y = y if bias is None else y + _along(bias, axes, x)
-        # Here, since what enters and leaves `run` is an array in memory, in both directions.
+        # Here, because inputs and outputs of `run` are arrays in memory, in both directions.
         return y if dtype is None else y.astype(dtype)
 
     return keeping_inputs(run, saved_activations)(x, scale, bias)
 
 
 def _along(parameter: jax.Array, axes: tuple[int, ...], x: jax.Array) -> jax.Array:
-    """`parameter`, whose dimensions are the `axes` of `x`, laid out to broadcast against `x`."""
+    """Return `parameter`, whose dimensions are `axes` of `x`, in a shape that broadcasts to `x`."""
     parameter = parameter.astype(x.dtype).transpose(np.argsort(axes).tolist())
     return parameter.reshape([n if d in axes else 1 for d, n in enumerate(x.shape)])

@@ -1,4 +1,4 @@
-"""Options of layers: which are allowed, and which a layer passes on."""
+"""Options of layers: allowed values, and options that a layer passes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 
-# Of a normalisation, and of each product.
+# Of a normalization, and of each matmul.
 NORM_OPTIONS = ("layernorm_type", "epsilon", "zero_centered_gamma", "saved_activations")
 PRODUCT_OPTIONS = (
     "use_bias",
@@ -27,7 +27,7 @@ PRODUCT_OPTIONS = (
 
 
 def options_of(layer: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return the options of `layer` that have these names, to be passed on."""
+    """Return the options of `layer` with these names, to be passed on."""
     return {name: getattr(layer, name) for name in names}
 
 
@@ -39,7 +39,7 @@ def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def check_use_bias(layer: Any) -> None:
-    """Raise ``TypeError`` if `layer` was given its recipe by position, where ``use_bias`` is."""
+    """Raise ``TypeError`` if `layer` got its recipe by position, in place of ``use_bias``."""
     recipe = layer.use_bias
     if isinstance(recipe, Recipe | type | str):
         raise TypeError(
@@ -59,10 +59,10 @@ def check_operand(lhs: jax.Array) -> None:
 
 
 def kernel_dtype(lhs: Any, rhs: Any, casts_kernel: bool) -> np.dtype | None:
-    """Return the dtype to which a product casts its kernel; None if that is not its to cast.
+    """Return the dtype to which a matmul casts its kernel; None if the layer casts it.
 
-    A kernel in f32 of a layer that computes in fewer bits is cast by the product, so that its
-    gradient is the product's f32 sums.
+    A kernel in f32 of a layer that computes in fewer bits is cast by the matmul, so that its
+    gradient is the matmul's f32 sums.
     """
     in_f32 = isinstance(rhs, jax.Array) and rhs.dtype == jnp.float32
     return np.dtype(lhs.dtype) if casts_kernel and in_f32 and lhs.dtype.itemsize < 4 else None
@@ -80,10 +80,10 @@ def promoted(
 ) -> list[Any]:
     """Return inputs, a kernel and maybe a bias, as ``promote(arrays)`` casts them.
 
-    `ScaledArray`s stay as they are.
+    `ScaledArray`s are unchanged.
 
     Args:
-      casts_kernel: whether the product casts a kernel in f32, see `kernel_dtype`.
+      casts_kernel: True if the matmul casts a kernel in f32, see `kernel_dtype`.
     """
     cast = promote([None if isinstance(x, ScaledArray) else x for x in arrays])
     both = zip(arrays, cast, strict=True)
@@ -94,11 +94,11 @@ def promoted(
 
 
 def pass_on(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Return `function` of those of `arguments` that it names.
+    """Return `function` of the `arguments` that it names.
 
     Args:
       function: such as ``super().__init__`` of a layer of Flax.
-      arguments: ``locals()`` of one with the same parameters and more.
+      arguments: ``locals()`` of a function with the same parameters and more.
     """
     names = inspect.signature(function).parameters
     return function(**{name: arguments[name] for name in names if name in arguments})

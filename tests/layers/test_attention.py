@@ -279,7 +279,7 @@ def test_modules_are_values(options):
 @pytest.mark.parametrize("hook", ["qkv_dot_general", "out_dot_general"])
 @pytest.mark.parametrize("suffix", ["", "_cls"])
 def test_a_product_of_the_users_own_is_refused(hook, suffix):
-    words = rf"computes its product itself, so it takes neither {hook} nor {hook}_cls"
+    words = rf"computes its matmul itself, so it takes neither {hook} nor {hook}_cls"
     with pytest.raises(ValueError, match=words):
         MultiHeadDotProductAttention(2, **{hook + suffix: jax.lax.dot_general})
 
@@ -299,7 +299,7 @@ def test_an_einsum_of_the_users_own_is_kept_or_refused():
 
 
 def test_what_would_silently_stay_in_high_precision_is_refused():
-    with pytest.raises(ValueError, match="precision='highest'.*no precision to choose"):
+    with pytest.raises(ValueError, match="precision='highest'.*no choice of precision"):
         MultiHeadDotProductAttention(2, precision="highest", attention_products=True)
     attention_fn = lambda query, key, value: value
     with pytest.raises(ValueError, match="so attention_fn would have no effect"):

@@ -214,7 +214,7 @@ def test_mistakes():
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
     cache = variables.pop("cache")
     apply = functools.partial(layer.apply, mutable=["cache"])
-    with pytest.raises(ValueError, match=r"has no cache. Make one .* use decode=False"):
+    with pytest.raises(ValueError, match=r"has no cache. Create one .* use decode=False"):
         jax.eval_shape(apply, variables, X)
     with pytest.raises(ValueError, match="make the cache with the batch size that is decoded"):
         jax.eval_shape(apply, {**variables, "cache": cache}, X[:1])

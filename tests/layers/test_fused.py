@@ -167,7 +167,7 @@ def test_a_normalised_activation_is_quantized_once_for_all_that_read_it():
 def test_dense_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="layernorm_type must be one of 'layernorm', 'rmsnorm'"):
         LayerNormDense(4, layernorm_type="LayerNorm").init(KEY, normal((2, 4)))
-    with pytest.raises(ValueError, match="computes its product itself"):
+    with pytest.raises(ValueError, match="computes its matmul itself"):
         LayerNormDense(4, dot_general=jax.lax.dot_general)
 
 

@@ -272,7 +272,7 @@ def test_clone_uses_the_new_recipe(layer):
 @pytest.mark.parametrize("layer", [jfp8.Dense, jfp8.DenseGeneral])
 @pytest.mark.parametrize("argument", ["dot_general", "dot_general_cls"])
 def test_a_product_of_the_users_own_is_refused(layer, argument):
-    words = rf"jfp8.{layer.__name__} computes its product itself.*use flax.linen.{layer.__name__}"
+    words = rf"jfp8.{layer.__name__} computes its matmul itself.*use flax.linen.{layer.__name__}"
     with pytest.raises(ValueError, match=words):
         layer(4, **{argument: jax.lax.dot_general})
 

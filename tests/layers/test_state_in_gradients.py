@@ -419,7 +419,7 @@ def kept_after(model, scales):
 def test_a_loop_that_keeps_the_collection_is_told_what_to_type(make):
     exempt = {} if make is jfp8.Dense else {"exempt": ()}
     model = make(4, state_collection=OWG, **exempt)
-    with pytest.warns(UserWarning, match=r"Kauldron.*leave out state_collection") as caught:
+    with pytest.warns(UserWarning, match=r"Kauldron.*omit state_collection") as caught:
         variables = kept_after(model, [1, 3])
     assert {warning.filename for warning in caught} == {__file__}
     history = histories_in(variables[OWG])["DotGeneral_0"]["lhs"]["amax_history"]

@@ -1,4 +1,4 @@
-"""Flax's attention layer with FP8 products inside."""
+"""Flax's attention layer with FP8 matmuls."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FormatLike
 
-# Flax's hooks for the two products of attention.
+# Flax's hooks for the two matmuls of attention.
 EINSUM_HOOKS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
 
 
 class EinsumProduct(ProductModule):
     """An FP8 einsum of two operands with its state.
 
-    For the attributes see `ProductModule`. Not for attention's own products, in which a scale tells
-    queries of keys that they may not see: `DotProductAttention` computes those.
+    For the attributes see `ProductModule`. Not for attention's own matmuls, where one scale would
+    depend on keys that a query may not see: `DotProductAttention` computes those matmuls.
     """
 
     @nn.compact
@@ -51,11 +51,11 @@ class EinsumProduct(ProductModule):
         Args:
           equation: of two operands, with a result: ``"...qhd,...khd->...hqk"``.
           lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
-          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
+          precision: of the matmul if FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
 
         Raises:
-          ValueError: not two operands and a result.
+          ValueError: the equation does not have two operands and a result.
         """
         dot_general = DotGeneral(
             self.recipe,
@@ -76,20 +76,20 @@ class EinsumProduct(ProductModule):
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     """``flax.linen.MultiHeadDotProductAttention`` with its projections in FP8.
 
-    Takes every argument of Flax's layer but its hooks for products; the ``params`` are those of
-    Flax's, with the same initial values for the same key. A kernel may be a `ScaledArray`.
+    Accepts every argument of Flax's layer except hooks for matmuls; the ``params`` are the same as
+    in Flax, with the same initial values for the same key. A kernel may be a `ScaledArray`.
 
     Attributes:
       recipe, implementation, state_collection: see `Dense`.
       attention_products: also compute attention itself in FP8, by `DotProductAttention`: no array
-        of ``[queries, keys]``, and 0 for a query that sees no key, where Flax's layer gives the
-        mean of all values. Errors of the scores go through the softmax: try it, and compare.
-      cache_dtype: of the cache of ``decode=True``; see `TransformerLayer`. Flax's layer takes one
-        position in each call, this one takes any number.
+        of ``[queries, keys]``, and 0 for a query that sees no key, instead of the mean of all
+        values as in Flax. Errors of the scores affect the softmax: try it, and compare.
+      cache_dtype: of the cache of ``decode=True``; see `TransformerLayer`. Flax's layer accepts one
+        position per call, this layer any number.
 
     Raises:
-      ValueError: a hook for products; or `attention_products` with `precision`, with an
-        `attention_fn` or hook for its products, or when called for dropout of attention weights or
+      ValueError: a hook for matmuls; or `attention_products` with `precision`, with an
+        `attention_fn` or hook for its matmuls, or if called for dropout of attention weights or
         with ``sow_weights``; ``decode=True`` without a cache.
 
     >>> import jax, jax.numpy as jnp, jfp8
@@ -114,7 +114,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         super().__post_init__()
 
     def _check_attention(self) -> None:
-        """Raise ``ValueError`` for an argument that attention in FP8 would not use."""
+        """Raise ``ValueError`` for an argument that FP8 attention would ignore."""
         given = [f"{hook}_cls" for hook in EINSUM_HOOKS if getattr(self, f"{hook}_cls") is not None]
         given += [] if is_stock(self.attention_fn) else ["attention_fn"]
         if given:
@@ -124,8 +124,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             )
         if self.precision is not None:
             raise ValueError(
-                f"attention_products=True with precision={self.precision!r}: the FP8 products have "
-                "no precision to choose. Leave out one of the two."
+                f"attention_products=True with precision={self.precision!r}: the FP8 matmuls have "
+                "no choice of precision. Leave out one of the two."
             )
 
     @nn.compact
@@ -142,7 +142,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         sow_weights: bool = False,
     ) -> jax.Array:
         """See ``flax.linen.MultiHeadDotProductAttention.__call__``."""
-        # Any: its overloads know no call with all of its arguments.
+        # Any: its overloads do not include a call with all arguments.
         attend: Any = super().__call__
         attention_fn = self.attention_fn
         if self.attention_products and is_stock(attention_fn):  # not yet set by a conversion
@@ -170,15 +170,15 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 def cached(
     layer: nn.MultiHeadDotProductAttention, dtype: Any, attention_fn: Callable[..., jax.Array]
 ) -> dict[str, Any]:
-    """Attributes with which Flax's layer attends to all positions so far.
+    """Return attributes with which Flax's layer attends to all positions so far.
 
     Args:
       layer: one with ``decode=True``.
-      dtype: of its cache, see `init_kv_cache`; None: that of the keys.
-      attention_fn: of queries with the keys and values of all positions so far.
+      dtype: of its cache, see `init_kv_cache`; None for the dtype of the keys.
+      attention_fn: function of queries and the keys and values of all positions so far.
     """
 
-    @functools.wraps(attention_fn)  # Flax passes the arguments that it finds in the signature
+    @functools.wraps(attention_fn)  # Flax passes the arguments in the signature
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
         cache = read_cache(layer, key.shape, key.dtype if dtype is None else dtype)
         if cache is None:
@@ -193,7 +193,7 @@ def cached(
 
 @contextlib.contextmanager
 def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """Give `module`, which is frozen, other `attributes` for one call."""
+    """Replace `attributes` of `module`, which is frozen, for one call."""
     before = {name: getattr(module, name) for name in attributes}
     try:
         for name, value in attributes.items():
@@ -205,8 +205,8 @@ def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
 
 
 def _let_scaled_arrays_pass(next_fun, args, kwargs, context):
-    """An interceptor: Flax makes the projections itself, with its own promotion of dtypes."""
+    """Intercept Flax's own projections, which promote dtypes."""
     if isinstance(context.module, nn.DenseGeneral):
-        # Flax has just made it for this one call, so nobody else sees the change.
+        # Flax has just created it for this one call, so the change is invisible elsewhere.
         object.__setattr__(context.module, "promote_dtype", promote_dtype)
     return next_fun(*args, **kwargs)

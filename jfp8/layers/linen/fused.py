@@ -1,4 +1,4 @@
-"""Normalisation and the products after it as one layer, as in Transformer Engine."""
+"""Fused normalization and matmuls in one layer, as in Transformer Engine."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from jfp8.scaling.formats import Format
 
 
 class LayerNormDense(DenseGeneral):
-    """`DenseGeneral` of a normalised input: ``y = normalize(x) . kernel + bias``.
+    """`DenseGeneral` of a normalized input: ``y = normalize(x) . kernel + bias``.
 
-    The normalised input is quantized once, for fprop and for wgrad. Several projections of one
-    activation can be one product with one kernel, ``features=(3, 64)``, and share that input.
+    The normalized input is quantized once, for fprop and for wgrad. Several projections of one
+    activation can be one matmul with one kernel, ``features=(3, 64)``, and share that input.
 
-    The ``params`` are ``scale`` and ``ln_bias`` of the shape of the axes, ``kernel`` and ``bias``:
-    named, and for ``axis=-1`` shaped, as Transformer Engine's ``LayerNormDenseGeneral`` has them.
+    The ``params`` are ``scale`` and ``ln_bias`` of the shape of the axes, ``kernel`` and ``bias``,
+    with the names (for ``axis=-1`` also shapes) of Transformer Engine's ``LayerNormDenseGeneral``.
 
     Attributes:
       features, axis, batch_dims, use_bias, dtype, param_dtype, kernel_init, bias_init, precision:
-        see ``flax.linen.DenseGeneral``. The input is normalised over `axis`, which the product sums
+        see ``flax.linen.DenseGeneral``. The input is normalized over `axis`, which the matmul sums
         over.
       layernorm_type: ``"layernorm"`` or ``"rmsnorm"``; the latter has no ``ln_bias``.
       epsilon: added to the variance, or to the mean square.
       zero_centered_gamma: multiply by ``1 + scale``, which weight decay pulls towards 1.
-      scale_init: of ``scale``; None: such that the factor starts as 1.
-      ln_bias_init: of ``ln_bias``.
+      scale_init: initializer of ``scale``; None to start with a factor of 1.
+      ln_bias_init: initializer of ``ln_bias``.
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
-      saved_activations: keep the input of the normalisation in this format for the backward pass,
-        with a scale for every few elements; None: in high precision. See `jfp8.save_in_fp8`.
+      saved_activations: save the input of the normalization in this format for the backward pass,
+        with a scale for every few elements; None for high precision. See `jfp8.save_in_fp8`.
       recipe, implementation, state_collection: see `Dense`.
 
     Raises:
-      ValueError: unknown `layernorm_type`; a hook for the product.
+      ValueError: unknown `layernorm_type`; a hook for the matmul.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> layer = jfp8.linen.LayerNormDense((3, 4))
@@ -74,7 +74,7 @@ class LayerNormDense(DenseGeneral):
           inputs, multiply: as for `DenseGeneral`.
 
         Returns:
-          What it returns; or a pair of arrays, see `return_layernorm_output`.
+          The result of `DenseGeneral`; or a pair of arrays, see `return_layernorm_output`.
         """
         normalized: Any = self._normalize(inputs)
         y = super().__call__(normalized, multiply)
@@ -94,27 +94,27 @@ class LayerNormDense(DenseGeneral):
 
 
 class LayerNormMLP(nn.Module):
-    """Normalisation and the two products of a feed-forward block. ::
+    """Normalization and the two matmuls of a feed-forward block. ::
 
         y = dropout(activation(normalize(x) . wi)) . wo
 
-    The projections that a gated activation multiplies are one product, with a kernel
+    The projections that a gated activation multiplies are one matmul, with a kernel
     ``[in, 2, intermediate_dim]``; it is ``[in, 1, intermediate_dim]`` otherwise. The ``params`` are
-    ``wi/{scale, ln_bias, kernel, bias}`` and ``wo/{kernel, bias}``: what Transformer Engine calls
+    ``wi/{scale, ln_bias, kernel, bias}`` and ``wo/{kernel, bias}``; Transformer Engine names them
     ``scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias``.
 
     Attributes:
-      intermediate_dim: features between the products.
+      intermediate_dim: features between the matmuls.
       activation: ``"gelu"``, ``"silu"``, ``"relu"``, ``"squared_relu"``, or gated, ``"geglu"``,
         ``"swiglu"``, ``"reglu"``; see `jfp8.layers.transformer_math.activate`.
-      intermediate_dropout_rate: of dropout after the activation, with the random stream
+      intermediate_dropout_rate: rate of dropout after the activation, with the random stream
         ``dropout``.
-      deterministic: no dropout; may be given to the call instead.
+      deterministic: disable dropout; may be given to the call instead.
       layernorm_type, epsilon, zero_centered_gamma: see `LayerNormDense`.
-      use_bias, dtype, param_dtype, kernel_init, bias_init: of both products; see
+      use_bias, dtype, param_dtype, kernel_init, bias_init: of both matmuls; see
         ``flax.linen.Dense``.
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
-      saved_activations: keep the inputs of the normalisation and of the activation in this format
+      saved_activations: save the inputs of the normalization and of the activation in this format
         for the backward pass; see `LayerNormDense`.
       recipe, implementation, state_collection: see `Dense`.
 
@@ -153,7 +153,7 @@ class LayerNormMLP(nn.Module):
 
         Args:
           inputs: ``[..., features]``.
-          deterministic: no dropout; needed if there is any and the constructor was not told.
+          deterministic: disable dropout; required with dropout unless set in the constructor.
 
         Returns:
           ``[..., features]``; or a pair of arrays, see `return_layernorm_output`.
@@ -185,7 +185,7 @@ class LayerNormMLP(nn.Module):
     @nn.nowrap
     def _is_one_operation(self, inputs: jax.Array) -> bool:
         between = self.saved_activations is not None or self.intermediate_dropout_rate > 0
-        # Intermediates are what others may take a loss of.
+        # Users may take a loss of intermediates.
         captured = self.is_initializing() or self.is_mutable_collection("intermediates")
         if between or captured:
             return False

@@ -12,7 +12,7 @@ COLLECTION = "cache"
 
 
 def read_cache(module: nn.Module, shape: tuple[int, ...], dtype: Any) -> KVCache | None:
-    """What `module` has stored; None while it is initialized, which makes an empty cache.
+    """Return the cache of `module`; None during initialization, which creates an empty cache.
 
     Args:
       shape, dtype: of the keys; see `init_kv_cache`.
@@ -23,7 +23,7 @@ def read_cache(module: nn.Module, shape: tuple[int, ...], dtype: Any) -> KVCache
     if not module.has_variable(COLLECTION, NAMES[0]):
         if not module.is_initializing():
             raise ValueError(
-                f"{type(module).__name__}(decode=True) has no cache. Make one for the longest "
+                f"{type(module).__name__}(decode=True) has no cache. Create one for the longest "
                 'sequence and pass it on: cache = model.init(key, whole)["cache"], then '
                 'y, new = model.apply({"params": params, "cache": cache}, tokens, '
                 'mutable=["cache"]). For a whole sequence without a cache use decode=False.'

@@ -1,4 +1,4 @@
-"""Flax's own layers with an FP8 product inside."""
+"""Flax's own layers with FP8 matmuls."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from jfp8.recipes.registry import RecipeLike
 
 
 def own_product(layer: Any, product: type[ProductModule], hook: str) -> ProductOf:
-    """What `layer` computes its product with; an error if it was given something else for that.
+    """Return the product of `layer`, or raise an error if it was given another one.
 
-    `hook` is Flax's name for a function; ``{hook}_cls`` for what makes one.
+    `hook` is Flax's name for a function; ``{hook}_cls`` for its constructor.
     """
     check_use_bias(layer)
     given = getattr(layer, f"{hook}_cls")
-    # A clone arrives with the one of its original, which may have had another recipe.
+    # A clone inherits the one of its original, which may have had another recipe.
     if getattr(layer, hook) is not None or not (given is None or isinstance(given, ProductOf)):
         name = type(layer).__name__
         flax = next(c for c in type(layer).__mro__ if c.__module__.startswith("flax."))
         raise ValueError(
-            f"jfp8.{name} computes its product itself, so it takes neither {hook} nor "
+            f"jfp8.{name} computes its matmul itself, so it takes neither {hook} nor "
             f"{hook}_cls. Pass recipe=..., or use flax.linen.{flax.__name__} with {hook}_cls."
         )
     return product_of(layer, product)
 
 
 def product_of(layer: Any, product: type[ProductModule]) -> ProductOf:
-    """What makes a `product` with the recipe of `layer`, and its state where the layer says."""
+    """Return a constructor of a `product` with the recipe and the state location of `layer`."""
     where = layer.state_collection
     return ProductOf(product, layer.recipe, layer.implementation, state_collection=where)
 
 
 @dataclass(eq=False, repr=False)
 class Fp8Layer:
-    """The fields that the layers of this file have besides those of Flax's."""
+    """The fields that the layers of this file add to Flax's."""
 
     recipe: RecipeLike | None = None
     implementation: Implementation = None
@@ -62,17 +62,17 @@ class Fp8Layer:
 
 
 class Dense(Fp8Layer, nn.Dense):
-    """``flax.linen.Dense`` with its product, forward and backward, in FP8.
+    """``flax.linen.Dense`` with its matmul, forward and backward, in FP8.
 
-    Takes every argument of ``nn.Dense`` but ``dot_general`` and ``dot_general_cls``; the ``params``
-    are those of ``nn.Dense``, with the same initial values for the same key. The kernel may be a
+    Accepts every argument of ``nn.Dense`` except ``dot_general`` and ``dot_general_cls``; the
+    ``params`` are the same as in ``nn.Dense``, with the same initial values. The kernel may be a
     `ScaledArray`, see `jfp8.quantize_params`.
 
     Attributes:
-      recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
-        ``DelayedScaling()``.
+      recipe: the quantizer of each operand; None for the recipe of the `jfp8.autocast` region, or
+        else ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
-      state_collection: where the amax histories are: ``"fp8"``, or ``"_overwrite_with_gradient"``
+      state_collection: collection of amax histories: ``"fp8"``, or ``"_overwrite_with_gradient"``
         for loops that replace its variables by their gradients, such as Flax's own ``TrainState``.
 
     >>> import jax, jax.numpy as jnp, jfp8
@@ -101,7 +101,7 @@ class Dense(Fp8Layer, nn.Dense):
 
 
 def _operands(layer: Any, inputs: jax.Array, features: Sequence[int]) -> tuple[Any, ...]:
-    """Return inputs, kernel and bias of the product of a layer, and its dimension numbers."""
+    """Return inputs, kernel and bias of the matmul of a layer, and its dimension numbers."""
     shape = (jnp.shape(inputs)[-1], *features)
     kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
     bias = None
@@ -112,9 +112,9 @@ def _operands(layer: Any, inputs: jax.Array, features: Sequence[int]) -> tuple[A
 
 
 class DenseGeneral(Fp8Layer, nn.DenseGeneral):
-    """``flax.linen.DenseGeneral`` with its product, forward and backward, in FP8.
+    """``flax.linen.DenseGeneral`` with its matmul, forward and backward, in FP8.
 
-    Takes every argument of ``nn.DenseGeneral`` but ``dot_general`` and ``dot_general_cls``, and
+    Accepts all arguments of ``nn.DenseGeneral`` except ``dot_general`` and ``dot_general_cls``, and
     the `recipe`, `implementation` and `state_collection` of `Dense`.
     """
 
@@ -141,7 +141,7 @@ class DenseGeneral(Fp8Layer, nn.DenseGeneral):
 class Conv(Fp8Layer, nn.Conv):
     """``flax.linen.Conv`` with its convolution, forward and backward, in FP8.
 
-    Takes every argument of ``nn.Conv`` but ``conv_general_dilated`` and
+    Accepts every argument of ``nn.Conv`` except ``conv_general_dilated`` and
     ``conv_general_dilated_cls``, and the `recipe`, `implementation` and `state_collection` of
     `Dense`.
     """
@@ -156,7 +156,7 @@ class Conv(Fp8Layer, nn.Conv):
 class ConvTranspose(Fp8Layer, nn.ConvTranspose):
     """``flax.linen.ConvTranspose`` with its convolution, forward and backward, in FP8.
 
-    Takes every argument of ``nn.ConvTranspose``, and the `recipe`, `implementation` and
+    Accepts every argument of ``nn.ConvTranspose``, and the `recipe`, `implementation` and
     `state_collection` of `Dense`.
     """
 
@@ -172,9 +172,9 @@ class ConvTranspose(Fp8Layer, nn.ConvTranspose):
 
 
 class Einsum(Fp8Layer, nn.Einsum):
-    """``flax.linen.Einsum`` with its product, forward and backward, in FP8.
+    """``flax.linen.Einsum`` with its matmul, forward and backward, in FP8.
 
-    Takes every argument of ``nn.Einsum``, and the `recipe`, `implementation` and
+    Accepts every argument of ``nn.Einsum``, and the `recipe`, `implementation` and
     `state_collection` of `Dense`.
     """
 
@@ -184,7 +184,7 @@ class Einsum(Fp8Layer, nn.Einsum):
 
         Args:
           inputs: the left operand.
-          einsum_str: the equation, if the constructor was given none: two operands and "->".
+          einsum_str: the equation, unless given to the constructor: two operands and "->".
         """
         product = product_of(self, DotGeneral)
         return apply_einsum(self, product, inputs, einsum_str)
@@ -193,7 +193,7 @@ class Einsum(Fp8Layer, nn.Einsum):
 def apply_einsum(
     layer: nn.Einsum, product: ProductOf, inputs: jax.Array, einsum_str: str | None = None
 ) -> jax.Array:
-    """What ``nn.Einsum.__call__`` does, with its product made by `product`: Flax has no hook."""
+    """Return the result of ``nn.Einsum.__call__``, computed by `product`: Flax has no hook."""
     equation = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
     terms = einsum.parse(equation, inputs.ndim, len(layer.shape))
     kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
@@ -202,7 +202,7 @@ def apply_einsum(
         bias_shape = tuple(sizes[c] for c in terms.out if c in sizes)
         bias = layer.param("bias", layer.bias_init, bias_shape, layer.param_dtype)
     lhs, rhs, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    assert lhs is not None  # promotion keeps what is given
+    assert lhs is not None  # promotion preserves operands
     assert rhs is not None
     dot_general = product()
     y = einsum.as_dot_general(
@@ -222,7 +222,7 @@ def apply_einsum(
 def apply_conv_transpose(
     layer: nn.ConvTranspose, product: ProductOf, inputs: jax.Array
 ) -> jax.Array:
-    """What ``nn.ConvTranspose.__call__`` does, with its product made by `product`."""
+    """Return the result of ``nn.ConvTranspose.__call__``, computed by `product`."""
     size = layer.kernel_size
     window = (size,) if isinstance(size, int) else tuple(size)
     channels = (inputs.shape[-1], layer.features)

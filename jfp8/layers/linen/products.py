@@ -1,4 +1,4 @@
-"""The products that Linen layers are made of, with the state that they keep."""
+"""The matmuls of Linen layers, and their state."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ from jfp8.tracing.notes import EXPLAINING, note
 
 
 class ProductModule(nn.Module):
-    """What the modules of this file share: the recipe, and where the state is.
+    """The base of the modules of this file: the recipe, and the location of the state.
 
     Attributes:
-      recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
-        ``DelayedScaling()``.
+      recipe: the quantizer of each operand; None for the recipe of the `jfp8.autocast` region, or
+        else ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
-      state_in_params: keep the state in the ``params`` collection, so that it is lifted wherever
-        parameters are; `jfp8.convert` moves it there and back.
+      state_in_params: store the state in the ``params`` collection, so that it is lifted together
+        with parameters; `jfp8.convert` moves it there and back.
       state_collection: ``"_overwrite_with_gradient"``: the state is one variable of that
         collection, whose gradient is its next value; see `jfp8.linen`.
-      casts_kernel: whether a kernel in f32 is to be cast to the dtype of the inputs, as layers of
-        jfp8 leave it to their product.
-      leading: the sizes of axes in front of the state: of loops in which it is used.
-      unless_slower_on: stay in high precision where FP8 is expected to be slower on this GPU.
+      casts_kernel: True if a kernel in f32 is cast to the dtype of the inputs; layers of jfp8
+        leave the cast to the matmul.
+      leading: sizes of leading axes of the state: of loops in which it is used.
+      unless_slower_on: stay in high precision if FP8 is expected to be slower on this GPU.
     """
 
     recipe: RecipeLike | None = None
@@ -101,10 +101,10 @@ class ProductModule(nn.Module):
         rhs: jax.Array | ScaledArray,
         layer: Layer = "dense",
     ) -> jax.Array:
-        """`quantized` of the operands under the recipe in effect, or `plain` if there is none.
+        """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
 
         Args:
-          layer: what the product is one of, for reports.
+          layer: the layer that the matmul belongs to, for reports.
         """
         own = None if self.recipe is None else check_recipe(self.recipe)
         recipe = recipe_in_effect(own, "/".join(self.path[:-1]))
@@ -137,7 +137,7 @@ class ProductModule(nn.Module):
     @nn.nowrap
     @contextlib.contextmanager
     def _noted(self, recipe: Recipe, layer: Layer, state: State) -> Iterator[None]:
-        """Return a context that notes what a product belongs to, while a report is being made."""
+        """Return a context that notes the layer of a matmul, while a report is being made."""
         if EXPLAINING.value is None:
             yield
             return
@@ -155,7 +155,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def begin(self, recipe: Recipe) -> tuple[State, bool]:
-        """Return the state for one use of the product; and whether `end` is to record that use."""
+        """Return the state for one use of the matmul; and True if `end` is to record that use."""
         if self.state_collection != "fp8":
             check_state_collection(self.state_collection)
         key = None
@@ -181,7 +181,7 @@ class ProductModule(nn.Module):
         Without a sink this ``apply`` is the step; with one `advance` will end the step.
 
         Args:
-          state: what `begin` gave.
+          state: the state from `begin`.
         """
         assert state.histories is not None
         how = record if state.sink is None else observe
@@ -191,7 +191,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _is_used_again(self) -> bool:
-        """Return True if this ``apply`` has used the product before, or may have.
+        """Return True if this ``apply`` has used the matmul before, or may have.
 
         It may have within a lifted transformation, whose body may be traced once and run twice.
         """
@@ -204,7 +204,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _place_in_model(self) -> tuple[str, str]:
-        """Return the path of the layer that has this product, and the path of the product in it."""
+        """Return the path of the layer that has this matmul, and the path of the matmul in it."""
         module: Any = self
         depth = len(self.path)
         while depth and isinstance(module, ProductModule):
@@ -213,9 +213,9 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _read_state(self, recipe: Recipe, sink: jax.Array | None) -> dict[str, AmaxState] | None:
-        """Return the histories, made if they are missing and may be; None without them."""
+        """Return the histories, created if missing and allowed; None without histories."""
         empty = recipe.init_state()
-        # State of a layer whose recipe keeps none is a mistake, unless it is only there for now.
+        # State of a layer whose recipe has none is a mistake, unless it is only there temporarily.
         if empty is None and self.recipe is None:
             return None
         place = self._place("fp8", ROLES[0])
@@ -231,10 +231,10 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _read_intact(self, collection: str, checks: bool) -> dict[str, AmaxState]:
-        """Return the histories that there are; warn where they should change, but cannot.
+        """Return the existing histories; warn if they should change, but cannot.
 
-        Trees that people have averaged, or that `nn.map_variables` maps, are checked. Training does
-        without: its next entry is right, and on a GPU the check takes five small kernels.
+        Trees that users have averaged, or that `nn.map_variables` maps, are checked. Training does
+        not check: its next entry is right, and on a GPU the check takes five small kernels.
         """
         is_mapped = self.scope is not None and "map_variables(" in self.scope.path_text
         names = [*ROLES, CHECK] if (checks or is_mapped) and self._has_check() else ROLES
@@ -250,7 +250,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def warned_without_histories(self, recipe: Recipe, rhs: Any) -> Any:
-        """Return `rhs`; to differentiate by it warns if the recipe needs histories."""
+        """Return `rhs`; a derivative with respect to it warns if the recipe needs histories."""
         needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
         if needless or isinstance(rhs, ScaledArray):
             return rhs
@@ -258,7 +258,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _put_state(self, state: dict[str, AmaxState]) -> None:
-        """Write histories and their check; state of before there were checks gets none."""
+        """Write histories and their check; state from before there were checks gets none."""
         for name, value in (sealed(state) if self._has_check() else state).items():
             self._put("fp8", name, value)
 
@@ -268,7 +268,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _read_sink(self, recipe: Recipe) -> jax.Array | None:
-        """The sink, if the loss may be differentiated by it; None if its collection is mutable."""
+        """Return the sink, if the loss may be differentiated with respect to it; else None."""
         place = self._place("fp8_sink", "amax")
         if self.is_initializing():
             if self.is_mutable_collection(place[0]) and recipe.init_state() is not None:
@@ -280,7 +280,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _read_overwritten(self, recipe: Recipe) -> tuple[dict[str, AmaxState] | None, Any]:
-        """Histories and sink from the variable whose gradient replaces it; None without one."""
+        """Return histories and sink from the variable whose gradient replaces it, or None."""
         empty, key = recipe.init_state(), self._place(OVERWRITTEN, NAME)
         if empty is None and self.recipe is None:
             return None, None
@@ -338,7 +338,7 @@ class DotGeneral(ProductModule):
         Args:
           lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
           dimension_numbers: as for ``jax.lax.dot_general``.
-          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
+          precision: of the matmul if FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
           bias: ``[n]``, added to each row of the result.
           multiply: see `jfp8.products.mlp.through_both`.
@@ -380,7 +380,7 @@ class ConvGeneralDilated(ProductModule):
 
         Args:
           lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
-          precision: of the convolution where FP8 is disabled (see `jfp8.autocast`).
+          precision: of the convolution if FP8 is disabled (see `jfp8.autocast`).
         """
         quantized, plain = pass_on(convolutions, locals())
         return self._multiply(quantized, plain, lhs, rhs, "conv")
@@ -388,9 +388,9 @@ class ConvGeneralDilated(ProductModule):
 
 @dataclass(frozen=True)
 class ProductOf:
-    """Makes the product of a layer. Unlike a partial it compares by value, for ``nn.jit``.
+    """Create the product of a layer. Unlike a partial it compares by value, for ``nn.jit``.
 
-    The layer leaves the cast of its kernel to the product, see `promote_dtype`.
+    The layer leaves the cast of its kernel to the matmul, see `promote_dtype`.
     """
 
     module: type[ProductModule]
@@ -423,6 +423,6 @@ def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list
 
 
 def promote_values(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Flax's ``promote_dtype`` of arrays and of the values of `ScaledArray`s."""
+    """Apply Flax's ``promote_dtype`` to arrays and the values of `ScaledArray`s."""
     values = [x.dequantize() if isinstance(x, ScaledArray) else x for x in arrays]
     return dtypes.promote_dtype(*values, dtype=dtype, inexact=inexact)

@@ -18,11 +18,11 @@ from jfp8.scaling.state_in_gradients import read_overwritten, steps_of
 
 StateCollection = Literal["fp8", "_overwrite_with_gradient"]
 OVERWRITTEN: StateCollection = "_overwrite_with_gradient"
-NAME = "state"  # of the variable
+NAME = "state"  # name of the variable
 
 
 def check_state_collection(name: str) -> None:
-    """Raise ``ValueError`` unless `name` is that of a collection in which state may be."""
+    """Raise ``ValueError`` unless `name` is a collection that may hold state."""
     if name not in ("fp8", OVERWRITTEN):
         raise ValueError(
             f"state_collection must be 'fp8' or {OVERWRITTEN!r}; got {name!r}. The second is for "
@@ -31,16 +31,16 @@ def check_state_collection(name: str) -> None:
 
 
 def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``fp8`` collection that holds what the collection ``_overwrite_with_gradient`` does.
+    """Return the ``fp8`` collection equivalent to the collection ``_overwrite_with_gradient``.
 
-    To look at the histories, or to go on with `jfp8.TrainState`.
+    Use it to inspect the histories, or to continue with `jfp8.TrainState`.
 
     Args:
-      collection: with the state of products, in boxes of metadata or not, stacked or not.
+      collection: with the state of matmuls, in boxes of metadata or not, stacked or not.
 
     Returns:
-      ``{path: {"lhs", "rhs", "grad"}}`` of `jfp8.scaling.AmaxState`, and their check, with one
-      leading axis for each along which layers are stacked.
+      ``{path: {"lhs", "rhs", "grad"}}`` of `jfp8.scaling.AmaxState`, and their check, with a
+      leading axis for each axis along which layers are stacked.
 
     Raises:
       ValueError: something else is in the collection.

@@ -1,7 +1,7 @@
-"""The state of products in the ``params`` collection, how it gets there and back, and who sees it.
+"""The state of matmuls in the ``params`` collection: how it moves there and back, and who sees it.
 
 Transformations lift the collections that they name, and in a model not written for FP8 they name
-only ``params``. So inside a converted model the state of products is kept there, unseen by it.
+only ``params``. So a converted model stores the state of matmuls there, invisible to the model.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jfp8.layers.linen.state_in_gradients import NAME, OVERWRITTEN
 from jfp8.scaling.sink import ROLES, WIDTH
 from jfp8.tracing.compat import filters_of_lift, scopes_of_lift
 
-APART = "fp8_state"  # the collection in which a converted model sees what is in ``params``
+APART = "fp8_state"  # where a converted model sees the state that is in ``params``
 _STORED = tuple(f"@{collection}." for collection in ("fp8", "fp8_sink", OVERWRITTEN))
 
 
 class StateApart(flax.core.Scope):
-    """A scope of a converted model, which sees its state in `APART` instead of in ``params``.
+    """A scope of a converted model, which sees its state in `APART` instead of ``params``.
 
-    So do transformations that lift all other collections beside ``params``, and may hand these to
-    functions of the user's: ``nn.map_variables``, ``nn.vjp``.
+    So do transformations that lift all other collections next to ``params``, and may pass these to
+    functions of the user: ``nn.map_variables``, ``nn.vjp``.
     """
 
     def __hash__(self) -> int:
-        """Return the hash of this scope; those that a lift has made of it become of this kind."""
+        """Return the hash of this scope; scopes derived from it by a lift become of this kind."""
         for scope in scopes_of_lift():
             keep_apart(scope)
         return super().__hash__()
@@ -41,7 +41,7 @@ class StateApart(flax.core.Scope):
         return state_apart(super().variables())
 
     def get_variable(self, col: str, name: str, default: Any = None) -> Any:
-        """Return a variable, or all of a child's, without state if these are its ``params``."""
+        """Return a variable, or all of a child's, without the state in its ``params``."""
         value = super().get_variable(col, name, default)
         return state_apart({col: value}).get(col, {}) if isinstance(value, Mapping) else value
 
@@ -55,10 +55,10 @@ class StateApart(flax.core.Scope):
 
     @property
     def _variables(self) -> Any:  # pyrefly: ignore
-        """The collections, for a lifted transformation with the state where that can take it."""
+        """Return the collections, for lifted transformations with the state if they support it."""
         variables, filters = vars(self)["_variables"], filters_of_lift()
         params, state = ([in_filter(one, col) for one in filters] for col in ("params", APART))
-        # A custom derivative may not depend on values that are no arguments of it.
+        # A custom derivative may not depend on values that are not its arguments.
         if not any(params) or any(part.startswith("custom_vjp(") for part in self.debug_path):
             return variables
         if not any(state):
@@ -68,10 +68,10 @@ class StateApart(flax.core.Scope):
 
 
 def keep_apart(scope: Any) -> Any:
-    """Turn `scope`, which Flax made, into a `StateApart`."""
+    """Turn `scope`, which Flax created, into a `StateApart`."""
     if type(scope) is flax.core.Scope:
         scope.__class__ = StateApart
-        # Out of these `APART` comes if it may be changed where they are called, which Flax tells.
+        # `APART` is returned from it if it is mutable in the caller, which Flax determines.
         mapped = "".join(scope.debug_path[-1:]).startswith(("map_variables(", "vjp(", "jvp("))
         if scope.parent is None and in_filter(scope.mutable, "params") and not mapped:
             scope.mutable = union_filters(scope.mutable, APART)
@@ -79,13 +79,13 @@ def keep_apart(scope: Any) -> Any:
 
 
 def place_of(scope: Any, collection: str, name: str) -> tuple[str, str]:
-    """Return the place of a variable of a product while its state is in ``params``, or `APART`."""
+    """Return the place of a variable of a matmul while its state is in ``params``, or `APART`."""
     stored = f"@{collection}.{name}"
     return APART if scope.has_variable(APART, stored) else "params", stored
 
 
 def into_params(state: Any, leading: int = 0) -> Any:
-    """The value of such a variable, each array with one dimension after the `leading` ones."""
+    """Return the value of such a variable, each array with one dimension after the `leading`."""
     return jax.tree.map(lambda x: x.reshape(*x.shape[:leading], -1), state)
 
 
@@ -99,10 +99,10 @@ def from_params(state: Any, collection: str, leading: int = 0) -> Any:
     if scalar.shape[-1] != 1:
         raise ValueError(
             "A converted model stacks its layers along another axis than the first one, by "
-            "nn.scan or nn.vmap with variable_axes={'params': 1}, say. Amax histories can only be "
+            "for example by variable_axes={'params': 1} of nn.scan. Amax histories can only be "
             "stacked along axis 0: change that axis, or convert with "
-            "state_collection='_overwrite_with_gradient' for a loop such as that of Flax's own "
-            "TrainState, or with a recipe that keeps no state, such as "
+            "state_collection='_overwrite_with_gradient' for a loop such as Flax's own "
+            "TrainState, or with a recipe without state, such as "
             "jfp8.recipes.Float8CurrentScaling()."
         )
     scalar = scalar.reshape(scalar.shape[:-1])
@@ -112,9 +112,9 @@ def from_params(state: Any, collection: str, leading: int = 0) -> Any:
 def collections_into_params(
     variables: Mapping[str, Any], mutable: CollectionFilter
 ) -> dict[str, Any]:
-    """`variables` with their state, but for an ``fp8_sink`` that is mutable, also in ``params``.
+    """Return `variables` with their state also in ``params``, except a mutable ``fp8_sink``.
 
-    They stay where they are as well, for layers of jfp8 that look there.
+    They stay in their collections as well, for layers of jfp8 that look there.
     """
     state = {}
     for collection in ("fp8", "fp8_sink", OVERWRITTEN):
@@ -132,7 +132,7 @@ def collections_into_params(
 def collections_out_of_params(
     variables: Mapping[str, Any], mutable: CollectionFilter
 ) -> dict[str, Any]:
-    """`variables` with the state back in its collections; of these, those that are `mutable`."""
+    """Return `variables` with the state back in its collections; only `mutable` ones."""
     found = dict(state_apart(variables))
     for (*path, stored), node in _flat(found.pop(APART, {})).items():
         collection, _, variable = stored.removeprefix("@").partition(".")
@@ -143,7 +143,7 @@ def collections_out_of_params(
 
 
 def state_apart(variables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`variables` with the state that is in ``params`` in `APART` instead, which is newer."""
+    """Return `variables` with the state from ``params`` in `APART` instead, which is newer."""
     params = _flat(variables.get("params", {}), keep_empty_nodes=True)
     state = {path: params.pop(path) for path in list(params) if path[-1].startswith(_STORED)}
     if not state:
@@ -153,23 +153,23 @@ def state_apart(variables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _state_within(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """`variables` with the state that is in `APART` in ``params`` instead."""
+    """Return `variables` with the state from `APART` in ``params`` instead."""
     params = _flat(variables.get("params", {}), keep_empty_nodes=True)
     within = unflatten_dict({**params, **_flat(variables.get(APART, {}))})
     return {**{col: variables[col] for col in variables if col != APART}, "params": within}
 
 
 def _scalar(state: Any) -> Any:
-    """Return the running maximum of a tensor's state, or the check of a product's."""
+    """Return the running maximum of a tensor's state, or the check of a matmul's."""
     return state["amax"] if isinstance(state, Mapping) else state
 
 
 def _flat(tree: Any, **options: Any) -> dict[tuple[str, ...], Any]:
-    """Paths and leaves of `tree`, where the state of one tensor is one leaf."""
+    """Return paths and leaves of `tree`, with the state of one tensor as one leaf."""
     flat = flatten_dict(flax.core.unfreeze(tree), is_leaf=lambda _, x: _is_state(x), **options)
     return {path: node for path, node in flat.items() if path}
 
 
 def _is_state(node: Any) -> bool:
-    """Whether `node` is the state of one tensor, rather than a module that is called like one."""
+    """Return True if `node` is the state of one tensor, not a module with the same name."""
     return set(node) == {"amax_history", "amax"} and not isinstance(node["amax"], Mapping)

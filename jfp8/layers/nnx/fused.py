@@ -1,4 +1,4 @@
-"""Normalisation and the products after it as one layer, as in Transformer Engine."""
+"""Fused normalization and matmuls in one layer, as in Transformer Engine."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from jfp8.scaling.formats import Format
 
 
 class LayerNormLinear(LinearGeneral):
-    """`LinearGeneral` of a normalised input: ``y = normalize(x) . kernel + bias``.
+    """`LinearGeneral` of a normalized input: ``y = normalize(x) . kernel + bias``.
 
-    The parameters, ``scale``, ``ln_bias``, ``kernel`` and ``bias``, are named and shaped as those
-    of `jfp8.linen.LayerNormDense`.
+    The parameters, ``scale``, ``ln_bias``, ``kernel`` and ``bias``, have the names and shapes of
+    `jfp8.linen.LayerNormDense`.
 
     Args:
-      axis: the input is normalised over these axes, which the product sums over. For the others
+      axis: the input is normalized over these axes, which the matmul sums over. For the others
         see `LinearGeneral` and `jfp8.linen.LayerNormDense`.
 
     Raises:
-      ValueError: unknown `layernorm_type`; a hook for the product.
+      ValueError: unknown `layernorm_type`; a hook for the matmul.
 
     >>> import jax.numpy as jnp, jfp8
     >>> from flax import nnx
@@ -93,7 +93,7 @@ class LayerNormLinear(LinearGeneral):
         y = super().__call__(normalized, out_sharding=out_sharding)
         return (y, normalized) if self.return_layernorm_output else y
 
-    # Flax's `nnx.tabulate` has a row for each method that is called without an underscore.
+    # Flax's `nnx.tabulate` has a row for each called method without an underscore.
     def _normalize(self, inputs: jax.Array) -> jax.Array:
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
@@ -103,11 +103,11 @@ class LayerNormLinear(LinearGeneral):
 
 
 class LayerNormMLP(ExplicitModule):
-    """Normalisation and the two products of a feed-forward block. ::
+    """Normalization and the two matmuls of a feed-forward block. ::
 
         y = dropout(activation(normalize(x) . wi)) . wo
 
-    The parameters are those of `jfp8.linen.LayerNormMLP`.
+    The parameters are the same as in `jfp8.linen.LayerNormMLP`.
 
     Args:
       in_features: features of the input and the result.
@@ -167,7 +167,7 @@ class LayerNormMLP(ExplicitModule):
 
         Args:
           inputs: ``[..., in_features]``.
-          deterministic: no dropout; None: what ``model.eval()`` and ``model.train()`` set.
+          deterministic: disable dropout; None for the setting of ``model.eval()`` or ``.train()``.
 
         Returns:
           ``[..., in_features]``; or a pair, see `return_layernorm_output`.
@@ -187,7 +187,7 @@ class LayerNormMLP(ExplicitModule):
         return (y, normalized) if self.return_layernorm_output else y
 
     def _is_one_operation(self, inputs: jax.Array) -> bool:
-        # Others may have put something else there.
+        # Users may have replaced it.
         known = {LayerNormLinear: self.wi, LinearGeneral: self.wo}
         layers = [layer for kind, layer in known.items() if type(layer) is kind]
         products: list[Any] = [layer.dot_general for layer in layers]
@@ -201,7 +201,7 @@ class LayerNormMLP(ExplicitModule):
 
 
 def _product(layer: Any, x: jax.Array, multiply: Callable[..., Any]) -> Any:
-    """Multiply as `layer` does, along the last axis; `multiply` adds the bias."""
+    """Multiply like `layer`, along the last axis; `multiply` adds the bias."""
     bias = None if layer.bias is None else layer.bias.get_value()
     operands = x, layer.kernel.get_value(), bias
     x, kernel, bias = layer.promote_dtype(operands, dtype=layer.dtype)

@@ -1,4 +1,4 @@
-"""Where Flax's own layers get their product from, and how they get an FP8 one."""
+"""Hooks through which Flax's own layers get an FP8 matmul."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _own_kernel_shape(layer: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Hook:
-    """How one kind of layer takes its product.
+    """The hook for the matmul of one kind of layer.
 
     Attributes:
-      name: of the layer's attribute.
-      product: what goes there.
-      stock: what Flax itself puts there.
-      kernel_shape: what the shape of the kernel is, unless layers are stacked.
-      hooked: the class of layer that has the hook, if it is not this kind itself.
+      name: name of the layer's attribute.
+      product: constructor of the FP8 product.
+      stock: Flax's own functions.
+      kernel_shape: shape of the kernel of a single layer.
+      hooked: class of layer with the hook, if not this kind itself.
     """
 
     name: str
@@ -64,12 +64,12 @@ HOOKS: dict[type[nnx.Module], Hook] = {
 
 
 def hook_of(layer: Any) -> Hook | None:
-    """Return the hook of `layer`, if it is of a kind that has one."""
+    """Return the hook of `layer`, or None if its kind has none."""
     return next((hook for kind, hook in HOOKS.items() if isinstance(layer, kind)), None)
 
 
 def has_stock_product(layer: Any) -> bool:
-    """Whether `layer` is of a kind with a hook, and still computes its product as Flax does."""
+    """Return True if `layer` is of a kind with a hook, and still computes its matmul in Flax."""
     hook = hook_of(layer)
     if hook is None:
         return False
@@ -98,10 +98,10 @@ def install(
     implementation: Implementation = None,
     path: str = "",
 ) -> None:
-    """Make `layer`, of a kind with a hook, compute its product in FP8 from now on.
+    """Make `layer`, of a kind with a hook, compute its matmul in FP8 from now on.
 
     Raises:
-      ValueError: the layer is stacked along another axis than the leading ones.
+      ValueError: the layer is stacked along an axis that is not a leading one.
     """
     hook = hook_of(layer)
     assert hook is not None
@@ -124,7 +124,7 @@ def install(
 
 @dataclass(frozen=True)
 class SparingScaledArrays:
-    """A layer's ``promote_dtype`` that leaves `ScaledArray`s as they are.
+    """A layer's ``promote_dtype`` that leaves `ScaledArray`s unchanged.
 
     Unlike a closure it compares by value, for JAX's caches.
     """
@@ -134,7 +134,7 @@ class SparingScaledArrays:
     def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
         """Promote all but the `ScaledArray`s among `args`.
 
-        By Flax's own rule, a kernel in f32 is left to the product, which casts it.
+        By Flax's own rule, a kernel in f32 is left to the matmul, which casts it.
         """
         promote = lambda arrays: self.promote_dtype(tuple(arrays), **options)
         casts_kernel = self.promote_dtype is dtypes.promote_dtype
@@ -145,11 +145,11 @@ class SparingScaledArrays:
 class ValuesOfScaledArrays:
     """A layer's ``promote_dtype`` that takes the values of `ScaledArray`s.
 
-    For layers that keep their own product. It compares by value, as `SparingScaledArrays` does.
+    For layers that keep their own matmul. It compares by value, like `SparingScaledArrays`.
     """
 
     promote_dtype: Callable[..., Any]
 
     def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
-        """Promote all `args`, in f32 where they are stored in FP8."""
+        """Promote all `args`, in f32 if they are stored in FP8."""
         return self.promote_dtype(dequantize_tree(tuple(args)), **options)

@@ -8,7 +8,7 @@ from jfp8.layers.kv_cache import NAMES, KVCache
 
 
 def read_cache(module: nnx.Module) -> KVCache | None:
-    """What `module` has stored; None before ``init_cache``."""
+    """Return the cache of `module`; None before ``init_cache``."""
     variables = [getattr(module, name) for name in NAMES]
     if any(variable is None for variable in variables):
         return None

@@ -1,4 +1,4 @@
-"""Flax's own layers with an FP8 product inside."""
+"""Flax's own layers with FP8 matmuls."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Linear(ExplicitModule, nnx.Linear):
-    """``flax.nnx.Linear`` with its product, forward and backward, in FP8.
+    """``flax.nnx.Linear`` with its matmul, forward and backward, in FP8.
 
-    Takes every argument of ``nnx.Linear`` but ``dot_general``; the ``nnx.Param`` state is that of
-    ``nnx.Linear``, with the same initial values for the same `rngs`. The kernel may be a
-    `ScaledArray`. The other layers do likewise, without Flax's arguments for the product.
+    Accepts every argument of ``nnx.Linear`` except ``dot_general``; the ``nnx.Param`` state is the
+    same as in ``nnx.Linear``, with the same initial values for the same `rngs`. The kernel may be a
+    `ScaledArray`. The other layers behave likewise, without Flax's arguments for the matmul.
 
     Args:
-      recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
-        ``DelayedScaling()``.
+      recipe: the quantizer of each operand; None for the recipe of the `jfp8.autocast` region, or
+        else ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`. For the others see ``nnx.Linear``.
 
     >>> import jax.numpy as jnp, jfp8
@@ -66,7 +66,7 @@ class Linear(ExplicitModule, nnx.Linear):
 
 
 class LinearGeneral(ExplicitModule, nnx.LinearGeneral):
-    """``flax.nnx.LinearGeneral`` with its product, forward and backward, in FP8; see `Linear`."""
+    """``flax.nnx.LinearGeneral`` with its matmul, forward and backward, in FP8; see `Linear`."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class ConvTranspose(ExplicitModule, HookedConvTranspose):
 
 
 class Einsum(ExplicitModule, nnx.Einsum):
-    """``flax.nnx.Einsum`` with its product, forward and backward, in FP8; see `Linear`."""
+    """``flax.nnx.Einsum`` with its matmul, forward and backward, in FP8; see `Linear`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The products that NNX layers are made of, with the state that they keep."""
+"""The matmuls of NNX layers, and their state."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from jfp8.tracing.notes import note
 
 
 class Fp8State(nnx.Variable):
-    """The amax history of one tensor of a product: ``f32[..., H]``, newest first, 0 = empty slot.
+    """The amax history of one tensor of a matmul: ``f32[..., H]``, newest first, 0 = empty slot.
 
     Also the check of all three, ``f32[..., 1]``; see `jfp8.scaling.history`. Stacked layers have
     their leading axes in front.
     """
 
-    __slots__ = ("_step",)  # no attribute of the graph: the next trace has variables of its own
+    __slots__ = ("_step",)  # not part of the graph: the next trace has new variables
     __signature__ = SignatureOfClass()
 
     def step_under_way(self, history: jax.Array) -> AmaxState:
         """Return the steps before this one, and the largest amax that it has recorded so far.
 
-        Without a step under way, these are `history` and 0. All calls in one trace of the function
-        that ``nnx.grad`` or ``nnx.jit`` was given are one
-        step. Outside of any, each call is.
+        Without a step under way, these are `history` and 0. All calls in one trace of a
+        function passed to ``nnx.grad`` or ``nnx.jit`` are one step. Outside of these,
+        each call is one.
         """
         trace, state = getattr(self, "_step", (None, None))
         if state is not None and trace == trace_state():
@@ -62,47 +62,47 @@ class Fp8State(nnx.Variable):
         return {"amax_history": history, "amax": jnp.zeros((), jnp.float32)}
 
     def set_step(self, state: AmaxState) -> None:
-        """Remember what `step_under_way` is to give, for as long as this trace lasts.
+        """Store the result of `step_under_way` for the duration of this trace.
 
         Args:
-          state: what it is to give.
+          state: the result.
         """
         if not is_eager():
             object.__setattr__(self, "_step", (trace_state(), state))
 
 
 class Fp8Sink(nnx.Variable):
-    """Zeros ``f32[..., 3, 2050]``, whose gradient carries the amaxes of one product.
+    """Zeros ``f32[..., 3, 2050]``, whose gradient carries the amaxes of one matmul.
 
-    `jfp8.nnx.value_and_grad` attaches them for as long as it differentiates.
+    `jfp8.nnx.value_and_grad` attaches them while it differentiates.
     """
 
     __signature__ = SignatureOfClass()
 
 
 class Product(PrintsRecipe):
-    """What the modules of this file share: the recipe and the state.
+    """The base of the modules of this file: the recipe and the state.
 
     In training, calls record the amaxes of lhs and rhs, as ``BatchNorm`` updates its statistics:
     all calls in one trace of ``nnx.grad`` or ``nnx.jit`` are one step, whose largest amax becomes
-    an entry of the history. Outside of transformations, and inside the bodies of ``nnx.scan``,
-    ``nnx.remat`` and the like, each call is a step, with scales at least as large as those that
+    an entry of the history. Outside transformations, and inside the bodies of ``nnx.scan``,
+    ``nnx.remat`` and the like, each call is a step, with scales at least as large as the ones that
     follow from its data. Gradients use current scaling, because their amax is not recorded. With a
     sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
     gradient of the sink, and gradients use their history.
 
     Attributes:
-      recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
-        ``DelayedScaling()``.
+      recipe: the quantizer of each operand; None for the recipe of the `jfp8.autocast` region, or
+        else ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
-      path: where the product is in its model, ``"layers/0/linear1"``; "" if unknown.
-      use_running_average: whether to read the histories without updating them: what
-        ``model.eval()`` sets, and ``model.train()`` unsets.
-      fp8: ``{"lhs", "rhs", "grad"}``, an `Fp8State` each; None for recipes without state.
+      path: path of the matmul in its model, ``"layers/0/linear1"``; "" if unknown.
+      use_running_average: read the histories without updating them: set by ``model.eval()``, and
+        unset by ``model.train()``.
+      fp8: ``{"lhs", "rhs", "grad"}``, one `Fp8State` each; None for recipes without state.
       fp8_sink: `Fp8Sink`, or None.
-      casts_kernel: whether a kernel in f32 is to be cast to the dtype of the inputs, as layers of
-        jfp8 leave it to their product.
-      unless_slower_on: stay in high precision where FP8 is expected to be slower on this GPU.
+      casts_kernel: True if a kernel in f32 is cast to the dtype of the inputs; layers of jfp8
+        leave the cast to the matmul.
+      unless_slower_on: stay in high precision if FP8 is expected to be slower on this GPU.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Product(PrintsRecipe):
         leading: Sequence[int] = (),
         use_running_average: bool = False,
     ) -> None:
-        """Make the product and its state.
+        """Create the matmul and its state.
 
         Args:
           leading: shape of the axes along which layers are stacked, in front of every history.
@@ -125,7 +125,7 @@ class Product(PrintsRecipe):
         self.use_running_average = use_running_average
         self.casts_kernel = False
         self.unless_slower_on: Gpu | None = None
-        # The products of a region that disables FP8 may be called outside of it.
+        # The matmuls of a region that disables FP8 may be called outside it.
         recipe = recipe_in_effect(self.recipe, path) or self.recipe or DelayedScaling()
         state = recipe.init_state()
         self.fp8: Any = nnx.data(None)
@@ -138,7 +138,7 @@ class Product(PrintsRecipe):
         self.fp8_sink: Fp8Sink | None = nnx.data(None)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """What ``nnx.view`` calls.
+        """Update the options that ``nnx.view`` sets.
 
         Args:
           use_running_average: see `Product`.
@@ -147,7 +147,7 @@ class Product(PrintsRecipe):
             self.use_running_average = use_running_average
 
     def histories(self) -> dict[str, jax.Array]:
-        """Return the three amax histories; only of a product that has some."""
+        """Return the three amax histories; only for a matmul that has some."""
         return _histories(self.fp8)
 
     def intact_histories(self) -> dict[str, jax.Array]:
@@ -159,7 +159,7 @@ class Product(PrintsRecipe):
         _set_histories(self.fp8, histories)
 
     def overwrite_histories(self, histories: dict[str, jax.Array], check: jax.Array) -> None:
-        """Replace histories without a look at what was there.
+        """Replace histories without reading the old ones.
 
         Args:
           histories: the amax histories f32[..., H], by tensor.
@@ -179,10 +179,10 @@ class Product(PrintsRecipe):
         rhs: jax.Array | ScaledArray,
         layer: Layer = "dense",
     ) -> jax.Array:
-        """`quantized` of the operands under the recipe in effect, or `plain` if there is none.
+        """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
 
         Args:
-          layer: what the product is one of, for reports.
+          layer: the layer that the matmul belongs to, for reports.
         """
         _warn_inside_linen(self.path)
         recipe = recipe_in_effect(self.recipe, self.path)
@@ -213,14 +213,14 @@ class Product(PrintsRecipe):
                 self._end(state, observed)
             return y
 
-    # Flax's `nnx.tabulate` traces the methods without an underscore, as if they computed a layer.
+    # Flax's `nnx.tabulate` traces methods without an underscore as if they were layers.
     def _begin(
         self, recipe: Recipe, operands: tuple[jax.Array, jax.Array] | None
     ) -> tuple[State, bool]:
-        """Return the state for one use of the product; and whether `_end` is to record that use.
+        """Return the state for one use of the matmul; and True if `_end` is to record that use.
 
         Args:
-          recipe: in effect.
+          recipe: the recipe in effect.
           operands: lhs and rhs, floating arrays of any shape; None if rhs is in bytes.
         """
         state, sink = self._read_state(recipe), None
@@ -228,7 +228,7 @@ class Product(PrintsRecipe):
             sink = self.fp8_sink.get_value()
         records = state is not None and sink is None and not self.use_running_average
         if state is not None and reads_operands(self) and operands is not None:
-            # Scales of the call before would saturate what another use of the layer takes.
+            # Scales of the previous call would saturate the operands of another use of the layer.
             by_role = zip(Observed._fields, operands, strict=True)
             state |= {role: observe(state[role], amax(x)) for role, x in by_role}
         return State(state, sink), records
@@ -236,10 +236,10 @@ class Product(PrintsRecipe):
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         if self.fp8 is None or is_overridden():
             return None
-        # A region may bring a recipe that keeps no state, for as long as it lasts.
+        # A region may set a recipe without state, for its duration.
         if self.recipe is None and recipe.init_state() is None:
             return None
-        # With a sink, `jfp8.nnx.value_and_grad` has looked at them.
+        # With a sink, `jfp8.nnx.value_and_grad` has checked them.
         read = _intact_histories if self.fp8_sink is None else _histories
         histories = read(self.fp8)
         leading = histories[ROLES[0]].shape[:-1]
@@ -253,19 +253,19 @@ class Product(PrintsRecipe):
         return {r: self.fp8[r].step_under_way(history) for r, history in histories.items()}
 
     def _end(self, begun: State, observed: Observed) -> None:
-        """Make the largest amaxes of the step under way the newest entries of lhs and rhs.
+        """Store the largest amaxes of the step under way as the newest entries of lhs and rhs.
 
         Args:
-          begun: what `_begin` gave.
+          begun: the result of `_begin`.
           observed: the amaxes of this use.
 
         Raises:
-          ValueError: histories cannot be written here, because the model was made outside of the
+          ValueError: histories cannot be written here, because the model was created outside the
             JAX transformation that calls it.
         """
         state = begun.histories
         assert state is not None
-        # A filter by path may differentiate by histories, too.
+        # A path filter may differentiate with respect to histories, too.
         seen = {
             role: lax.stop_gradient(observe(state[role], largest))
             for role, largest in zip(Observed._fields, observed, strict=True)
@@ -276,9 +276,9 @@ class Product(PrintsRecipe):
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{self._name()} records amaxes in training, but here it is called inside a JAX "
-                "transformation and was made outside, where they cannot go. Pass the model as an "
-                "argument to nnx.jit, nnx.grad, nnx.scan, nnx.vmap or nnx.remat, not to jax's; or "
-                "make it inside: nnx.merge(graphdef, state, copy=True). To record nothing: "
+                "transformation and was created outside, where they cannot go. Pass the model as "
+                "an argument to nnx.jit, nnx.grad, nnx.scan, nnx.vmap or nnx.remat, not to jax's; "
+                "or create it inside: nnx.merge(graphdef, state, copy=True). To record nothing: "
                 "model.eval(), or nnx.view(model, use_running_average=True)."
             ) from error
         for role, step in seen.items():
@@ -289,13 +289,13 @@ class Product(PrintsRecipe):
 
 
 def reads_operands(product: Product) -> bool:
-    """Return True if `product` looks at its operands before it multiplies: each call is a step."""
+    """Return True if `product` reads its operands before it multiplies: each call is a step."""
     if product.fp8 is None or product.fp8_sink is not None or product.use_running_average:
         return False
     return is_eager() or is_in_a_body()
 
 
-# No methods: Flax's `nnx.tabulate` takes those that a layer calls for layers.
+# No methods: Flax's `nnx.tabulate` takes methods that a layer calls for layers.
 def _histories(fp8: Any) -> dict[str, jax.Array]:
     return {role: fp8[role].get_value() for role in ROLES}
 
@@ -320,7 +320,7 @@ def _overwrite(fp8: Any, histories: dict[str, jax.Array], check: jax.Array) -> N
 
 
 def _warn_inside_linen(path: str) -> None:
-    """Warn where a Linen module that is being initialized calls an NNX layer as if it held it."""
+    """Warn if a Linen module during initialization calls an NNX layer as if it held it."""
     module = current_linen_module()
     if module is not None and module.is_initializing() and not hasattr(module, "nnx_class"):
         warnings.warn(
@@ -333,7 +333,7 @@ def _warn_inside_linen(path: str) -> None:
 
 
 def _warned_if_not_kept(path: str, rhs: jax.Array) -> jax.Array:
-    """Return `rhs`; to differentiate by it warns where a Linen bridge drops what is recorded."""
+    """Return `rhs`; a derivative with respect to it warns if a Linen bridge drops the amaxes."""
     module = current_linen_module()
     collection = nnx.variable_name_from_type(Fp8State, allow_register=True)
     if module is None or module.is_mutable_collection(collection):
@@ -341,15 +341,15 @@ def _warned_if_not_kept(path: str, rhs: jax.Array) -> jax.Array:
     return warned_if_differentiated(
         rhs,
         f"The NNX layer{path and f' at {path!r}'} in nnx.bridge.to_linen records amaxes in the "
-        f"collection {collection!r}, which is not mutable: histories stay as they are. Return "
+        f"collection {collection!r}, which is not mutable: histories do not change. Return "
         "(loss, mutated) from the loss function, of y, mutated = model.apply(variables, x, "
-        f"mutable=[{collection!r}]); or take recipe='current'.",
+        f"mutable=[{collection!r}]); or use recipe='current'.",
     )
 
 
 @jax.custom_batching.custom_vmap
 def _push(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """Return `push_amax`, where one history gets the largest of many amaxes under ``vmap``."""
+    """Return `push_amax`, so that one history gets the largest of many amaxes under ``vmap``."""
     return push_amax(history, amax)
 
 
@@ -368,7 +368,7 @@ def _push_many(
 class DotGeneral(Product):
     """An FP8 ``dot_general`` with its state, for ``nnx.Linear(..., dot_general=DotGeneral())``.
 
-    Each layer needs its own. For the arguments and attributes see `Product`.
+    Each layer needs a separate one. For the arguments and attributes see `Product`.
 
     >>> import jax.numpy as jnp, jfp8
     >>> from flax import nnx
@@ -391,7 +391,7 @@ class DotGeneral(Product):
         """Return ``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
         Args:
-          out_sharding: of the result, for meshes with explicit axes.
+          out_sharding: sharding of the result, for meshes with explicit axes.
         """
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
@@ -406,7 +406,7 @@ class DotGeneral(Product):
 class ConvGeneralDilated(Product):
     """An FP8 ``conv_general_dilated`` with its state, for ``nnx.Conv(conv_general_dilated=...)``.
 
-    Each layer needs its own. For the arguments and attributes see `Product`.
+    Each layer needs a separate one. For the arguments and attributes see `Product`.
     """
 
     def __call__(
@@ -424,10 +424,10 @@ class ConvGeneralDilated(Product):
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """Like ``jax.lax.conv_general_dilated``; see `jfp8.linen.ConvGeneralDilated`.
+        """Compute ``jax.lax.conv_general_dilated`` in FP8; see `jfp8.linen.ConvGeneralDilated`.
 
         Args:
-          out_sharding: of the result, for meshes with explicit axes.
+          out_sharding: sharding of the result, for meshes with explicit axes.
         """
         quantized, plain = pass_on(convolutions, locals())
         return self._multiply(quantized, plain, lhs, rhs, "conv")
@@ -436,7 +436,7 @@ class ConvGeneralDilated(Product):
 class EinsumOp(Product):
     """An FP8 ``einsum`` of two operands with its state, for ``nnx.Einsum(..., einsum_op=...)``.
 
-    Each layer needs its own. For the arguments and attributes see `Product`.
+    Each layer needs a separate one. For the arguments and attributes see `Product`.
     """
 
     def __call__(
@@ -452,10 +452,10 @@ class EinsumOp(Product):
         """Return ``jnp.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.linen.EinsumProduct`.
 
         Args:
-          out_sharding: of the result, for meshes with explicit axes.
+          out_sharding: sharding of the result, for meshes with explicit axes.
 
         Raises:
-          ValueError: `equation` is not a product of two operands.
+          ValueError: `equation` does not have two operands.
         """
         preferred = {"preferred_element_type": preferred_element_type}
 

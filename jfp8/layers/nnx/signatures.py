@@ -1,4 +1,4 @@
-"""How NNX layers look from outside: the parameters of their constructors, and their recipes."""
+"""Signatures of NNX layers: the parameters of their constructors, and their recipes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SignatureOfClass:
 
 
 class ExplicitModule(nnx.Module):
-    """A base of modules whose constructors name all that they take."""
+    """A base of modules whose constructors name all options."""
 
     __signature__: Any = SignatureOfClass()
 
@@ -48,7 +48,7 @@ def _unknown(layer: type, name: str, known: list[str]) -> Exception:
     flax = next((base for base in layer.__mro__ if base.__module__.startswith("flax.nnx.nn")), None)
     if flax is not None and name in inspect.signature(flax.__init__).parameters:
         return ValueError(
-            f"jfp8.nnx.{layer.__name__} computes its product itself, so it does not take {name}. "
+            f"jfp8.nnx.{layer.__name__} computes its matmul itself, so it does not take {name}. "
             f"Pass recipe=..., or use flax.nnx.{flax.__name__}."
         )
     close = difflib.get_close_matches(name, known, n=1)
@@ -57,7 +57,7 @@ def _unknown(layer: type, name: str, known: list[str]) -> Exception:
 
 
 class PrintsRecipe(ExplicitModule):
-    """A base of modules that print the recipe in effect, whoever has chosen it."""
+    """A base of modules that print the recipe in effect, from any source."""
 
     recipe: Recipe | None
     path: str
