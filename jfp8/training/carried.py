@@ -1,8 +1,8 @@
 """`Carried`: collections among gradients, which arithmetic on gradients does not change.
 
-People scale, clip, sum and average whole trees of gradients, and take norms of them. So numbers
-that are no gradients are kept too small to count in a norm, next to a unit: what scales the numbers
-scales the unit, and reading divides by it.
+People scale, clip, sum and average whole trees of gradients, and compute norms of them. So numbers
+that are not gradients are scaled down until they do not affect a norm, and are stored next to a
+unit: any factor on the numbers also scales the unit, and reading divides by it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _LEAST, _MOST = 2.0**-40, 2.0**40  # of factors
 @partial(jax.tree_util.register_dataclass, data_fields=["numbers", "units"], meta_fields=["dtypes"])
 @dataclass(frozen=True)
 class Carried(Mapping[str, Any]):
-    """Hold collections: a mapping from their names, which unpacks them.
+    """Hold collections: a mapping from names to collections, which unpacks them.
 
-    After a multiplication of all leaves by one factor they are what they were, and after a sum or a
+    After a multiplication of all leaves by one factor they are unchanged, and after a sum or a
     mean of several of these, the mean. After anything else, such as noise, they are NaN.
 
     Attributes:
       numbers: the collections. Floating arrays are times 2^-64, in f32 or f64; others are bytes,
-        ``f32[..., n]`` times 2^-64. Keys are themselves.
+        ``f32[..., n]`` times 2^-64. Keys are unchanged.
       units: f32[2], 2^-64 and twice that.
-      dtypes: of the arrays, in the order of the leaves.
+      dtypes: dtypes of the arrays, in the order of the leaves.
     """
 
     numbers: Any
@@ -56,7 +56,7 @@ class Carried(Mapping[str, Any]):
         """Return the factor by which all numbers were multiplied, or NaN: f32[...]."""
         if self.units.dtype == jnp.float16:
             raise TypeError(
-                "Gradients in float16 cannot hold the collections that go with them, such as "
+                "Gradients in float16 cannot hold the collections next to them, such as "
                 "batch_stats. Cast the gradients of parameters alone: "
                 "dataclasses.replace(grads, params=jax.tree.map(cast, grads.params))."
             )

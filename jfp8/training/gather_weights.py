@@ -1,11 +1,11 @@
-"""`gather_weights`: weights that are sharded over devices, gathered at one byte per element.
+"""`gather_weights`: gather sharded weights at one byte per element.
 
-    shard w  --quantize-->  bytes  --all-gather-->  whole bytes  --> products, as they are
+    shard w  --quantize-->  bytes  --all-gather-->  whole bytes  --> matmuls, unchanged
     shard dw <------------------ reduce-scatter ------------------- whole dw
 
-Products get the same operand as from the whole weight in high precision, because the weight is only
+Matmuls get the same operand as from the whole weight in high precision, because the weight is only
 quantized before it is sent instead of after. The whole weight never exists in high precision; its
-gradient comes by `ScaledArray.carrier`.
+gradient is returned through `ScaledArray.carrier`.
 """
 
 from __future__ import annotations
@@ -50,43 +50,43 @@ def gather_weights(
 
     Call it inside the function that is differentiated, on the parameters that are about to be used,
     such as those of one layer in the body of a ``lax.scan`` over layers. The gradient is sharded
-    like `params`, summed over the devices by a reduce-scatter. Whether this uses a collective,
-    ``jax.sharding.reshard`` or sharding constraints for the compiler depends on the mesh in effect
-    (``jax.set_mesh``, ``jax.shard_map``) and on the type of this axis in it.
+    like `params`, summed over the devices by a reduce-scatter. The mesh in effect
+    (``jax.set_mesh``, ``jax.shard_map``) and the type of this axis in it determine if this uses a
+    collective, ``jax.sharding.reshard`` or sharding constraints for the compiler.
 
-    A kernel comes back as a `ScaledArray`. If the recipe has one scale for each tensor
-    (``delayed``, ``current``, ``direct_e5m2``), the products of jfp8's layers and of converted
-    models use it as it is. The numbers are then the same as without `gather_weights`, to the bit,
+    A kernel is returned as a `ScaledArray`. If the recipe has one scale for each tensor
+    (``delayed``, ``current``, ``direct_e5m2``), the matmuls of jfp8's layers and of converted
+    models use it unchanged. The results are then bitwise identical to those without this function
     if the scales agree, as they do under current scaling. Under delayed scaling, too, a weight here
-    gets its current scale, since all of the weight can be read. Other recipes quantize the gathered
+    gets its current scale, because the whole weight is known. Other recipes quantize the gathered
     values once more, in their own blocks. Exempt kernels, those of `QuantizationAware`, and
-    parameters that are not kernels are sent in high precision. Kernels that are stored in FP8
-    (`ScaledArray`, see `jfp8.optim.master_weights`) are sent as they are; a 0-d scale has to be
+    parameters that are not kernels are sent in high precision. Kernels stored in FP8
+    (`ScaledArray`, see `jfp8.optim.master_weights`) are sent unchanged; a 0-d scale has to be
     equal on all devices.
 
-    The whole weights are kept for the backward pass, one byte for each element. To keep nothing and
+    The whole weights are saved for the backward pass, one byte per element. To save nothing and
     gather a second time instead, use
     ``jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("fp8_saved"))``.
 
     Args:
       params: pytree of arrays: the ``params`` of a Linen model, or ``nnx.state(model, nnx.Param)``.
       axis_name: axis of the mesh, or several, over which they are sharded.
-      specs: ``PartitionSpec`` (or ``NamedSharding``) of each, or of whole subtrees. Not needed if
-        the axis is of type ``Explicit``, because the arrays then carry it. Other axes in it, such
-        as those of tensor parallelism, stay as they are.
-      recipe: the recipe of the model, or those of its layers.
-      exempt, only: layers whose kernels are gathered in high precision, or are the only ones that
-        are not; see `jfp8.quantize_params`.
+      specs: ``PartitionSpec`` (or ``NamedSharding``) of each, or of whole subtrees. Not needed for
+        an axis of type ``Explicit``, because the types of arrays include it. Other axes in it, such
+        as for tensor parallelism, are unchanged.
+      recipe: the recipe of the model, or the recipes of its layers.
+      exempt, only: layers whose kernels are gathered in high precision, or the only layers whose
+        kernels are gathered in FP8; see `jfp8.quantize_params`.
       gradients_as: a dtype (``jnp.bfloat16``) to which gradients are rounded before they are sent;
-        or, inside ``jax.shard_map``, a `Format`, for `jfp8.collectives.reduce_scatter`. None: their
-        own dtype, which XLA:CPU also uses instead of bf16.
+        or, inside ``jax.shard_map``, a `Format`, for `jfp8.collectives.reduce_scatter`. None for
+        their own dtype, which XLA:CPU also uses instead of bf16.
 
     Returns:
       The same tree, with a `ScaledArray` for each kernel that was gathered in FP8.
 
     Raises:
       TypeError: `recipe` is not a recipe.
-      ValueError: there are no `specs` where they are needed; the axis is not in the mesh; a recipe
+      ValueError: `specs` are missing but needed; the axis is not in the mesh; a recipe
         whose scales have scales (``nvfp4``); `gradients_as` a format outside ``jax.shard_map``.
 
     >>> import jax, jax.numpy as jnp, jfp8
@@ -110,7 +110,7 @@ def gather_weights(
         for x, spec in zip(leaves, _specs_of(params, specs), strict=True)
     ]
     quantizers = _quantizers(selection, with_paths, ways)
-    # One maximum over the devices for all of them together.
+    # One maximum over the devices for all of them.
     amaxes = {i: amax(leaves[i]) for i in quantizers}
     if amaxes:
         way = ways[next(iter(amaxes))]
@@ -131,7 +131,7 @@ def gather_weights(
 
 
 def _quantizers(selection: Selection, with_paths: Any, ways: list[Any]) -> dict[int, Quantizer]:
-    """Find those of kernels that are gathered in FP8, by the places of these among the leaves."""
+    """Find the quantizers of kernels that are gathered in FP8, by their index among the leaves."""
     kernels = {}  # the layers that they belong to
     for i, (path, x) in enumerate(with_paths):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -142,7 +142,7 @@ def _quantizers(selection: Selection, with_paths: Any, ways: list[Any]) -> dict[
     found = {}
     for i, (layer, x) in kernels.items():
         chosen = selection.decide(layer, x, None).recipe
-        if chosen is None or chosen.exact_export:  # a part may have other scales than the whole
+        if chosen is None or chosen.exact_export:  # a shard may have other scales than the whole
             continue
         quantizer = chosen.products().fprop.rhs
         if quantizer is not None and ways[i] is not None and not is_scaled_array(x):
@@ -151,7 +151,7 @@ def _quantizers(selection: Selection, with_paths: Any, ways: list[Any]) -> dict[
 
 
 def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: Any) -> _Way | None:
-    """Choose how `x` becomes whole; None if it is."""
+    """Choose the collective that gathers `x`; None if `x` is not sharded."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
     types = {t for name, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in names}
@@ -159,7 +159,7 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
         spec = jax.typeof(x.data if isinstance(x, ScaledArray) else x).sharding.spec
     if spec is None:
         raise ValueError(
-            f"gather_weights needs specs= to know which parameters are spread over {axis_name!r}: "
+            f"gather_weights needs specs= to know which parameters are sharded over {axis_name!r}: "
             "a tree like the parameters, of jax.sharding.PartitionSpec."
         )
     if not isinstance(spec, NamedSharding) and not set(names) <= set(mesh.axis_names):
@@ -174,7 +174,7 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
         return None
     if len(axes) > 1:
         raise ValueError(
-            f"An array with the spec {spec} is spread over {axis_name!r} along several of its "
+            f"An array with the spec {spec} is sharded over {axis_name!r} along several of its "
             "dimensions; gather_weights takes one."
         )
     if not isinstance(gradients_as, Format | None):
@@ -183,9 +183,9 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
         (axis,) = axes
         if entries[axis] != names:
             raise ValueError(
-                "Inside of jax.shard_map a dimension is gathered over just the axes that it is "
-                f"spread over, {entries[axis]}, not {names}. Name these, or keep the other axes of "
-                "the mesh automatic and out of it."
+                "Inside jax.shard_map a dimension is gathered over exactly the axes that it is "
+                f"sharded over, {entries[axis]}, not {names}. Name these, or keep the other axes "
+                "of the mesh automatic and out of it."
             )
         return _ByCollectives(axis, gradients_as, names)
     return _by_layout(spec, names, gradients_as, AxisType.Explicit in types)
@@ -206,13 +206,13 @@ def _by_layout(spec: Any, names: tuple[str, ...], gradients_as: Any, explicit: b
 
 
 def _entries(spec: PartitionSpec | NamedSharding) -> list[tuple[str, ...]]:
-    """List the axes of the mesh for each dimension: `_spec` the other way round."""
+    """List the axes of the mesh for each dimension: the inverse of `_spec`."""
     entries = spec.spec if isinstance(spec, NamedSharding) else spec
     return [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
 
 
 def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """Spell the axes of the mesh for each dimension as a ``PartitionSpec``."""
+    """Write the axes of the mesh for each dimension as a ``PartitionSpec``."""
     return PartitionSpec(*(e if len(e) > 1 else e[0] if e else None for e in entries))
 
 
@@ -233,26 +233,26 @@ def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quanti
     context = Context((0,), largest, None, None)
     source = lax.stop_gradient(x)
     q = quantizer(source, context)
-    if q.block is not None:  # a part with a block cut short fits no whole
+    if q.block is not None:  # a shard with an incomplete block fits no whole
         q = Current(quantizer.fmt)(source, context)
     scale = q.scale
     if isinstance(scale, ScaledArray):
         raise ValueError(
             f"{quantizer} has scales of scales, for the whole weight, which devices that hold "
-            "parts of it cannot compute separately. Use another recipe, such as 'mxfp8', or send "
+            "shards of it cannot compute separately. Use another recipe, such as 'mxfp8', or send "
             "the weights in high precision: leave gather_weights out."
         )
     return _gather_stored(replace(q, carrier=x), way)
 
 
 def _gather_stored(q: ScaledArray, way: _Way) -> ScaledArray:
-    """Gather `q` as it is stored; its gradient goes where that of the part went."""
+    """Gather `q` as it is stored; its gradient is returned to the shard's."""
     scale = q.scale
     if isinstance(scale, ScaledArray) or q.block is not None:
         raise ValueError(
-            f"A ScaledArray of shape {q.shape} in parts has blocks that are cut short, or scales "
-            "of scales, and its parts do not fit together. Quantize it with one scale, or in "
-            "blocks that divide each part."
+            f"A ScaledArray of shape {q.shape} in shards has incomplete blocks, or scales "
+            "of scales, and its shards do not fit together. Quantize it with one scale, or in "
+            "blocks that divide each shard."
         )
     if scale.dtype == E8M0FNU.dtype:
         scale = codes_to_format(way.gather_scale(codes_of(scale)), E8M0FNU)
@@ -281,15 +281,15 @@ def _carrier_bwd(way: _Way, residuals: None, whole: jax.Array) -> tuple[jax.Arra
 _carrier.defvjp(_carrier_fwd, _carrier_bwd)
 
 
-# How a part becomes the whole, and the cotangent of the whole that of a part.
+# How a shard becomes the whole, and the cotangent of the whole the shard's.
 
 
 @dataclass(frozen=True)
 class _ByCollectives:
-    """In ``jax.shard_map``, where arrays are the parts of this device.
+    """Gather in ``jax.shard_map``, where arrays are the shards of this device.
 
     Attributes:
-      axis: of the array, which is spread over the devices.
+      axis: of the array, which is sharded over the devices.
       gradients_as: see `gather_weights`.
       names: axes of the mesh.
     """
@@ -326,11 +326,11 @@ class _ByCollectives:
 
 @dataclass(frozen=True)
 class _ByLayout:
-    """Outside it, where arrays are the wholes, and each device has a part of them.
+    """Gather outside it, where arrays are global, and each device has a shard of them.
 
     Attributes:
-      spread, whole: how the array is laid out over the devices, before and after.
-      explicit: whether the layout is part of the type of an array, or the compiler's to choose.
+      spread, whole: shardings of the array, before and after.
+      explicit: True if the sharding is part of the type of an array, else the compiler chooses it.
     """
 
     gradients_as: np.dtype | None
@@ -346,12 +346,12 @@ class _ByLayout:
         return self._laid_out(zeros, self.whole) if self.explicit else zeros
 
     def gather(self, x: jax.Array) -> jax.Array:
-        if not self.explicit:  # with the other alone the compiler would gather first, and cast then
+        if not self.explicit:  # with only the other the compiler would gather first, then cast
             x = self._laid_out(x, self.spread)
         return self._laid_out(x, self.whole)
 
     def gather_scale(self, scale: jax.Array) -> jax.Array:
-        return scale  # small, and brought where it is needed
+        return scale  # small, and sent where it is needed
 
     def scatter(self, whole: jax.Array) -> jax.Array:
         rounded = whole if self.gradients_as is None else whole.astype(self.gradients_as)

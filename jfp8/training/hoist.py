@@ -1,8 +1,8 @@
-"""Quantizes weights once, before a loop over micro-batches, instead of in each iteration.
+"""Quantize weights once, before a loop over micro-batches, instead of in each iteration.
 
-What an iteration computes from the parameters alone is the same in every iteration. Of these
-results, arrays much smaller than the parameters that they are made of (f8 bytes, scales) are
-computed before the loop and kept. What is computed from those stays inside the loop, because it
+An iteration computes some values from the parameters alone, the same in every iteration. Of these
+results, arrays much smaller than the parameters that they are computed from (f8 bytes, scales) are
+computed before the loop and stored. Later results stay inside the loop, because storing them
 would take more memory than the parameters do.
 """
 
@@ -25,20 +25,20 @@ _NARROW = {np.dtype(fmt.dtype) for fmt in FORMATS}
 
 _VIEWS = {"bitcast_convert_type", "convert_element_type", "name", "reshape", "squeeze"}
 
-# For each variable: None if it varies, else the bytes of the largest known input that it is made
-# of, 0 for constants.
+# For each variable: None if it varies, else the bytes of the largest known input that it depends
+# on, 0 for constants.
 Root = int | None
 
 
 def split(
     function: Callable[[Any, Any], Any], known: Any, varying: Any
 ) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """Split ``function(known, varying)`` into what `known` alone determines and the rest.
+    """Split ``function(known, varying)`` into the part that depends only on `known`, and the rest.
 
     Args:
-      function: of two pytrees of arrays, giving one.
-      known: what is the same in every iteration of a loop.
-      varying: what is not; only its shapes matter.
+      function: function of two pytrees of arrays, returning one.
+      known: the arguments that are the same in every iteration of a loop.
+      varying: the other arguments; only their shapes matter.
 
     Returns:
       ``(kept, rest)`` with ``rest(kept, varying) == function(known, varying)``.
@@ -61,13 +61,13 @@ def split(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What of a jaxpr is computed early.
+    """The part of a jaxpr that is computed early.
 
     Attributes:
       jaxpr: the program.
       kept: variables computed early and kept.
       early: indices of the equations that these need.
-      inner: plans of the bodies of equations (by index) inside of which something is kept.
+      inner: plans of the bodies of equations (by index) inside which something is kept.
     """
 
     jaxpr: Jaxpr
@@ -113,12 +113,12 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
             source = jaxpr.eqns[made_by[source]].invars[0]
             if isinstance(source, Literal) or root[source] is None:
                 break
-            # Other views of bytes that are kept, here or by the caller, cost nothing to make.
+            # Other views of bytes that are kept, here or by the caller, cost nothing.
             if is_small(source) or (source not in made_by and _dtype(source) in _NARROW):
                 return False
         return is_small(v)
 
-    # From what the rest needs back to what is small enough to keep, and from there to its origins.
+    # From the needs of the rest back to values small enough to keep, and from there to the origins.
     kept = _reached(jaxpr, needed, made_by, root, until=is_kept)
     for_bodies = [v for i in inner for v in jaxpr.eqns[i].invars]
     early = _reached(jaxpr, [*kept, *for_bodies], made_by, root, until=lambda v: False)
@@ -133,7 +133,7 @@ def _reached(
     root: dict[Var, Root],
     until: Callable[[Var], bool],
 ) -> list[Var]:
-    """List the known variables that `start` is made of, not going past those that are `until`."""
+    """List the known variables that `start` depends on, no further than variables in `until`."""
     found: dict[Var, None] = {}
     todo = [v for v in start if not isinstance(v, Literal)]
     while todo:
@@ -158,11 +158,11 @@ def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] 
     return None
 
 
-# What is kept of a program: (values of plan.kept, {index: what is kept of that equation's body}).
+# The kept values of a program: (values of plan.kept, {index: kept values of that equation's body}).
 
 
 def _early(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> Any:
-    """Compute what is kept. Arguments that vary are None."""
+    """Compute the kept values. Arguments that vary are None."""
     values = _values(plan, consts, arguments)
     read = lambda v: v.val if isinstance(v, Literal) else values.get(v)
     bodies = {}
@@ -183,7 +183,7 @@ def _early_body(plan: _Plan, eqn: JaxprEqn, arguments: list[Any]) -> Any:
 
 
 def _late(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any], kept: Any) -> list[Any]:
-    """Compute the results, from all arguments and what `_early` kept."""
+    """Compute the results, from all arguments and the values kept by `_early`."""
     values = _values(plan, consts, arguments)
     given, bodies = kept
     values.update((v, _from_bytes(x, v)) for v, x in zip(plan.kept, given, strict=True))
@@ -234,7 +234,7 @@ def _scan_arguments(eqn: JaxprEqn, arguments: Sequence[Any]) -> tuple[Sequence[A
     return arguments[:n_consts], arguments[n_consts:start], arguments[start:]
 
 
-# Narrow arrays are kept as uint8: where XLA:CPU stores f8 across a loop it widens it to f16.
+# Narrow arrays are kept as uint8: XLA:CPU widens f8 arrays to f16 if it stores them across a loop.
 
 
 def _to_bytes(x: jax.Array) -> jax.Array:
@@ -246,7 +246,7 @@ def _from_bytes(x: jax.Array, v: Var) -> jax.Array:
 
 
 def _may_leave(aval: Any) -> bool:
-    """Return False inside ``jax.sharding.auto_axes``, whose arrays explicit axes do not take."""
+    """Return False inside ``jax.sharding.auto_axes``, whose arrays may not be on explicit axes."""
     here = jax.sharding.get_abstract_mesh()
     return not here.explicit_axes or aval.sharding.mesh == here
 

@@ -1,4 +1,4 @@
-"""`initialize`: FP8 training in one call, from arguments or from the content of a file."""
+"""`initialize`: set up FP8 training in one call, from arguments or from the text of a file."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from jfp8.recipes.recipe import Recipe
 
 OptLevel = Literal["O0", "O1", "O2"]
 
-# By the names of optax: the first moment (of sgd and others it is called trace), and the second.
-# Stochastic: with rounding to nearest, a moment stops a third away from where it should go.
+# By the names of optax: the first moment (``trace`` of sgd and others), and the second.
+# Stochastic: with rounding to nearest, a moment stops a third away from its target.
 _FIRST = Blocks(rounding="stochastic")
-_RECIPE = (Recipe, str, Mapping, type(None))  # or a class, of which `check_recipe` speaks
+_RECIPE = (Recipe, str, Mapping, type(None))  # or a class, of which `check_recipe` complains
 _MOMENTS = {"mu": _FIRST, "trace": _FIRST, "nu": ScaledFloat16()}
 
 
@@ -73,17 +73,17 @@ def initialize(
       tx: an optax optimizer.
       config: the arguments below as a dict or as the text of a JSON or YAML file (YAML if PyYAML is
         installed): ``{"mixed_precision": "fp8", "recipe": "delayed", "exempt": ["decoder/*"]}``.
-        What it sets must not be an argument too. With ``"mixed_precision": "no"``, model and
-        optimizer stay as they are.
+        A setting must not be an argument too. With ``"mixed_precision": "no"``, model and
+        optimizer are unchanged.
       recipe: a recipe, its name, or ``{"name": ..., field: value, ...}``; or patterns of paths with
         one of these, or None, for the layers that they match, as for `jfp8.convert`.
-      opt_level: ``"O0"``: FP8 products. ``"O1"``: also FP8 gradients and communication. ``"O2"``:
+      opt_level: ``"O0"``: FP8 matmuls. ``"O1"``: also FP8 gradients and communication. ``"O2"``:
         also an FP8 first moment and a 16-bit second one.
       axis_name: mapped axis, or axes, over which `tx` averages gradients; needs O1 or O2.
-      exempt, only: layers that stay in high precision, or are the only ones converted.
+      exempt, only: layers that stay in high precision, or the only ones converted.
       output_fused: patterns of layers whose results stay in high precision under recipes that
         quantize results (``direct_e5m2``, ``hybrid``).
-      state_collection: of a Linen model, where the amax histories are; see `jfp8.convert`.
+      state_collection: collection of the amax histories of a Linen model; see `jfp8.convert`.
       verbose: print the report of the conversion: for Linen at the end of ``model.init``, when the
         shapes are known; for NNX at once, which layers are converted.
 
@@ -134,8 +134,8 @@ def initialize(
     if chosen.needs_loss_scale:
         tx = skip_on_overflow(optax.chain(loss_scale(), tx))
     if level != "O0":
-        # In front of the loss scale, which then sees the same mean on all devices, and skips the
-        # same steps. It is a power of two, and so the codes are those of unscaled gradients.
+        # In front of the loss scale, which then has the same mean on all devices, and skips the
+        # same steps. It is a power of two, so the codes are the same as of unscaled gradients.
         tx = optax.chain(fp8_gradients(axis_name=settings["axis_name"]), tx)
     return converted, tx
 
@@ -148,7 +148,7 @@ def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTran
         state = jax.eval_shape(inner.init, params)
         if has_master_weights(state):
             raise ValueError(
-                "opt_level='O2' would keep the masters of master_weights, which are state of tx, "
+                "opt_level='O2' would store the masters of master_weights, which are state of tx, "
                 "in few bits too. Store the state of its inner optimizer instead, and use O1: "
                 "master_weights(jfp8.optim.adamw(1e-3, preset='msamp_o2'))."
             )
@@ -161,7 +161,7 @@ def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTran
         present = {name: storage for name, storage in _MOMENTS.items() if name in fields}
         if not present:
             raise ValueError(
-                "opt_level='O2' keeps the moments of tx in few bits, but it has none. Use O1, or "
+                "opt_level='O2' stores the moments of tx in few bits, but it has none. Use O1, or "
                 "an optimizer that has them, such as optax.adamw(1e-3). It has the fields "
                 f"{sorted(filter(None, fields))}."
             )
@@ -171,7 +171,7 @@ def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTran
 
 
 def _settings(config: Mapping[str, Any] | str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given`, with the settings of `config` instead."""
+    """Return `given`, replaced by the settings of `config`."""
     settings = {"mixed_precision": "fp8", **given}
     if config is None:
         return settings
@@ -216,7 +216,7 @@ def _parsed(text: str) -> Any:
 
 
 def _recipes(given: Any) -> Recipe | PerLayer:
-    """Read the recipe of all layers, or those of layers that patterns match."""
+    """Read the recipe of all layers, or the recipes of layers that patterns match."""
     if not isinstance(given, Mapping) or "name" in given:
         return _recipe(given)
     wrong = [pattern for pattern, of in given.items() if not isinstance(of, _RECIPE)]

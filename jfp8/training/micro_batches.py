@@ -1,4 +1,4 @@
-"""Micro-batches: which arrays of a batch are split, and a loop over their parts."""
+"""Micro-batches: the arrays of a batch that are split, and a loop over micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def over_parts_of_arguments(
     collections: Any,
     batch: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Any:
-    """Average the results of `gradient` over parts of the arguments of `loss_fn`."""
+    """Average the results of `gradient` over micro-batches of the arguments of `loss_fn`."""
     bound = inspect.signature(loss_fn).bind(None, *batch[0], **batch[1])
 
     def gradient_of_part(*known_and_part: Any) -> Any:
@@ -48,16 +48,16 @@ def over_micro_batches(
     collections: Any,
     batch: Mapping[str, Any],
 ) -> Any:
-    """Average the results of `gradient` over parts of the batch, taken one by one.
+    """Average the results of `gradient` over micro-batches, one at a time.
 
     Args:
       gradient: ``(*known, collections, batch) -> (grads, sinks), (loss, collections, aux)``.
       micro_batches, batch_axes: see `jfp8.value_and_grad`.
-      call: the beginning of the user's call, for errors.
-      like: arrays of the shapes of the gradients, and sinks of zeros.
-      known: what is the same for all parts.
-      collections: what each part hands to the next.
-      batch: by names.
+      call: the start of the user's call, for errors.
+      like: arrays with the shapes of the gradients, and sinks of zeros.
+      known: arguments that are the same for all micro-batches.
+      collections: collections that each micro-batch passes to the next.
+      batch: arrays by name.
     """
     call = f"{call}, micro_batches={micro_batches}"
     whole = jax.tree.leaves(without_batch_axis(batch, batch_axes, micro_batches, call))
@@ -69,7 +69,7 @@ def over_micro_batches(
         of_part = structure.unflatten([part.get(i, leaf) for i, leaf in enumerate(leaves)])
         return gradient(*known, collections, of_part)
 
-    # Weights are quantized here, once; the loop uses what is kept.
+    # Weights are quantized here, once; the loop uses the result.
     first = jax.tree.map(lambda x: x[0], parts)
     kept, compute_rest = split(gradient_of_part, known, (collections, first))
 
@@ -92,17 +92,17 @@ def over_micro_batches(
 
 
 def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], parts: int, call: str) -> Any:
-    """Return `batch` with True for every array that stays whole, False for one that is split.
+    """Return `batch` with True for every array that stays whole, False for every array to split.
 
     Args:
       batch: pytree of arrays. Scalars stay whole.
       batch_axes: names, of keys or attributes in `batch`, whose arrays stay whole.
-      parts: how many parts there are.
-      call: the beginning of the call to write, for errors.
+      parts: number of micro-batches.
+      call: the start of the suggested call, for errors.
 
     Raises:
       ValueError: a name that is not in `batch`; the other arrays differ in their leading axes, or
-        `parts` does not divide them.
+        `parts` does not divide the leading axes.
     """
     named: set[str] = set()
     sizes: dict[int, str] = {}
@@ -138,9 +138,9 @@ def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], parts: int, c
 
 
 def _split(leaf: Any, parts: int) -> jax.Array:
-    """Split the leading axis: part `i` has every `parts`-th row from `i` on.
+    """Split the leading axis: micro-batch `i` has every `parts`-th row from `i` on.
 
-    So each part is spread over all devices that the batch is sharded over.
+    So each micro-batch is sharded over all devices of the batch.
     """
     leaf = jnp.asarray(leaf)
     rows = leaf.shape[0] // parts
@@ -148,7 +148,7 @@ def _split(leaf: Any, parts: int) -> jax.Array:
         return leaf.reshape(rows, parts, *leaf.shape[1:]).swapaxes(0, 1)
     except Exception as error:
         error.add_note(
-            f"micro_batches={parts} makes parts of {rows} examples. Over explicit axes the number "
+            f"micro_batches={parts} has {rows} examples in each. Over explicit axes the number "
             "of devices that the batch is sharded over must divide that number."
         )
         raise

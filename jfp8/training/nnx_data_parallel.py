@@ -1,4 +1,4 @@
-"""An NNX model in `data_parallel`: a copy of its state on every device, and what they agree on."""
+"""Run an NNX model in `data_parallel`: copy its state to every device, and combine the results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class OfModel(NamedTuple):
     Attributes:
       params: its gradients.
       histories: the new `Fp8State`, which is the same on all devices.
-      others: the changes of all other Variables but parameters, whose means over the devices are
-        zero where nothing changes; new values of those that are not floating.
+      others: the changes of all other Variables except parameters; means over the devices are
+        zero where nothing changes; new values of Variables that are not floating.
     """
 
     params: Any
@@ -32,10 +32,10 @@ class OfModel(NamedTuple):
 def on_arrays(
     grad_fn: Callable[[Any, Any], tuple[Any, Any]], model: nnx.Module, n: int
 ) -> tuple[Callable[[Any, Any], tuple[Any, OfModel]], Any]:
-    """Return `grad_fn` of the arrays of `model`, and these arrays.
+    """Return `grad_fn` as a function of the arrays of `model`, and these arrays.
 
     Args:
-      grad_fn: ``(model, batch) -> (loss, grads)``, where a gradient is `n` times that of the whole
+      grad_fn: ``(model, batch) -> (loss, grads)``, with gradients `n` times those of the whole
         batch, to which the histories of the model refer.
     """
     graphdef, arrays = nnx.split(model)
@@ -53,7 +53,7 @@ def on_arrays(
 
 
 def put_into(model: nnx.Module, step: OfModel) -> Any:
-    """Update `model` by the state of a step, and return the gradients."""
+    """Update `model` with the state of a step, and return the gradients."""
     before = nnx.as_pure(nnx.state(model, _OTHERS))
     add = lambda x, change: x + change if _is_floating(x) else change
     nnx.update(model, step.histories, jax.tree.map(add, before, step.others))

@@ -1,4 +1,4 @@
-"""`Optimizer`: Flax's optimizer, but it skips a step that is not finite."""
+"""`Optimizer`: Flax's optimizer, except that it skips a step that is not finite."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jfp8.training.skipped import warn_of_skipped
 class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` that changes nothing in a step that is not finite, and counts it.
 
-    A step is skipped if a gradient contains an Inf or NaN, or is beyond 2^62, so that optimizers
+    A step is skipped if a gradient contains an Inf or NaN, or exceeds 2^62, so that optimizers
     could not square it. With gradients of `jfp8.nnx.value_and_grad` it is also skipped if an
-    operand of an FP8 matmul contains an Inf or NaN. Then parameters and the optimizer's state stay
-    as they are, bit for bit; only `step` counts on and the loss scale falls.
+    operand of an FP8 matmul contains an Inf or NaN. Then parameters and the optimizer's state do
+    not change, bit for bit; only `step` increases and the loss scale falls.
 
     Attributes:
       step: u32[], number of calls of `update`, skipped ones included.
-      skipped_steps: i32[], number of those that were skipped.
-      skipped_in_a_row: i32[], number of the last ones that were.
+      skipped_steps: i32[], number of skipped steps.
+      skipped_in_a_row: i32[], number of consecutive skipped steps until now.
       tx, opt_state, wrt: see `flax.nnx.Optimizer`.
 
     >>> import jax.numpy as jnp, jfp8, optax
@@ -64,13 +64,13 @@ class Optimizer(nnx.Optimizer):
         """Update `model` and the optimizer's state by one step, unless it is skipped.
 
         Args:
-          model: the one that the optimizer was made for.
-          grads: of `jfp8.nnx.value_and_grad` or `flax.nnx.grad`, of the loss times its loss scale
+          model: the model that the optimizer was created for.
+          grads: gradients from `jfp8.nnx.value_and_grad` or `flax.nnx.grad`, times the loss scale
             if there is one.
           kwargs: passed on to `tx`, such as ``value=loss`` for ``optax.polyak_sgd``.
 
         Returns:
-          The updates, of the structure of the trained parameters; NaN in a step that was skipped.
+          The updates, with the structure of the trained parameters; NaN in a skipped step.
 
         Warns:
           UserWarning: the last 10 steps were skipped. Not under ``jit``.
@@ -81,7 +81,7 @@ class Optimizer(nnx.Optimizer):
         taken = nnx.as_pure(nnx.state(grads, self.wrt))
         scale = find_loss_scale(opt_state)
         finite = all_squares_finite(unscaled(taken, None if scale is None else scale.loss_scale))
-        # NaN tells a loss scale in `tx` of a gradient that is finite, but too large.
+        # NaN signals to a loss scale in `tx` that a gradient is finite, but too large.
         taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), taken)
         updates, new = self.tx.update(taken, opt_state, params, **nnx.as_pure(kwargs))
         nnx.update(model, keep_unless(finite, apply_updates(params, updates), params))

@@ -1,4 +1,4 @@
-"""Go on with another model of the same parameters: which histories it takes over."""
+"""Continue training with another model of the same parameters, and keep matching histories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jfp8.training.histories import Collections, is_product
 
 
 def histories_for(model: nn.Module, args: Any, kwargs: Any, state: Any) -> Collections:
-    """Return the ``fp8`` collection with which `model` goes on after `state`.
+    """Return the ``fp8`` collection with which `model` continues after `state`.
 
     Args:
       model, args, kwargs: as for ``TrainState.with_model``.
@@ -52,9 +52,9 @@ def _shapes_in(variables: Any) -> dict[str, tuple[int, ...]]:
 
 
 def carried_over(empty: Any, old: Any) -> Any:
-    """Fill `empty`, an ``fp8`` collection, with the histories of products that `old` has, too.
+    """Fill `empty`, an ``fp8`` collection, with the histories of matmuls that `old` also has.
 
-    If a history is shorter, the newest entries stay. Products stacked otherwise start empty.
+    If a history is shorter, the newest entries stay. Matmuls stacked differently start empty.
     """
     if not is_product(empty):
         return {name: carried_over(node, old.get(name, {})) for name, node in empty.items()}
@@ -72,7 +72,7 @@ def _resized(empty: Any, old: Any) -> Any:
 
 
 def instead_of_state(given: Any) -> str:
-    """Return the call to write, where `given` is not a `TrainState`."""
+    """Return the correct call, if `given` is not a `TrainState`."""
     if isinstance(given, nnx.Module):
         return (
             f"jfp8.value_and_grad got an NNX model, {type(given).__name__}. Use "
@@ -80,7 +80,7 @@ def instead_of_state(given: Any) -> str:
         )
     return (
         f"jfp8.value_and_grad(loss_fn) takes a jfp8.TrainState first, got {type(given).__name__}. "
-        "Make one of all that model.init returned:\n"
+        "Create one from the whole result of model.init:\n"
         "    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)\n"
         "    loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)\n"
         "In a loop without it use jax.value_and_grad with respect to params and to the 'fp8_sink' "

@@ -1,4 +1,4 @@
-"""Print gradients and training states by their sizes; these may hold shapes or placeholders."""
+"""Print gradients and training states by their sizes; leaves may be shapes or placeholders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jfp8.scaling.trees import is_scaled_array
 
 
 def printed_gradients(grads: Any) -> str:
-    """Return what `Gradients` prints."""
+    """Return the printed form of `Gradients`."""
     parts = [f"params=({printing.tree(grads.params)})"]
     if grads.fp8_sink:
         parts.append(f"fp8_sink=({printing.tree(grads.fp8_sink)})")
@@ -25,7 +25,7 @@ def printed_gradients(grads: Any) -> str:
 
 
 def printed_state(state: Any) -> str:
-    """Return what `TrainState` prints."""
+    """Return the printed form of `TrainState`."""
     parts = [f"step={printing.number(state.step)}"]
     skipped = printing.number(state.skipped_steps)
     if skipped.isdigit() and skipped != "0":
@@ -53,7 +53,7 @@ def _spelled_params(params: Any) -> str:
 
 
 def _spelled_products(fp8: Any) -> str:
-    """Count the products of an ``fp8`` collection; stacked layers count each."""
+    """Count the matmuls of an ``fp8`` collection; stacked layers count separately."""
     histories = [
         x
         for path, x in jax.tree_util.tree_leaves_with_path(fp8)

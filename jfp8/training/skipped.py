@@ -1,4 +1,4 @@
-"""Steps that are skipped, which states count: said where a state is read, and why."""
+"""Skipped steps, which states count: warn where a state is read, and name the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jfp8.scaling.sink import decode_amax
 from jfp8.tracing.caller import user_level
 
 COUNTERS = ("step", "skipped_steps", "skipped_in_a_row", "examples")
-"""The fields of `TrainState` that count."""
+"""The counters of `TrainState`."""
 
 _MANY = 10
 
@@ -24,15 +24,15 @@ def warn_of_skipped(count: Any) -> None:
     if count.is_fully_replicated and count.ndim == 0 and int(count) >= _MANY:
         warnings.warn(
             f"The last {int(count)} steps were skipped, because a gradient or an operand of an FP8 "
-            "matmul was NaN or Inf, or a gradient beyond 2^62: the parameters stand still. "
-            "grads.not_finite() lists where, for grads of jfp8.value_and_grad; in a tree of NNX "
+            "matmul was NaN or Inf, or a gradient beyond 2^62: the parameters do not change. "
+            "grads.not_finite() lists paths, for grads of jfp8.value_and_grad; in a tree of NNX "
             "jax.tree.map(jnp.isfinite, grads).",
             stacklevel=user_level(),
         )
 
 
 def paths_not_finite(params: Any, sinks: Any) -> list[str]:
-    """List the paths of gradients that are not finite, and of matmuls that saw such values."""
+    """List the paths of gradients that are not finite, and of matmuls with such operands."""
     found = []
     for path, leaf in jax.tree.leaves_with_path({"params": params}):
         if not all_squares_finite([leaf]):

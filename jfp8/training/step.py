@@ -26,7 +26,7 @@ from jfp8.training.micro_batches import over_parts_of_arguments
 from jfp8.training.other_model import instead_of_state
 from jfp8.training.state import Gradients, TrainState
 
-# Collections of Flax that need not be in the state: what a model returns of them is left out.
+# Collections of Flax that need not be in the state: the model's results for them are dropped.
 FLAX_COLLECTIONS = ("batch_stats", "cache", "fp8", "intermediates", "losses", "perturbations")
 
 
@@ -44,13 +44,13 @@ def value_and_grad(
 
     Args:
       loss_fn: ``(variables, batch) -> loss``, or ``(loss, mutated)``, or with `has_aux` ``(loss,
-        mutated, aux)``. ``variables`` are all collections for ``model.apply``; ``mutated`` are
-        those that it returned as mutated, ``{}`` if none. Of these, the ones in the state are
+        mutated, aux)``. ``variables`` are all collections for ``model.apply``; ``mutated`` are the
+        collections that it returned as mutated, ``{}`` if none. The ones in the state are
         carried over; return others, such as ``intermediates``, as ``aux``. The batch may be several
         arguments, ``(variables, x, y)``.
-      has_aux: whether `loss_fn` returns a third value.
-      micro_batches: split the batch's leading axis into this many parts, run them one by one, and
-        average losses and gradients: the same step in less memory. All parts see the same scales,
+      has_aux: True if `loss_fn` returns a third value.
+      micro_batches: split the batch's leading axis into this many parts, run these one by one, and
+        average losses and gradients: the same step in less memory. All parts use the same scales,
         and the histories get one entry, the largest amax. Weights are quantized once for all parts
         (not over explicit axes), and gradients are summed in f32. Part ``i`` has the rows ``i``,
         ``i + micro_batches``, ..., so that all devices of a sharded batch take part in each.
@@ -65,7 +65,7 @@ def value_and_grad(
     Raises:
       TypeError: the first argument is not a `TrainState`.
       ValueError: `micro_batches` below 1 or not dividing the batch; leading axes that differ, if
-        there are several micro-batches; `loss_fn` returns something other than described.
+        there are several micro-batches; `loss_fn` returns another type.
 
     >>> import jax, jax.numpy as jnp, jfp8, optax
     >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
@@ -157,10 +157,10 @@ def _scaled_loss(
     collections: Collections,
     batch: Any,
 ) -> tuple[jax.Array, tuple[tuple[jax.Array, Collections, Any], Collections]]:
-    """Return the scaled loss, ``(loss, collections, aux)``, and what ``fp8`` recorded.
+    """Return the scaled loss, ``(loss, collections, aux)``, and the records of ``fp8``.
 
     Args:
-      stored: the parameters, if some are stored in FP8; None: `differentiated` are all of them.
+      stored: the parameters, if some are stored in FP8; None if `differentiated` are all of them.
     """
     args, named = batch
     params = differentiated if stored is None else with_carriers(stored, differentiated)
@@ -191,7 +191,7 @@ def _scaled_loss(
 
 
 def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any]:
-    """Return the result of `loss_fn` as (loss, mutated, aux), or raise if it is something else."""
+    """Return the result of `loss_fn` as (loss, mutated, aux), or raise for another type."""
     if not has_aux and isinstance(returned, jax.Array | np.ndarray | np.generic | int | float):
         return returned, {}, None
     wanted = "(loss, mutated, aux)" if has_aux else "(loss, mutated)"
@@ -217,7 +217,7 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
 
 
 def _check_names(mutated: Mapping[str, Any], known: set[str]) -> None:
-    """Raise if `mutated` holds something that is no collection, such as metrics."""
+    """Raise an error if `mutated` has an entry that is not a collection, such as metrics."""
     if unknown := sorted(map(str, set(mutated) - known)):
         raise ValueError(
             f"loss_fn returned (loss, mutated) with {unknown} in mutated, which the state has no "
