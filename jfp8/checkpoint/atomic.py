@@ -1,8 +1,8 @@
-"""Replacing a file so that there is a whole one at every moment.
+"""Replace a file atomically: at every moment a complete file exists.
 
 The new file is written next to the old one, under a hidden name, and flushed to disk; then it is
-renamed. A process killed before that leaves the old file as it was, and a leftover that the next
-replacement removes. If two processes replace the same name at once, one of them fails.
+renamed. A process killed before the rename leaves the old file unchanged, and a leftover that the
+next replacement removes. If two processes replace one name simultaneously, one of them fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Create or replace the file `path`; `write` writes into the open file that it is given."""
+    """Create or replace the file `path`; `write` is called with the open file."""
     leftover = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.saving")
     for found in list(path.parent.iterdir()):
         if leftover.fullmatch(found.name):

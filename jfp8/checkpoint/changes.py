@@ -13,7 +13,7 @@ _MOST_NAMED = 4  # paths in a message
 class CheckpointChange(UserWarning):
     """A checkpoint was changed to fit its target.
 
-    FP8 state was added, dropped or converted, the optimizer starts afresh, or arrays lose bits.
+    FP8 state was added, dropped or converted, the optimizer restarts, or arrays lose bits.
 
     Turn it into an error for one call by ``strict=True``, or for all by
     ``warnings.simplefilter("error", CheckpointChange)``.
@@ -25,8 +25,8 @@ class Log:
     """The changes and problems that an upgrade has found so far.
 
     Attributes:
-      changes: for each kind of change the paths that it concerns, in order.
-      problems: for each path what does not fit, and cannot be converted.
+      changes: for each kind of change the affected paths, in order.
+      problems: for each path a mismatch that cannot be converted.
     """
 
     changes: dict[str, list[str]] = field(default_factory=dict)
@@ -37,11 +37,11 @@ class Log:
         self.changes.setdefault(what, []).append(spelled(path))
 
     def problem(self, path: tuple[str, ...], what: str) -> None:
-        """Note that `path` does not fit: `what` is there."""
+        """Note that `path`, which holds `what`, does not fit."""
         self.problems.setdefault(spelled(path), what)
 
     def close(self, strict: bool) -> None:
-        """Raise ``ValueError`` of problems, or else warn of changes; if `strict` raise of these."""
+        """Raise ``ValueError`` of problems, or else warn of changes, which raise if `strict`."""
         if self.problems:
             found = [f"  {path}: {what}" for path, what in self.problems.items()]
             shown = found[: 2 * _MOST_NAMED]
@@ -55,7 +55,7 @@ class Log:
             raise ValueError(
                 "The checkpoint does not have the state of the target, and strict=True.\n"
                 + "".join(f"  {message}\n" for message in changes)
-                + "Leave strict out to change it so, or restore into the model and the "
+                + "Omit strict to allow these changes, or restore into the model and the "
                 "optimizer that were saved."
             )
         for message in changes:
@@ -74,7 +74,7 @@ _HINTS = {
 
 
 def spelled(path: tuple[str, ...]) -> str:
-    """Spell ``"params/Dense_0/kernel"``, with overlong names of hostile files cut."""
+    """Return ``"params/Dense_0/kernel"``, with overlong names of hostile files cut."""
     return "/".join(name if len(name) <= 80 else f"{name[:60]}..." for name in path) or "the top"
 
 

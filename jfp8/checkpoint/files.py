@@ -1,4 +1,4 @@
-"""`save`, `load` and `restore`: checkpoints as folders of Orbax and as safetensors files."""
+"""`save`, `load` and `restore`: checkpoints as Orbax directories and safetensors files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from jfp8.training.state import TrainState
 def save(path: str | os.PathLike[str], tree: Any) -> None:
     """Save a training state, or any tree of arrays, completely or not at all. ::
 
-        checkpoint_100           a folder of Orbax (pip install 'jfp8[checkpoint]')
+        checkpoint_100           an Orbax folder    (pip install 'jfp8[checkpoint]')
         checkpoint.safetensors   names are keys joined by "/"; PyTorch and others read it
 
-    A checkpoint gets its name when all of it is written, so a process that is killed leaves nothing
-    under this name, or the file that was there before. The next `save` removes leftovers. A folder
-    is written once: give every step a name of its own.
+    A checkpoint gets its name after all of it is written, so a killed process leaves nothing
+    under this name, or the previous file. The next `save` removes leftovers. A folder
+    is written once: give every step a separate name.
 
-    Several processes of one run save to one folder together, each the parts of arrays that it has;
+    Several processes of one run save to one folder together, each its own shards of arrays;
     only one process at a time may save to a file. Device placement is not saved.
 
     Args:
-      path: where to; its suffix chooses the format. Missing folders are created.
+      path: destination; its suffix chooses the format. Missing folders are created.
       tree: a `jfp8.TrainState`, variables, an NNX state, or any other pytree that Flax can
         serialize. Its leaves: arrays, random keys, bool, int, float, str and None.
 
@@ -62,8 +62,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     for names, leaf in flatten(state):
         if is_spread(leaf):
             raise ValueError(
-                f"{spelled(names)} is sharded over several processes, each with a part. Save to a "
-                f"folder of Orbax, which writes parts: {target.with_suffix('')}."
+                f"{spelled(names)} is sharded over several processes. Save to a "
+                f"folder of Orbax, which writes shards: {target.with_suffix('')}."
             )
     atomic.replace_file(target, partial(safetensors_file.write, state))
 
@@ -71,12 +71,12 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Load a checkpoint without its model, as nested dicts of NumPy arrays, bit for bit.
 
-    Files and folders that other programs wrote in these formats can be read too. No file is
-    trusted, and none can run code: a file that is cut off, damaged or malicious is refused before
-    memory is allocated for what it claims to hold. Checksums detect changed bits.
+    Reads files and folders that other programs wrote in these formats, too. No file is
+    trusted, and none can run code: a truncated, damaged or malicious file is refused before
+    memory is allocated for its alleged contents. Checksums detect changed bits.
 
     Args:
-      path: as for `save`.
+      path: see `save`.
 
     Returns:
       A state dict: keys are strings, tuples go by "0", "1", and named tuples by their fields;
@@ -84,8 +84,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
       puts it into a state; `restore` does both.
 
     Raises:
-      ValueError: another suffix; not a whole checkpoint, and why.
-      FileNotFoundError: there is none.
+      ValueError: another suffix; an incomplete checkpoint, with the reason.
+      FileNotFoundError: the checkpoint does not exist.
       ImportError: Orbax is needed and not installed.
 
     >>> import jax.numpy as jnp, jfp8, pathlib, tempfile
@@ -110,10 +110,10 @@ def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) 
     """Load a checkpoint into the structure of `target`: `load`, then `upgrade`.
 
     Args:
-      path: as for `save`.
-      target: a state like the saved one, or one that it is converted to, of arrays or
+      path: see `save`.
+      target: a state like the saved one, or one to convert it to, of arrays or
         ``jax.ShapeDtypeStruct``: see `upgrade`.
-      strict: refuse a checkpoint that would have to be changed, instead of warning.
+      strict: refuse a checkpoint that needs changes, instead of warning.
 
     Returns:
       A tree of the structure of `target`.
@@ -132,7 +132,7 @@ def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) 
 
 
 def _is_folder(path: Path) -> bool:
-    """Tell by its name whether a checkpoint is a folder; ``ValueError`` for unknown suffixes."""
+    """Return True if a checkpoint's name is of a folder; ``ValueError`` for unknown suffixes."""
     if path.suffix not in ("", ".safetensors"):
         raise ValueError(
             f"{path.name!r} has the suffix {path.suffix!r}, which no format has. Allowed: "

@@ -1,21 +1,21 @@
 """Amax histories of Flax's own FP8 layers, ``flax.linen.fp8_ops``.
 
-Flax keeps, in the collection ``_overwrite_with_gradient``, for every matmul::
+Flax stores, in the collection ``_overwrite_with_gradient``, for every matmul::
 
     input_amax_history, kernel_amax_history, output_grad_amax_history    f32[..., H], H = 1024
     input_scale, kernel_scale, output_grad_scale                         f32[..., 1]
 
-Its ``scale`` means the same as ours, ``x ~= data * scale``, and follows from the history before the
-step, as ours does when it is used. So only the history has to be imported: the next step has the
+Its ``scale`` means the same as ours, ``x ~= data * scale``, and is computed from the history before
+the step, as ours is when it is used. So only the history has to be imported: the next step has the
 scales that Flax would have used, ``max(history) / fmt.max``, up to rounding of the division. The
 two differ in these cases:
 
   * A history that is all zeros: Flax keeps its scale, 1 in the first step; here the amax of the
     tensor itself is used until there is an entry.
-  * Inf or NaN in a history: Flax keeps its scale for as long as they stay in the window; here they
-    are left out.
-  * A tensor of zeros: Flax pushes a zero, here the history stays. So the newest H entries may reach
-    further back.
+  * Inf or NaN in a history: Flax keeps its scale while they stay in the window; here they
+    are ignored.
+  * A tensor of zeros: Flax pushes a zero, here the history does not change. So the newest H entries
+    may reach further back.
 
 References:
   ``flax/linen/fp8_ops.py`` of Flax 0.12: ``Fp8DotGeneralBase``, ``update_fp8_meta``,
@@ -41,20 +41,20 @@ _NAMES = {f"{tensor}_{part}" for tensor in _ROLES.values() for part in ("amax_hi
 
 
 def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `variables` of a model with Flax's FP8 layers to those of the same model with jfp8's.
+    """Convert `variables` of a model with Flax's FP8 layers to variables of the model with jfp8's.
 
     Args:
-      variables: those of ``model.init`` or a training loop: ``params``,
+      variables: variables of ``model.init`` or a training loop: ``params``,
         ``_overwrite_with_gradient``, and any other collections; or their state dict.
-      target: the variables of the model with layers of jfp8, arrays or shapes: it gives the names
+      target: the variables of the model with layers of jfp8, arrays or shapes: it sets the names
         of matmuls and the lengths of histories.
 
     Returns:
-      `variables` without ``_overwrite_with_gradient``, and with ``fp8`` and ``fp8_sink`` like those
-      of `target`. The rest is unchanged; `jfp8.checkpoint.upgrade` checks that it fits.
+      `variables` without ``_overwrite_with_gradient``, but with ``fp8`` and ``fp8_sink`` like
+      `target`. The rest is unchanged; `jfp8.checkpoint.upgrade` checks that it fits.
 
     Raises:
-      ValueError: `variables` has no such collection, or something else in it.
+      ValueError: `variables` has no such collection, or another entry in it.
 
     Warns:
       CheckpointChange: a history changes its length, has no counterpart, or is missing.
@@ -74,7 +74,7 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
     log = Log()
     if not isinstance(variables, Mapping) or COLLECTION not in variables:
         raise ValueError(
-            f"variables has no collection {COLLECTION!r}, in which Flax's FP8 layers keep their "
+            f"variables has no collection {COLLECTION!r}, in which Flax's FP8 layers store their "
             f"state; it is {described(variables)}. Pass all collections, {{'params': ..., "
             f"{COLLECTION!r}: ...}}; those of a Flax TrainState are state.params."
         )
@@ -105,7 +105,7 @@ def _products(node: Any, path: Path, at: Path, log: Log) -> dict[Path, histories
         shapes = ", ".join(map(described, tensors.values()))
         log.problem((*path, *at), f"histories are {shapes}, not f32 arrays of one shape")
         return {}
-    if set(node) == {NAME}:  # of a model of ours with this `state_collection`
+    if set(node) == {NAME}:  # of a jfp8 model with this `state_collection`
         tensors = histories_in(node)
         return {at: {role: np.asarray(tensors[role]["amax_history"]) for role in _ROLES}}
     found: dict[Path, histories.Tensors] = {}

@@ -1,12 +1,12 @@
-"""Amax histories of a checkpoint, made to fit those of a target.
+"""Convert amax histories of a checkpoint to fit those of a target.
 
-A matmul keeps the histories of its three tensors, newest first, with zeros for empty slots. ::
+A matmul stores the histories of its three tensors, newest first, with zeros for empty slots. ::
 
     Linen  {"lhs", "rhs", "grad"}: {"amax_history": f32[..., H], "amax": f32[...]}
     NNX    {"lhs", "rhs", "grad"}: f32[..., H]
 
-Next to them is their `fingerprint`, ``"check"``, f32[...] or, in NNX, f32[..., 1]; in older
-checkpoints it is not. They are recognised by this structure, whatever the layers are called.
+Next to them is their `fingerprint`, ``"check"``, f32[...] or, in NNX, f32[..., 1]; older
+checkpoints lack it. They are recognized by this structure, whatever the layers are called.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLEANED = "Entries of amax histories that are no amax (NaN, Inf, negative) are l
 
 
 def is_product(node: Any) -> bool:
-    """Tell whether `node` holds the histories of one matmul."""
+    """Return True if `node` holds the histories of one matmul."""
     if not isinstance(node, dict) or set(node) - {CHECK} != set(ROLES):
         return False
     tensors = [node[role] for role in ROLES]
@@ -51,16 +51,16 @@ def is_product(node: Any) -> bool:
 
 
 def is_sink(node: Any) -> bool:
-    """Tell whether `node` is the sink of one matmul: zeros, which a checkpoint does not need."""
+    """Return True if `node` is the sink of one matmul: zeros, which a checkpoint does not need."""
     if not isinstance(node, dict) or set(node) != {"amax"}:
         return False
     return getattr(node["amax"], "shape", ())[-2:] == (len(ROLES), WIDTH)
 
 
 def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
-    """Return the histories of one matmul, as `target` keeps them, by their paths.
+    """Return the histories of one matmul, in the form of `target`, by their paths.
 
-    `saved` is what the checkpoint has in its place: a product, None, or anything else.
+    `saved` is the entry of the checkpoint in its place: a matmul, None, or anything else.
     """
     leaves = dict(walk(target, path))
     new = {place: np.zeros(leaf.shape, np.float32) for place, leaf in leaves.items()}
@@ -85,7 +85,7 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
 
 
 def _check(states: dict[str, Any], saved: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the check of `states`: the saved one, right or not, if they are what was saved."""
+    """Return the check of `states`: the saved one, right or not, if these are unchanged."""
     check = saved.get(CHECK)
     kept = {role: saved[role] for role in ROLES}
     same = jax.tree.structure(kept) == jax.tree.structure(states) and all(
@@ -132,7 +132,7 @@ def filled(target: Mapping[str, Any], fp8: Any, log: Log) -> dict[str, Any]:
 
 
 def newest_first(history: np.ndarray) -> np.ndarray:
-    """Move empty slots and impossible amaxes, which become zeros, to the end of `history`."""
+    """Move empty slots and invalid amaxes, as zeros, to the end of `history`."""
     kept = _possible(history)
     order = np.argsort(kept == 0, axis=-1, kind="stable")
     return np.take_along_axis(kept, order, axis=-1)
@@ -149,7 +149,7 @@ def unrolled(ring: np.ndarray) -> np.ndarray:
 
 
 def are_alike(tensors: dict[str, Any]) -> bool:
-    """Tell whether these are histories of one shape, as those of one matmul are."""
+    """Return True if these are histories of one shape, as for one matmul."""
     shapes = {getattr(leaf, "shape", None) for leaf in tensors.values()}
     return all(map(_is_history, tensors.values())) and len(shapes) == 1
 
@@ -157,9 +157,9 @@ def are_alike(tensors: dict[str, Any]) -> bool:
 def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Nested:
     """Arrange histories of another library like the ``fp8`` collection `target`.
 
-    Matmuls have other names there. Those of a module are matched, in the order of their names,
-    with those of the same module in the target, or else with those of its submodules. `found` has
-    them by the path of their module there, and a name.
+    Matmuls have other names there. The matmuls of a module are matched, in the order of the names,
+    with those of the same module in the target, or else with those of its submodules. `found` maps
+    the path of their module in the other library, and a name, to the histories.
     """
     ours = sorted(product_paths(target), key=_natural)
     theirs: dict[Path, list[Path]] = {}

@@ -1,14 +1,14 @@
-"""Optimizer states, taken apart into what FP8 adds to them and what is the optimizer's own. ::
+"""Split optimizer states into the additions of FP8 and the optimizer's own state. ::
 
     chain(loss_scale(), adamw)      ->  loss scale;   ScaleByAdamState
     store_state(adamw, ...)         ->  count;        ScaleByAdamState
     master_weights(adamw, ...)      ->  masters;      ScaleByAdamState
     adamw                           ->                ScaleByAdamState
 
-`arranged` puts the parts of a saved state where the target has them. The own parts of two states
-are matched in order. Chains and their empty states make no difference, so wrapping an optimizer, or
-putting a transformation of jfp8 in front of it, keeps its moments. A state dict has no types, so
-parts are recognised by the names of their fields.
+`arranged` puts the parts of a saved state where the target has them. The optimizers' parts of two
+states are matched in order. Chains and their empty states make no difference, so wrapping an
+optimizer, or chaining it after a transformation of jfp8, keeps its moments. A state dict has no
+types, so parts are recognized by the names of their fields.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Part:
 def arranged(target: Any, saved: Any, path: Path, params: Any, log: Log) -> Any:
     """Arrange the state `saved` like the state `target`, which is at `path` of the target.
 
-    Both are nested dicts, {} for none. Masters start from the saved `params` where there are none.
+    Both are nested dicts, {} for none. Masters start from the saved `params` if there are none.
     """
     if not (_is_composed(target) or _is_composed(saved)):
         if not (isinstance(target, dict) and isinstance(saved, dict)):
@@ -84,7 +84,7 @@ def _fp8_parts(
         place = (*path, *part.path)
         if part.kind == "loss scale":
             fields = _loss_scale(part, next(scales, None), place, log)
-        else:  # any count will do, but not one twice
+        else:  # any count is valid, but none may be used twice
             theirs = next(counts, None)
             fields = {"count": theirs.fields["count"] if theirs else np.zeros((), np.uint32)}
         if part.kind == "masters":
@@ -115,10 +115,10 @@ def _masters(target: Nested, saved: Any, params: Any, path: Path, log: Log) -> N
 
 
 def unmastered(target: Any, params: Any, before: Any, after: Any, path: Path, log: Log) -> Any:
-    """Return the saved `params`, or their masters where the target has them in 16 or 32 bits.
+    """Return the saved `params`, or their masters if the target stores params in 16 or 32 bits.
 
-    Masters are those of the saved optimizer state `before`. Those that `after`, the state of the
-    target, keeps as such stay masters.
+    Masters come from the saved optimizer state `before`. Masters that `after`, the state of the
+    target, also has stay masters.
     """
     saved, kept = masters(before), masters(after)
     for place, leaf in walk(target):
@@ -132,10 +132,10 @@ def unmastered(target: Any, params: Any, before: Any, after: Any, path: Path, lo
 
 
 def rescaled(fp8: Any, before: Any, after: Any, afresh: bool, path: Path, log: Log) -> Any:
-    """Make the histories of gradients in `fp8` follow the loss scale, which gradients carry.
+    """Rescale the histories of gradients in `fp8` by the loss scale, which multiplies gradients.
 
-    That of the checkpoint is in the optimizer state `before`, and unknown if `afresh`; that of the
-    target in `after`.
+    The checkpoint's loss scale is in the optimizer state `before`, and unknown if `afresh`; the
+    target's in `after`.
     """
     old, new = _loss_scales(before), _loss_scales(after)
     if afresh and new:
@@ -159,7 +159,7 @@ def rescaled(fp8: Any, before: Any, after: Any, afresh: bool, path: Path, log: L
 
 
 def masters(state: Any) -> Nested:
-    """Return the masters in an optimizer state, a tree like that of the parameters; {} without."""
+    """Return the masters in an optimizer state, a tree like the parameters; {} without masters."""
     if not isinstance(state, dict):
         return {}
     if _kind(state) == "masters":
@@ -175,7 +175,7 @@ def _loss_scales(state: Any) -> list[Any]:
 
 
 def _number(loss_scales: list[Any]) -> float:
-    """Return the value of a loss scale; 1 without one, or where it is none."""
+    """Return the value of a loss scale; 1 without one, or if it is invalid."""
     for scale in loss_scales:
         if not isinstance(scale, jax.ShapeDtypeStruct) and np.shape(scale) == ():
             value = float(np.asarray(scale, np.float32))
@@ -202,7 +202,7 @@ def _of_kinds(found: list[_Part], *kinds: Kind) -> list[_Part]:
 
 
 def _is_composed(state: Any) -> bool:
-    """Tell whether `_parts` takes `state` apart at all."""
+    """Return True if `_parts` splits `state` at all."""
     if not isinstance(state, dict) or not state:
         return False
     return all(name.isdigit() for name in state) or _kind(state) != "own"

@@ -1,13 +1,13 @@
 """The safetensors format: eight bytes with the length of a header in JSON, the header, the data.
 
-The names in it are the paths of the state dict, joined by "/". What the format has no place for is
-stored as text in its ``__metadata__``, under "jfp8", where other programs may ignore it:
+The names in it are the paths of the state dict, joined by "/". Values that the format cannot store
+are stored as text in its ``__metadata__``, under "jfp8", where other programs may ignore it:
 
 * numbers, strings, None and empty dicts of the tree;
 * dtypes that it does not know. Their arrays are stored as bytes, U8;
 * checksums: of each array with its name, dtype and shape, and of this text.
 
-The format is read and written here, not by the library of that name: its loaders for NumPy and Flax
+The format is read and written here, not by the safetensors library: its loaders for NumPy and Flax
 have no FP8 dtypes (github.com/huggingface/safetensors/issues/682), and it silently takes the last
 of two entries with the same name.
 
@@ -38,9 +38,9 @@ from jfp8.checkpoint.state_dict import (
 )
 
 _METADATA, _OURS, _OURS_CRC32 = "__metadata__", "jfp8", "jfp8_crc32"
-_LONGEST_HEADER = 100_000_000  # of the library
-_MOST_DIMENSIONS = 64  # of NumPy
-# In the order of the library, whose files have the last first. Two elements of F4 share a byte.
+_LONGEST_HEADER = 100_000_000  # limit of the library
+_MOST_DIMENSIONS = 64  # limit of NumPy
+# In the order of the library, whose files begin with the last. Two elements of F4 share a byte.
 _OF_NUMPY = (
     "bool float4_e2m1fn uint8 int8 float8_e5m2 float8_e4m3fn float8_e8m0fnu float8_e4m3fnuz "
     "float8_e5m2fnuz int16 uint16 float16 bfloat16 int32 uint32 float32 complex64 float64 int64 "
@@ -52,7 +52,7 @@ _OF_LIBRARY = (
 )
 _NAMES = dict(zip(_OF_NUMPY.split(), _OF_LIBRARY.split(), strict=True))
 _DTYPES = {name: DTYPES[dtype] for dtype, name in _NAMES.items()}
-# Largest byte of dtypes that use a part of it. NumPy and ml_dtypes define no value for others.
+# Largest byte of dtypes that use only some codes. NumPy and ml_dtypes define no value for others.
 _LARGEST_BYTE = {
     "bool": 1,
     "float6_e2m3fn": 63,
@@ -64,7 +64,7 @@ _LARGEST_BYTE = {
 
 
 class _Stored(NamedTuple):
-    """An array as it is in a file: its dtype by the name there, its shape and bytes, uint8[n]."""
+    """An array as stored in a file: the format's name of its dtype, shape and bytes, uint8[n]."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class _Stored(NamedTuple):
 
 
 def write(state: dict[str, Any], file: BinaryIO) -> None:
-    """Write what `on_host` returned; ``ValueError`` for a key with "/", and for complex128."""
+    """Write the result of `on_host`; ``ValueError`` for a key with "/", and for complex128."""
     leaves = {_name(path): leaf for path, leaf in flatten(state)}
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
     stored = {name: _stored(name, array) for name, array in arrays.items()}
@@ -86,7 +86,7 @@ def write(state: dict[str, Any], file: BinaryIO) -> None:
 
 
 def write_arrays(arrays: dict[str, np.ndarray], file: BinaryIO) -> None:
-    """Write `arrays` as the library for PyTorch does, byte for byte."""
+    """Write `arrays` like the library for PyTorch, byte for byte."""
     stored = {name: _stored(name, array) for name, array in arrays.items()}
     for name, array in arrays.items():
         if stored[name].dtype == "F4" or _is_hidden(stored[name], array):
@@ -100,7 +100,7 @@ def _write(
     metadata: dict[str, str],
     file: BinaryIO,
 ) -> None:
-    # As the library does: elements of any size are then aligned for whoever maps the file.
+    # As in the library: elements of any size are then aligned if the file is mapped.
     place = list(_DTYPES).index
     order = sorted(arrays, key=lambda name: (-place(stored[name].dtype), name))
     header: dict[str, Any] = {_METADATA: metadata}
@@ -117,7 +117,7 @@ def _write(
 
 
 def _is_hidden(stored: _Stored, array: np.ndarray) -> bool:
-    """Tell whether the format has no name for the dtype of an array."""
+    """Return True if the format has no name for the dtype of an array."""
     return stored.dtype == "U8" and array.dtype != np.uint8
 
 
@@ -134,13 +134,13 @@ def _stored(name: str, array: np.ndarray) -> _Stored:
 
 
 def joined_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Pack two codes of four bits into a byte, along the last axis; the first in its lower half."""
+    """Pack two codes of four bits into a byte, along the last axis; the first in the lower half."""
     codes = codes.view(np.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def split_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Return the codes in `packed` bytes, uint8: `joined_nibbles` inverted."""
+    """Return the codes in `packed` bytes, uint8: the inverse of `joined_nibbles`."""
     codes = np.stack([packed & np.uint8(15), packed >> 4], axis=-1)
     return codes.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
@@ -170,14 +170,14 @@ def read(path: FilePath) -> dict[str, Any]:
     leaves = list(ours["nodes"].items())
     for name, entry in entries.items():
         if checksums and checksums[name] != checksum(name, *entry):
-            raise ValueError(f"{short(name)}: it is damaged: its checksum is another")
+            raise ValueError(f"{short(name)}: it is damaged: its checksum differs")
         leaves.append((name, _array(name, entry, ours["dtypes"].get(name)).copy()))
     leaves.sort(key=lambda item: item[0])
     return unflatten((tuple(name.split("/")), leaf) for name, leaf in leaves)
 
 
 def read_arrays(path: FilePath) -> dict[str, np.ndarray]:
-    """Return the arrays of a file by name, mapped into memory: read only where they are used.
+    """Return the arrays of a file by name, mapped into memory: read only when used.
 
     ``ValueError`` if the file is damaged, or has a dtype that is not whole bytes.
     """
@@ -197,7 +197,7 @@ def _array(name: str, entry: _Stored, hidden: Any = None) -> np.ndarray:
     if hidden is not None:
         dtype = DTYPES.get(hidden) if isinstance(hidden, str) else None
         if dtype is None or dtype.itemsize != 1 or entry.dtype != "U8":
-            what = f"its dtype in {_METADATA} is {short(hidden)}, and {entry.dtype} above"
+            what = f"its dtype in {_METADATA} is {short(hidden)}, and {entry.dtype} in the header"
             raise ValueError(f"{short(name)}: {what}")
     if entry.dtype == "F4":
         raw = split_nibbles(raw)
@@ -233,7 +233,7 @@ def _entries(path: FilePath) -> tuple[dict[str, _Stored], dict[str, str]]:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         bits = 4 if dtype == "F4" else 8 * _DTYPES[dtype].itemsize
         if math.prod(shape) * bits != 8 * (end - begin):
-            what = f"{dtype}{short(list(shape))} is not what {end - begin} bytes hold"
+            what = f"{dtype}{short(list(shape))} does not match {end - begin} bytes"
             raise ValueError(f"{short(name)}: {what}")
         found[name] = _Stored(dtype, shape, data[begin:end])
     if end != data.size:
@@ -261,11 +261,11 @@ def _check_entry(name: str, entry: Any) -> None:
 
 
 def _ours(metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return what `write` put into the metadata; empty for files of others."""
+    """Return the metadata that `write` added; empty for files of other programs."""
     text, checksum = metadata.get(_OURS), metadata.get(_OURS_CRC32)
     expected = None if text is None else str(zlib.crc32(text.encode("utf-8", "replace")))
     if checksum != expected:
-        raise ValueError(f"{_OURS} in {_METADATA} is damaged: its checksum is another")
+        raise ValueError(f"{_OURS} in {_METADATA} is damaged: its checksum differs")
     found = {} if text is None else parsed(text, f"{_OURS} in {_METADATA}")
     parts = {part: found.get(part, {}) for part in ("nodes", "dtypes", "crc32")}
     for part, value in parts.items():
@@ -291,10 +291,10 @@ def parsed(text: str | bytes, what: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of what a parser found; ``ValueError`` if a key is there twice."""
+    """Return a dict of a parser's pairs; ``ValueError`` if a key occurs twice."""
     found = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {short(key)} is there twice")
+            raise ValueError(f"the key {short(key)} occurs twice")
         found[key] = value
     return found

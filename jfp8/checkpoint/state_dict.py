@@ -1,8 +1,8 @@
 """State dicts: the nested dicts with arrays as leaves that a checkpoint holds.
 
-They are those of ``flax.serialization.to_state_dict``: keys are strings, named tuples and
+They are the result of ``flax.serialization.to_state_dict``: keys are strings, named tuples and
 dataclasses go by their fields, tuples and lists by "0", "1", and so on. NNX states and typed random
-keys, which Flax's function leaves as they are, become dicts and arrays, too.
+keys, which Flax's function leaves unchanged, become dicts and arrays, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flax import nnx, serialization
 
 Path = tuple[str, ...]
 
-# No model is deeper. Python itself stops at a thousand calls.
+# No model is deeper. Python's own limit is a thousand calls.
 MOST_DEPTH = 100
 
 _OF_NUMPY = (
@@ -39,7 +39,7 @@ DTYPES: dict[str, np.dtype] = {
 def state_dict(tree: Any) -> Any:
     """Convert a pytree that Flax can serialize, NNX states included, to nested dicts.
 
-    Keys become strings and random keys uint32 arrays; other leaves stay as they are.
+    Keys become strings and random keys uint32 arrays; other leaves are unchanged.
     """
     if isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
@@ -56,7 +56,7 @@ def state_dict(tree: Any) -> Any:
 def on_host(state: Any) -> dict[str, Any]:
     """Copy the arrays of a state dict to the host, and check that it can be saved.
 
-    Arrays that are sharded over several processes stay where they are.
+    Arrays that are sharded over several processes stay on their devices.
 
     Raises:
       TypeError: a leaf is neither an array of one of `DTYPES` nor a number, a string or None.
@@ -79,7 +79,7 @@ def on_host(state: Any) -> dict[str, Any]:
 
 
 def is_spread(leaf: Any) -> bool:
-    """Tell whether `leaf` is an array of which this process has only a part."""
+    """Return True if `leaf` is an array of which this process has only shards."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
@@ -93,13 +93,13 @@ def _checked(path: Path, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic | complex):
         array = np.asarray(leaf)
         if array.dtype.name in DTYPES:
-            return array.astype(DTYPES[array.dtype.name], copy=False)  # bytes in the usual order
+            return array.astype(DTYPES[array.dtype.name], copy=False)  # bytes in native order
         kind = f"an array of {array.dtype}"
     else:
         kind = f"of type {type(leaf).__name__}"
     raise TypeError(
         f"{spelled(path)} is {kind}, which a checkpoint cannot hold. It can hold arrays of numbers "
-        f"({', '.join(DTYPES)}), bool, int, float, str and None. Register containers of your own "
+        f"({', '.join(DTYPES)}), bool, int, float, str and None. Register your own containers "
         "with flax.serialization.register_serialization_state."
     )
 
@@ -117,7 +117,7 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
 def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield paths and leaves of a state dict, empty dicts included, in order.
 
-    ``ValueError`` if it is deeper than `MOST_DEPTH`, or a key is no string.
+    ``ValueError`` if it is deeper than `MOST_DEPTH`, or a key is not a string.
     """
     if not isinstance(state, dict) or not state:
         yield path, state
@@ -133,7 +133,7 @@ def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def unflatten(leaves: Any) -> dict[str, Any]:
     """Build the state dict of pairs of paths and leaves.
 
-    ``ValueError`` if a path is there twice, goes through a leaf, or is longer than `MOST_DEPTH`.
+    ``ValueError`` if a path occurs twice, goes through a leaf, or is longer than `MOST_DEPTH`.
     """
     state: dict[str, Any] = {}
     for path, leaf in leaves:
@@ -143,13 +143,13 @@ def unflatten(leaves: Any) -> dict[str, Any]:
         for key in path[:-1]:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or path[-1] in node:
-            raise ValueError(f"{spelled(path)} is there twice, or has something below it")
+            raise ValueError(f"{spelled(path)} occurs twice, or has entries below it")
         node[path[-1]] = leaf
     return state
 
 
 def spelled(path: Path) -> str:
-    """Spell a path for a message."""
+    """Return a path as text for a message."""
     return short("/".join(map(str, path))) if path else "the tree"
 
 

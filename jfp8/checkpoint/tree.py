@@ -1,9 +1,9 @@
-"""A pytree as nested dicts of names, those of ``flax.serialization.to_state_dict``, and back.
+"""Pytrees as nested dicts of names, as in ``flax.serialization.to_state_dict``, and back.
 
-A checkpoint has names, not types. Here both sides of an upgrade get the same form: the names of
-dict entries, fields and positions as keys, and as leaves the arrays, or what represents one array
-(`ScaledArray` and the forms of stored moments). Empty containers are left out, because not every
-file format keeps them.
+A checkpoint has names, not types. This file gives both sides of an upgrade the same form: names of
+dict entries, fields and positions as keys, and arrays as leaves, or objects that stand for an array
+(`ScaledArray` and the forms of stored moments). Empty containers are omitted, because not every
+file format stores them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Nested: TypeAlias = dict[str, Any]
 
 
 def nested(tree: Any, path: Path = ()) -> Any:
-    """Convert any pytree to nested dicts without empty ones; return a leaf as it is.
+    """Convert any pytree to nested dicts without empty ones; return a leaf unchanged.
 
-    NNX variables become their values. Messages say the `path` of what the caller was given.
+    NNX variables become their values. Messages name the `path` of the caller's argument.
 
     Raises:
-      ValueError: a key that is neither a string nor an int, or two of one name; more than 100
+      ValueError: a key that is neither a string nor an int, or two of one name; over 100
         levels.
     """
     if len(path) > MOST_DEPTH:
@@ -61,7 +61,7 @@ def nested(tree: Any, path: Path = ()) -> Any:
 
 
 def rebuilt(target: Any, values: Mapping[Path, Any]) -> Any:
-    """Build a tree of the structure of `target` with the leaves `values`, by their paths."""
+    """Build a tree with the structure of `target` and the leaves `values`, by path."""
 
     def leaf_at(keys: tuple[Any, ...], leaf: Any) -> Any:
         value = values[tuple(map(_name, keys))]
@@ -89,7 +89,7 @@ def at(tree: Any, path: Path) -> Any:
 
 
 def put(tree: Any, path: Path, value: Any) -> Any:
-    """Return `tree` with `value` at `path`, whose dicts are added where they are missing."""
+    """Return `tree` with `value` at `path`, and add missing dicts on the way."""
     if not path:
         return value
     entries = tree if isinstance(tree, dict) else {}

@@ -1,4 +1,4 @@
-"""The hub of all conversions: one array, decoded to f32 and encoded like another one. ::
+"""The hub of all conversions: decode one array to f32, and encode it like another one. ::
 
     plain array        f32, bf16, f16, integers, random keys
     `ScaledArray`      FP8 parameters, moments in `Blocks`
@@ -36,7 +36,7 @@ _DATA = tuple(fmt.dtype for fmt in FORMATS if fmt is not E8M0FNU)
 def fitted(target: Any, saved: Any, path: Path, log: Log) -> Any:
     """Return `saved`, of any form, in the form, shape and dtype of `target`, and on its devices.
 
-    `log` is told of changes. A ``ValueError`` says why `saved` cannot be made to fit, not where.
+    `log` records changes. A ``ValueError`` gives the reason why `saved` cannot fit, not the path.
     """
     saved = stored_form(saved)
     if isinstance(target, ScaledArray):
@@ -77,7 +77,7 @@ def _converted(target: Any, saved: Any, path: Path, log: Log) -> Any:
 
 
 def decoded(saved: Any, path: Path = (), log: Log | None = None) -> np.ndarray | None:
-    """Return the values of an array of a checkpoint in any form; None if they are no floats."""
+    """Return the values of an array of a checkpoint in any form; None if they are not floats."""
     saved = stored_form(saved)
     if isinstance(saved, ScaledArray):
         return np.asarray(jax.tree.map(jnp.asarray, saved).dequantize())
@@ -102,7 +102,7 @@ def _encoded(target: Any, values: np.ndarray, path: Path, log: Log) -> Any:
 
 
 def stored_form(saved: Any) -> Any:
-    """Return the stored array whose state dict `saved` is; ``ValueError`` for another dict."""
+    """Return the stored array with the state dict `saved`; ``ValueError`` for other dicts."""
     if isinstance(saved, ScaledArray):
         return replace(saved, carrier=None)
     if not isinstance(saved, dict):
@@ -116,7 +116,7 @@ def stored_form(saved: Any) -> Any:
 
 
 def from_fields(node: Any) -> Any:
-    """Return the stored array whose state dict `node` is; None if it is that of none."""
+    """Return the stored array with the state dict `node`; None for other dicts."""
     if not isinstance(node, dict) or "data" not in node:
         return None
     dtypes = {name: _dtype(leaf) for name, leaf in node.items()}
@@ -157,15 +157,15 @@ def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
         granularity = Block(tuple(max(b, 1) for b in target.block_sizes()))
     if not isinstance(scale, ScaledArray):
         rounding = "rceil" if scale.dtype == E8M0FNU.dtype else None
-        # Scales that are all powers of two are so on purpose; shapes alone do not tell.
+        # Scales that are all powers of two are so on purpose; shapes alone do not show that.
         if not rounding and not isinstance(scale, jax.ShapeDtypeStruct):
             mantissas, _ = np.frexp(np.asarray(scale))
             rounding = "power_of_two" if np.all(mantissas == 0.5) else None
         return quantize(values, fmt, granularity=granularity, scale_rounding=rounding)
     if jnp.shape(scale.scale) or len(scale.shape) != len(target.shape):
         raise ValueError(
-            f"the target keeps {_kind(target)} for several layers at once, each with a scale "
-            "of its own. Restore into the original parameters, and quantize those: "
+            f"the target stores {_kind(target)} for several layers at once, each with its own "
+            "scale. Restore into the original parameters, and quantize those: "
             "jfp8.quantize_params(params, recipe, stacked=...)"
         )
     largest = amax(values, granularity)
@@ -174,10 +174,10 @@ def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
 
 
 def _only_block(stored: ExpandedArray, path: Path, log: Log) -> int | None:
-    """Return the elements of a block, from the number of scales.
+    """Return the number of elements of a block, from the number of scales.
 
-    They are the size of the dimension divided by the number of scales, or the only power of two
-    that gives as many scales.
+    It is the size of the dimension divided by the number of scales, or the only power of two
+    that results in as many scales.
     """
     shape, scales = tuple(stored.data.shape), tuple(stored.amax.shape)
     if not scales:
@@ -192,7 +192,7 @@ def _only_block(stored: ExpandedArray, path: Path, log: Log) -> int | None:
     if len(possible) != 1:
         choices = " or ".join(map(str, sorted(possible))) or "no number"
         raise ValueError(
-            f"{m} scales for {n} elements are those of blocks of {choices}, and a checkpoint does "
+            f"{m} scales for {n} elements may belong to blocks of {choices}, and a checkpoint does "
             "not say which. Restore into a target with the optimizer that was saved, and decode "
             "the moments by its storage: Blocks(block=..., transform='expand').decode(moment)"
         )
@@ -202,7 +202,7 @@ def _only_block(stored: ExpandedArray, path: Path, log: Log) -> int | None:
 
 
 def _same_form(target: Any, saved: Any) -> bool:
-    """Tell whether `saved` can be taken as it is, bit for bit."""
+    """Return True if `saved` can be used unchanged, bit for bit."""
     if jax.tree.structure(target) != jax.tree.structure(saved):
         return False
     pairs = zip(jax.tree.leaves(target), jax.tree.leaves(saved), strict=True)
@@ -210,7 +210,7 @@ def _same_form(target: Any, saved: Any) -> bool:
 
 
 def _number(target: Any, saved: Any) -> Any:
-    """Return a leaf of Python's own: a number, or anything of the same type."""
+    """Return a Python object as a leaf: a number, or anything of the same type."""
     if type(saved) is type(target):
         return saved
     kinds = {bool: "b", int: "iu", float: "f"}.get(type(target), "")
@@ -244,7 +244,7 @@ def _too_large(saved: Any, target: Any) -> ValueError:
 
 
 def placed(value: Any, like: Any) -> Any:
-    """Put `value` where `like` is: on the host, on its devices, or on the default one."""
+    """Place `value` like `like`: on the host, on its devices, or on the default device."""
     if isinstance(like, np.ndarray | np.generic):
         return np.asarray(value)
     sharding: Any = getattr(like, "sharding", None)
@@ -281,7 +281,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _is_wide_float(dtype: Any) -> bool:
-    """Tell whether `dtype` is a floating one that needs no scale."""
+    """Return True if `dtype` is a floating dtype that needs no scale."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return False
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1

@@ -198,7 +198,7 @@ def test_mistakes_in_axes():
         to({"x": x}, {"x": "a: (h=4 d) i -> i h d"})
     with pytest.raises(ValueError, match="'x' of shape .6, 4. has not the 3 dimensions of axes"):
         to({"x": x}, {"x": "a: l o i -> l i o"})
-    with pytest.raises(ValueError, match="a/0. is there twice, or has something below it"):
+    with pytest.raises(ValueError, match="a/0. occurs twice, or has entries below it"):
         to({"x": x, "y": x}, {"x": "a/0/b", "y": "a/0"})
     q = jfp8.quantize(jnp.ones((4, 32)), granularity=jfp8.Block((1, 32)), scale_rounding="rceil")
     with pytest.raises(ValueError, match="times 0.5 plus 0, which its scales cannot hold. Keep"):
