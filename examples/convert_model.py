@@ -4,7 +4,7 @@
 
 `jfp8.convert` makes the layers of any Flax model compute in FP8 when they are called. The model
 here is `lm/plain_gpt.py`, written with Flax alone: blocks under `nn.scan` and `nn.remat`, Flax's
-attention. The script lists all its products and why some are not FP8, then trains both models on
+attention. The script lists all its matmuls and why some are not FP8, then trains both models on
 the source code of Python's standard library, from the same parameters. More to try:
 
     convert_model.py --model llama           # the Llama of transformers: pip install 'jfp8[models]'
@@ -32,7 +32,7 @@ def gpt(args: argparse.Namespace) -> nn.Module:
 
 
 def llama(args: argparse.Namespace) -> nn.Module:
-    """Rotary positions, RMS norms, gated feed-forward layers; as released, not a line of ours."""
+    """Create rotary positions, RMS norms, gated feed-forward layers; as released, unmodified."""
     try:
         from transformers.models.llama import modeling_flax_llama as released
     except ModuleNotFoundError as missing:
@@ -56,12 +56,12 @@ def gpt_inputs(tokens: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def llama_inputs(tokens: jax.Array) -> tuple[jax.Array, ...]:
-    """Tokens, a mask without padding, positions."""
+    """Return tokens, a mask without padding, positions."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return tokens, jnp.ones_like(tokens), positions
 
 
-MODELS = {  # how to make it, what it is called with, its name for readers
+MODELS = {  # its constructor, its inputs, its name for readers
     "gpt": (gpt, gpt_inputs, "A GPT written with Flax alone"),
     "llama": (llama, llama_inputs, "The Llama of transformers"),
 }
@@ -74,14 +74,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", choices=options.RECIPES[:-1], default="delayed",
                         help="where FP8 scales come from (%(default)s)")
     parser.add_argument("--exempt", action="append", metavar="PATTERN", default=[],
-                        help="paths of layers to leave as they are, besides first convolutions and "
+                        help="paths of layers to leave unchanged, besides first convolutions and "
                         "final logits; may be given several times")
     # fmt: on
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `result.json` holds."""
+    """Return the content of `result.json`."""
     parser = make_parser()
     args, text, validation = options.parse(parser, argv)
     make_model, inputs_of, name = MODELS[args.model]
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     products = jfp8.report(converted, shapes, *inputs_of(tokens))
     print(products)
 
-    labels = {"fp8": f"converted, {args.recipe}", "f32": "as it was, float32"}
+    labels = {"fp8": f"converted, {args.recipe}", "f32": "unconverted, float32"}
     states = {}
     for run, m in (("fp8", converted), ("f32", model)):
         variables = jax.jit(m.init)(jax.random.key(args.seed), *inputs_of(tokens))
@@ -121,10 +121,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def logits_of(output: Any) -> jax.Array:
-    """Models of the transformers library return them as one of several fields."""
+    """Return the logits, which models of transformers return as one of several fields."""
     return getattr(output, "logits", output)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

@@ -1,8 +1,8 @@
-"""A quantizer of your own in thirty lines, and a recipe that uses it.
+"""A custom quantizer in thirty lines, and a recipe that uses it.
 
     python examples/custom_quantizer.py
 
-One outlier sets the scale of a whole tensor, and everything else loses precision. `Clipped` derives
+One outlier sets the scale of a whole tensor, and all other values lose precision. `Clipped` derives
 the scale from a quantile of the magnitudes instead: the few values above it saturate.
 """
 
@@ -20,7 +20,7 @@ from jfp8.recipes import PerOperand, Product
 
 @dataclass(frozen=True)
 class Clipped(Quantizer):
-    """``scale = quantile(|x|) / fmt.max``: what lies above the quantile saturates."""
+    """Quantize by ``scale = quantile(|x|) / fmt.max``: values above the quantile saturate."""
 
     quantile: float = 0.999
 
@@ -36,9 +36,9 @@ class Clipped(Quantizer):
 
 
 def main() -> dict[str, float]:
-    """The errors of a product of activations with outliers, in percent."""
+    """Return the errors of a matmul of activations with outliers, in percent."""
     clipped, current = Clipped(jfp8.E2M1FN), Current(jfp8.E2M1FN)
-    gradients = Product(None, None)  # in high precision: this is about the forward product
+    gradients = Product(None, None)  # in high precision: this example is about the forward matmul
     recipes = {
         f"{q.__class__.__name__} x Current": PerOperand(
             fprop=Product(q, current), dgrad=gradients, wgrad=gradients

@@ -1,4 +1,4 @@
-"""A recipe of your own: write it, inspect its products, train with it, in a minute.
+"""A custom recipe: write it, inspect its matmuls, train with it, in a minute.
 
     python examples/custom_recipe.py
 
@@ -31,7 +31,7 @@ from jfp8.recipes import Product, Products, Recipe
 
 @dataclass(frozen=True)
 class Saturating(Quantizer):
-    """``scale = sigmas * rms(x) / fmt.max``, or that of `Current` if it is smaller."""
+    """Quantize by ``scale = sigmas * rms(x) / fmt.max``, or the scale of `Current` if smaller."""
 
     sigmas: float = 3.0
 
@@ -48,7 +48,7 @@ class Saturating(Quantizer):
 
 @dataclass(frozen=True)
 class FourBits(Recipe):
-    """y = q(x) q(w) in e2m1; dx = q8(dy) q(w) and dw = q(x) q8(dy) with dy in e5m2."""
+    """Compute y = q(x) q(w) in e2m1; dx = q8(dy) q(w) and dw = q(x) q8(dy) with dy in e5m2."""
 
     name: ClassVar[str] = "four_bits"
 
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def product_error(recipe: Recipe) -> float:
-    """The error of a product of normal operands with a few outliers, relative, in percent."""
+    """Return the relative error of a matmul of normal operands with a few outliers, in percent."""
     x = jax.random.normal(jax.random.key(0), (256, 512)).at[0, 0].set(20.0)
     w = jax.random.normal(jax.random.key(1), (512, 128))
     y = jfp8.scaled_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)
@@ -82,7 +82,7 @@ def product_error(recipe: Recipe) -> float:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `result.json` holds."""
+    """Return the content of `result.json`."""
     args, text, validation = options.parse(make_parser(), argv)
     recipes = {"own": FourBits(args.sigmas), "stock": FourBits(None), "f32": None}
     labels = {
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "stock": "four bits, largest value",
         "f32": "float32",
     }
-    print("error of one product whose first operand has an outlier:")
+    print("error of one matmul whose first operand has an outlier:")
     errors = {run: product_error(recipe) for run, recipe in recipes.items() if recipe is not None}
     for run, error in errors.items():
         print(f"  {labels[run]:24} {error:.1f} %")
@@ -114,5 +114,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

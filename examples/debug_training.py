@@ -3,15 +3,15 @@
     python examples/debug_training.py
 
 A Transformer trains on the source code of Python's standard library in FP8 without scales, with its
-loss multiplied by 1e-3, as a mean over many tokens or devices might do. AdamW does not mind, but
+loss multiplied by 1e-3, for example by a mean over many tokens or devices. AdamW does not mind, but
 gradients become too small for FP8, and the model learns less. `jfp8.debug.Recorder` calls the
-training step and takes statistics in every tenth call; `jfp8.debug.advice` says which tensors break
-and what to do: raise the loss scale, or use a recipe that has scales for gradients. The script does
-the latter and trains again. More to try:
+training step and collects statistics in every tenth call; `jfp8.debug.advice` lists tensors that
+break and a remedy: raise the loss scale, or use a recipe that has scales for gradients. The script
+does the latter and trains again. More to try:
 
-    debug_training.py --loss-multiplier 1    # gradients that are large enough: what is reported?
+    debug_training.py --loss-multiplier 1    # gradients that are large enough
     debug_training.py --every 1              # statistics of every step
-    debug_training.py --repair loss_scale    # one scale for all gradients: what stays broken?
+    debug_training.py --repair loss_scale    # one scale for all gradients
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_state(args: argparse.Namespace, run: str) -> jfp8.TrainState:
-    """The state of the `"broken"` run, the `"repaired"` one, or the one in `"f32"`."""
+    """Create the state of the `"broken"`, the `"repaired"` or the `"f32"` run."""
     loss_scaled = run == "repaired" and args.repair == "loss_scale"
     name = args.repair if run == "repaired" and not loss_scaled else "unscaled"
     recipe = None if run == "f32" else jfp8.recipes.get(name)
@@ -60,7 +60,7 @@ def make_state(args: argparse.Namespace, run: str) -> jfp8.TrainState:
 
 
 def draw_gradients(path: Path, rows: dict[str, list[debug.TensorStats]]) -> None:
-    """How much of each gradient becomes zero, over the steps of each run."""
+    """Plot the part of each gradient that becomes zero, over the steps of each run."""
     layers = len({row.name for row in rows["broken"] if row.tensor == "grad"})
     figure, axes = plt.subplots(1, 2, figsize=(12, 2 + 0.2 * layers), layout="constrained")
     for axis, (run, of_run) in zip(axes, rows.items(), strict=True):
@@ -72,7 +72,7 @@ def draw_gradients(path: Path, rows: dict[str, list[debug.TensorStats]]) -> None
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `result.json` holds."""
+    """Return the content of `result.json`."""
     args, text, validation = options.parse(make_parser(), argv)
     out = Path(args.out)
     stats_file = out / "stats.jsonl"
@@ -126,5 +126,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

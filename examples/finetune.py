@@ -58,7 +58,7 @@ def make_state(args: argparse.Namespace, recipe: Any, lr: float, steps: int) -> 
 
 
 def pretrain(args: argparse.Namespace, path: Path) -> float:
-    """Trains in float32, writes the parameters to `path`; the validation loss."""
+    """Train in float32, write the parameters to `path`, and return the validation loss."""
     text = corpus.load(None, args.seq_len)
     states = {"f32": make_state(args, None, args.pretrain_lr, args.pretrain_steps)}
     print(f"pre-training in float32 on {text.name}, {args.pretrain_steps} steps")
@@ -71,13 +71,13 @@ def pretrain(args: argparse.Namespace, path: Path) -> float:
 
 
 def load(state: jfp8.TrainState, path: Path) -> jfp8.TrainState:
-    """A new training state whose parameters are those of the file. FP8 state begins empty."""
+    """Return a new training state with the parameters of the file. FP8 state begins empty."""
     try:
         params = serialization.from_bytes(state.params, path.read_bytes())
         shapes = [jax.tree.map(np.shape, tree) for tree in (params, state.params)]
-    except Exception as error:  # msgpack has many ways to say "not mine"
+    except Exception as error:  # msgpack raises many types for invalid files
         raise ValueError(
-            f"--from {path} does not hold parameters of this model ({error}): give the "
+            f"--from {path} does not hold parameters of this model ({error}): pass the "
             "pretrained.msgpack that finetune.py wrote, with the same --layers"
         ) from error
     if shapes[0] != shapes[1]:
@@ -90,7 +90,7 @@ def load(state: jfp8.TrainState, path: Path) -> jfp8.TrainState:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `result.json` holds."""
+    """Return the content of `result.json`."""
     parser = make_parser()
     args, text, validation = options.parse(parser, argv, corpus.load_documentation)
     path = Path(args.pretrained or Path(args.out, "pretrained.msgpack"))
@@ -120,5 +120,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

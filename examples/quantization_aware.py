@@ -5,7 +5,7 @@
 A Transformer is trained in float32 on the source code of Python's standard library: the teacher.
 The student begins with its parameters. Its forward pass multiplies weights on the grid of the
 checkpoint that will be deployed, and it learns the teacher's probabilities. `jfp8.quantize_params`
-then gives the bytes to deploy: the very values that the last forward pass multiplied. Takes less
+then returns the bytes to deploy: the exact values of the last forward pass. Takes less
 than a minute on two cores. More to try:
 
     quantization_aware.py --weights nvfp4            # another grid
@@ -39,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--weights", choices=grids, default="mxfp4",
                         help="the grid of the weights (%(default)s)")
     parser.add_argument("--activations", choices=grids,
-                        help="that of the activations (high precision)")
+                        help="the grid of the activations (high precision)")
     parser.add_argument("--backward", choices=("dequantized", "high_precision", "mxfp8"),
                         default="dequantized", help="(%(default)s)")
     # fmt: on
@@ -55,7 +55,7 @@ def make_model(args: argparse.Namespace, recipe: Any) -> Transformer:
 def distill(
     teacher: jfp8.TrainState, student: jfp8.TrainState, windows: jax.Array
 ) -> tuple[jfp8.TrainState, dict[str, jax.Array]]:
-    """One step towards the probabilities of the teacher, which is not quantized."""
+    """Take one step towards the probabilities of the teacher, which is not quantized."""
     tokens = windows[:, :-1]
     targets = jax.nn.softmax(teacher.apply_fn(teacher.variables, tokens))
 
@@ -68,7 +68,7 @@ def distill(
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `result.json` holds."""
+    """Return the content of `result.json`."""
     args, text, validation = options.parse(make_parser(), argv, corpus.load)
     recipe = jfp8.recipes.QuantizationAware(args.weights, args.activations, args.backward)
     print(recipe)
@@ -106,5 +106,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

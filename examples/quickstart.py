@@ -33,7 +33,7 @@ def train_step(state, batch):
 
 
 (model, fp8), (_, f32) = make(jfp8.Dense), make(nn.Dense)  # the same initial parameters
-print(jfp8.report(model, fp8.variables, windows[:256, :16]))  # which products are FP8
+print(jfp8.report(model, fp8.variables, windows[:256, :16]))  # the FP8 matmuls
 print("compiling ...")
 losses = []
 for step in range(501):

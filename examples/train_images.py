@@ -4,7 +4,7 @@
 
 The images are Fashion-MNIST if Debian's package dataset-fashion-mnist is installed, and
 scikit-learn's digits if not; nothing is downloaded. The eight convolutions of the blocks compute in
-FP8, as products over image patches. More to try:
+FP8, as matmuls over image patches. More to try:
 
     train_images.py --compare --recipe unscaled --loss-multiplier 1e-3               # fails,
     train_images.py --compare --recipe unscaled --loss-multiplier 1e-3 --loss-scale  # and works
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", action="store_true",
                         help="train in float32 as well, from the same seed and on the same batches")
     parser.add_argument("--data", metavar="PATH",
-                        help="a folder with the four IDX files of MNIST or its kin")
+                        help="a folder with the four IDX files of MNIST or a similar data set")
     parser.add_argument("--steps", type=positive_int, default=600, help="(%(default)s)")
     parser.add_argument("--lr", type=positive_float, default=4e-3,
                         help="at its peak (%(default)s)")
@@ -56,14 +56,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW, one cycle. Its eps is the size of a gradient, which a multiplied loss multiplies."""
+    """Create AdamW, one cycle. Its eps scales with gradients, hence with the multiplied loss."""
     schedule = optax.cosine_onecycle_schedule(args.steps, args.lr)
     tx = optax.adamw(schedule, eps=1e-8 * args.loss_multiplier)
     return jfp8.loss_scale(tx) if args.loss_scale else tx
 
 
 def make_state(args: argparse.Namespace, run: str, images: np.ndarray) -> jfp8.TrainState:
-    """The same key gives the FP8 model and the float32 model the same initial parameters."""
+    """Create a state; one key gives the FP8 and the float32 model the same parameters."""
     model = ResNet(recipe=jfp8.recipes.get(args.recipe) if run == "fp8" else None)
     variables = jax.jit(functools.partial(model.init, train=True))(
         jax.random.key(args.seed), images
@@ -96,19 +96,19 @@ def _sums(state: jfp8.TrainState, batch: data.Batch) -> tuple[jax.Array, jax.Arr
 
 
 def evaluate(state: jfp8.TrainState, images: data.Images) -> tuple[float, float]:
-    """Mean cross-entropy in nats, and accuracy in percent, over all test images."""
+    """Return mean cross-entropy in nats, and accuracy in percent, over all test images."""
     sums = [jax.device_get(_sums(state, b)) for b in images.test_batches(TEST_BATCH_SIZE)]
     loss, correct = np.sum(sums, axis=0, dtype=np.float64) / len(images.test[0])
     return float(loss), 100 * float(correct)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `result.json` holds."""
+    """Return the content of `result.json`."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.compare and args.recipe == "none":
         parser.error(
-            "--compare with --recipe none would train float32 twice: leave --compare out, or name "
+            "--compare with --recipe none would train float32 twice: omit --compare, or name "
             "an FP8 recipe, for example --recipe delayed"
         )
     out = Path(args.out)
@@ -173,5 +173,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

@@ -8,7 +8,7 @@ writes a picture of both curves and a summary into `runs/train_lm`. More to try:
 
     train_lm.py --compare --recipe unscaled                            # FP8 without scales fails,
     train_lm.py --compare --recipe unscaled --loss-scale               # and a loss scale repairs it
-    train_lm.py --checkpoint runs/state.msgpack --checkpoint-every 50  # go on later with --resume
+    train_lm.py --checkpoint runs/state.msgpack --checkpoint-every 50  # resume later with --resume
     train_lm.py --compare --data ~/my_book.txt                         # your own text
 """
 
@@ -30,7 +30,7 @@ import jfp8
 
 
 def make_model(args: argparse.Namespace, run: str) -> Transformer:
-    """The `"fp8"` model or its `"f32"` twin."""
+    """Create the `"fp8"` model or its `"f32"` twin."""
     in_fp8 = lambda name: None if run == "f32" or name == "none" else jfp8.recipes.get(name)
     recipe = in_fp8(args.recipe)
     if recipe is not None and args.backward_recipe:
@@ -57,7 +57,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_state(args: argparse.Namespace, run: str) -> jfp8.TrainState:
-    """The same key gives the FP8 model and the float32 model the same initial parameters."""
+    """Create a state; one key gives the FP8 and the float32 model the same parameters."""
     tokens = np.zeros((args.batch_size, args.seq_len), np.int32)
     return training.make_state(make_model(args, run), make_optimizer(args), args.seed, tokens)
 
@@ -71,7 +71,7 @@ def compile_step(
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
-    """Returns what `result.json` holds; None when --stop-at ended the run before its last step."""
+    """Return the content of `result.json`; None if --stop-at ended the run early."""
     parser = options.make_parser(__doc__)
     args = parser.parse_args(argv)
     options.check(parser, args)
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
             if args.checkpoint and (step % save_every == 0 or step == last):
                 checkpoint.save(args.checkpoint, step, states, metrics.lines, config)
     if step < args.steps:
-        print(f"stopped after step {step}: to go on, put --resume in place of --stop-at")
+        print(f"stopped after step {step}: to continue, replace --stop-at by --resume")
         return None
 
     curves = {run: [line["loss"][run] for line in metrics.lines] for run in labels}
@@ -143,5 +143,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

@@ -5,10 +5,10 @@
 In every block of this Transformer each byte goes through two out of eight experts
 (`jfp8.linen.MoE`), which a router chooses. Experts and attention's projections compute in FP8, the
 router in float32. A load-balancing loss keeps all experts in use: the picture in `runs/train_moe`
-shows the losses, and what share of the bytes each expert gets. The text is the source code of
+shows the losses, and the share of the bytes of each expert. The text is the source code of
 Python's standard library. More to try:
 
-    train_moe.py --compare --balance 0                     # experts may be left without work
+    train_moe.py --compare --balance 0                     # experts may remain unused
     train_moe.py --compare --experts 16 --experts-per-token 4
     train_moe.py --compare --recipe mxfp8                  # another recipe
 """
@@ -27,7 +27,7 @@ from lm.moe_model import MoETransformer, apply_and_watch
 
 import jfp8
 
-AT_THE_END = 50  # steps: what is told of the experts is the mean over the last ones
+AT_THE_END = 50  # steps: expert statistics are means over the last ones
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--experts-per-token", type=options.positive_int, default=2, metavar="K",
                        help="that each byte goes through (%(default)s)")
     group.add_argument("--intermediate", type=options.positive_int, default=128,
-                       help="features inside of an expert (%(default)s)")
+                       help="features inside an expert (%(default)s)")
     group.add_argument("--balance", type=options.natural_float, default=0.01,
                        help="times the load-balancing loss of each block, is added (%(default)s)")
     # fmt: on
@@ -59,7 +59,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def make_state(args: argparse.Namespace, run: str) -> jfp8.TrainState:
-    """The same key gives the FP8 model and the float32 model the same initial parameters."""
+    """Create a state; one key gives the FP8 and the float32 model the same parameters."""
     model = MoETransformer(
         width=args.width,
         layers=args.layers,
@@ -80,7 +80,7 @@ def make_state(args: argparse.Namespace, run: str) -> jfp8.TrainState:
 def train_step(
     state: jfp8.TrainState, batch: jax.Array, *, balance: float, multiplier: float = 1.0
 ) -> tuple[jfp8.TrainState, dict[str, jax.Array]]:
-    """One step on ``cross entropy + balance * (sum of the layers' load-balancing losses)``."""
+    """Take one step on ``cross entropy + balance * (sum of the layers' load-balancing losses)``."""
 
     def loss_fn(variables, windows):
         logits, experts = apply_and_watch(state.apply_fn, variables, windows[:, :-1])
@@ -93,7 +93,7 @@ def train_step(
 
 
 def at_the_end(numbers: report.Numbers) -> dict[str, float]:
-    """Of each run: the load-balancing loss, and the shares of the busiest and the idlest expert."""
+    """Return each run's load-balancing loss, and shares of the busiest and the idlest expert."""
     told = {}
     for run, of_run in numbers.items():
         last = of_run[-AT_THE_END:]
@@ -105,7 +105,7 @@ def at_the_end(numbers: report.Numbers) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `result.json` holds."""
+    """Return the content of `result.json`."""
     parser = make_parser()
     args, text, validation = options.parse(parser, argv, check=check)
     labels = {"f32": "float32"} if args.recipe == "none" else {"fp8": f"FP8, {args.recipe}"}
@@ -142,5 +142,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

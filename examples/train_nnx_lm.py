@@ -44,14 +44,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", choices=options.RECIPES, default="delayed",
                         help="where FP8 scales come from; none, with --size: bf16 (%(default)s)")
     parser.add_argument("--stock-gradient", action="store_true",
-                        help="nnx.value_and_grad in FP8 too, which learns no amax of a gradient")
+                        help="nnx.value_and_grad in FP8 too, which records no amax of a gradient")
     # fmt: on
     run_nnx.add_options(parser)
     return parser
 
 
 def make_state(args: argparse.Namespace, recipe: Any) -> State:
-    """The same seed gives a model in FP8 and its twin in float32 the same initial parameters."""
+    """Create a state; one seed gives an FP8 model and its float32 twin the same parameters."""
     model = Transformer(
         width=args.width,
         layers=args.layers,
@@ -69,7 +69,7 @@ def loss_fn(model: Transformer, windows: jax.Array) -> jax.Array:
 
 
 def make_step(value_and_grad: Callable[..., Any]) -> training.Step:
-    """A step as in any loop of NNX, which changes the model and the optimizer in place."""
+    """Create a step as in any NNX loop, which changes the model and the optimizer in place."""
 
     @nnx.jit
     def train_step(model: Transformer, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
@@ -87,18 +87,18 @@ _validation_loss = nnx.jit(loss_fn)
 
 
 def validation_loss(model: Transformer, batches: np.ndarray) -> float:
-    """In evaluation mode, in which a model records no amaxes."""
+    """Return the loss in evaluation mode, in which a model records no amaxes."""
     model.eval()
     return float(np.mean([_validation_loss(model, batch) for batch in batches], dtype=np.float64))
 
 
 def is_delayed(node: Any) -> bool:
-    """Whether `node` is an FP8 product that keeps histories of amaxes."""
+    """Return True if `node` is an FP8 matmul with histories of amaxes."""
     return isinstance(node, jfp8.nnx.Product) and node.fp8 is not None
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `result.json` holds."""
+    """Return the content of `result.json`."""
     parser = make_parser()
     if size := parser.parse_known_args(argv)[0].size:
         parser.set_defaults(**run_nnx.defaults(size))
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     params = nnx.state(states["fp8"][0], nnx.Param)
     fp8_state = nnx.state(states["fp8"][0], jfp8.nnx.Fp8State)
     counts = [sum(leaf.size for leaf in jax.tree.leaves(s)) for s in (params, fp8_state)]
-    print(f"model: {counts[0]:,} parameters, and {counts[1]:,} numbers of FP8 state beside them")
+    print(f"model: {counts[0]:,} parameters, and {counts[1]:,} numbers of FP8 state")
 
     batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
     states, numbers = training.train(steps, states, batch_at, args.steps)
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     devices = make_parser().parse_known_args()[0].devices or 1
     jax.config.update("jax_num_cpu_devices", devices)  # before JAX looks for devices
     main()

@@ -4,7 +4,7 @@
 
 Two processes of 4 virtual CPU devices each find each other over the loopback interface with
 `jax.distributed`, and run the program of `train_sharded.py` on a mesh of all 8. At the end they
-compare their amax histories to the last bit. A third process, with 8 devices of its own, trains
+compare their amax histories bit by bit. A third process, with its own 8 devices, trains
 without any network: its losses are the same except for the order of sums.
 
 On a cluster you do not need this script: run one `train_sharded.py` per host, with
@@ -31,7 +31,7 @@ SMALL = "--width=64 --layers=2 --heads=4 --seq-len=64 --batch-size=8 --steps=10"
 
 
 def work(process: int | None, coordinator: str, result: str, argv: list[str]) -> None:
-    """What each process does: it is number `process` of two, or with None the only one."""
+    """Run one process: number `process` of two, or with None the only one."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -62,7 +62,7 @@ def work(process: int | None, coordinator: str, result: str, argv: list[str]) ->
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """This script, started once more; what it prints goes to a file."""
+    """This script, started in another process; its output goes to a file."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -79,7 +79,7 @@ def start(name: str, coordinator: str, folder: Path, argv: list[str]) -> Worker:
 
 
 def wait(workers: list[Worker], seconds: float) -> list[dict[str, Any]]:
-    """The figures of each worker. The first failure, or a timeout, ends them all."""
+    """Return the results of each worker. The first failure, or a timeout, ends all workers."""
     deadline = time.monotonic() + seconds
     try:
         while any(w.process.poll() is None for w in workers):
@@ -92,7 +92,7 @@ def wait(workers: list[Worker], seconds: float) -> list[dict[str, Any]]:
             w.process.wait()
     if any(w.process.returncode for w in workers):
         for w in workers:
-            print(f"--- process {w.name} ended with status {w.process.returncode}, and said:")
+            print(f"--- process {w.name} ended with status {w.process.returncode}, with output:")
             print(w.log.read_text()[-4000:])
         raise SystemExit(f"a process failed, or {seconds:.0f} s were not enough: see above")
     return [json.loads(w.result.read_text()) for w in workers]
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", metavar="DIR", default="runs/train_processes",
                         help="for result.json (%(default)s)")  # fmt: skip
     args, others = parser.parse_known_args(argv)
-    told = [*SMALL.split(), *others]  # of an option given twice, the later one counts
+    told = [*SMALL.split(), *others]  # the last of a repeated option counts
 
     with tempfile.TemporaryDirectory() as name:
         folder, coordinator = Path(name), f"localhost:{free_port()}"

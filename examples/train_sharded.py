@@ -2,7 +2,7 @@
 
     python examples/train_sharded.py --compare
 
-On a laptop the devices are virtual: 8 parts of the CPU. With GPUs it takes as many as there are.
+On a laptop the devices are virtual: 8 on one CPU. With GPUs it uses all of them.
 Data, FSDP and tensor parallelism are shardings of arrays (`lm/sharding.py`) under `jax.jit`; the
 FP8 layers are the same as on one device. `--compare` also trains on a single device, from the same
 seed: the losses are equal except for the order in which numbers are summed, and for the rounding of
@@ -10,7 +10,7 @@ gradients if they are sent in FP8. More to try:
 
     train_sharded.py --data 1 --fsdp 8 --tensor 1      # any factors of the number of devices
     train_sharded.py --compare --recipe none           # float32
-    train_sharded.py --fp8-gradients --fp8-gather --fp8-moments    # FP8 beyond the products
+    train_sharded.py --fp8-gradients --fp8-gather --fp8-moments    # FP8 beyond the matmuls
     train_sharded.py --scan-layers                     # one block, looped over
 """
 
@@ -36,7 +36,7 @@ from lm.model import Transformer
 
 import jfp8
 
-VIRTUAL_DEVICES = 8  # of a CPU; GPUs are as many as there are
+VIRTUAL_DEVICES = 8  # of a CPU; with GPUs, all of them
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
@@ -46,7 +46,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_state(args: argparse.Namespace, mesh: Mesh) -> jfp8.TrainState:
-    """Every device makes its own part of the state: none ever holds all of it.
+    """Create the state, each device its own shard: no device ever holds all of it.
 
     The random bits of a parameter do not depend on how it is sharded.
     """
@@ -71,12 +71,12 @@ def make_state(args: argparse.Namespace, mesh: Mesh) -> jfp8.TrainState:
 
 
 def gather_block(mesh: Mesh, recipe: Any, params: Any) -> Any:
-    """The parameters of a block, whole along the axis of FSDP: kernels arrive as FP8 bytes."""
+    """Gather the parameters of a block along the axis of FSDP: kernels are sent as FP8 bytes."""
     return jfp8.gather_weights(params, "fsdp", sharding.specs_of(params, mesh), recipe=recipe)
 
 
 def state_shardings(state: jfp8.TrainState, mesh: Mesh) -> jfp8.TrainState:
-    """The moments of Adam go where their parameter goes; all else goes everywhere."""
+    """Shard the moments of Adam like their parameters; replicate all other state."""
     params = sharding.of_parameters(state.params, mesh)
     opt_state = jfp8.optim.state_shardings(state.tx, state.params, params)
     return sharding.everywhere(state, mesh).replace(params=params, opt_state=opt_state)
@@ -85,12 +85,12 @@ def state_shardings(state: jfp8.TrainState, mesh: Mesh) -> jfp8.TrainState:
 def gradient_function(
     args: argparse.Namespace, mesh: Mesh, specs: Any
 ) -> Callable[[jfp8.TrainState, jax.Array], tuple[jax.Array, jfp8.Gradients]]:
-    """``(state, windows) -> (loss, grads)``: means over all parts of the batch."""
+    """Return ``(state, windows) -> (loss, grads)``: means over all shards of the batch."""
 
     def compute(state: jfp8.TrainState, windows: jax.Array):
         def loss_fn(variables, windows):
             logits = state.apply_fn(variables, windows[:, :-1])
-            # Not by index, so that devices can hold parts of the vocabulary.
+            # Not by index, so that devices can hold shards of the vocabulary.
             targets = jax.nn.one_hot(windows[:, 1:], logits.shape[-1])
             return optax.softmax_cross_entropy(logits, targets).mean(), {}
 
@@ -103,7 +103,7 @@ def gradient_function(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a training run leaves behind."""
+    """The results of a training run."""
 
     state: jfp8.TrainState
     losses: list[float]
@@ -114,7 +114,7 @@ class Run:
 
 
 def train(args: argparse.Namespace, mesh: Mesh, text: corpus.Corpus) -> Run:
-    """`args.steps` steps on `mesh`, compiled once."""
+    """Train for `args.steps` steps on `mesh`, compiled once."""
     state = make_state(args, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     of_batch = NamedSharding(mesh, sharding.BATCH)
@@ -141,7 +141,7 @@ def train(args: argparse.Namespace, mesh: Mesh, text: corpus.Corpus) -> Run:
     with report.progress_bar(0, args.steps) as bar:
         for i in range(args.steps):
             batch = text.train_batch(args.seed, i, args.batch_size)
-            # Each device is given its rows, and each process needs those of its own devices only.
+            # Each device gets its rows, and each process needs only the rows of its own devices.
             windows = jax.make_array_from_callback(shape, of_batch, lambda rows: batch[rows])  # noqa: B023
             state, loss = compiled(state, windows)
             losses.append(float(loss))
@@ -154,9 +154,9 @@ def train(args: argparse.Namespace, mesh: Mesh, text: corpus.Corpus) -> Run:
 
 
 def compare(run: Run, single: Run) -> dict[str, Any]:
-    """How far two runs from the same seed are apart, as largest relative differences.
+    """Return the largest relative differences between two runs from the same seed.
 
-    Sums in another order change the last bits, and FP8 amplifies some of these changes: a value
+    Another order of summation changes the last bits, and FP8 amplifies some changes: a value
     near the middle between two FP8 values goes to the other one, 1/16 or 1/8 away.
     """
     losses, of_single = np.array(run.losses), np.array(single.losses)
@@ -174,14 +174,14 @@ def compare(run: Run, single: Run) -> dict[str, Any]:
 
 
 def largest_difference(histories: Any, others: Any) -> float:
-    """Of two trees of amax histories: the largest difference, relative to the history's amax."""
+    """Return the largest difference of amax histories, relative to a history's amax."""
     pairs = zip(jax.tree.leaves(histories), jax.tree.leaves(others), strict=True)
     relative = [np.max(np.abs(a - b)) / (np.max(np.abs(b)) or 1.0) for a, b in pairs]
     return float(np.max(relative, initial=0.0))
 
 
 def bytes_on_the_wire(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """What a device sends in one step, by collective and dtype; counted in the compiled program."""
+    """Return bytes sent by a device in a step, by collective and dtype, in the compiled program."""
     sent = collections.Counter()
     for c in jfp8.debug.collective_bytes(compiled).collectives:
         sent[f"{c.op} {c.dtype}"] += c.bytes
@@ -191,8 +191,8 @@ def bytes_on_the_wire(compiled: jax.stages.Compiled) -> dict[str, float]:
 def make_parser() -> argparse.ArgumentParser:
     parser = options.parser_of("train_sharded.py", __doc__)
     # fmt: off
-    group = parser.add_argument_group("how to divide; the product is the number of devices")
-    group.add_argument("--data", type=options.positive_int, help="the batch (what is left)")
+    group = parser.add_argument_group("shardings; their product is the number of devices")
+    group.add_argument("--data", type=options.positive_int, help="the batch (remaining devices)")
     group.add_argument("--fsdp", type=options.positive_int, default=2,
                        help="the batch, and every parameter (%(default)s)")
     group.add_argument("--tensor", type=options.positive_int, default=2,
@@ -225,13 +225,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def mesh_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Mesh:
-    """The requested mesh, or a message that says what would fit."""
+    """Return the requested mesh, or exit with a message that names valid ones."""
     devices = jax.device_count()
     rest = args.fsdp * args.tensor
     data = args.data or max(devices // rest, 1)
     if data * rest != devices:
         parser.error(
-            f"--data {data} --fsdp {args.fsdp} --tensor {args.tensor} makes {data * rest} devices, "
+            f"--data {data} --fsdp {args.fsdp} --tensor {args.tensor} needs {data * rest} devices, "
             f"but there are {devices} ({jax.devices()[0].device_kind}): type three factors of "
             f"{devices}, for example --data {devices} --fsdp 1 --tensor 1"
         )
@@ -249,8 +249,8 @@ def mesh_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Mesh:
         )
     if args.fp8_gather and args.recipe == "none":
         parser.error(
-            "--fp8-gather with --recipe none would round the weights of a float32 model: leave "
-            "--fp8-gather out, or name an FP8 recipe, for example --recipe delayed"
+            "--fp8-gather with --recipe none would round the weights of a float32 model: omit "
+            "--fp8-gather, or name an FP8 recipe, for example --recipe delayed"
         )
     return sharding.make_mesh(data, args.fsdp, args.tensor)
 

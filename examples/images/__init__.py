@@ -1,1 +1,1 @@
-"""The parts of `train_images.py`, in reading order: data, model."""
+"""The modules of `train_images.py`, in reading order: data, model."""

@@ -1,7 +1,7 @@
 """Small grey images in ten classes, from files that are already on the machine.
 
 Fashion-MNIST, 70,000 photographs of clothes, comes with Debian's package dataset-fashion-mnist.
-scikit-learn contains 1,797 handwritten digits of 8 x 8 pixels, few and easy: enough for a try. Or
+scikit-learn contains 1,797 handwritten digits of 8 x 8 pixels, few and easy: enough for a test. Or
 pass a folder with the four IDX files of any data set in the format of MNIST.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian puts it
-FILES = {"train": "train-{}-ubyte", "test": "t10k-{}-ubyte"}  # the names that MNIST gave them
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian installs it
+FILES = {"train": "train-{}-ubyte", "test": "t10k-{}-ubyte"}  # the names that MNIST uses
 
 Batch = tuple[np.ndarray, np.ndarray]  # f32[n, height, width, 1] from 0 to 1, and int32[n] classes
 
@@ -29,12 +29,12 @@ class Images:
     test: tuple[np.ndarray, np.ndarray]
 
     def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
-        """Random images, not augmented: a function of (seed, step) alone."""
+        """Return random images, not augmented: a function of (seed, step) alone."""
         rng = np.random.default_rng([seed, step])
         return _batch(self.train, rng.integers(len(self.train[0]), size=batch_size))
 
     def test_batches(self, batch_size: int) -> Iterator[Batch]:
-        """All test images in their order; the last batch may be smaller."""
+        """Yield all test images in order; the last batch may be smaller."""
         for start in range(0, len(self.test[0]), batch_size):
             yield _batch(self.test, slice(start, start + batch_size))
 
@@ -45,7 +45,7 @@ def _batch(images_and_classes: tuple[np.ndarray, np.ndarray], chosen: np.ndarray
 
 
 def load(path: str | None) -> Images:
-    """The folder at `path`, else Fashion-MNIST, else scikit-learn's digits."""
+    """Load the folder at `path`, else Fashion-MNIST, else scikit-learn's digits."""
     if path is not None:
         return read_folder(Path(path), path)
     if FASHION_MNIST.is_dir():
@@ -54,7 +54,7 @@ def load(path: str | None) -> Images:
 
 
 def digits() -> Images:
-    """scikit-learn's; every sixth is a test image."""
+    """Load scikit-learn's digits; every sixth is a test image."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as missing:
@@ -73,7 +73,7 @@ def digits() -> Images:
 
 
 def read_folder(folder: Path, name: str) -> Images:
-    """The four files of MNIST or a data set like it, each plain or gzipped."""
+    """Read the four files of MNIST or a similar data set, each plain or gzipped."""
     sets = {}
     for key, pattern in FILES.items():
         images, classes = (
@@ -87,7 +87,7 @@ def read_folder(folder: Path, name: str) -> Images:
         if classes.max() > 9:
             raise ValueError(
                 f"{folder}: the {key} set has the label {classes.max()}, but the model knows the "
-                "classes 0 to 9: give MNIST, Fashion-MNIST, KMNIST or the like"
+                "classes 0 to 9: pass MNIST, Fashion-MNIST, KMNIST or a similar data set"
             )
         sets[key] = images, classes
     return Images(name, sets["train"], sets["test"])
@@ -99,12 +99,12 @@ def _find(folder: Path, name: str) -> Path:
             return path
     wanted = ", ".join(p.format(k) for p in FILES.values() for k in ("images-idx3", "labels-idx1"))
     raise ValueError(
-        f"--data {folder} has no file {name}: give a folder with {wanted}, each as it is or as .gz"
+        f"--data {folder} has no file {name}: pass a folder with {wanted}, each plain or as .gz"
     )
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An array of bytes: two zeros, 8 for uint8, the rank, each size in 4 bytes, the numbers."""
+    """Read an array of bytes: two zeros, 8 for uint8, the rank, sizes in 4 bytes, the numbers."""
     content = path.read_bytes()
     try:
         if content[:2] == b"\x1f\x8b":
@@ -114,9 +114,9 @@ def read_idx(path: Path) -> np.ndarray:
         rank = content[3]
         shape = np.frombuffer(content, ">u4", rank, offset=4)
         return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)
-    except Exception as error:  # gzip alone has three ways to say "not mine"
+    except Exception as error:  # gzip alone raises three types for invalid files
         raise ValueError(
-            f"{path} is not an IDX file of bytes, as it is or gzipped: it should hold two zeros, "
+            f"{path} is not an IDX file of bytes, plain or gzipped: it should hold two zeros, "
             "an 8, the number of dimensions, the size of each as a big-endian int32, and as many "
-            "bytes as they say"
+            "bytes as these sizes require"
         ) from error

@@ -1,4 +1,4 @@
-"""A small ResNet: the convolutions of its blocks are FP8 products; stem, norms and head are not.
+"""A small ResNet: the convolutions of its blocks are FP8 matmuls; stem, norms and head are not.
 
 `recipe=None` builds the same model in float32. Both have the same parameter tree and, for the same
 key, the same initial values, so the two can be trained side by side.
@@ -18,7 +18,7 @@ CLASSES = 10
 
 
 def patches(x: jax.Array, size: int, stride: int) -> jax.Array:
-    """What each output pixel of a convolution with "SAME" padding sees.
+    """Return the inputs of each output pixel of a convolution with "SAME" padding.
 
     [batch, h, w, c] -> [batch, ceil(h / stride), ceil(w / stride), size * size * c], channels
     fastest, as in a kernel [size, size, c, features].
@@ -40,9 +40,9 @@ def patches(x: jax.Array, size: int, stride: int) -> jax.Array:
 
 
 class Conv(nn.Module):
-    """`nn.Conv(features, (size, size), stride, use_bias=False)` as one product over patches.
+    """Compute `nn.Conv(features, (size, size), stride, use_bias=False)` as one matmul over patches.
 
-    Parameters, their initial values and, without a recipe, the result are those of `nn.Conv`.
+    Parameters, their initial values and, without a recipe, the result are the same as of `nn.Conv`.
     """
 
     features: int
@@ -65,12 +65,12 @@ class Conv(nn.Module):
 
 
 def norm(x: jax.Array, train: bool, name: str) -> jax.Array:
-    """Its statistics are the `batch_stats` collection."""
+    """Create a norm, with statistics in the `batch_stats` collection."""
     return nn.BatchNorm(use_running_average=not train, momentum=0.9, name=name)(x)
 
 
 class Block(nn.Module):
-    """relu(norm(conv(relu(norm(conv(x))))) + x), where a change of shape takes one more conv."""
+    """Compute relu(norm(conv(relu(norm(conv(x))))) + x), with one more conv to change shapes."""
 
     features: int
     stride: int
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """f32[batch, height, width, 1] images -> f32[batch, 10] logits."""
+    """Map f32[batch, height, width, 1] images -> f32[batch, 10] logits."""
 
     widths: tuple[int, ...] = (16, 32, 64)
     recipe: Any = None

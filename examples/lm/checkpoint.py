@@ -1,8 +1,8 @@
-"""One file with everything a run needs to go on as though it had never stopped.
+"""Save and load all state of a run in one file, so that a resumed run continues exactly.
 
 It holds the step, the training state of every model (parameters, amax histories, optimizer state
-with its loss scale), the metrics so far, and the options that change numbers. Batches are a
-function of (seed, step), so nothing else has to be kept.
+with its loss scale), the metrics so far, and the options that affect results. Batches are a
+function of (seed, step), so nothing else has to be saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def save(
     lines: list[dict[str, Any]],
     config: dict[str, Any],
 ) -> None:
-    """Writes beside `path`, then renames: a crash leaves the old file or the new, never half."""
+    """Write next to `path`, then rename: a crash leaves the old file or the new one."""
     tree = {
         "config": json.dumps(config),
         "step": step,
@@ -37,25 +37,25 @@ def save(
 
 
 def read(path: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The saved tree, after checking that it comes from a run with the same `config`."""
+    """Return the saved tree, after checking that it comes from a run with the same `config`."""
     if not Path(path).is_file():
         raise ValueError(
-            f"--resume: there is no checkpoint at {path}. Check --checkpoint, or leave --resume "
-            "out to begin a new run that writes it"
+            f"--resume: there is no checkpoint at {path}. Check --checkpoint, or omit --resume "
+            "to start a new run that writes it"
         )
     try:
         tree = serialization.msgpack_restore(Path(path).read_bytes())
         saved = json.loads(tree["config"])
-    except Exception as error:  # msgpack has many ways to say "not mine"
+    except Exception as error:  # msgpack raises many types for invalid files
         raise ValueError(
-            f"--resume: {path} is not a checkpoint of train_lm.py. Leave --resume out to begin anew"
+            f"--resume: {path} is not a checkpoint of train_lm.py. Omit --resume to start a new run"
         ) from error
     check_same(saved, config, path)
     return tree
 
 
 def check_same(saved: dict[str, Any], config: dict[str, Any], path: str) -> None:
-    """Raises ValueError if the run of the checkpoint at `path` had other options."""
+    """Raise ValueError if the run of the checkpoint at `path` had other options."""
     differences = [
         f"{name} was {saved.get(name)!r} and is {config[name]!r}"
         for name in config
@@ -63,16 +63,16 @@ def check_same(saved: dict[str, Any], config: dict[str, Any], path: str) -> None
     ]
     if differences:
         raise ValueError(
-            f"--resume: {path} belongs to a run with another configuration, so going on would give "
-            f"other numbers: {'; '.join(differences)}. Type the old values, or leave --resume out "
-            "to begin anew"
+            f"--resume: {path} belongs to a run with another configuration, so resuming would give "
+            f"other results: {'; '.join(differences)}. Type the old values, or omit --resume "
+            "to start a new run"
         )
 
 
 def restore(
     tree: dict[str, Any], states: dict[str, Any]
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """The step, states and metrics of the file; fresh `states` give only the structure."""
+    """Return step, states and metrics of the file; `states` provide only the structure."""
     states = {
         name: serialization.from_state_dict(state, tree["states"][name])
         for name, state in states.items()

@@ -1,4 +1,4 @@
-"""A picture of a training of experts: losses, and beside them what share of the tokens each got."""
+"""Plot a training run of experts: losses, and next to them the share of tokens of each expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEIGHT = 1.0  # inches of a panel of eight experts
 
 
 def shares(numbers: list[dict[str, Any]]) -> np.ndarray:
-    """f64[steps, layers, experts], in percent; each layer's add up to 100."""
+    """Return f64[steps, layers, experts], in percent; each layer's shares sum to 100."""
     tokens = np.array([n["tokens"] for n in numbers], np.float64)
     return 100 * tokens / tokens.sum(axis=-1, keepdims=True)
 
@@ -27,9 +27,9 @@ def draw(
     title: str,
     legend: dict[str, str],
 ) -> None:
-    """What `report.draw` draws; on the right a panel for each layer and run, of a row per expert.
+    """Draw the plot of `report.draw`; on the right a panel per layer and run, a row per expert.
 
-    Colours are means over as many steps as the losses are.
+    Colours are means over as many steps as the losses.
     """
     of_runs = {run: shares(numbers[run]) for run in labels}
     steps, layers, experts = next(iter(of_runs.values())).shape

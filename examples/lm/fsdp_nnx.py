@@ -1,8 +1,8 @@
 """A training step of any NNX model on several devices, by FSDP.
 
-Each device has its sequences of the batch, and its part of every parameter and moment, by the rule
-`spec_of`. `jax.jit` inserts the communication; weights are gathered as FP8 bytes where a GPU's
-kernels take them.
+Each device has its sequences of the batch, and its shard of every parameter and moment, by the rule
+`spec_of`. `jax.jit` inserts the communication; weights are gathered as FP8 bytes if a GPU's
+kernels support them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 
 AXIS = "fsdp"
-SMALL = 2**16  # elements; what has fewer is whole on every device: norms, histories, counters
+SMALL = 2**16  # elements; smaller arrays are replicated: norms, histories, counters
 
 
 def make_mesh(devices: int) -> Mesh:
@@ -27,12 +27,12 @@ def make_mesh(devices: int) -> Mesh:
 
 
 def by_sequence(x: jax.Array) -> jax.Array:
-    """Each device has its own sequences of ``[batch, ...]``."""
+    """Return the sharding of ``[batch, ...]`` by sequences."""
     return jax.lax.with_sharding_constraint(x, P(AXIS))
 
 
 def spec_of(x: Any, devices: int) -> P:
-    """The larger of the last two axes is divided, if it can be; one before them is of layers."""
+    """Shard the larger of the last two axes, if possible; an axis before them counts layers."""
     places = [axis for axis in range(x.ndim)[-2:] if x.shape[axis] % devices == 0]
     if x.size < SMALL or not places:
         return P()
@@ -41,14 +41,14 @@ def spec_of(x: Any, devices: int) -> P:
 
 
 def placed(state: Any, mesh: Mesh) -> Any:
-    """The shapes of `state`, with shardings."""
+    """Return the shapes of `state`, with shardings."""
     place = lambda x: NamedSharding(mesh, spec_of(x, mesh.size))
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x))
     return jax.tree.map(shape, state)
 
 
 def loss_fn(model: nnx.Module, windows: jax.Array) -> jax.Array:
-    """The mean loss, in nats, of predicting every token from those before it."""
+    """Return the mean loss, in nats, of predicting every token from the tokens before it."""
     logits = model(windows[:, :-1]).astype("float32")
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
@@ -56,7 +56,7 @@ def loss_fn(model: nnx.Module, windows: jax.Array) -> jax.Array:
 def make_step(
     graphdef: Any, value_and_grad: Callable[..., Any] = jfp8.nnx.value_and_grad
 ) -> Callable[[Any, jax.Array], tuple[Any, dict[str, jax.Array]]]:
-    """``(state, windows) -> (state, numbers)`` of a model and its optimizer, as `nnx.split` has."""
+    """Return ``(state, windows) -> (state, numbers)``, for a state from `nnx.split`."""
 
     def step(state: Any, windows: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         model, optimizer = nnx.merge(graphdef, state)

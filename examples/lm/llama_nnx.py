@@ -1,8 +1,8 @@
-"""A language model of today in plain Flax NNX: nothing in this file knows FP8.
+"""A current language model in plain Flax NNX: nothing in this file knows about FP8.
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU; parameters in float32, activations in
 bfloat16. `nnx.vmap` stacks the layers and `nnx.scan` runs them, so that twenty compile as fast as
-one. `jfp8.convert(model)` makes the four linear layers of each FP8, and leaves `head` as it is.
+one. `jfp8.convert(model)` converts the four linear layers of each to FP8, and leaves `head` as is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Size:
 
     @property
     def kernels(self) -> tuple[tuple[int, int], ...]:
-        """Inputs and outputs of qkv, out, gate_up and down."""
+        """Return inputs and outputs of qkv, out, gate_up and down."""
         keys = self.key_heads * self.width // self.heads
         qkv, out = (self.width, self.width + 2 * keys), (self.width, self.width)
         return qkv, out, (self.width, 2 * self.mlp), (self.mlp, self.width)
@@ -46,7 +46,7 @@ SIZES = {
 }
 
 
-# Of the steps inside of these two nothing is kept for the backward pass.
+# The steps inside these two save nothing for the backward pass.
 
 
 @partial(nnx.remat, prevent_cse=False)
@@ -61,7 +61,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Turn pairs of the features in ``[batch, length, heads, features]`` by their position."""
+    """Rotate pairs of the features in ``[batch, length, heads, features]`` by their position."""
     half = x.shape[-1] // 2
     speeds = 10_000.0 ** -(jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * speeds[None]
@@ -72,7 +72,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). See `LanguageModel`."""
+    """Compute x + attention(norm(x)), then x + mlp(norm(x)). See `LanguageModel`."""
 
     def __init__(self, size: Size, attention: str | None, *, rngs: nnx.Rngs):
         self.size, self.attention = size, attention
@@ -92,17 +92,17 @@ class Layer(nnx.Module):
         heads, keys = self.size.heads, self.size.key_heads
         each = qkv.reshape(*qkv.shape[:2], heads + 2 * keys, -1)
         q, k, v = jnp.split(each, [heads, heads + keys], axis=2)
-        # cuDNN's attention wants to see the same sharding of all three.
+        # cuDNN's attention requires the same sharding of all three.
         q, k, v = map(by_sequence, (rotate(q), rotate(k), v))
         how: Any = {"is_causal": True, "implementation": self.attention}
         return jax.nn.dot_product_attention(q, k, v, **how).reshape(*qkv.shape[:2], -1)
 
 
 class LanguageModel(nnx.Module):
-    """int32[batch, length] tokens -> bf16[batch, length, vocabulary] logits of the next ones.
+    """Map int32[batch, length] tokens to bf16[batch, length, vocabulary] logits of the next ones.
 
     `attention` is an implementation of `jax.nn.dot_product_attention`. With `remat` only the input
-    of each layer is kept for the backward pass. A mesh must be set: see `by_sequence`.
+    of each layer is saved for the backward pass. A mesh must be set: see `by_sequence`.
     """
 
     def __init__(

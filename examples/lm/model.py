@@ -1,4 +1,4 @@
-"""A small pre-norm Transformer: four FP8 products per block, the rest in high precision by default.
+"""A small pre-norm Transformer: four FP8 matmuls per block, the rest in high precision by default.
 
 `recipe=None` builds the same model from stock `flax.linen.Dense`. Both have the same parameter tree
 and, for the same key, the same initial values, so the two can be trained side by side.
@@ -19,7 +19,7 @@ VOCABULARY = 256  # every byte is a token
 
 
 def dense(x: jax.Array, features: int, recipe: Any, name: str) -> jax.Array:
-    """x @ kernel, in FP8 if there is a recipe.
+    """Compute x @ kernel, in FP8 if there is a recipe.
 
     One matrix holds the positions of all sequences: on CPUs, XLA takes a quarter longer to train
     stock `nn.Dense` on a batch of matrices.
@@ -34,9 +34,9 @@ def dense(x: jax.Array, features: int, recipe: Any, name: str) -> jax.Array:
 def attention(
     x: jax.Array, heads: int, recipe: Any = None, attention_recipe: Any = None
 ) -> jax.Array:
-    """x + attention(norm(x)): the first half of a block, in whose `nn.compact` method it is called.
+    """Compute x + attention(norm(x)), the first half of a block, in its `nn.compact` method.
 
-    qkv and out are FP8 products if there is a `recipe`.
+    qkv and out are FP8 matmuls if there is a `recipe`.
     """
     batch, length, width = x.shape
     qkv = dense(nn.LayerNorm(name="attention_norm")(x), 3 * width, recipe, "qkv")
@@ -49,9 +49,9 @@ def attention(
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); qkv, out, up and down are the FP8 products.
+    """Compute x + attention(norm(x)), then x + mlp(norm(x)); qkv, out, up and down in FP8.
 
-    With `attention_recipe` attention itself is in FP8 as well.
+    With `attention_recipe` attention itself is in FP8, too.
     """
 
     heads: int
@@ -67,11 +67,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """int32[batch, length] bytes -> f32[batch, length, 256] logits of the byte after each.
+    """Map int32[batch, length] bytes to f32[batch, length, 256] logits of the byte after each.
 
     With `scan_layers` the blocks are one module, looped over, and their parameters have a leading
-    axis of layers. `gather` is applied to the parameters of each block when it computes, once in
-    the forward and once in the backward pass: what it returns is not kept in between.
+    axis of layers. `gather` is applied to the parameters of each block when it runs, once in
+    the forward and once in the backward pass: its result is not saved in between.
     """
 
     width: int = 128

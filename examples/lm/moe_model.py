@@ -1,4 +1,4 @@
-"""The Transformer of `model.py` with a mixture of experts in place of every block's MLP.
+"""The Transformer of `model.py` with a mixture of experts instead of every block's MLP.
 
 `recipe=None` is the same model in float32: stock `nn.Dense`, and experts in a region without FP8.
 Both have the same parameter tree and, for the same key, the same initial values.
@@ -20,7 +20,7 @@ from .model import VOCABULARY, attention, dense
 
 
 class MoEBlock(nn.Module):
-    """x + attention(norm(x)), then x + experts(norm(x)); all products but the router's are FP8."""
+    """Compute x + attention(norm(x)), then x + experts(norm(x)); all but the router in FP8."""
 
     heads: int
     experts: int
@@ -32,7 +32,7 @@ class MoEBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = attention(x, self.heads, self.recipe)
-        # An axis of the mesh that experts lie on; without one they are all on every device.
+        # The mesh axis over which experts are sharded; without it they are on every device.
         axis = {} if self.expert_axis is None else {"expert_axis": self.expert_axis}
         moe = jfp8.linen.MoE(
             self.experts,
@@ -42,16 +42,16 @@ class MoEBlock(nn.Module):
             name="moe",
             **axis,
         )
-        # Layers of jfp8 without a recipe would take the default one.
+        # Layers of jfp8 without a recipe would use the default one.
         in_float32 = self.recipe is None
         with jfp8.autocast(enabled=False) if in_float32 else contextlib.nullcontext():
             return x + moe(nn.LayerNorm(name="moe_norm")(x))
 
 
 class MoETransformer(nn.Module):
-    """int32[batch, length] bytes -> f32[batch, length, 256] logits of the byte after each.
+    """Map int32[batch, length] bytes to f32[batch, length, 256] logits of the byte after each.
 
-    `apply_and_watch` also says where the tokens of every block went.
+    `apply_and_watch` also returns the experts of every block's tokens.
     """
 
     width: int = 128
@@ -76,11 +76,11 @@ class MoETransformer(nn.Module):
 
 
 class Experts(NamedTuple):
-    """What the routers did with one batch.
+    """The decisions of the routers for one batch.
 
     Attributes:
-      tokens: i32[layers, experts], how many tokens each expert of each layer got.
-      balance: f32[layers], the load-balancing losses: 1 if all experts get as much.
+      tokens: i32[layers, experts], number of tokens of each expert of each layer.
+      balance: f32[layers], the load-balancing losses: 1 if all experts get equal shares.
     """
 
     tokens: jax.Array
@@ -88,7 +88,7 @@ class Experts(NamedTuple):
 
 
 def apply_and_watch(apply: Callable[..., Any], variables: Any, tokens: jax.Array) -> Any:
-    """``(logits, Experts)`` of `MoETransformer.apply`."""
+    """Return ``(logits, Experts)`` of `MoETransformer.apply`."""
     is_router = lambda module, method: module.name == "router" and method == "__call__"
     logits, kept = apply(
         variables, tokens, mutable=["intermediates"], capture_intermediates=is_router

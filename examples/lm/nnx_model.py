@@ -1,4 +1,4 @@
-"""The Transformer of `model.py` in Flax NNX: its linear layers are those of `jfp8.nnx`.
+"""The Transformer of `model.py` in Flax NNX: its linear layers are from `jfp8.nnx`.
 
 `recipe=None` builds the same model from stock `flax.nnx.Linear`. Both have the same parameters and,
 for the same `rngs`, the same initial values.
@@ -24,7 +24,7 @@ def linear(inputs: int, outputs: int, recipe: Any, rngs: nnx.Rngs) -> nnx.Linear
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); qkv, out, up and down are the FP8 products."""
+    """Compute x + attention(norm(x)), then x + mlp(norm(x)); qkv, out, up and down in FP8."""
 
     def __init__(self, width: int, heads: int, recipe: Any, rngs: nnx.Rngs):
         self.heads = heads
@@ -45,7 +45,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """int32[batch, length] bytes -> f32[batch, length, 256] logits of the byte after each."""
+    """Map int32[batch, length] bytes to f32[batch, length, 256] logits of the byte after each."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Command lines, and the mistakes in them that are found before any work is done."""
+"""Command lines, and checks of their options before any work is done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import corpus
 
 RECIPES = (*(recipe.name for recipe in jfp8.recipes.RECIPES), "none")
 
-# A checkpoint goes on only under the same values of these: each of them changes the numbers.
+# A checkpoint can only be resumed with the same values of these: each affects the results.
 CHANGES_NUMBERS = (
     "recipe", "backward_recipe", "recipe_of", "compare", "fp8_head", "attention_recipe", "steps",
     "batch_size", "micro_batches", "seq_len", "width", "layers", "heads", "lr", "seed",
@@ -26,17 +26,17 @@ CHANGES_NUMBERS = (
 
 DESCRIPTION = """\
 Train a byte-level Transformer in FP8 on the source code of Python's standard library. With
---compare, train the same model in float32 beside it."""
+--compare, train the same model in float32 next to it."""
 
 
 def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
-    """That of `train_lm.py`."""
+    """Return the parser of `train_lm.py`."""
     parser = parser_of("train_lm.py", description)
     # fmt: off
     group = parser.add_argument_group("what to train")
     add_recipe(group)
     group.add_argument("--backward-recipe", choices=RECIPES[:-1],
-                       help="of the two products of each layer's backward pass (--recipe)")
+                       help="of the two matmuls of each layer's backward pass (--recipe)")
     group.add_argument("--recipe-of", type=layers_and_recipe, nargs="+", default=[],
                        metavar="PATTERN=RECIPE",
                        help="of layers whose paths match, 'block_0/*=none'; the first match wins")
@@ -49,7 +49,7 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
     group = parser.add_argument_group("training")
     add_training(group, steps=450)
     group.add_argument("--micro-batches", type=positive_int, default=1,
-                       help="equal parts that a batch is computed in, one by one (%(default)s)")
+                       help="number of micro-batches that a batch is split into (%(default)s)")
     add_loss(group)
 
     group = parser.add_argument_group("files")
@@ -59,18 +59,18 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
     group.add_argument("--checkpoint-every", type=positive_int, metavar="N",
                        help="and after every N steps")
     group.add_argument("--stop-at", type=positive_int, metavar="STEP",
-                       help="save the state after this step, and leave")
+                       help="save the state after this step, and exit")
     group.add_argument("--resume", action="store_true",
-                       help="go on from --checkpoint, with the numbers of a run that never stopped")
+                       help="resume from --checkpoint, with the results of an uninterrupted run")
     # fmt: on
     return parser
 
 
-# The parts that several scripts have. `parser` may be a group of one, too.
+# Groups of options that several scripts share. `parser` may be a group, too.
 
 
 def parser_of(script: str, description: str) -> argparse.ArgumentParser:
-    """Its help shows `description`, examples of use and all, line by line as it is."""
+    """Return a parser whose help shows `description`, including examples, with its line breaks."""
     kind = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=script, description=description, formatter_class=kind)
 
@@ -78,7 +78,7 @@ def parser_of(script: str, description: str) -> argparse.ArgumentParser:
 def lm_parser(
     script: str, description: str, *, steps: int, files: str = "loss.png and result.json"
 ) -> argparse.ArgumentParser:
-    """The options of every script that trains a language model, under `steps` steps by default."""
+    """Return the options of all scripts that train a language model, by default `steps` steps."""
     parser = parser_of(script, description)
     add_text(parser)
     add_size(parser)
@@ -143,10 +143,10 @@ def parse(
     load: Callable[[str | None, int], corpus.Corpus] = corpus.load,
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda *_: None,
 ) -> tuple[argparse.Namespace, corpus.Corpus, np.ndarray]:
-    """The options of an `lm_parser`, its text, and batches of what is held out of the text.
+    """Return the options of an `lm_parser`, its text, and batches of the held-out text.
 
-    Makes the folder for the results. Mistakes, also those that `check` finds, end the program with
-    a message.
+    Creates the folder for the results. Errors, including those that `check` finds, end the program
+    with a message.
     """
     args = parser.parse_args(argv)
     check_size(parser, args)
@@ -161,7 +161,7 @@ def parse(
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Stops with a message that says what was given, what is allowed, and what to type instead."""
+    """Exit with a message that names the given and allowed values, and a correction."""
     o = options
     check_size(parser, o)
     if o.batch_size % o.micro_batches:
@@ -178,13 +178,13 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     }
     for flag in (flag for flag, given in asked.items() if given and o.recipe == "none"):
         parser.error(
-            f"{flag} with --recipe none would put FP8 into a model that is to be float32: leave "
-            f"{flag} out, or name an FP8 recipe, for example --recipe delayed"
+            f"{flag} with --recipe none would add FP8 to a float32 model: omit "
+            f"{flag}, or name an FP8 recipe, for example --recipe delayed"
         )
     if o.recipe_of and o.attention_recipe != "none":
         parser.error(
             "--recipe-of converts a model whose attention is in high precision, so "
-            f"--attention-recipe {o.attention_recipe} would have no effect: leave one of them out"
+            f"--attention-recipe {o.attention_recipe} would have no effect: omit one of them"
         )
     for name in ("resume", "checkpoint_every", "stop_at"):
         if getattr(o, name) and not o.checkpoint:
@@ -197,7 +197,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def check_compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.compare and options.recipe == "none":
         parser.error(
-            "--compare with --recipe none would train float32 twice: leave --compare out, or name "
+            "--compare with --recipe none would train float32 twice: omit --compare, or name "
             "an FP8 recipe, for example --recipe delayed"
         )
 

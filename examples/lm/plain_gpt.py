@@ -1,7 +1,7 @@
-"""A GPT written with Flax alone: nothing in this file knows of FP8.
+"""A GPT written with Flax alone: nothing in this file knows about FP8.
 
-Its blocks are one module, looped over by `nn.scan` and computed again in the backward pass by
-`nn.remat`; attention is Flax's; the logits are a product with the table of embeddings.
+Its blocks are one module, looped over by `nn.scan` and recomputed in the backward pass by
+`nn.remat`; attention is Flax's; the logits are a matmul with the table of embeddings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """int32[batch, length] tokens -> f32[batch, length, vocabulary] logits of the next one."""
+    """Map int32[batch, length] tokens to f32[batch, length, vocabulary] logits of the next one."""
 
     vocabulary: int = 256
     width: int = 128

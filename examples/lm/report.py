@@ -1,4 +1,4 @@
-"""What a run writes: a line of numbers per step, a picture, and a summary."""
+"""The output of a run: a line of metrics per step, a plot, and a summary."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Numbers = dict[str, list[dict[str, Any]]]  # of each run, one {"loss": ..., "ms"
 
 
 class Metrics:
-    """`metrics.jsonl`: one line per step, {"step": 1, "loss": {"fp8": 5.6, "f32": 5.6}, "ms": ...}.
+    """Write `metrics.jsonl`, a line per step: {"step": 1, "loss": {"fp8": 5.6, ...}, "ms": ...}.
 
-    A resumed run begins with the lines that its checkpoint kept.
+    A resumed run starts with the lines of its checkpoint.
     """
 
     def __init__(self, path: Path, lines: list[dict[str, Any]]):
@@ -47,7 +47,7 @@ class Metrics:
         self._write(lines)
 
     def append(self, first_step: int, numbers: Numbers) -> None:
-        """Writes the steps from `first_step` on."""
+        """Write the steps from `first_step` on."""
         lines = []
         for i, of_step in enumerate(zip(*numbers.values(), strict=True)):
             line = {"step": first_step + i}
@@ -57,7 +57,7 @@ class Metrics:
         self._write(lines)
 
     def median(self, key: str) -> dict[str, float]:
-        """For each run, the median over all steps."""
+        """Return the median over all steps, for each run."""
         runs = self.lines[0][key]
         return {run: float(np.median([line[key][run] for line in self.lines])) for run in runs}
 
@@ -69,7 +69,7 @@ class Metrics:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Says that it takes a while, while it does, and how long it took."""
+    """Print a message during compilation, and its duration afterwards."""
     start = time.perf_counter()
     print("compiling ...", end=" ", flush=True)
     yield
@@ -77,7 +77,7 @@ def compiling() -> Iterator[None]:
 
 
 def progress_bar(step: int, steps: int) -> tqdm:
-    """Time gone and time left, with room for the losses that `advance` puts in."""
+    """Return a bar of elapsed and remaining time, with room for the losses from `advance`."""
     return tqdm(
         initial=step,
         total=steps,
@@ -87,7 +87,7 @@ def progress_bar(step: int, steps: int) -> tqdm:
 
 
 def advance(bar: tqdm, step: int, numbers: Numbers) -> None:
-    """Moves the bar to `step`, with the latest loss and ms per step of every run side by side."""
+    """Move the bar to `step`, with the latest loss and ms per step of every run side by side."""
     last = {run: of_run[-1] for run, of_run in numbers.items()}
     bar.set_postfix_str(
         "  ".join(f"{run} {n['loss']:.3f} ({n['ms']:.0f} ms)" for run, n in last.items()),
@@ -97,7 +97,7 @@ def advance(bar: tqdm, step: int, numbers: Numbers) -> None:
 
 
 def median_ms(numbers: Numbers) -> dict[str, float]:
-    """Milliseconds per step of each run; steps in which JAX compiled have none."""
+    """Return milliseconds per step of each run; steps with compilation have none."""
     return {
         run: float(np.median([n["ms"] for n in of_run if "ms" in n]))
         for run, of_run in numbers.items()
@@ -105,7 +105,7 @@ def median_ms(numbers: Numbers) -> dict[str, float]:
 
 
 def relative_gap(losses: dict[str, float], run: str = "fp8") -> float | None:
-    """How far the loss of `run` lies above the float32 loss, in percent."""
+    """Return how far the loss of `run` is above the float32 loss, in percent."""
     if "f32" not in losses or run not in losses:
         return None
     return 100 * (losses[run] - losses["f32"]) / losses["f32"]
@@ -146,9 +146,9 @@ def table(
 
 
 def result_line(example: str, **figures: Any) -> str:
-    """One line for `grep RESULT`: ``RESULT example=train_lm metric=validation_loss fp8=2.29 ...``.
+    """Return a line for `grep RESULT`: ``RESULT example=train_lm metric=validation_loss ...``.
 
-    Numbers have six digits, texts no spaces, and what is None is left out.
+    Numbers have six digits, texts no spaces, and None is omitted.
     """
     text = lambda v: f"{v:.6g}" if isinstance(v, float) else str(v).replace(" ", "_")
     known = (f"{name}={text(v)}" for name, v in figures.items() if v is not None)
@@ -156,7 +156,7 @@ def result_line(example: str, **figures: Any) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What figures depend on besides the program and its options."""
+    """Return the environment that results depend on, besides the program and its options."""
     return {
         "device": jax.devices()[0].device_kind,
         "versions": {m.__name__: m.__version__ for m in (jfp8, jax, flax, optax)},
@@ -174,16 +174,16 @@ def finish(
     picture: Callable[..., None] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Ends a script that trained language models: files, table, and the line of results.
+    """Write the output of a script that trained language models: files, table, and results.
 
     Args:
-      labels, numbers, validation: of each run its name for readers, its steps, its loss at the end.
-        The first one's gap to float32 is the script's.
-      picture: what draws `loss.png` from the first arguments of `draw`; None for that.
+      labels, numbers, validation: name, steps and final loss of each run.
+        The gap of the first run to float32 is the script's.
+      picture: function that draws `loss.png` from the first arguments of `draw`; None for `draw`.
       more: figures of this script only, for `result.json` and the line of results.
 
     Returns:
-      what `result.json` holds.
+      the content of `result.json`.
     """
     out = Path(args.out)
     losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
@@ -208,7 +208,7 @@ def finish(
 
 
 def legend_of(labels: dict[str, str], validation: dict[str, float]) -> dict[str, str]:
-    """The label of each run, with its loss at the end."""
+    """Return the label of each run, with its final loss."""
     return {run: f"{label}: validation loss {validation[run]:.4f}" for run, label in labels.items()}
 
 
@@ -222,7 +222,7 @@ def draw(
     unit: str = "nats per byte",
     reference: tuple[str, str] = ("f32", "float32"),
 ) -> None:
-    """The training loss of every run; below it, how far each lies above that of `reference`."""
+    """Draw the training loss of every run; below it, its gap to the loss of `reference`."""
     two = len(labels) > 1 and reference[0] in labels
     figure = plt.figure(figsize=(8, 6.5 if two else 5), layout="constrained")
     draw_losses(figure, losses, labels, legend, unit=unit, reference=reference).set_title(title)
@@ -231,7 +231,7 @@ def draw(
 
 
 def smoothed_over(steps: int) -> int:
-    """Of how many steps a curve of so many is the mean."""
+    """Return the number of steps over which a curve is smoothed."""
     return max(1, min(SMOOTHED_OVER, steps // 10))
 
 
@@ -244,7 +244,7 @@ def draw_losses(
     unit: str = "nats per byte",
     reference: tuple[str, str] = ("f32", "float32"),
 ) -> Any:
-    """What `draw` draws, on a figure or a part of one; returns the axes of the losses."""
+    """Draw the plot of `draw` on a figure or subfigure; return the axes of the losses."""
     steps = np.arange(1, len(next(iter(losses.values()))) + 1)
     window = smoothed_over(len(steps))
     base, name = reference

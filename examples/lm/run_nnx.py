@@ -31,18 +31,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a larger model, on several devices")
     group.add_argument("--size", choices=SIZES, help="gives other defaults to the options above")
     group.add_argument("--devices", type=options.positive_int, metavar="N",
-                       help="GPUs, or parts of a CPU, that share the model and the batch (1)")
+                       help="GPUs, or virtual CPU devices, that share the model and the batch (1)")
     group.add_argument("--remat", action="store_true",
-                       help="keep less for the backward pass, and compute it again")
+                       help="save less for the backward pass, and recompute it")
     group.add_argument("--checkpoint-every", type=options.positive_int, metavar="N",
                        help="steps between checkpoints in --out, besides one at the end")
     group.add_argument("--resume", action="store_true",
-                       help="go on from the newest one, with the numbers of an unbroken run")
+                       help="resume from the newest one, with the results of an uninterrupted run")
     # fmt: on
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stops with a message that says what was given, and what to type instead."""
+    """Exit with a message that names the given value, and a correction."""
     names = ("devices", "remat", "checkpoint_every", "resume")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
     given += ["--recipe none"] * (args.recipe == "none")
@@ -57,12 +57,12 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             f"--batch-size {args.batch_size + more}"
         )
     if args.size and args.resume != bool(checkpoints(args)):
-        has = "no checkpoint: leave --resume out" if args.resume else "checkpoints: type --resume"
+        has = "no checkpoint: omit --resume" if args.resume else "checkpoints: type --resume"
         parser.error(f"--out {args.out} has {has}, or another --out")
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Of the options, for a model of this size."""
+    """Return defaults of the options, for a model of this size."""
     size, others = SIZES[name]
     return dataclasses.asdict(size) | others
 
@@ -74,7 +74,7 @@ def size_of(args: argparse.Namespace) -> Size:
 def create(
     args: argparse.Namespace, attention: str | None = None
 ) -> tuple[nnx.Module, jfp8.nnx.Optimizer]:
-    """The model and its optimizer: put your own here."""
+    """Create the model and its optimizer: replace these by yours."""
     how: Any = {"attention": attention, "remat": args.remat, "rngs": nnx.Rngs(args.seed)}
     model = LanguageModel(size_of(args), **how)
     if args.recipe != "none":
@@ -85,7 +85,7 @@ def create(
 def train(
     args: argparse.Namespace, text: Corpus, validation: np.ndarray
 ) -> tuple[report.Numbers, dict[str, float]]:
-    """Returns the numbers of every step, and the loss on held-out text."""
+    """Return the metrics of every step, and the loss on held-out text."""
     run, mesh = args.recipe, fsdp_nnx.make_mesh(args.devices)
     shape, sharding = (args.batch_size, args.seq_len + 1), NamedSharding(mesh, P(fsdp_nnx.AXIS))
     put = lambda batch: jax.make_array_from_callback(shape, sharding, lambda rows: batch[rows])
@@ -102,7 +102,7 @@ def train(
         places = jax.tree.map(lambda x: x.sharding, like)
         if args.resume:
             first, lines, state = resumed(args, config, like)
-        else:  # each device makes its part
+        else:  # each device creates its shard
             state = jax.jit(lambda: nnx.state(make()), out_shardings=places)()
         step = fsdp_nnx.make_step(graphdef, differentiate)
         step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
@@ -127,19 +127,19 @@ def train(
 
 
 def describe(args: argparse.Namespace, model: nnx.Module) -> None:
-    """Says before anything is computed how large the model is, what is FP8, and how fast."""
+    """Print the size of the model, its FP8 layers and its expected speed, before training."""
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     tokens = jax.ShapeDtypeStruct((args.batch_size, args.seq_len), jnp.int32)
     found, kind = jfp8.report(model, tokens), jax.devices()[0].device_kind
     print(f"model: {parameters:,} parameters on {args.devices} devices ({kind})")
     print(found.summary())
     pace = speed.expected(found, size_of(args), tokens.size, args.devices, kind)
-    known = f"no model of time knows {kind}" if pace is None else f"at most {pace:,.0f} tokens/s"
+    known = f"no time model for {kind}" if pace is None else f"at most {pace:,.0f} tokens/s"
     print(f"expected, not measured: {known}")
 
 
 def tell(args: argparse.Namespace, step: int, numbers: list[dict[str, Any]]) -> None:
-    """Adds the speed to the numbers of some steps, and prints those of the last one."""
+    """Add the speed to the metrics of some steps, and print the metrics of the last one."""
     pace = round(1000 * args.batch_size * args.seq_len / numbers[-1]["ms"], 1)
     mfu = speed.mfu(pace, size_of(args), args.devices, jax.devices()[0].device_kind)
     for of_step in numbers:
@@ -150,18 +150,18 @@ def tell(args: argparse.Namespace, step: int, numbers: list[dict[str, Any]]) -> 
 
 
 def stops(args: argparse.Namespace, first: int) -> list[int]:
-    """The steps, from the `first` on, at which something is printed or saved."""
+    """Yield the steps, from `first` on, after which metrics are printed or state is saved."""
     every = (LOG_EVERY, args.checkpoint_every or args.steps, args.steps)
     return [first, *(i for i in range(first + 1, args.steps + 1) if any(i % n == 0 for n in every))]
 
 
 def checkpoints(args: argparse.Namespace) -> list[Path]:
-    """The folders, which have their names when they are complete; the newest last."""
+    """List the complete folders, the newest last."""
     return sorted(Path(args.out).glob("step_" + 8 * "[0-9]"))
 
 
 def save(args: argparse.Namespace, step: int, state: Any, config: dict[str, Any]) -> None:
-    """Writes a checkpoint; the newest two stay."""
+    """Write a checkpoint; keep the newest two."""
     tree = {"state": state, "config": json.dumps(config)}
     jfp8.checkpoint.save(Path(args.out, f"step_{step:08}"), tree)
     for old in checkpoints(args)[:-2]:
@@ -171,7 +171,7 @@ def save(args: argparse.Namespace, step: int, state: Any, config: dict[str, Any]
 def resumed(
     args: argparse.Namespace, config: dict[str, Any], like: Any
 ) -> tuple[int, list[dict[str, Any]], Any]:
-    """The step of the newest checkpoint, the lines of the log until then, and its state."""
+    """Return the step of the newest checkpoint, the log until then, and its state."""
     path = checkpoints(args)[-1]
     saved = jfp8.checkpoint.load(path)
     try:
@@ -180,5 +180,5 @@ def resumed(
         raise SystemExit(str(error)) from None
     first = int(path.name.removeprefix("step_"))
     lines = Path(args.out, "log.jsonl").read_text().splitlines()[:first]
-    print(f"going on from {path}")
+    print(f"resuming from {path}")
     return first, list(map(json.loads, lines)), jfp8.checkpoint.upgrade(saved["state"], like)

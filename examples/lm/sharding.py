@@ -1,7 +1,7 @@
-"""Which device holds what: a mesh of (data, fsdp, tensor), and a rule for every parameter.
+"""The placement of all arrays: a mesh of (data, fsdp, tensor), and a rule for every parameter.
 
-    data     every group of devices has all parameters, and its own part of the batch
-    fsdp     also its own part of the batch, and of every parameter, which is gathered for use
+    data     every group of devices has all parameters, and its own shard of the batch
+    fsdp     also its own shard of the batch, and of every parameter, which is gathered for use
     tensor   the same batch, and its own columns (qkv, up, head) or rows (out, down) of every kernel
 
 Nothing else is needed: `jax.jit` inserts the communication. Amax histories are on every device,
@@ -25,8 +25,8 @@ AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))
 EVERYWHERE = P()
 
-# Columns first, rows second: between qkv and out, and between up and down, nothing is exchanged.
-# The tables of 256 bytes and 128 positions are whole: XLA does not divide a look-up everywhere.
+# Columns first, rows second: qkv and out, and up and down, need no communication in between.
+# The tables of 256 bytes and 128 positions are replicated: XLA cannot shard every look-up.
 RULES = (
     (r"(qkv|up|head)/kernel$", P("fsdp", "tensor")),
     (r"(out|down)/kernel$", P(("tensor", "fsdp"), None)),
@@ -37,14 +37,14 @@ RULES = (
 def make_mesh(
     data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Neighbouring devices share a tensor axis, which communicates most."""
+    """Create a mesh; neighbouring devices share a tensor axis, which communicates most."""
     return jax.make_mesh(
         (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
     )
 
 
 def spec_of(path: Sequence[Any], parameter: Any, mesh: Mesh) -> P:
-    """The first rule that matches; a dimension that does not divide stays whole."""
+    """Return the first rule that matches; an indivisible dimension stays whole."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
     layers = parameter.ndim - len(spec)  # a leading axis of layers under nn.scan
@@ -55,46 +55,46 @@ def spec_of(path: Sequence[Any], parameter: Any, mesh: Mesh) -> P:
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of the mesh that divide one dimension."""
+    """Return the axes of the mesh that shard one dimension."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
 def specs_of(params: Any, mesh: Mesh) -> Any:
-    """A `PartitionSpec` for every parameter."""
+    """Return a `PartitionSpec` for every parameter."""
     return jax.tree_util.tree_map_with_path(lambda path, p: spec_of(path, p, mesh), params)
 
 
 def of_parameters(params: Any, mesh: Mesh) -> Any:
-    """A `NamedSharding` for every parameter."""
+    """Return a `NamedSharding` for every parameter."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(params, mesh))
 
 
 def everywhere(tree: Any, mesh: Mesh) -> Any:
-    """Every leaf whole on every device."""
+    """Replicate every leaf on every device."""
     return jax.tree.map(lambda _: NamedSharding(mesh, EVERYWHERE), tree)
 
 
 def bytes_of(tree: Any) -> int:
-    """All of `tree`, each element counted once."""
+    """Return the bytes of `tree`, each element counted once."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def bytes_on_one_device(tree: Any) -> int:
-    """What the first of this process's devices holds of `tree`."""
+    """Return the bytes of `tree` on the first of this process's devices."""
     shards = (leaf.addressable_shards[0].data for leaf in jax.tree.leaves(tree))
     return sum(shard.nbytes for shard in shards)
 
 
 def of_one_device(tree: Any) -> Any:
-    """Replicated arrays as NumPy arrays: the copy of the first of this process's devices."""
+    """Return replicated arrays as NumPy arrays, from the first of this process's devices."""
     return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_shards[0].data), tree)
 
 
 def assert_same_on_every_device(tree: Any) -> int:
-    """Compares this process's copies of replicated arrays to the last bit.
+    """Compare this process's copies of replicated arrays bit by bit.
 
     Returns:
-      how many devices agree: 0 if there is nothing to compare.
+      number of devices that agree: 0 if there is nothing to compare.
     """
     devices = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -106,7 +106,7 @@ def assert_same_on_every_device(tree: Any) -> int:
 
 
 def assert_same_in_every_process(tree: Any) -> int:
-    """Compares replicated arrays between processes to the last bit; how many processes agree."""
+    """Compare replicated arrays between processes bit by bit; return how many processes agree."""
     leaves = jax.tree.leaves(of_one_device(tree))
     own = np.frombuffer(b"".join(leaf.tobytes() for leaf in leaves), np.uint8)
     everyone = multihost_utils.process_allgather(own).reshape(jax.process_count(), -1)

@@ -1,4 +1,4 @@
-"""How fast a step of `llama_nnx` can be by a model of time, and how near to the peak rate it is."""
+"""The speed of a step of `llama_nnx` by a model of time, and its ratio to the peak rate."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .llama_nnx import Size
 
 
 def flops_per_token(size: Size) -> tuple[float, float]:
-    """Of the layers' kernels, and of all else; of attention, which is causal, half is counted."""
+    """Return FLOPs of the layers' kernels, and of the rest; causal attention counts half."""
     kernels = 6.0 * size.layers * sum(n * m for n, m in size.kernels)
     return kernels, 6.0 * size.width * (size.vocabulary + size.layers * size.seq_len)
 
 
 def expected(found: Any, size: Size, tokens: int, devices: int, kind: str) -> float | None:
-    """Tokens per second if matmuls, quantizing included, were all; None for an unknown device.
+    """Return tokens per second of matmuls and quantizing alone; None for an unknown device.
 
-    In `found`, a `jfp8.report`, FP8 matmuls have a time: that of one device.
+    In `found`, a `jfp8.report`, FP8 matmuls have a time on one device.
     """
     rates, (kernels, others) = rates_of(kind), flops_per_token(size)
     if rates is None:
@@ -29,6 +29,6 @@ def expected(found: Any, size: Size, tokens: int, devices: int, kind: str) -> fl
 
 
 def mfu(tokens_per_second: float, size: Size, devices: int, kind: str) -> float | None:
-    """The part of the peak rate in bf16, also of a model in FP8; None for an unknown device."""
+    """Return the fraction of the peak rate in bf16, also for FP8; None for an unknown device."""
     name, flops = name_of(kind), tokens_per_second * sum(flops_per_token(size))
     return None if name is None else flops / (devices * 1e12 * PEAKS[name].bf16)

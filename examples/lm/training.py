@@ -1,4 +1,4 @@
-"""What the scripts share: optimizer, loss, one step, and a loop that trains models side by side."""
+"""Code that the scripts share: optimizer, loss, one step, and a loop over models side by side."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 def make_optimizer(
     lr: float, steps: int, *, multiplier: float = 1.0
 ) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine decay.
+    """Create AdamW with warm-up and cosine decay.
 
     The clipping threshold and eps are sizes of gradients. A multiplied loss multiplies every
-    gradient, so both carry the multiplier too, and AdamW divides it out again.
+    gradient, so both are multiplied, too, and AdamW divides it out again.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, min(30, steps // 2), steps)
     return optax.chain(
@@ -41,18 +41,18 @@ def make_optimizer(
 def make_state(
     model: nn.Module, tx: optax.GradientTransformation, seed: int, tokens: np.ndarray
 ) -> jfp8.TrainState:
-    """The same key gives a model in FP8 and its twin in float32 the same initial parameters."""
+    """Create a state; one key gives an FP8 model and its float32 twin the same parameters."""
     variables = jax.jit(model.init)(jax.random.key(seed), tokens)
     return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
 
 def cross_entropy(state: jfp8.TrainState, variables: Any, windows: jax.Array) -> jax.Array:
-    """The mean loss, in nats, of predicting every byte from those before it."""
+    """Return the mean loss, in nats, of predicting every byte from the bytes before it."""
     return next_byte_loss(state.apply_fn(variables, windows[:, :-1]), windows)
 
 
 def next_byte_loss(logits: jax.Array, windows: jax.Array) -> jax.Array:
-    """Of the logits for all bytes of `windows` but the last, [batch, length - 1, 256]."""
+    """Return the loss of logits for all bytes of `windows` but the last, [batch, length-1, 256]."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
@@ -75,7 +75,7 @@ def train_step(
 def take_steps(
     steps: dict[str, Step], states: dict[str, Any], batches: list[Any]
 ) -> tuple[dict[str, Any], report.Numbers]:
-    """One step per batch, of one model and then of the other. The host waits once for each."""
+    """Take one step per batch, of one model after the other. The host waits once for each."""
     states, numbers = dict(states), {}
     for run in states:
         start = time.perf_counter()
@@ -98,10 +98,10 @@ def train(
     *,
     compiling: int = 1,
 ) -> tuple[dict[str, Any], report.Numbers]:
-    """`count` steps of every run on the same batches, under a progress bar.
+    """Take `count` steps of every run on the same batches, with a progress bar.
 
-    In the first `compiling` ones JAX compiles, which is not training time: they are taken before
-    the bar, and have no milliseconds.
+    JAX compiles in the first `compiling` ones, which is not training time: they run before
+    the bar starts, and have no milliseconds.
     """
     batches_of = lambda start, end: [batch_at(step) for step in range(start, min(end, count))]
     with report.compiling():

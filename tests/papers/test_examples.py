@@ -178,17 +178,17 @@ def test_float32_does_not_notice_a_loss_multiplier(train_lm, text, tmp_path):
         ("--recipe delay", "invalid choice: 'delay' (choose from"),
         ("--batch-size 8 --micro-batches 3", "--micro-batches 3: type --batch-size 9"),
         ("--compare --recipe none", "--compare with --recipe none would train float32 twice"),
-        ("--fp8-head --recipe none", "--fp8-head with --recipe none would put FP8"),
+        ("--fp8-head --recipe none", "--fp8-head with --recipe none would add FP8"),
         ("--attention-recipe rowwise --recipe none", "--attention-recipe with --recipe none would"),
         ("--resume", "--resume needs a file for the state: add --checkpoint runs/train_lm/"),
         ("--checkpoint-every 5", "--checkpoint-every needs a file for the state: add --checkpoint"),
         ("--stop-at 5", "--stop-at needs a file for the state: add --checkpoint"),
         ("--resume --checkpoint no/such.msgpack", "there is no checkpoint at no/such.msgpack"),
         ("--resume --checkpoint small.txt", "small.txt is not a checkpoint of train_lm.py"),
-        ("--data no/such/text", "--data no/such/text does not exist: give a text file or a folder"),
+        ("--data no/such/text", "--data no/such/text does not exist: pass a text file or a folder"),
         ("--data small.txt", "--data small.txt has 11 bytes of text, but at least 81,920"),
         ("--seq-len 4096", "type --seq-len 4095 or less"),
-        ("--batch-size 300 --data text.txt", "type --batch-size 31, or give more text"),
+        ("--batch-size 300 --data text.txt", "type --batch-size 31, or pass more text"),
         ("--out small.txt", "small.txt"),
     ],
 )
@@ -212,7 +212,7 @@ def test_resume_refuses_another_configuration(train_lm, compared, capsys):
     message = capsys.readouterr().err
     assert "width was 32 and is 64" in message
     assert "seed was 0 and is 3" in message
-    assert "Type the old values, or leave --resume out" in message
+    assert "Type the old values, or omit --resume" in message
 
 
 @pytest.mark.parametrize("missing", ["tqdm", "matplotlib"])

@@ -262,7 +262,7 @@ def test_the_expected_speed_of_1b(llama_nnx):
         ("--recipe none", "--recipe none is for a model of a named size: type --size tiny"),
         ("--size tiny --devices 9", "--devices 9, but there are 8: type --devices 8"),
         ("--size tiny --devices 8 --batch-size 12", "--devices 8: type --batch-size 16"),
-        ("--size tiny --resume", "has no checkpoint: leave --resume out"),
+        ("--size tiny --resume", "has no checkpoint: omit --resume"),
     ],
 )
 def test_a_mistake_about_a_named_size(capsys, argv, message):

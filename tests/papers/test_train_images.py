@@ -89,7 +89,7 @@ def test_a_file_that_is_not_idx(data, tmp_path, content):
     path = tmp_path / "images"
     path.write_bytes(content)
     with pytest.raises(
-        ValueError, match="images is not an IDX file of bytes, as it is or gzipped: it should hold"
+        ValueError, match="images is not an IDX file of bytes, plain or gzipped: it should hold"
     ):
         data.read_idx(path)
 
