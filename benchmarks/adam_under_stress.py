@@ -35,7 +35,7 @@ ODD = np.broadcast_to(np.arange(SHAPE[1]) % 2 == 1, SHAPE)
 
 
 def gradients(step: jax.Array) -> jax.Array:
-    """Those of `step`, 0 in the first, of all stresses: f32[len(STRESSES), *SHAPE]."""
+    """Return the gradients of `step`, from 0, of all stresses: f32[len(STRESSES), *SHAPE]."""
     n = jax.random.normal(jax.random.fold_in(jax.random.key(0), step), SHAPE)
     one, after = jnp.ones(SHAPE), step >= EVENT
     fallen = jnp.where(ODD & after, 0.1, one)
@@ -72,7 +72,7 @@ def _statistics(
 
 
 def updates(moments: Moments, steps: int, b2: float = 0.999) -> dict[str, dict[str, np.ndarray]]:
-    """`compared` for `scale_by_adam` with its moments stored."""
+    """Return `compared` for `scale_by_adam` with its moments stored."""
     stored = scale_by_adam(b2=b2, mu=moments.mu, nu=moments.nu)
     return compared(stored, optax.scale_by_adam(b2=b2), steps)
 
@@ -80,7 +80,7 @@ def updates(moments: Moments, steps: int, b2: float = 0.999) -> dict[str, dict[s
 def compared(
     stored: optax.GradientTransformation, exact: optax.GradientTransformation, steps: int
 ) -> dict[str, dict[str, np.ndarray]]:
-    """For each stress ``"bias"`` and ``"noise"``, each [steps, group], the odd elements first.
+    """Return ``"bias"`` and ``"noise"`` of each stress, [steps, group], odd elements first.
 
     The bias is the mean update over the exact mean, less 1; the noise the root mean square
     difference over the root mean square update.

@@ -3,17 +3,17 @@
     O = softmax(scale Q K^T) V,  and dQ, dK, dV for a normal dO
 
 Errors are ``|computed - exact| / |exact|`` (Euclidean norms) of a head with T queries and keys.
-``"unquantized"`` compares with attention of the operands themselves, ``"dequantized"`` with that of
-the operands as the recipe rounds them: what is left is the rounding of P and dS.
+``"unquantized"`` compares with attention of the operands themselves, ``"dequantized"`` with that
+of the operands as the recipe rounds them: the remaining error is the rounding of P and dS.
 
 Values: normal; outlier channels, normal with one channel of Q, and another one of K, times 30;
-outlier values, N(0, 1) + N(0, 100) Bernoulli(0.001), those of FlashAttention-3 (arXiv 2407.08608,
+outlier values, N(0, 1) + N(0, 100) Bernoulli(0.001), as in FlashAttention-3 (arXiv 2407.08608,
 section 4.3), in Q, K and V.
 
 "tokens" is `jfp8.scaled_dot_product_attention`, with a scale for each token, and "histories" the
 same with amax histories of another sample as its `state`. The others are computed here: bf16
-operands, P and dS with f32 sums; one scale per tensor as FlashAttention-3 and Transformer Engine
-have it; and the same with O in e4m3, as cuDNN returns it. "Rotated": Q and K are multiplied by one
+operands, P and dS with f32 sums; one scale per tensor as in FlashAttention-3 and in TE;
+and the same with O in e4m3, as cuDNN returns it. "Rotated": Q and K are multiplied by one
 random Hadamard matrix over the head first, and their gradients are rotated back.
 
     python benchmarks/attention_accuracy.py              # everything: about 20 minutes on two cores
@@ -74,7 +74,7 @@ VALUES = {
 
 
 def operands(values: str, length: int, depth: int, seed: int) -> list[Array]:
-    """Q, K, V and dO, f32[length, depth]."""
+    """Return Q, K, V and dO, f32[length, depth]."""
     made = VALUES[values](np.random.default_rng(seed), length, depth)
     return [x.astype(np.float32) for x in made]
 
@@ -83,7 +83,7 @@ def operands(values: str, length: int, depth: int, seed: int) -> list[Array]:
 
 
 class Roundings(NamedTuple):
-    """Of what exists between the products; P is at most 1."""
+    """The roundings of intermediate results; P is at most 1."""
 
     weights: Callable[[Array], Array] = lambda x: x
     scores: Callable[[Array], Array] = lambda x: x
@@ -96,7 +96,7 @@ EXACT = Roundings()
 def attention(
     q: Pair, k: Pair, v: Pair, grad: Pair, causal: bool, to: Roundings = EXACT
 ) -> list[Array]:
-    """O, dQ, dK and dV; each operand as its two products take it: see `flash.numerics.Numerics`."""
+    """Return O, dQ, dK and dV; for the operands of the matmuls see `flash.numerics.Numerics`."""
     scale = 1 / np.sqrt(q[0].shape[1])
     s = q[0] @ k[0].T * scale
     if causal:
@@ -111,13 +111,13 @@ def attention(
     return [out, ds @ k[1] * scale, ds.T @ q[1] * scale, dv]
 
 
-# Ways to compute it. Each gives O, dQ, dK, dV, and its operands in float64.
+# Implementations. Each returns O, dQ, dK, dV, and its operands in float64.
 
 Way = Callable[[list[Array], list[Array], bool], tuple[list[Array], list[Pair]]]
 
 
 def of_library(recipe: jfp8.recipes.Recipe, history: bool = False) -> Way:
-    """`jfp8.scaled_dot_product_attention`; its histories are of another sample."""
+    """Return `jfp8.scaled_dot_product_attention`, with histories of another sample."""
 
     @functools.partial(jax.jit, static_argnums=3)
     def compute(arrays, state, grad, causal):
@@ -153,7 +153,7 @@ def of_library(recipe: jfp8.recipes.Recipe, history: bool = False) -> Way:
 
 
 def _state(recipe: jfp8.recipes.Recipe, before: list[Array]):
-    """Histories with one entry, the amaxes of `before`."""
+    """Return histories with one entry, the amaxes of `before`."""
     q, k, v, grad = (np.abs(x).max() for x in before)
     amaxes = {
         "scores": {"lhs": q, "rhs": k, "grad": 1.0},
@@ -182,7 +182,7 @@ def cast(x: Array, fmt: jfp8.Format) -> Array:
 def per_tensor(
     arrays: list[Array], before: list[Array], causal: bool, out_in_e4m3: bool = False
 ) -> tuple[list[Array], list[Pair]]:
-    """One scale for each tensor, from itself; e4m3, and e5m2 for dO and dS; P times 256."""
+    """Return attention with one current scale per tensor; e4m3, or e5m2 for dO, dS; P times 256."""
     del before
 
     def quantized(x, fmt):
@@ -205,7 +205,7 @@ def per_tensor(
 
 
 def rotated(way: Way) -> Way:
-    """Q and K times one random Hadamard matrix: Q R (K R)^T = Q K^T."""
+    """Multiply Q and K by one random Hadamard matrix: Q R (K R)^T = Q K^T."""
 
     def run(arrays, before, causal):
         signs = np.random.default_rng(1).choice([-1, 1], arrays[0].shape[1])
@@ -234,7 +234,7 @@ def error(computed: Array, exact: Array) -> float:
 
 
 def measure(values: str, length: int, depth: int, causal: bool) -> dict[str, dict]:
-    """Errors of every way, by `WAYS`."""
+    """Return the errors of every implementation in `WAYS`."""
     arrays, before = (operands(values, length, depth, seed) for seed in (0, 1))
     twice = [(x, x) for x in (x.astype(np.float64) for x in arrays)]
     exact = attention(*twice, causal)
@@ -263,9 +263,9 @@ def case_of(values: str, length: int, depth: int, causal: bool) -> str:
 
 
 def table(errors: dict, length: int, depth: int, causal: bool) -> str:
-    """In percent, against the unquantized operands; and O of the rounding of P alone.
+    """Return the table: errors in percent, unquantized; and of O from rounding P alone.
 
-    Ways with the same figures share a row. Of the gradients, the largest error.
+    Implementations with equal figures share a row. For gradients, the largest error.
     """
     cases = [errors[case_of(values, length, depth, causal)] for values in VALUES]
     rows: dict[tuple[float, ...], list[str]] = {}

@@ -34,12 +34,12 @@ def cast(x: jax.Array, fmt: jfp8.Format) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def clip_astype(x: jax.Array, fmt: jfp8.Format) -> jax.Array:
-    """The saturating cast in plain JAX."""
+    """Cast with saturation in plain JAX."""
     return jnp.clip(x, -fmt.max, fmt.max).astype(fmt.dtype)
 
 
 def sample(size: int, dtype: jax.typing.DTypeLike, fmt: jfp8.Format) -> jax.Array:
-    """Magnitudes spread evenly over the binades from half the smallest value to twice the max."""
+    """Return magnitudes spread evenly over binades, from half the smallest value to twice max."""
     low, high = math.log2(fmt.smallest_subnormal) - 1, math.log2(fmt.max) + 1
     exponent, sign = jax.random.uniform(jax.random.key(0), (2, size))
     magnitude = jnp.power(2.0, low + (high - low) * exponent)
@@ -47,7 +47,7 @@ def sample(size: int, dtype: jax.typing.DTypeLike, fmt: jfp8.Format) -> jax.Arra
 
 
 def measure(exponents: list[int], repeats: int) -> dict[str, object]:
-    """Medians and ratios of every cast of ``2**exponent`` elements."""
+    """Return medians and ratios of every cast of ``2**exponent`` elements."""
     results = {}
     for exponent in exponents:
         runs = {}

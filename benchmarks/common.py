@@ -1,4 +1,4 @@
-"""What the timed benchmarks share: interleaved medians, and where the figures come from."""
+"""Code that the timed benchmarks share: interleaved medians, and the environment of the figures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def interleaved_medians(runs: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, float]:
-    """Median milliseconds of each run: all run once to compile, then in turn, `repeats` times.
+    """Return median milliseconds of runs: each compiles once, then all alternate `repeats` times.
 
-    In turn, so that a change of clock or load hits them alike.
+    They alternate so that a change of clock or load affects all alike.
     """
     for run in runs.values():
         jax.block_until_ready(run())
@@ -33,7 +33,7 @@ def interleaved_medians(runs: Mapping[Key, Callable[[], Any]], repeats: int) -> 
 
 
 def environment() -> dict[str, object]:
-    """Device, processor and versions, to print with every result."""
+    """Return device, processor and versions, to print with every result."""
     return {
         "device": jax.devices()[0].device_kind,
         "processor": platform.processor() or platform.machine(),

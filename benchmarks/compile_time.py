@@ -3,9 +3,9 @@
     python benchmarks/compile_time.py --repeats 5
     python benchmarks/compile_time.py --programs lm --runs f32 delayed
 
-Programs: ``dense``, twelve `Dense(64)` with Adam, each in the loop that is written for it; and
-``lm``, the training step of `examples/train_lm.py`. Every figure comes from a process of its own,
-without a cache of compiled programs; runs take turns, and figures are medians. CPU seconds, since
+Programs: ``dense``, twelve `Dense(64)` with Adam, each in its native loop; and
+``lm``, the training step of `examples/train_lm.py`. Every figure comes from a separate process,
+without a cache of compiled programs; runs alternate, and figures are medians. CPU seconds, because
 XLA compiles in several threads and other programs share the machine.
 """
 
@@ -37,7 +37,7 @@ FLAX_FP8 = "flax fp8"
 RUNS = {"dense": ["f32", FLAX_FP8, *RECIPES], "lm": ["f32", *RECIPES]}
 BASELINE = {"dense": FLAX_FP8, "lm": "f32"}
 
-# A jitted function, and its arguments, made by another that is called first.
+# A jitted function, and its arguments, created by another function that is called first.
 Program = tuple[Callable[[], Any], Callable[..., Any]]
 
 
@@ -100,7 +100,7 @@ PROGRAMS = {"dense": dense, "lm": lm}
 
 
 def one(program: str, run: str) -> dict[str, float]:
-    """Seconds of this process, which has compiled something small before."""
+    """Return seconds in this process, after a small warm-up compilation."""
     jax.block_until_ready(jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))))
     warnings.simplefilter("ignore")
     make, step = PROGRAMS[program](run)
@@ -150,7 +150,7 @@ def table(program: str, medians: dict[str, dict[str, float]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", choices=PROGRAMS, nargs="+", default=list(PROGRAMS))
-    parser.add_argument("--runs", nargs="+", help="of each program, those that it has; all of them")
+    parser.add_argument("--runs", nargs="+", help="runs of each program (all)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # what `measure` starts
     args = parser.parse_args(argv)

@@ -30,7 +30,7 @@ RECIPES = ("delayed", "current", "hybrid")
 
 
 def forward_backward(layer: nn.Module, x: jax.Array):
-    """One jitted call: the output's product with a fixed array, and all its gradients."""
+    """Return a jitted call: the output's inner product with an array, and its gradients."""
     variables = layer.init(jax.random.key(1), x)
     target = jax.random.normal(jax.random.key(9), layer.apply(variables, x).shape, x.dtype)
 
@@ -47,7 +47,7 @@ def forward_backward(layer: nn.Module, x: jax.Array):
 
 
 def measure(repeats: int) -> dict[str, object]:
-    """Median milliseconds and ratios of every variant."""
+    """Return median milliseconds and ratios of every variant."""
     runs = {}
     for shape, (image, features, kernel, strides) in SHAPES.items():
         x = jax.random.normal(jax.random.key(0), image)

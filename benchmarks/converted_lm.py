@@ -28,13 +28,13 @@ RECIPES = ("delayed", "current")
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean loss of predicting each byte from those before it."""
+    """Return the mean loss of predicting each byte from the bytes before it."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
     return jnp.mean(losses)
 
 
 def plain_step(model, variables, tx, tokens):
-    """The step without this library."""
+    """Return the step without this library."""
 
     @jax.jit
     def step(params, opt_state, tokens):
@@ -49,7 +49,7 @@ def plain_step(model, variables, tx, tokens):
 
 
 def fp8_step(model, variables, tx, tokens):
-    """The same step, which also updates the FP8 state."""
+    """Return the same step, which also updates the FP8 state."""
     state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
     @jax.jit
@@ -63,7 +63,7 @@ def fp8_step(model, variables, tx, tokens):
 
 
 def measure(width: int, repeats: int) -> dict[str, object]:
-    """Median milliseconds and ratios of every variant."""
+    """Return median milliseconds and ratios of every variant."""
     model, tx = Transformer(width=width), optax.adamw(1e-3)
     tokens = jax.random.randint(jax.random.key(0), (8, 128), 0, VOCABULARY)
     runs = {

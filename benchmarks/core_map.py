@@ -1,4 +1,4 @@
-"""Draws the core: the files that one gradient of `scaled_dot_general` enters, in reading order."""
+"""Draw the core: the files that one gradient of `scaled_dot_general` enters, in reading order."""
 
 from __future__ import annotations
 

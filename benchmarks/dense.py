@@ -1,6 +1,6 @@
 """Time a Dense layer, forward and backward, in FP8 against Flax's own; print JSON.
 
-All variants run interleaved in one process, so that a change of clock or load hits them alike; the
+All variants run interleaved in one process, so that changes of clock or load affect all alike; the
 figures are medians, and ratios to a baseline of the same run.
 
     python benchmarks/dense.py --size 1024 --repeats 41
@@ -23,12 +23,12 @@ import jfp8
 
 
 def forward_backward(layer: nn.Module, x: jax.Array, variables):
-    """One jitted call: the output's product with a fixed array, and all its gradients.
+    """Return a jitted call: the output's inner product with an array, and its gradients.
 
     That array is an argument, or XLA would quantize it at compile time; and the value is returned,
     or XLA would drop the forward product.
     """
-    # Flax's FP8 op hands out new state as gradients, so its state is differentiated too.
+    # Flax's FP8 op hands out new state as gradients, so its state is differentiated, too.
     constant = {k: v for k, v in variables.items() if k == "fp8"}
     differentiated = {k: v for k, v in variables.items() if k != "fp8"}
     target = jax.random.normal(jax.random.key(9), (x.shape[0], layer.features), x.dtype)
@@ -50,7 +50,7 @@ RECIPES = {
 
 
 def measure(size: int, repeats: int, seed: int = 0) -> dict[str, object]:
-    """Median milliseconds and ratios of every variant at batch = in = out = `size`."""
+    """Return median milliseconds and ratios of every variant at batch = in = out = `size`."""
     runs = {}
     for dtype, recipes in RECIPES.items():
         name = np.dtype(dtype).name

@@ -29,7 +29,7 @@ def error_against_bits(ax: Axes, x: np.ndarray) -> dict[str, float]:
 
     Args:
       ax: axes to draw on. ``ax.lines[0]`` has a point for each different result; equal ones share
-        it, and the texts beside name them. The dashed line is bfloat16.
+        it, and the texts next to them give their names. The dashed line is bfloat16.
       x: ``f32[tokens, features]``, finite activations: the left operand of a forward matmul, to
         which each recipe applies its quantizer, without a history.
 
@@ -63,7 +63,7 @@ def error_against_bits(ax: Axes, x: np.ndarray) -> dict[str, float]:
 
 
 def _bits(q: ScaledArray) -> int:
-    """Of the data and all scales; four bits count as four, however they are stored."""
+    """Return bits of the data and all scales; 4-bit values count as 4 in any storage."""
     data = q.size * q.format.bits
     if isinstance(q.scale, ScaledArray):
         return data + _bits(q.scale)
@@ -71,13 +71,13 @@ def _bits(q: ScaledArray) -> int:
 
 
 def _error(approximate: np.ndarray, exact: np.ndarray) -> float:
-    """Relative error of the features, root mean square."""
+    """Return the relative error of the features, root mean square."""
     noise, signal = (np.sum(a.astype(np.float64) ** 2, 0) for a in (approximate - exact, exact))
     return math.sqrt(np.mean(noise[signal > 0] / signal[signal > 0]))
 
 
 def _name_points(ax: Axes, groups: Mapping[tuple[float, float], list[str]]) -> None:
-    """A text for each point at the right of the axes, with a line to it; no text covers another."""
+    """Write a text per point at the right of the axes, with a line to it, without overlaps."""
     low, high = np.log(ax.get_ylim())
     points = sorted(groups, key=lambda point: (point[1], -point[0]))  # upwards
     heights = [(math.log(max(error, 1e-30)) - low) / (high - low) for _, error in points]

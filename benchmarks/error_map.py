@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 ENDS = (0.1, 100.0)  # percent: of the colours
 
 LABELS = {
-    "total": "error of the worst product of each layer",
-    "gradient": "error of the gradient by each parameter",
+    "total": "error of the worst matmul of each layer",
+    "gradient": "error of the gradient of each parameter",
 }
 
 
 def error_map(ax: Axes, comparisons: Iterable[Comparison], part: str) -> None:
     """Draw relative errors in percent: layers downwards, in program order, and recipes across.
 
-    Columns are the recipes of all `comparisons`, each once. Of a layer's products the worst counts.
+    Columns are the recipes of all `comparisons`, each once. Of a layer's matmuls the worst counts.
     The colours mean the same in every picture, from 0.1 to 100 % on a logarithmic scale. Dark is
     bad.
 
     Args:
-      ax: axes to draw on. A bar of colours is put beside them.
+      ax: axes to draw on. A bar of colours is put next to them.
       comparisons: results of `jfp8.debug.compare` for one model and batch.
       part: ``"total"``, the error of matmuls on exact inputs; or ``"gradient"``, the error of the
         whole model's gradient with respect to each parameter, in which errors of layers add up.

@@ -1,6 +1,6 @@
-"""A mixture of experts on many devices: the bytes of one layer that a device sends and keeps.
+"""Count the bytes of one layer of a mixture of experts that a device sends and saves.
 
-Formulas for `plan_experts.py`, which says what they suppose and leave out.
+Formulas for `plan_experts.py`, which documents their assumptions and limits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Model:
 
     Attributes:
       width: features of a token.
-      hidden: features between the two products of an expert.
-      experts, per_token: how many there are, and how many a token uses.
+      hidden: features between the two matmuls of an expert.
+      experts, per_token: number of experts, and of experts per token.
       tokens: of one device.
-      projections: columns of the first product / `hidden`: 2 for gated activations.
+      projections: columns of the first matmul / `hidden`: 2 for gated activations.
     """
 
     width: int
@@ -37,7 +37,7 @@ class Model:
 
     @property
     def copies(self) -> int:
-        """Of the tokens of a device; as many rows as it multiplies, experts being used equally."""
+        """Return the copies of a device's tokens: the rows that it multiplies if balanced."""
         return self.tokens * self.per_token
 
 
@@ -51,13 +51,13 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ways a layer is divided.
+    """The sizes of the mesh axes over which a layer is sharded.
 
     Attributes:
       expert: the experts, and the tokens.
       data: the tokens.
       fsdp: the tokens, and every matrix until it is gathered.
-      tensor: columns of the first product's matrices, and rows of the second one's.
+      tensor: columns of the first matmul's matrices, and rows of the second's.
     """
 
     expert: int = 1
@@ -66,13 +66,13 @@ class Mesh:
     tensor: int = 1
 
     def elements(self, model: Model) -> float:
-        """Of the matrices that a device multiplies with: gathered over fsdp."""
+        """Return elements of a device's matrices, gathered over fsdp."""
         of_expert = (model.projections + 1) * model.width * model.hidden
         return model.experts / self.expert * of_expert / self.tensor
 
 
 def mesh_of(count: int, model: Model, longest: int = 64, data: int = 1, tensor: int = 1) -> Mesh:
-    """`count` devices, with an expert axis as long as experts, devices and `longest` allow.
+    """Return a mesh of `count` devices, with the longest expert axis that `longest` allows.
 
     What remains is fsdp.
 
@@ -89,7 +89,7 @@ def mesh_of(count: int, model: Model, longest: int = 64, data: int = 1, tensor: 
     others = expert * data * tensor
     if count % others or model.experts % expert or model.hidden % tensor:
         raise ValueError(
-            f"{count} devices cannot be divided into data={data}, tensor={tensor} and an expert "
+            f"{count} devices cannot be split into data={data}, tensor={tensor} and an expert "
             f"axis of {expert} for {model.experts} experts with {model.hidden} hidden features: "
             f"devices have to be a multiple of {others}, experts of {expert}, and features of "
             f"{tensor}. Choose other --devices, or a shorter axis by --longest-expert."
@@ -98,13 +98,13 @@ def mesh_of(count: int, model: Model, longest: int = 64, data: int = 1, tensor: 
 
 
 class Casts(NamedTuple):
-    """How often what a layer multiplies is cast, each time by a kernel of its own.
+    """The number of casts of a layer's operands, each by a separate kernel.
 
     Attributes:
       home: tokens on their own device, where each stands once.
       tokens, gradients: copies of tokens, and gradients of their results; rows of `width`.
-      activated: operands of the second product; rows of `hidden`.
-      projected: gradients of the first product's results; rows of `projections hidden`.
+      activated: operands of the second matmul; rows of `hidden`.
+      projected: gradients of the first matmul's results; rows of `projections hidden`.
     """
 
     home: int = 0
@@ -116,10 +116,10 @@ class Casts(NamedTuple):
 
 @dataclass(frozen=True)
 class Precision:
-    """What a layer multiplies, keeps and sends in FP8, and what it casts.
+    """The FP8 matmuls, saved and sent tensors of a layer, and its casts.
 
     Attributes:
-      kept, dispatched: keys of `ROW_BYTES`; of operands of products, and of what goes to experts.
+      kept, dispatched: keys of `ROW_BYTES`; of operands of matmuls, and of rows sent to experts.
       gathered, gradients: bytes per element of matrices and of their gradients, between devices.
     """
 
@@ -133,11 +133,11 @@ class Precision:
 
 
 def precisions(scales: str, gradients: float) -> tuple[Precision, ...]:
-    """The rows of a table, with FP8 in these `SCALES`.
+    """Return the rows of a table, with FP8 in these `SCALES`.
 
-    arXiv 2511.02302 counts 12 casts where each is a kernel, and 2 where kernels quantize what they
-    make. Which tensors the 12 are of is this file's account: what travels is quantized, dequantized
-    where it arrives, and quantized in the two directions of the products; the other operands are
+    arXiv 2511.02302 counts 12 casts if each is a kernel, and 2 if kernels quantize their own
+    results. The choice of the 12 tensors is ours: sent tensors are quantized, dequantized by the
+    receiver, and quantized in the two directions of the matmuls; the other operands are
     quantized in these two.
     """
     fp8 = Precision("", kept=scales, dispatched=scales, gradients=gradients)
@@ -153,7 +153,7 @@ def precisions(scales: str, gradients: float) -> tuple[Precision, ...]:
 
 # Bytes that one device sends
 
-# Of a row of so many elements. FP8 codes with a scale per tensor, which does not travel; with one
+# Of a row of so many elements. FP8 codes with a scale per tensor, which is not sent; with one
 # in f32 per row or per block of 128; or with a byte for 32 elements.
 ROW_BYTES: dict[str, Callable[[int], float]] = {
     "f32": lambda width: 4.0 * width,
@@ -169,7 +169,7 @@ SCALES = ("tensor", "row", "block", "mx")
 def dispatch_bytes(
     tokens: float, per_token: int, width: int, expert: int, encoding: str, *, padded: bool = False
 ) -> float:
-    """Bytes that one device sends as rows go to their experts: tokens, or gradients of results.
+    """Return bytes that a device sends to experts: rows of tokens, or of results' gradients.
 
     One all-to-all over `expert` devices, of which each uses all others equally::
 
@@ -181,8 +181,8 @@ def dispatch_bytes(
       width: elements of a row.
       expert: devices that share the experts.
       encoding: of a row; a key of `ROW_BYTES`.
-      padded: each pair of devices exchanges a bucket that would hold all copies, as where there is
-        no ragged exchange: ``expert tokens per_token`` rows in place of ``tokens per_token``.
+      padded: each pair of devices exchanges a bucket large enough for all copies, as without
+        a ragged exchange: ``expert tokens per_token`` rows instead of ``tokens per_token``.
     """
     rows = tokens * per_token * (expert if padded else 1)
     return (expert - 1) / expert * rows * ROW_BYTES[encoding](width)
@@ -197,7 +197,7 @@ def combine_bytes(
     *,
     padded: bool = False,
 ) -> float:
-    """Bytes that one device sends as rows return: results, or gradients of tokens.
+    """Return bytes that a device sends back: rows of results, or of tokens' gradients.
 
     As many rows as went there. For the arguments see `dispatch_bytes`.
     """
@@ -205,12 +205,12 @@ def combine_bytes(
 
 
 def count_bytes(experts: int, expert: int) -> float:
-    """Of i32[expert, experts], all-gathered: how many copies each device has for each expert."""
+    """Return bytes of i32[expert, experts], all-gathered: copies of each device per expert."""
     return all_gather(expert * experts, 4, expert)
 
 
 def wire(model: Model, mesh: Mesh, precision: Precision) -> dict[str, float]:
-    """Bytes that one device sends in both passes, by what they are.
+    """Return bytes that one device sends in both passes, by purpose.
 
     ``dispatch`` and ``combine`` are each sent forward and backward. ``fsdp``: matrices gathered for
     either pass, and their gradients scattered. ``data``: these gradients. ``tensor``: partial sums
@@ -233,7 +233,7 @@ def wire(model: Model, mesh: Mesh, precision: Precision) -> dict[str, float]:
 
 
 def rows_of(model: Model, mesh: Mesh, capacity_factor: float) -> dict[str, int]:
-    """Rows that a device multiplies, or has room for.
+    """Return the rows that a device multiplies, or allocates.
 
     ``expected``: experts are used equally. ``worst``: all copies of the devices that share the
     experts go to one of them; a program of fixed shapes that drops none allocates that.
@@ -248,9 +248,9 @@ def rows_of(model: Model, mesh: Mesh, capacity_factor: float) -> dict[str, int]:
 def memory(
     model: Model, mesh: Mesh, precision: Precision, capacity_factor: float
 ) -> dict[str, float]:
-    """Bytes that one layer keeps for its backward pass on a device, by the rows of `rows_of`.
+    """Return bytes that a layer saves for its backward pass on a device, by rows of `rows_of`.
 
-    Per row of the experts the operands of both products, ``width + hidden`` elements, and the
+    Per row of the experts the operands of both matmuls, ``width + hidden`` elements, and the
     activation's input, ``projections hidden`` in bf16. Besides, for the gradient of the router's
     weights, the results of all copies at home in bf16.
     """

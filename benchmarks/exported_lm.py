@@ -41,7 +41,7 @@ MODELS["f32"] = Transformer(**SIZES)
 
 
 def losses_of_seed(text: corpus.Corpus, seed: int, args: argparse.Namespace) -> dict[str, float]:
-    """The validation loss of the float32 model, and of what is deployed, for each grid."""
+    """Return the validation loss of the float32 model, and of deployed models, for each grid."""
     batch_at = lambda step: text.train_batch(seed, step, args.batch_size)
     validation = text.validation_batches(args.batch_size, args.eval_batches)
     tx, tokens = training.make_optimizer(args.lr, args.steps), batch_at(0)[:, :-1]
@@ -58,7 +58,7 @@ def losses_of_seed(text: corpus.Corpus, seed: int, args: argparse.Namespace) -> 
         return training.validation_loss(state, validation)
 
     state = train(training.make_state(MODELS["f32"], tx, seed, tokens), 0, begin)
-    copied = lambda: jax.tree.map(jnp.copy, state)  # a step donates what it is given
+    copied = lambda: jax.tree.map(jnp.copy, state)  # a step donates its inputs
     aware = {grid: copied().with_model(MODELS[grid], tokens) for grid in GRIDS}
     state = train(state, begin, args.steps)
     losses = {"f32": training.validation_loss(state, validation)}
@@ -70,7 +70,7 @@ def losses_of_seed(text: corpus.Corpus, seed: int, args: argparse.Namespace) -> 
 
 
 def table(runs: dict[str, dict[str, float]]) -> str:
-    """The gaps of each way to float32, and between both ways."""
+    """Return the gaps of each method to float32, and between both methods."""
     seeds = list(runs.values())
     losses = {name: np.array([run[name] for run in seeds]) for name in seeds[0]}
     gap = lambda name: 100 * (losses[name] / losses["f32"] - 1)
@@ -126,5 +126,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and cached
     main()

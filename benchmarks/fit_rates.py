@@ -133,7 +133,7 @@ def fit_pass(shapes: Timings, name: str) -> Pass:
 
 
 def robust(distance: Any, given: np.ndarray) -> np.ndarray:
-    """Minimize distances, of which those beyond a few per cent count by their size alone."""
+    """Minimize distances; distances beyond a few per cent count linearly."""
     start, *bounds = given
     return least_squares(distance, start, bounds=bounds, loss="soft_l1", f_scale=0.03).x
 
@@ -187,7 +187,7 @@ def right_answers(rates: Mapping[str, Any], shapes: Timings) -> dict[str, float]
 
 
 def without_a_size(shapes: Timings) -> dict[str, float]:
-    """Return the largest error, for each format, of shapes whose m the fit has not seen."""
+    """Return the largest error, for each format, of shapes whose m is not in the fit."""
     worst: dict[str, float] = {}
     for m in np.unique(shapes.m):
         rates = fit(shapes.at(shapes.m != m))

@@ -1,7 +1,7 @@
-"""Errors of products under the recipes in 4 bits, and the bias of their gradients; print a table.
+"""Errors of matmuls under the recipes in 4 bits, and the bias of their gradients; print a table.
 
-For each recipe and kind of operands, in percent of the exact product (float64): the error of the
-forward product and of both gradients, and what is left of the gradients' errors in the mean over
+For each recipe and kind of operands, in percent of the exact result (float64): the error of the
+forward matmul and of both gradients, and the remaining error of the gradients in the mean over
 `--keys` keys. An unbiased error shrinks to ``1 / sqrt(keys)`` of a single one; what exceeds that is
 bias, from the operands that are rounded to nearest, too.
 
@@ -30,7 +30,7 @@ COLUMNS = ("y", "dx", "dw", "dx, mean", "dw, mean")
 
 
 def operands(kind: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Activations, weights and the gradient of the result, f32[size, size] each.
+    """Return activations, weights and the gradient of the result, f32[size, size] each.
 
     Heavy tails are Student's t with 3 degrees of freedom, of activations and gradients. Outlier
     channels are 1 in 64 of the activations' features, and of the gradient's, 30 times as large.
@@ -46,7 +46,7 @@ def operands(kind: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def errors(recipe: jfp8.recipes.Recipe, kind: str, size: int, keys: int) -> dict[str, float]:
-    """Relative Frobenius norms, in percent."""
+    """Return relative Frobenius norms, in percent."""
     x, w, g = operands(kind, size)
     a, b, c = (v.astype(np.float64) for v in (x, w, g))
     exact = (a @ b, c @ b.T, a.T @ c)
@@ -67,7 +67,7 @@ def errors(recipe: jfp8.recipes.Recipe, kind: str, size: int, keys: int) -> dict
 
 
 def table(results: dict[str, dict[str, dict[str, float]]], keys: int) -> str:
-    """As markdown: a row for each recipe and kind of operands."""
+    """Return Markdown: a row for each recipe and kind of operands."""
     head = ["recipe", "operands", "y", "dx", "dw", f"dx, mean of {keys}", f"dw, mean of {keys}"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for kind in KINDS:
@@ -80,7 +80,7 @@ def table(results: dict[str, dict[str, dict[str, float]]], keys: int) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=512, help="of the square operands")
+    parser.add_argument("--size", type=int, default=512, help="size of the square operands")
     parser.add_argument("--keys", type=int, default=64, help="gradients in a mean")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     given = parser.parse_args(arguments)

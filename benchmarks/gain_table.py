@@ -27,13 +27,13 @@ RECIPES: dict[Scales, str] = {
 
 
 def times(gpu: str, scales: Scales, n: int) -> Times:
-    """Return the expected times of a product of n x n x n, with a JAX that has the kernels."""
+    """Return the expected times of a matmul of n x n x n, with a JAX that has the kernels."""
     return expected(work_of((n, n, n)), RATES[gpu], scales, costs_of(gpu))
 
 
 @functools.cache
 def costs_of(gpu: str) -> Costs:
-    """Return what quantizing costs on a card."""
+    """Return the cost of quantizing on a card."""
     device = AbstractDevice(device_kind=f"NVIDIA {gpu}", num_cores=1, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         found = current_gpu()

@@ -1,4 +1,4 @@
-"""Draw how far runs in FP8 lie from those in high precision, step by step."""
+"""Draw gaps of runs in FP8 to runs in high precision, step by step."""
 
 from __future__ import annotations
 

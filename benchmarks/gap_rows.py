@@ -1,4 +1,4 @@
-"""Draw how far runs in FP8 lie from those in high precision at the end, with intervals."""
+"""Draw final gaps of runs in FP8 to runs in high precision, with intervals."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def gap_rows(
       ax: axes to draw on.
       runs: ``{name: f64[n_pairs]}``, two or more pairs each, drawn from top to bottom.
       margin, confidence: see `jfp8.debug.equivalence`.
-      limit: end the axes at ``-limit`` and ``limit``. An arrow at the end stands for what lies
-        beyond, with the number beside it if it is a mean.
+      limit: end the axes at ``-limit`` and ``limit``. An arrow at the end stands for values
+        beyond, with the number next to it if it is a mean.
     """
     ax.axvspan(-margin, margin, color=GREY, alpha=0.15, linewidth=0)
     for x, style in ((-margin, "--"), (0.0, "-"), (margin, "--")):

@@ -1,8 +1,8 @@
-"""Check the GPU kernels, and measure what they are for; one command, one GPU.
+"""Check the GPU kernels, and measure their speed; one command, one GPU.
 
-Correctness first: every kernel against float64 or, bit for bit, against what a CPU computes. Then
-ceilings of the device, FP8 products, linear layers, quantize kernels, a Transformer block's step,
-accumulation errors, memory, and what XLA's compiler does with FP8. Sections are independent: a
+Correctness first: every kernel against float64 or, bit for bit, against a CPU. Then
+ceilings of the device, FP8 matmuls, linear layers, quantize kernels, a Transformer block's step,
+accumulation errors, memory, and XLA's compilation of FP8. Sections are independent: a
 failure in one is a line in the result, and a kernel that hangs is ended without harm to the others.
 
     python benchmarks/gpu.py                       # all, into runs/gpu-<date>.jsonl
@@ -10,9 +10,9 @@ failure in one is a line in the result, and a kernel that hangs is ended without
     python benchmarks/gpu.py --table runs/h200.jsonl
     python benchmarks/gpu.py --smoke               # on a CPU, with kernels interpreted: minutes
 
-Each record is in the file as soon as it is made, whatever ends the program. With a file that
-exists, only what it lacks is measured, and what failed: the same command again goes on where the
-time ended. After a change of a kernel take a new file. The table is made from the file alone. The
+Each record is written to the file immediately, however the program ends. With an existing file,
+only missing and failed records are measured: repeat the command to continue after the time limit.
+After a change of a kernel use a new file. The table is made from the file alone. The
 package has to be importable, installed or by PYTHONPATH. The exit status is 1 if a check fails.
 """
 
@@ -85,13 +85,13 @@ def measure(
 
 
 def records_file(smoke: bool) -> Path:
-    """A file below ``runs``, with the time in its name."""
+    """Return a file below ``runs``, with the time in its name."""
     now = datetime.datetime.now(datetime.UTC)
     return RUNS / f"{'smoke' if smoke else 'gpu'}-{now:%Y-%m-%d-%H%M%S}.jsonl"
 
 
 def sections_of(text: str) -> list[str]:
-    """The sections in a list such as ``products,linear``."""
+    """Return the sections in a list such as ``products,linear``."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, help="file to begin or continue (runs/gpu-*)")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of FILE only")
     parser.add_argument("--hlo", type=Path, help="folder for the compiled programs of layers")
-    parser.add_argument("--log", type=Path, help="file for what libraries print")
+    parser.add_argument("--log", type=Path, help="file for the output of libraries")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU, kernels interpreted")
     arguments = parser.parse_args()
     path = arguments.table or arguments.records or records_file(arguments.smoke)

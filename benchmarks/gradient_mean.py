@@ -2,7 +2,7 @@
 
 It takes four kinds of gradients, each of `size` elements on every device, and averages them in each
 way. dB are ``20 log10(|mean| / |error|)`` against float64; bytes are what a device sends in the
-compiled program, with all iterations of loops. XLA:CPU sends bf16 as f32; the bytes given are those
+compiled program, with all iterations of loops. XLA:CPU sends bf16 as f32; the figures are the bytes
 that a GPU would send.
 
     python benchmarks/gradient_mean.py --size 65536 --output benchmarks/results/gradient_mean.json
@@ -31,7 +31,7 @@ DEVICES = 8
 
 
 def gradients(size: int) -> dict[str, np.ndarray]:
-    """f32[DEVICES, size]; devices agree on all but the first, up to noise of half the size."""
+    """Return f32[DEVICES, size]; devices agree on all but the first, up to half-sized noise."""
     rng = np.random.default_rng(0)
     magnitude = (10 ** rng.uniform(-4, 0, size // 128)).repeat(128)
 
@@ -50,7 +50,7 @@ def gradients(size: int) -> dict[str, np.ndarray]:
 
 
 def means() -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """The ways to average f32[size] over the devices."""
+    """Return functions that average f32[size] over the devices."""
 
     def in_bf16(x: jax.Array) -> jax.Array:
         return lax.pmean(x.astype(jnp.bfloat16), "data").astype(jnp.float32)

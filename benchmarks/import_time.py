@@ -1,4 +1,4 @@
-"""Time `import jfp8` against importing what it needs: JAX, Flax and Optax.
+"""Time `import jfp8` against importing its dependencies: JAX, Flax and Optax.
 
 Each import runs in a fresh interpreter, the two alternate, and the figures are medians.
 
@@ -23,14 +23,14 @@ IMPORTS = {"nothing": "pass", "peers": PEERS, "jfp8": "import jfp8"}
 
 
 def seconds(code: str) -> float:
-    """How long a new interpreter takes to start, run `code`, and end."""
+    """Return the seconds in which a new interpreter starts, runs `code`, and ends."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=CHECKOUT)
     return time.perf_counter() - start
 
 
 def measure(repeats: int) -> dict[str, float]:
-    """Median seconds of each import; the first round, which may write bytecode, does not count."""
+    """Return median seconds of each import, without the first round, which may write bytecode."""
     rounds = [{name: seconds(code) for name, code in IMPORTS.items()} for _ in range(repeats + 1)]
     times = {name: median(r[name] for r in rounds[1:]) for name in IMPORTS}
     return {

@@ -69,7 +69,7 @@ Point = dict[str, Any]
 
 
 def train(recipe: str, seed: int, steps: int, sizes: list[str], path: Path) -> None:
-    """Trains from the checkpoint at `path`, if there is one; prints all points after each."""
+    """Train from the checkpoint at `path`, if it exists; print all points after each one."""
     told = parity.options_of(parity.TASKS["lm"], recipe)
     args = options.make_parser().parse_args(
         [*told, *sizes, "--seed", str(seed), "--steps", str(steps)]
@@ -115,7 +115,7 @@ def train(recipe: str, seed: int, steps: int, sizes: list[str], path: Path) -> N
 
 
 def noise_by_layer(state: jfp8.TrainState, exact: Any, batches: list[Any]) -> dict[str, Any]:
-    """``{layer: [gradient, noise, sampling]}`` of all FP8 weights, as said on top of this file."""
+    """Return ``{layer: [gradient, noise, sampling]}`` of all FP8 weights; see this file's top."""
     pairs = [_gradients(state, batch, exact=exact) for batch in batches]
     found = {}
     for layer in sorted(pairs[0][0]):
@@ -127,14 +127,14 @@ def noise_by_layer(state: jfp8.TrainState, exact: Any, batches: list[Any]) -> di
 
 
 def sizes_of_noise(q: np.ndarray, g: np.ndarray) -> tuple[float, float, float]:
-    """Gradient, noise and sampling of quantized and exact gradients, ``f64[batches, ...]`` each."""
+    """Return gradient, noise and sampling of quantized, exact gradients ``f64[batches, ...]``."""
     rms_norm = lambda x: float(np.sqrt((x**2).sum() / len(x)))
     correction = math.sqrt(len(g) / (len(g) - 1))
     return rms_norm(g), rms_norm(q - g), rms_norm(g - g.mean(axis=0)) * correction
 
 
 def _fp8_kernels(params: Any) -> dict[str, jax.Array]:
-    """The weights of the blocks' dense layers; those of the head are in float32."""
+    """Return the weights of the blocks' dense layers; the head is in float32."""
     return {
         f"{block}/{layer}": leaves["kernel"]
         for block, layers in params.items()
@@ -153,7 +153,7 @@ def _gradients(state: jfp8.TrainState, batch: Any, *, exact: Any) -> tuple[Any, 
 
 
 def rounded(number: float) -> float | None:
-    """Six digits; None of what is not finite, for which JSON has no word."""
+    """Round to six digits; None if not finite, which JSON cannot represent."""
     return float(f"{number:.6g}") if math.isfinite(number) else None
 
 
@@ -161,7 +161,7 @@ def rounded(number: float) -> float | None:
 
 
 def run_missing(args: argparse.Namespace) -> list[str]:
-    """Runs what is chosen and not yet at its end; returns what failed."""
+    """Run the chosen runs that are unfinished; return the failed ones."""
     steps, sizes = (40, TINY) if args.smoke else (args.steps, [])
     given = results_file.conditions(steps=steps, seed=args.seed, sizes=sizes)
     results = read(args.results)
@@ -219,7 +219,7 @@ def last_step(run: dict[str, Any] | None) -> int:
 
 
 def train_gaps(run: list[Point], f32: list[Point]) -> tuple[np.ndarray, np.ndarray]:
-    """Percent that means of the training loss lie above float32's, after the steps at which each
+    """Return percent by which mean training losses exceed float32's, after the steps at which each
     mean ends: all are on the same batches."""
     begin, at, losses = 0, [], []
     for p, q in zip(run, f32):
@@ -231,14 +231,14 @@ def train_gaps(run: list[Point], f32: list[Point]) -> tuple[np.ndarray, np.ndarr
 
 
 def validation_gaps(run: list[Point], f32: list[Point]) -> np.ndarray:
-    """Percent that losses of held-out text lie above float32's."""
+    """Return percent by which losses of held-out text exceed float32's."""
     pairs = [(p["validation_loss"], q["validation_loss"]) for p, q in zip(run, f32)]
     losses = np.array(pairs, np.float64)
     return 100 * (losses[:, 0] / losses[:, 1] - 1)
 
 
 def weakest(point: Point) -> tuple[float, str] | None:
-    """The least gradient / noise of all layers, and which has it; None without FP8."""
+    """Return the least gradient / noise of all layers, and its layer; None without FP8."""
     ratios = {
         layer: gradient / noise if noise else math.inf
         for layer, (gradient, noise, _) in point.get("layers", {}).items()
@@ -256,7 +256,7 @@ def points_of(results: dict[str, Any]) -> dict[str, list[Point]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: gaps of the training loss in each fifth of the run, and what stands at its end."""
+    """Return Markdown: gaps of the training loss in each fifth of the run, and final values."""
     runs, steps = points_of(results), results["conditions"]["steps"]
     fifths = [f"{n}/5" for n in range(1, 6)]
     head = ["recipe", "steps", *(f"gap in {fifth}, %" for fifth in fifths), "held-out gap, %"]
@@ -280,7 +280,7 @@ DRIFT = 1.5  # percent, of the training loss: the title names the recipes beyond
 
 
 def draw(results: dict[str, Any]) -> Figure:
-    """Gaps of the training loss and of held-out text, and the weakest gradient, against steps."""
+    """Draw gaps of training loss and of held-out text, and the weakest gradient, against steps."""
     from matplotlib.figure import Figure
 
     runs = points_of(results)
@@ -332,7 +332,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=len(CORES) or 1,
                         help="runs at a time, each on one core (%(default)s)")  # fmt: skip
     parser.add_argument("--results", metavar="PATH", type=Path)
-    parser.add_argument("--fresh", action="store_true", help="begin anew what is chosen")
+    parser.add_argument("--fresh", action="store_true", help="restart the chosen runs")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, 40 steps, aside")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="run nothing, draw")

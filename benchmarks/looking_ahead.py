@@ -1,4 +1,4 @@
-"""Change later tokens, and other sequences, and see which recipes let that into a result.
+"""Change later tokens, and other sequences, and find recipes whose results depend on them.
 
     python benchmarks/looking_ahead.py            # the table of docs/recipes.md: about 5 minutes
     python benchmarks/looking_ahead.py --recipes current mxfp8 --json
@@ -34,7 +34,7 @@ BATCH, LENGTH, FEATURES = 2, 8, 32
 
 
 class _Attention(nn.Module):
-    """Attention itself, of queries, keys and values that are all the input."""
+    """Attention itself, with the input as queries, keys and values."""
 
     recipe: Recipe
 
@@ -62,7 +62,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Change:
-    """What changed results: later positions, other sequences; and how decoding differs."""
+    """The changes of results by later positions and other sequences; and by decoding."""
 
     later: float
     others: float
@@ -70,7 +70,7 @@ class Change:
 
 
 def cases() -> dict[str, tuple[Recipe, bool]]:
-    """All recipes, and whether their histories have an entry, by their names in the table."""
+    """Return all recipes, and True if histories have an entry, by their names in the table."""
     found = {f"`{recipe.__name__}`": (recipe(), True) for recipe in jfp8.recipes.RECIPES}
     first = {"the same, in its first step or without state": (jfp8.recipes.DelayedScaling(), False)}
     (delayed, *others) = found.items()
@@ -80,12 +80,12 @@ def cases() -> dict[str, tuple[Recipe, bool]]:
 def measure(
     recipe: Recipe, history: bool, layers: Iterable[str] = LAYERS, *, decoding: bool = True
 ) -> dict[str, Change]:
-    """What changes the results of each layer under `recipe`; all are compiled together.
+    """Return the changes of each layer's results under `recipe`; all are compiled together.
 
     Args:
-      history: whether amax histories have an entry.
+      history: True if amax histories have an entry.
       layers: some of `LAYERS`.
-      decoding: False to give layers the whole sequence only.
+      decoding: False to pass only the whole sequence to layers.
     """
     models = {name: LAYERS[name][1](recipe) for name in layers}
     x = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, FEATURES))
@@ -133,7 +133,7 @@ def _change(old: np.ndarray, new: np.ndarray) -> float:
 
 
 def table(measured: dict[str, dict[str, Change]]) -> str:
-    """Markdown: a check mark where a recipe promises that nothing changes, else what changed."""
+    """Return Markdown: a check mark if a recipe promises no change, else the change."""
     head = ["recipe"]
     for column in COLUMNS:
         head += [f"{column}: later tokens", "other sequences"]

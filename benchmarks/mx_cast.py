@@ -22,7 +22,7 @@ import jfp8
 
 @jax.jit
 def copy(x: jax.Array) -> jax.Array:
-    """Reads four bytes of every element and writes four. (A mere identity would not be run.)"""
+    """Read four bytes of every element and write four. (An identity would not be run.)"""
     return x + 1.0
 
 
@@ -38,7 +38,7 @@ def mx_both(x: jax.Array) -> tuple[jfp8.ScaledArray, jfp8.ScaledArray]:
 
 
 def measure(size: int, repeats: int) -> dict[str, object]:
-    """Medians for a square array of `size`."""
+    """Return medians for a square array of `size`."""
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
     runs = {
         "copy": functools.partial(copy, x),

@@ -79,7 +79,7 @@ STEPS = max(POINTS)
 def make_optimizer(
     args: argparse.Namespace, name: str, of_muon: bool
 ) -> optax.GradientTransformation:
-    """That of `train_lm.make_optimizer`, with the moments kept as told; or Muon and that."""
+    """Return `train_lm.make_optimizer`'s optimizer with stored moments; or Muon and AdamW."""
     start, warm = 0.0, min(30, args.steps // 2)
     schedule = lambda peak: optax.warmup_cosine_decay_schedule(start, peak, warm, args.steps)
     common = {"weight_decay": 0.05, "seed": args.seed}
@@ -100,7 +100,7 @@ def make_optimizer(
 
 
 def kernels_of_blocks(params: Any) -> Any:
-    """Those that Muon moves."""
+    """Return the kernels that Muon updates."""
 
     def numbers(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         in_block = "block_" in jax.tree_util.keystr(path) and leaf.ndim == 2
@@ -110,7 +110,7 @@ def kernels_of_blocks(params: Any) -> Any:
 
 
 def train(name: str, seed: int, steps: int, of_muon: bool) -> dict[str, float]:
-    """Validation loss, state and time of one run."""
+    """Return validation loss, state and time of one run."""
     import train_lm
     from lm import corpus, options
 
@@ -143,7 +143,7 @@ def train(name: str, seed: int, steps: int, of_muon: bool) -> dict[str, float]:
 def train_apart(
     name: str, seed: int, steps: int, of_muon: bool, cores: queue.SimpleQueue
 ) -> dict[str, float]:
-    """`train` in a process of its own, on one of the `cores` that are free."""
+    """Run `train` in a separate process, on one of the free `cores`."""
     core = cores.get()
     try:
         command = [sys.executable, __file__, "--one", name, str(seed), "--steps", str(steps)]
@@ -159,7 +159,7 @@ def train_apart(
 def train_all(
     runs: list[tuple[str, int]], steps: int, of_muon: bool, jobs: int
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """All of `runs`, `jobs` at a time, each as soon as it ends."""
+    """Yield all of `runs`, `jobs` at a time, each as soon as it ends."""
     cores: queue.SimpleQueue = queue.SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[:jobs]:
         cores.put(core)
@@ -173,7 +173,7 @@ def train_all(
 
 
 def gaps(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, Any]]:
-    """How far each loss is above float32's of the same seed, in percent, and their interval."""
+    """Return each loss's gap to float32 of the same seed, in percent, and their interval."""
     reference, found = runs.get(REFERENCE, {}), {}
     for name, of_seeds in runs.items():
         paired = sorted(of_seeds.keys() & reference.keys(), key=int)
@@ -192,7 +192,7 @@ def gaps(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, An
 
 
 def stress(name: str, of_muon: bool) -> dict[str, Any]:
-    """In percent, of each stress: the worst mean update, the worst noise, and means at `POINTS`."""
+    """Return, in percent per stress, the worst mean update and noise, and means at `POINTS`."""
     if of_muon:
         all_updates = compared(muon(-1.0, **MUON[name]), optax.contrib.muon(-1.0), STEPS)
     else:
@@ -221,7 +221,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes beside `path`, then renames: a crash leaves the old file or the new, never half."""
+    """Write next to `path`, then rename: a crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(results, indent=2) + "\n")
@@ -229,7 +229,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def table(results: dict[str, Any], names: Iterable[str]) -> str:
-    """Markdown, a row for each of the `names`."""
+    """Return Markdown, a row for each of the `names`."""
     head = ["moments", *STRESSES, "bytes per parameter", "LM loss above float32's, %"]
     lines = [head, ["---"] * len(head)]
     for name in names:
@@ -246,7 +246,7 @@ def table(results: dict[str, Any], names: Iterable[str]) -> str:
 
 
 def _interval(gap: dict[str, Any]) -> str:
-    """The mean gap with its interval, and what it tells; nothing of too few seeds."""
+    """Return the mean gap with its interval and verdict; "" for too few seeds."""
     if "mean" not in gap:
         return ""
     interval = f"{gap['mean']:+.2f} [{gap['low']:+.2f}, {gap['high']:+.2f}]"
@@ -254,7 +254,7 @@ def _interval(gap: dict[str, Any]) -> str:
 
 
 def _percent(value: float) -> str:
-    """Two digits of it, with its sign."""
+    """Return two digits, with the sign."""
     return f"{value:+.1f}" if abs(value) < 10 else f"{value:+,.0f}"
 
 
@@ -303,7 +303,7 @@ def train_what_is_missing(
     made = {"steps": args.steps, **environment()}
     if results["runs"] and results["made"] != made:
         raise SystemExit(
-            f"{args.results} holds runs that were made otherwise ({results['made']}), which cannot "
+            f"{args.results} holds runs with other settings ({results['made']}), which cannot "
             "be compared with new ones: name another file with --results"
         )
     results["made"] = made

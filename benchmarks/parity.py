@@ -13,7 +13,7 @@ does not count. Every run is written to the results file when it ends, and is no
 next command, which must train as long, with the same versions and on as many cores. Runs are made
 seed by seed, so that all recipes have the same seeds whenever it is interrupted.
 
-Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. "attention
+Recipes without a scale for gradients train with `jfp8.loss_scale()`. "attention
 too": attention itself is in FP8 as well, in the language model. Three rows are
 controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:
 its gaps are what roundings in float32 alone do. The control has no scales and its loss is shrunk by
@@ -55,7 +55,7 @@ MEAN_OF = 25  # steps: what is kept of a training curve
 
 @dataclass(frozen=True)
 class Task:
-    """One script of `examples/`, and what of its `result.json` is compared."""
+    """One script of `examples/`, and the compared entries of its `result.json`."""
 
     title: str
     script: str
@@ -130,7 +130,7 @@ Results = dict[str, dict[str, Any]]  # of each task {"conditions", "runs", "gaps
 
 
 def options_of(task: Task, recipe: str) -> list[str]:
-    """What the task's script is told."""
+    """Return the options of the task's script."""
     if recipe in (REFERENCE, TWIN):
         return ["--recipe", "none", *(["--loss-multiplier", "3"] if recipe == TWIN else [])]
     if recipe in (CONTROL, REPAIR):
@@ -142,7 +142,7 @@ def options_of(task: Task, recipe: str) -> list[str]:
 
 
 def train(task: Task, recipe: str, seed: int, steps: int, cache: str) -> dict[str, Any]:
-    """The `result.json` of one run, in a process of its own, which frees all of its memory.
+    """Return the `result.json` of one run, in a separate process, which frees all its memory.
 
     Seeds run the same programs: the first one compiles them into the folder `cache`.
     """
@@ -163,7 +163,7 @@ def train(task: Task, recipe: str, seed: int, steps: int, cache: str) -> dict[st
 
 
 def conditions(steps: int, **more: str) -> dict[str, Any]:
-    """What must be the same for all runs of a task."""
+    """Return the conditions that all runs of a task must share."""
     return results_file.conditions(steps=steps, **more)
 
 
@@ -177,7 +177,7 @@ def check_conditions(path: Path, results: Results, name: str, given: dict[str, A
 
 
 def forget(path: Path, name: str, recipes: list[str], seeds: list[int]) -> None:
-    """Removes the runs that are to be repeated, and the conditions with the last of them."""
+    """Remove the runs to repeat, and the conditions with the last of them."""
     results = read(path)
     if name not in results:
         return
@@ -191,7 +191,7 @@ def forget(path: Path, name: str, recipes: list[str], seeds: list[int]) -> None:
 
 
 def record(path: Path, name: str, recipe: str, seed: int, result: dict[str, Any]) -> None:
-    """Adds one run to what the file holds by now."""
+    """Add one run to the current content of the file."""
     task, results = TASKS[name], read(path)
     made = conditions(
         result["arguments"]["steps"],
@@ -223,7 +223,7 @@ def _only(of_runs: dict[str, float]) -> float | None:
 
 
 def curve(of_runs: dict[str, list[float]]) -> list[float | None]:
-    """Means over `MEAN_OF` steps of the training loss; None where it was not finite."""
+    """Return means over `MEAN_OF` steps of the training loss; None if not finite."""
     (losses,) = of_runs.values()
     parts = (losses[begin : begin + MEAN_OF] for begin in range(0, len(losses), MEAN_OF))
     means = map(statistics.fmean, parts)
@@ -242,7 +242,7 @@ PANELS = COLUMNS[:3]  # of these there is a picture
 
 
 def gaps(runs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Of each recipe and quantity, the gaps of all seeds that float32 was trained from as well."""
+    """Return the gaps of each recipe and quantity, for all seeds shared with float32."""
     found: dict[str, Any] = {}
     reference = runs.get(REFERENCE, {})
     for recipe, of_seeds in runs.items():
@@ -259,7 +259,7 @@ def gaps(runs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def compared(of_seeds: dict[str, float], diverged: list[str]) -> dict[str, Any]:
-    """Gaps, with what `jfp8.debug.equivalence` says of them, unless runs diverged."""
+    """Return gaps, with results of `jfp8.debug.equivalence`, unless runs diverged."""
     values = list(of_seeds.values())
     told: dict[str, Any] = {"seeds": {s: round(value, 4) for s, value in of_seeds.items()}}
     if diverged:
@@ -276,7 +276,7 @@ def compared(of_seeds: dict[str, float], diverged: list[str]) -> dict[str, Any]:
 
 
 def table(results: Results) -> str:
-    """Markdown: of each task and quantity the float32 runs, and a row for each recipe."""
+    """Return Markdown: the float32 runs of each task and quantity, and a row per recipe."""
     parts = []
     for name, quantity in COLUMNS:
         if name not in results or not any(results[name]["runs"].get(REFERENCE, {}).values()):
@@ -329,7 +329,7 @@ def _minus(text: str) -> str:
 
 
 def draw(results: Results) -> Figure:
-    """A panel for each task and quantity, with a row for each recipe of two seeds or more."""
+    """Draw a panel for each task and quantity, with a row per recipe of two seeds or more."""
     from matplotlib.figure import Figure
 
     panels, verdicts = {}, []
@@ -359,7 +359,7 @@ def draw(results: Results) -> Figure:
 
 
 def draw_curves(results: Results, names: list[str]) -> Figure:
-    """Training losses of every recipe, and their gaps, of tasks whose float32 runs keep curves."""
+    """Draw training losses and gaps of every recipe, for tasks with recorded float32 curves."""
     tasks = {}
     for name in names:
         runs = results.get(name, {}).get("runs", {})
@@ -378,7 +378,7 @@ def draw_curves(results: Results, names: list[str]) -> Figure:
 
 
 def _short(label: str) -> str:
-    """Of a narrow panel."""
+    """Return the label for a narrow panel."""
     label = label.replace("`", "").replace(", attention too", " + attention")
     return label.replace("the same", "control")
 
@@ -421,7 +421,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_missing(args: argparse.Namespace) -> list[str]:
-    """Runs what is chosen and not in the file; returns what failed, which stops nothing else."""
+    """Run the chosen runs missing from the file; return failures, which stop nothing else."""
     chosen = [recipe for recipe in LABELS if recipe in {REFERENCE, *args.recipes}]
     steps = {name: TASKS[name].steps if args.steps is None else args.steps for name in args.tasks}
     for name in args.tasks:

@@ -1,6 +1,6 @@
-"""How fast GPUs quantize activations in published timings: what `fit_rates.py` judges FP8 with.
+"""The speed of quantizing activations in published timings, used by `fit_rates.py` to judge FP8.
 
-jfp8 has kernels of its own to quantize, and takes no more from these than the bandwidth of casts.
+jfp8 has its own kernels to quantize, and uses only the bandwidth of casts from these.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import numpy as np
 
 
 class Pass(NamedTuple):
-    """Hold what the time of a pass over an array depends on.
+    """Hold the parameters of the time of a pass over an array.
 
     Attributes:
-      launch: microseconds that it takes at least.
+      launch: minimum microseconds.
       memory: TB/s of an array that is in no cache.
       cached: TB/s of an array that is.
       cache: how much is cached, in MB. Of an array twice as large, nothing is left when it is read.

@@ -1,8 +1,8 @@
-"""Draw the pictures of the pages again: all, or those that are named.
+"""Draw the pictures of the pages again: all, or the named ones.
 
     python benchmarks/pictures.py         # minutes; `loss` and `experts` are trainings of two each
     python benchmarks/pictures.py memory roofline
-    python benchmarks/pictures.py roofline --measured h200.jsonl   # what benchmarks/gpu.py wrote
+    python benchmarks/pictures.py roofline --measured h200.jsonl   # from benchmarks/gpu.py
 
 Each is written to docs/_static/NAME.png, and `loss`, the one of README, to docs/loss.png. Pictures
 of notebooks are taken from these as they are stored: run the notebook first if it has changed.
@@ -53,7 +53,7 @@ def figure_of(height: float, title: str) -> Figure:
 
 
 def errors_of_recipes() -> Figure:
-    """Activations of one size, and with features that are much larger than the others."""
+    """Draw activations of one size, and with features that are much larger than the others."""
     normal = np.random.default_rng(0).normal(size=(512, 2048)).astype(np.float32)
     large = np.where(np.arange(2048) % 128 == 7, np.float32(2.0**15), np.float32(1.0))
     figure = figure_of(7.6, "")
@@ -74,7 +74,7 @@ def errors_of_recipes() -> Figure:
 
 
 def errors_of_layers() -> Figure:
-    """The model of the page on debugging: one feature of its input is 1e5 times larger."""
+    """Draw the model of the page on debugging: one input feature is 1e5 times larger."""
     x = jax.random.normal(jax.random.key(0), (64, 256)).at[:, 7].multiply(1e5)
     model = nn.Sequential([nn.Dense(128), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(8)])
     pairs = ("delayed", "mxfp8"), ("rowwise", "block"), ("nvfp4", "direct_e5m2")
@@ -88,7 +88,7 @@ def errors_of_layers() -> Figure:
 
 
 def dead_gradients() -> Figure:
-    """An MLP without scales: its gradients shrink below the format's range while it learns."""
+    """Draw an MLP without scales: its gradients shrink below the format's range."""
     hidden = [f for _ in range(6) for f in (jfp8.Dense(64, recipe="unscaled"), nn.tanh)]
     model = nn.Sequential([*hidden, nn.Dense(8)])
     keys = jax.random.split(jax.random.key(0), 3)
@@ -120,7 +120,7 @@ SUMS = {
 
 
 def sums() -> Figure:
-    """The error of a product by how it is added up, against the length of its sums."""
+    """Draw the error of a matmul by accumulation, against the length of its sums."""
     lengths = 2 ** np.arange(6, 16)
     errors: dict[str, dict[str, list[float]]] = {}
     for k in lengths:
@@ -135,7 +135,7 @@ def sums() -> Figure:
                 error = np.linalg.norm(product - exact) / np.linalg.norm(exact)
                 errors.setdefault(kind, {}).setdefault(label, []).append(float(error))
             errors[kind].setdefault(ROUNDING, []).append(_rounding(kind, int(k)))
-    figure = figure_of(3.6, "Error of the sums of an FP8 product, emulated, against their length")
+    figure = figure_of(3.6, "Error of the sums of an FP8 matmul, emulated, against their length")
     for ax, (kind, by_label) in zip(figure.subplots(1, 2, sharey=True), errors.items()):
         for i, (label, values) in enumerate(by_label.items()):
             style = line(i) if label != ROUNDING else {"color": GREY, "linestyle": "--"}
@@ -158,7 +158,7 @@ ROUNDING = "rounding the operands to E4M3, to compare"
 
 
 def _rounding(kind: str, k: int) -> float:
-    """What rounding alone costs the same product."""
+    """Return the error from rounding alone, for the same matmul."""
     keys = jax.random.split(jax.random.key(k))
     x, w = (np.asarray(jax.random.normal(key, (32, k)), np.float64) for key in keys)
     if kind != "normal":
@@ -168,7 +168,7 @@ def _rounding(kind: str, k: int) -> float:
 
 
 def like_float32() -> Figure:
-    """Gaps of one recipe for each granularity of scales; the title counts the equivalent ones."""
+    """Draw gaps of one recipe per granularity of scales; the title counts equivalent ones."""
     names = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", parity.CONTROL)
     found = parity.gaps(parity.read(RESULTS / "parity.json")["lm"]["runs"])
     told = {name: found[name]["loss_percent"] for name in names}
@@ -184,7 +184,7 @@ def like_float32() -> Figure:
 
 
 def memory() -> Figure:
-    """What benchmarks/training_state.py and saved_activations.py counted."""
+    """Draw the results of benchmarks/training_state.py and saved_activations.py."""
     state = json.loads((RESULTS / "training_state.json").read_text())["bytes_per_parameter"]
     kept = json.loads((RESULTS / "saved_activations.json").read_text())["results"]["layer"]
     kept["f32, everything computed again"] = kept.pop("f32, everything computed again")  # last
@@ -245,7 +245,7 @@ NAMES = (*NOTEBOOKS, *DRAWN, *TRAINED)
 
 
 def of_notebook(name: str) -> bytes:
-    """The PNG in a notebook's stored outputs."""
+    """Return the PNG in a notebook's stored outputs."""
     notebook, number = NOTEBOOKS[name]
     cells = json.loads((ROOT / f"notebooks/{notebook}.ipynb").read_text())["cells"]
     outputs = (output.get("data", {}) for cell in cells for output in cell.get("outputs", ()))
@@ -253,7 +253,7 @@ def of_notebook(name: str) -> bytes:
 
 
 def write(name: str, folder: Path) -> None:
-    """Draws one picture into `folder`."""
+    """Draw one picture into `folder`."""
     if name in NOTEBOOKS:
         (folder / f"{name}.png").write_bytes(of_notebook(name))
     elif name in DRAWN:
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--measured", metavar="FILE", type=Path,
-                        help="for the roofline: what benchmarks/gpu.py wrote")  # fmt: skip
+                        help="for the roofline: the file from benchmarks/gpu.py")  # fmt: skip
     args = parser.parse_args(argv)
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"no picture is called {', '.join(sorted(unknown))}")

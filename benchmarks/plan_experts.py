@@ -4,14 +4,14 @@
     python benchmarks/plan_experts.py --width 4096 --hidden 14336 --experts 8 --per-token 2
 
 One layer of experts, its forward and its backward pass, on a mesh with the axes data, fsdp, expert
-and tensor. Tokens are divided over data, fsdp and expert. Each copy of a token travels to the
-device of its expert and its result back, over the expert axis; so do gradients. Supposed is that
-experts are used equally and that each copy is sent by itself. Not counted are the router,
+tensor. Tokens are sharded over data, fsdp and expert. Each copy of a token is sent to the
+device of its expert and its result back, over the expert axis; so are gradients. We assume that
+experts are used equally and that each copy is sent separately. Not counted are the router,
 activations and norms, the optimizer, shared experts, amaxes, and the rows by which tiles are
 padded.
 
-Times are what arithmetic, memory and communication need at the given rates: bounds, not forecasts.
-The default rates are the peaks of `python -m jfp8 plan`. The bytes are those of `expert_bytes.py`.
+Times are lower bounds from arithmetic, memory and communication at the given rates, not forecasts.
+The default rates are the peaks of `python -m jfp8 plan`. The bytes are from `expert_bytes.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from jfp8.command_line.plan import Rates, add_rates
 
 NODE = 8  # devices that NVLink connects
 CAST = 3  # bytes per element that a cast reads and writes: 2 of bf16, 1 of FP8, either way
-CAST_WEIGHT = 6  # reads f32; writes bf16, or FP8 for both directions of the products
+CAST_WEIGHT = 6  # reads f32; writes bf16, or FP8 for both directions of the matmuls
 
 
 def product_seconds(model: Model, mesh: Mesh, precision: Precision, rates: Rates) -> float:
-    """Of the six grouped products: each by arithmetic, or by its operands' and result's bytes."""
+    """Return seconds of the six grouped matmuls: each by arithmetic, or by its bytes."""
     operand, rate = (1, rates.fp8_flops) if precision.fp8_products else (2, rates.bf16_flops)
     rows, groups, hidden = model.copies, model.experts / mesh.expert, model.hidden / mesh.tensor
     total = 0.0
@@ -58,10 +58,10 @@ def product_seconds(model: Model, mesh: Mesh, precision: Precision, rates: Rates
 
 
 def cast_bytes(model: Model, mesh: Mesh, precision: Precision) -> float:
-    """That casts read and write in both passes.
+    """Return bytes that casts read and write in both passes.
 
-    Matrices are cast in every precision, by each device its part. Where kernels quantize what they
-    make, nothing is counted; nor is the transposition of codes that have arrived.
+    Matrices are cast in every precision, each device its shard. If kernels quantize their own
+    results, nothing is counted; nor is the transposition of codes after arrival.
     """
     casts, hidden = precision.casts, model.hidden / mesh.tensor
     of_width = casts.home * model.tokens + (casts.tokens + casts.gradients) * model.copies
@@ -71,7 +71,7 @@ def cast_bytes(model: Model, mesh: Mesh, precision: Precision) -> float:
 
 
 def links(mesh: Mesh, nvlink: float, network: float) -> dict[str, float]:
-    """Bytes that one device sends per second, by axis.
+    """Return bytes that one device sends per second, by axis.
 
     Neighbours on the tensor axis are next to each other, then those on expert, fsdp and data. An
     axis within a node has the rate of NVLink. Of a longer one, a ring is as fast as the network;
@@ -93,7 +93,7 @@ def links(mesh: Mesh, nvlink: float, network: float) -> dict[str, float]:
 def seconds(
     model: Model, mesh: Mesh, precision: Precision, rates: Rates, alpha: float
 ) -> dict[str, float]:
-    """Bounds of the time of both passes.
+    """Return bounds of the time of both passes.
 
     ``exchange`` is four all-to-alls and the counts; each takes at least `alpha` seconds for each
     other device. ``overlapped`` supposes, as `plan.seconds` does, that communication over data and
@@ -146,7 +146,7 @@ def plan(
 
 
 def table(rows: list[dict], capacity_factor: float) -> str:
-    """Markdown: MB sent (10^6 bytes), GB kept (10^9), milliseconds, and bf16's time over it."""
+    """Return Markdown: MB sent (10^6 bytes), GB kept (10^9), milliseconds, bf16's time over it."""
     head = (
         "| devices | precision | dispatch | combine | counts | weights | tensor MB | kept expected "
         f"| capacity {capacity_factor:g} | worst GB | products | casts | exchange | weights "
@@ -172,14 +172,14 @@ def table(rows: list[dict], capacity_factor: float) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     # fmt: off
-    group = parser.add_argument_group("model: one that is known, sizes, or both: sizes win")
+    group = parser.add_argument_group("model: a name, sizes, or both; sizes take precedence")
     group.add_argument("--model", choices=sorted(MODELS))
     group.add_argument("--width", type=int)
-    group.add_argument("--hidden", type=int, help="features between the products of an expert")
+    group.add_argument("--hidden", type=int, help="features between the matmuls of an expert")
     group.add_argument("--experts", type=int)
     group.add_argument("--per-token", type=int, help="experts that a token uses")
     group.add_argument("--projections", type=int,
-                       help="columns of the first product / hidden; 2, unless given")
+                       help="columns of the first matmul / hidden; 2, unless given")
     group.add_argument("--tokens", type=int, help="of one device; 4096, unless given")
 
     group = parser.add_argument_group("devices")
@@ -202,7 +202,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group(
         "rates of one device; the defaults are peaks from the data sheet of the NVIDIA H200 SXM, "
-        "which grouped products do not reach"
+        "which grouped matmuls do not reach"
     )
     add_rates(group)
     group.add_argument("--nvlink-bandwidth", type=float, default=450.0,
@@ -218,7 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def model_of(a: argparse.Namespace) -> Model:
-    """The model that arguments name, with the sizes that they give.
+    """Return the model that the arguments name, with the given sizes.
 
     Raises:
       ValueError: a size is missing, or not positive; or a token would use more experts than exist.
@@ -229,7 +229,7 @@ def model_of(a: argparse.Namespace) -> Model:
     missing = [name for name in ("width", "hidden", "experts", "per_token") if name not in sizes]
     if missing:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise ValueError(f"The model lacks {flags}. Give them, or --model {' | '.join(MODELS)}.")
+        raise ValueError(f"The model lacks {flags}. Pass them, or --model {' | '.join(MODELS)}.")
     if min(sizes.values()) < 1 or sizes["per_token"] > sizes["experts"]:
         raise ValueError(
             f"Sizes have to be positive, and per_token at most experts, but these are {sizes}."

@@ -34,7 +34,7 @@ PRODUCTS = {"f32": None, "bf16": "bf16", "current": "current", "rowwise": "rowwi
 
 
 def matrices() -> dict[str, np.ndarray]:
-    """One matrix for each spectrum."""
+    """Return one matrix for each spectrum."""
     rng = np.random.default_rng(0)
     u, _ = np.linalg.qr(rng.normal(size=(ROWS, ROWS)))
     v, _ = np.linalg.qr(rng.normal(size=(COLUMNS, ROWS)))
@@ -54,7 +54,7 @@ def matrices() -> dict[str, np.ndarray]:
 
 
 def exact_path(values: np.ndarray) -> np.ndarray:
-    """The singular values before each step and after the last, [STEPS + 1, ROWS]."""
+    """Return the singular values before each step and after the last, [STEPS + 1, ROWS]."""
     path = [values / np.linalg.norm(values)]
     for _ in range(STEPS):
         s = path[-1]
@@ -74,7 +74,7 @@ def bound(path: np.ndarray, eta: float) -> float:
 
 
 def grown(s: np.ndarray, after: np.ndarray) -> float:
-    """The largest factor by which a step may multiply a small error: divided differences."""
+    """Return the largest factor by which a step may multiply a small error: divided differences."""
     near, far = s[:, None] - s, s[:, None] + s
     slope = np.abs(C0 + 3 * C1 * s**2 + 5 * C2 * s**4)[:, None]
     apart = np.abs(near) > 1e-9
@@ -84,7 +84,7 @@ def grown(s: np.ndarray, after: np.ndarray) -> float:
 
 
 def measured(x: np.ndarray, products: str | None) -> tuple[np.ndarray, float]:
-    """The result of the iteration, and the worst error of its matmuls."""
+    """Return the result of the iteration, and the worst error of its matmuls."""
     errors = [0.0]
 
     def matmul(p, q):
@@ -103,7 +103,7 @@ def measured(x: np.ndarray, products: str | None) -> tuple[np.ndarray, float]:
 
 
 def row(x: np.ndarray, products: str | None) -> dict[str, float]:
-    """The columns of the table; see the top of this file."""
+    """Return the columns of the table; see the top of this file."""
     y, eta = measured(x, products)
     if not (np.isfinite(x).all() and x.any()):
         return {"all zero": float((y == 0).all()), "all NaN": float(np.isnan(y).all())}

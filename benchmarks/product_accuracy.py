@@ -1,4 +1,4 @@
-"""Signal-to-noise ratio of the three products of every recipe against float64; print JSON.
+"""Signal-to-noise ratio of the three matmuls of every recipe against float64; print JSON.
 
 ``10 log10(sum y^2 / sum (y - y_fp8)^2)`` in dB, for standard normal operands: 6 dB are one bit.
 
@@ -29,7 +29,7 @@ def decibels(exact: np.ndarray, approximate: jax.Array) -> float:
 
 
 def measure(m: int, n: int, k: int) -> dict[str, dict[str, float]]:
-    """dB of fprop, dgrad and wgrad for ``(m, k) @ (k, n)``."""
+    """Return dB of fprop, dgrad and wgrad for ``(m, k) @ (k, n)``."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((m, k), (k, n), (m, n))
     x, w, dy = (jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=True))

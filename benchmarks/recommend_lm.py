@@ -1,14 +1,14 @@
-"""Which layers of the example's language model `jfp8.debug.recommend` keeps in 8 bits; print them.
+"""Print the layers of the example's language model that `jfp8.debug.recommend` keeps in 8 bits.
 
 The model trains in float32 for some steps, from a seed that `parity.py` does not use. Then a few
-steps from there have statistics, under NVFP4 and under MX. `parity.py` trains the proposal, as
-"recommended", beside one with the same part of the FLOPs in 8 bits and no thought: the first of the
+steps collect statistics, under NVFP4 and under MX. `parity.py` trains the proposal, as
+"recommended", next to a naive one with the same share of FLOPs in 8 bits: the first of the
 four layers of every block.
 
     python benchmarks/recommend_lm.py --share 0.75
 
 With `--held-out` the proposal is judged on models that it was not made from, of other sizes, seeds
-and batches: by the noise that its roundings add to the gradient, beside choices of about the same
+and batches: by the noise that its roundings add to the gradient, next to choices of about the same
 share that follow a pattern.
 
     noise = |g' - g|^2 / |g|^2      g of float32, summed over all parameters and batches
@@ -39,7 +39,7 @@ HELD_OUT = [
 
 
 def recommend(args: argparse.Namespace, share: float) -> jfp8.debug.Recommendation:
-    """What is proposed for the model after `args.steps` steps."""
+    """Return the proposal for the model after `args.steps` steps."""
     text = corpus.load(args.data, args.seq_len)
     batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
     state = train_lm.make_state(args, "f32")
@@ -74,7 +74,7 @@ PATTERNS = {
 
 
 def noise(args: argparse.Namespace, choices: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Of NVFP4 but for each choice, after `args.steps` steps of float32; in percent."""
+    """Return the noise of NVFP4 with each choice, after `args.steps` float32 steps; in percent."""
     text = corpus.load(args.data, args.seq_len)
     batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
     state, plain = train_lm.make_state(args, "f32"), train_lm.make_model(args, "f32")

@@ -1,8 +1,8 @@
-"""Count the bytes that a chain of Dense layers keeps for its backward pass; print JSON.
+"""Count the bytes that a chain of Dense layers saves for its backward pass; print JSON.
 
 They are the arrays inside the function that `jax.vjp` returns, each counted once. Flax's layer
-keeps its input and its kernel; in f32 that kernel is the parameter itself, which exists anyway, so
-what the pass keeps beyond parameters and the first input is counted too. jfp8 keeps one byte per
+saves its input and its kernel; in f32 that kernel is the parameter itself, which exists anyway, so
+bytes beyond parameters and the first input are counted, too. jfp8 saves one byte per
 element of both, and scales. Nothing is computed: shapes suffice.
 
     python benchmarks/residuals.py --layers 8 --batch 4096 --features 512
@@ -25,7 +25,7 @@ LAYERS = {"nn.Dense": nn.Dense, "jfp8.Dense": jfp8.Dense}
 
 
 def held_bytes(layer: type[nn.Module], arguments: argparse.Namespace, dtype) -> dict[str, int]:
-    """Bytes between forward and backward pass: all, and those beyond parameters and input."""
+    """Return bytes saved for the backward pass: all, and beyond parameters and input."""
     model = nn.Sequential([layer(arguments.features, dtype=dtype) for _ in range(arguments.layers)])
     x = jax.ShapeDtypeStruct((arguments.batch, arguments.features), dtype)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)

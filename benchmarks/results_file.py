@@ -21,20 +21,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def read(path: Path, names: set[str]) -> dict[str, Any]:
-    """What the file holds, by names that are among `names`; nothing if there is none."""
+    """Return the file's entries with the names in `names`; {} if there is no file."""
     if not path.exists():
         return {}
     results = json.loads(path.read_text())
     if not set(results) <= names:
         raise SystemExit(
-            f"{path} holds something else than runs of this script: remove it, or name another "
+            f"{path} does not hold runs of this script: remove it, or name another "
             "file with --results"
         )
     return results
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes beside `path`, then renames: a crash leaves the old file or the new, never half.
+    """Write next to `path`, then rename: a crash leaves the old file or the new one.
 
     Lists of numbers stand on one line.
     """
@@ -48,7 +48,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def conditions(**more: Any) -> dict[str, Any]:
-    """What must be the same for runs that are compared."""
+    """Return the conditions that compared runs must share."""
     versions = {m.__name__: m.__version__ for m in (jax, flax, optax, jfp8)}
     cores = cores_of_a_run()
     return {"python": platform.python_version(), **versions, "cores_of_a_run": cores, **more}
@@ -57,7 +57,7 @@ def conditions(**more: Any) -> dict[str, Any]:
 def check_conditions(
     path: Path, name: str, recorded: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    """Refuses to mix runs that were not made alike. `recorded` is empty if there are none."""
+    """Refuse to mix runs with different settings. `recorded` is empty if there are none."""
     differences = [
         f"{key} was {recorded.get(key, 'not recorded')} and is {value}"
         for key, value in given.items()
@@ -72,7 +72,7 @@ def check_conditions(
 
 
 def commit() -> str | None:
-    """Of the library that runs, with a plus if it was changed since; None without Git."""
+    """Return the library's commit, with a plus if modified; None without Git."""
     git = ["git", "-C", str(ROOT)]
     try:
         command = [*git, "rev-parse", "--short", "HEAD"]

@@ -26,14 +26,14 @@ LOOKS = {"FP8": (BLUE, "o", "-"), "bf16": (AMBER, "s", "--")}
 
 
 def traffic(m: int, n: int, k: int, precision: str) -> float:
-    """Bytes of a layer of m tokens, k inputs and n outputs."""
+    """Return bytes of a layer of m tokens, k inputs and n outputs."""
     elements = m * k + k * n + m * n
-    operands = 2 * elements * (1 if precision == "FP8" else 2)  # each is in two products
+    operands = 2 * elements * (1 if precision == "FP8" else 2)  # each is in two matmuls
     return operands + 2 * elements + (QUANTIZING * elements if precision == "FP8" else 0)
 
 
 def rate(gpu: Peak, n: int, precision: str) -> float:
-    """TFLOP/s of the layer of n x n x n by the model."""
+    """Return TFLOP/s of the layer of n x n x n by the model."""
     peak, elements = (gpu.fp8 if precision == "FP8" else gpu.bf16), 3 * n * n
     products = traffic(n, n, n, precision) - (QUANTIZING * elements if precision == "FP8" else 0)
     memory = 1e12 * gpu.memory
@@ -44,7 +44,7 @@ def rate(gpu: Peak, n: int, precision: str) -> float:
 
 
 def roofline(measured: Mapping[str, Any] | None = None) -> Figure:
-    """A panel for each GPU; with the linears of `measured`, a result of benchmarks/gpu.py."""
+    """Draw a panel for each GPU; with the linears of `measured`, a result of benchmarks/gpu.py."""
     figure = Figure((7.0, 3.9), layout="constrained")
     what = "modelled, not measured" if measured is None else "modelled, and measured (crosses)"
     figure.suptitle(

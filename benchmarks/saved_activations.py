@@ -1,11 +1,11 @@
-"""Memory of a training step's backward pass, by the format of kept activations; print JSON.
+"""Memory of a training step's backward pass, by the format of saved activations; print JSON.
 
-A `nn.scan` over blocks: of an MLP (normalisation, dense, gelu, dense, residual), and of a whole
-Transformer layer. For each way of keeping activations:
+A `nn.scan` over blocks: of an MLP (normalization, dense, gelu, dense, residual), and of a whole
+Transformer layer. For each way to save activations:
 
-  temp_bytes       temporary memory of the compiled gradient by all parameters: what the backward
-                   pass keeps, and what is worked on in the meantime
-  kept_bytes       what the backward pass keeps of all blocks, beside parameters and input, by the
+  temp_bytes       temporary memory of the compiled gradient of all parameters: saved for the
+                   backward pass, and intermediate
+  kept_bytes       bytes saved for the backward pass of all blocks, next to parameters and input, by
                    dtypes of the program; XLA:CPU widens bf16, which temp_bytes shows
   gradient_sqnr    decibels of the gradient above its difference from that of the same parameters
                    with f32 products and f32 activations, computed on a smaller input
@@ -40,7 +40,7 @@ class Flax(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`x` and what the block adds to it."""
+        """Return `x` plus the output of the block."""
         how = {"dtype": self.dtype}
         if self.heads:
             y = nn.MultiHeadDotProductAttention(self.heads, **how)(nn.LayerNorm(**how)(x))
@@ -58,7 +58,7 @@ class Fp8(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`x` and what the block adds to it."""
+        """Return `x` plus the output of the block."""
         how = {"saved_activations": self.saved_activations}
         if self.heads:
             return jfp8.TransformerLayer(x.shape[-1], self.hidden, self.heads, **how)(x)
@@ -74,7 +74,7 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The result of the last block."""
+        """Return the result of the last block."""
         scan = nn.scan(
             lambda block, x: (block(x), None),
             variable_axes={"params": 0, "fp8": 0, "fp8_sink": 0},
@@ -85,7 +85,7 @@ class Stack(nn.Module):
 
 
 def remat(block: type[nn.Module], *names: str) -> type[nn.Module]:
-    """`block`, of which the backward pass keeps what has one of `names`; without any: nothing."""
+    """Return `block`, which saves only values with one of `names` for the backward pass."""
     policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
     return nn.remat(block, policy=policy, prevent_cse=False)
 
@@ -102,7 +102,7 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 
 
 def gradient(model: Stack):
-    """Of a loss, by the parameters."""
+    """Return the gradient of a loss with respect to the parameters."""
 
     def loss(params, x):
         return jnp.mean(jnp.sin(model.apply({"params": params}, x)))
@@ -111,7 +111,7 @@ def gradient(model: Stack):
 
 
 def kept_bytes(model: Stack, params: Any, x: Any) -> int:
-    """Bytes between forward and backward pass, beside parameters and input."""
+    """Return bytes saved for the backward pass, next to parameters and input."""
 
     def residuals(params, x):
         of = lambda params, x: model.apply({"params": params}, x)
@@ -123,7 +123,7 @@ def kept_bytes(model: Stack, params: Any, x: Any) -> int:
 
 
 def gradient_sqnr(model: Stack, x: jax.Array) -> float:
-    """Against f32 products and activations, for a model whose layers are those of jfp8."""
+    """Compare with f32 matmuls and activations, for a model with jfp8's layers."""
     params = jax.jit(model.init)(KEY, x)["params"]
     fields = {**model.fields, "saved_activations": None}
     with jfp8.autocast(enabled=False):
@@ -136,7 +136,7 @@ def gradient_sqnr(model: Stack, x: jax.Array) -> float:
 
 
 def measured(arguments: argparse.Namespace, heads: int) -> dict[str, dict[str, Any]]:
-    """Every way of keeping activations, for blocks with `heads` of attention, or without."""
+    """Measure every way to save activations, for blocks with `heads` of attention, or none."""
     x = jax.ShapeDtypeStruct((arguments.batch, arguments.length, arguments.features), jnp.float32)
     small = jax.random.normal(KEY, (2, min(arguments.length, 32), arguments.features))
     table: dict[str, dict[str, Any]] = {}

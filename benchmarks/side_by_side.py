@@ -1,4 +1,4 @@
-"""Run several processes at a time, each on a core of its own.
+"""Run several processes at a time, each on a separate core.
 
 On one core a small model trains in three quarters of the CPU seconds that it takes on two, where
 threads wait for each other. Its numbers also do not depend on the number of jobs then: XLA rounds
@@ -21,7 +21,7 @@ CORES = sorted(os.sched_getaffinity(0)) if PINS else []
 
 
 def cores_of_a_run() -> int | None:
-    """How many cores a process has: numbers depend on it."""
+    """Return the number of cores of a process: results depend on it."""
     return 1 if PINS else os.cpu_count()
 
 
@@ -31,17 +31,17 @@ def side_by_side(
     jobs: int,
     ended: Callable[[Item, Future[Any]], None],
 ) -> None:
-    """Calls ``function(item)`` for all `work`, begun in its order, in `jobs` threads.
+    """Call ``function(item)`` for all `work`, started in order, in `jobs` threads.
 
     A process that `function` starts runs on the core of its thread. ``ended(item, future)`` is
-    called here, one at a time. If it raises, or somebody interrupts, what has not begun never does.
+    called here, one at a time. If it raises, or is interrupted, remaining work is not started.
     """
     cores: queue.SimpleQueue[int] = queue.SimpleQueue()
     for job in range(jobs if PINS else 0):
         cores.put(CORES[job % len(CORES)])
 
     def pin() -> None:
-        if PINS:  # this thread, and what it starts
+        if PINS:  # this thread, and its children
             os.sched_setaffinity(0, {cores.get()})
 
     pool = ThreadPoolExecutor(jobs, initializer=pin)

@@ -1,4 +1,4 @@
-"""Train a tiny model for very long with random faults in its numbers, and count what broke.
+"""Train a tiny model for very long with random faults in its values, and count failures.
 
     python benchmarks/soak.py > benchmarks/results/soak.json      # 20,000 steps, one or two minutes
     python benchmarks/soak.py --steps 2000 --recipe hybrid --opt-level O1
@@ -37,7 +37,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Fault:
-    """Elements of an operand become ``value + keep * x``.
+    """Replace elements of an operand by ``value + keep * x``.
 
     Attributes:
       value, keep: of the equation.
@@ -64,13 +64,13 @@ FAULTS = {
 }
 NON_FINITE = ("nan", "inf", "-inf")
 LAYERS = ("Dense_0", "Dense_1")
-# The three operands of each layer's products, and what else the loss is made of.
+# The three operands of each layer's matmuls, and the other inputs of the loss.
 OPERANDS = tuple(f"{layer} {role}" for layer in LAYERS for role in ("lhs", "rhs", "grad"))
 PLACES = (*OPERANDS, *(f"{layer} bias" for layer in LAYERS), "labels")
 
 
 def injected(place: str, kind: str, element: int = 0) -> dict[str, np.generic]:
-    """The fault `kind` at `place` as input of a program, which is the same for all of them."""
+    """Return the fault `kind` at `place` as input of one program for all faults."""
     fault = FAULTS[kind]
     return {
         "place": np.int32(PLACES.index(place)),
@@ -85,7 +85,7 @@ NOTHING = {**injected("labels", "zero"), "place": np.int32(-1)}
 
 
 def hurt(x: jax.Array, place: str, fault: dict[str, Any]) -> jax.Array:
-    """`x` with the fault in it, if this is its place."""
+    """Return `x` with the fault, if this is its place."""
     element = jnp.arange(x.size).reshape(x.shape) == fault["element"] % x.size
     chosen = (fault["place"] == PLACES.index(place)) & (fault["everywhere"] | element)
     return jnp.where(chosen, fault["value"] + fault["keep"] * x, x)
@@ -93,7 +93,7 @@ def hurt(x: jax.Array, place: str, fault: dict[str, Any]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def hurt_gradient(y: jax.Array, place: str, fault: dict[str, Any]) -> jax.Array:
-    """`y`, whose gradient has the fault in it."""
+    """Return `y`, whose gradient has the fault."""
     return y
 
 
@@ -118,7 +118,7 @@ class Net(nn.Module):
 
 
 def with_hurt_params(params: Any, fault: dict[str, Any]) -> Any:
-    """`params` with the fault in it, if a weight or bias is its place."""
+    """Return `params` with the fault, if a weight or bias is its place."""
     roles = {"kernel": "rhs", "bias": "bias"}
     return {
         layer: {name: hurt(p, f"{layer} {roles[name]}", fault) for name, p in params[layer].items()}
@@ -129,7 +129,7 @@ def with_hurt_params(params: Any, fault: dict[str, Any]) -> Any:
 def create(
     recipe: str, opt_level: str, tx: optax.GradientTransformation
 ) -> tuple[jfp8.TrainState, Callable[..., Any]]:
-    """The state before the first step, and the loss, which takes a fault with the batch.
+    """Create the state and the loss, which takes a fault with the batch.
 
     The loss has gradients between -1 and 1 whatever the output is: where something is huge, no Inf
     comes of it that would end the matter.
@@ -150,7 +150,7 @@ TEACHER = np.random.default_rng(7).normal(size=(FEATURES, OUTPUTS)) / math.sqrt(
 
 
 def batch_of(step: int, magnitude: float = 1.0, fault: dict[str, Any] = NOTHING) -> dict[str, Any]:
-    """Inputs, the labels that a layer with tanh gives them, and a fault."""
+    """Return inputs, labels from a layer with tanh, and a fault."""
     x = np.random.default_rng(step).normal(size=(BATCH, FEATURES))
     y = np.tanh(x @ TEACHER)
     return {"x": np.float32(magnitude * x), "y": np.float32(y), "fault": fault}
@@ -166,7 +166,7 @@ MAGNITUDES = (1.0, 3.0, 0.25, 1.5)  # of the data, each for CHECK_EVERY steps
 
 
 def plan(steps: int, seed: int) -> Iterator[tuple[str, str, int] | None]:
-    """For every step its fault, (place, kind, element), or None."""
+    """Return the fault of every step, (place, kind, element), or None."""
     draw = np.random.default_rng(seed)
     left = 0  # steps of a burst
     for step in range(steps):
@@ -182,12 +182,12 @@ def plan(steps: int, seed: int) -> Iterator[tuple[str, str, int] | None]:
 
 
 def must_be_skipped(place: str, kind: str) -> bool:
-    """Whether a fault reaches the gradients, or an operand of a product, as NaN or Inf."""
+    """Return True if a fault reaches gradients, or a matmul's operand, as NaN or Inf."""
     return kind == "nan" or (kind in NON_FINITE and place not in ("Dense_1 bias", "labels"))
 
 
 def histories(fp8: Any) -> dict[str, np.ndarray]:
-    """The history of each tensor, which its scale is made of."""
+    """Return the history of each tensor, from which its scale is computed."""
     return {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree.leaves_with_path(jax.device_get(fp8))
@@ -196,7 +196,7 @@ def histories(fp8: Any) -> dict[str, np.ndarray]:
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process, where Linux tells."""
+    """Return the memory of this process on Linux."""
     statm = Path("/proc/self/statm")
     return (
         int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
@@ -205,7 +205,7 @@ def resident_bytes() -> int | None:
 
 @dataclass
 class Compilations:
-    """Counts the programs that XLA compiles, from when it is made."""
+    """Count the programs that XLA compiles, from its creation on."""
 
     count: int = 0
 
@@ -218,7 +218,7 @@ class Compilations:
 
 @dataclass(frozen=True)
 class Run:
-    """What happened in a run.
+    """The record of a run.
 
     Attributes:
       faults: how often each kind.
@@ -249,7 +249,7 @@ def train(
     faults: Sequence[tuple[str, str, int] | None],
     compilations: Compilations,
 ) -> Run:
-    """A run with a fault, or None, in each of its steps."""
+    """Run with a fault, or None, in each step."""
     kinds: collections.Counter[str] = collections.Counter()
     must_skip = non_finite = checked = frozen = wrong_amaxes = 0
     losses: collections.deque[float] = collections.deque(maxlen=RECOVERY // 2)
@@ -290,7 +290,7 @@ def train(
 
 
 def soak(steps: int, recipe: str, opt_level: str, seed: int) -> dict[str, Any]:
-    """The same steps with faults and without, by one program, and what became of them."""
+    """Run the same steps with and without faults, in one program, and compare them."""
     compilations = Compilations()
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     if not jfp8.recipes.get(recipe).needs_loss_scale:  # otherwise `initialize` adds one
@@ -299,7 +299,7 @@ def soak(steps: int, recipe: str, opt_level: str, seed: int) -> dict[str, Any]:
     traces: collections.Counter[str] = collections.Counter()
 
     def counted_loss(variables: Any, batch: Any) -> Any:
-        traces["loss_fn"] += 1  # when JAX traces it, and at no other time
+        traces["loss_fn"] += 1  # when JAX traces it, and only then
         return loss_fn(variables, batch)
 
     @jax.jit

@@ -28,7 +28,7 @@ RECIPES = ("delayed", "current", "mxfp8")
 
 
 def steps(recipe: str, width: int):
-    """The step, and the same with statistics, of a language model under a recipe."""
+    """Return the step, and the same with statistics, of a language model under a recipe."""
     model = jfp8.convert(Transformer(width=width), jfp8.recipes.get(recipe))
     tokens = jax.random.randint(jax.random.key(0), (8, 128), 0, VOCABULARY)
     tx = optax.chain(jfp8.loss_scale(), optax.adamw(1e-3))
@@ -49,7 +49,7 @@ def steps(recipe: str, width: int):
 
 
 def measure(width: int, every: int, repeats: int) -> dict[str, object]:
-    """Median milliseconds with and without, and what that makes of a step on the average."""
+    """Return median milliseconds with and without, and the average of a step."""
     results = {}
     for recipe in RECIPES:
         without, with_stats = steps(recipe, width)

@@ -1,4 +1,4 @@
-"""The picture of `parity.py --curves`: training losses of all recipes, and gaps to float32."""
+"""Draw `parity.py --curves`: training losses of all recipes, and gaps to float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Curves = dict[str, dict[str, list[float | None]]]
 
 
 def draw(tasks: dict[str, Curves], reference: str, mean_of: int, margin: float) -> Figure:
-    """Of each task the mean losses, on the left, and beside them a panel for each recipe's gap.
+    """Draw the mean losses of each task, on the left, next to a panel for each recipe's gap.
 
     Each number is a mean of `mean_of` steps, and drawn where they end. All seeds are seeds of the
     `reference`, too. Between -margin and margin, which is shaded, a gap would not matter.
@@ -52,7 +52,7 @@ def _array(of_seeds: dict[str, list[float | None]], seeds: list[str]) -> np.ndar
 
 
 def _gaps(curves: Curves, reference: str) -> tuple[dict[str, float], dict[str, float]]:
-    """The largest mean gap of the recipes that are drawn, and of those that are too far away."""
+    """Return the largest mean gap of drawn recipes, and of recipes that are too far away."""
     largest = {}
     for label, of_seeds in curves.items():
         if label != reference:

@@ -1,8 +1,8 @@
 """Count the bytes per parameter of a whole training state: weights, masters, moments, gradients.
 
-The model is that of examples/train_lm.py. Every row is set up for real and takes one step; what is
-counted are the arrays of its state, and of its gradients as the backward pass hands them over. What
-is not counted: activations, and amax histories (a few numbers for each product, see "other").
+The model is from examples/train_lm.py. Every row is really set up and takes one step; counted
+are the arrays of its state, and its gradients as the backward pass returns them. Not counted:
+activations, and amax histories (a few numbers for each matmul, see "other").
 
     python benchmarks/training_state.py --width 512 --layers 4
     python benchmarks/training_state.py --json > benchmarks/results/training_state.json
@@ -37,13 +37,13 @@ HIGH_PRECISION = ("head",)
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train.
+    """One configuration of training.
 
     Attributes:
-      optimizer: makes it, once converted to its level.
-      recipe: of the products; None for f32.
+      optimizer: constructor of the optimizer, converted to its level.
+      recipe: recipe of the matmuls; None for f32.
       dtype: of the parameters.
-      fp8_weights: kernels of FP8 products are stored in FP8.
+      fp8_weights: kernels of FP8 matmuls are stored in FP8.
     """
 
     optimizer: Callable[[], optax.GradientTransformation]
@@ -101,7 +101,7 @@ def masters_of(opt_state: Any) -> Any:
 
 
 def count(row: Row, arguments: argparse.Namespace) -> dict[str, float]:
-    """Bytes per parameter of each part of the state, after a step."""
+    """Return bytes per parameter of each component of the state, after a step."""
     model = Transformer(
         width=arguments.width,
         layers=arguments.layers,

@@ -1,4 +1,4 @@
-"""Prints how much of jfp8 one product and one training step enter, and how large its folders are.
+"""Print how much of jfp8 one matmul and one training step enter, and how large its folders are.
 
     python benchmarks/weight.py
 
