@@ -1,4 +1,4 @@
-"""Convert amax histories of a checkpoint to fit those of a target.
+"""Convert amax histories of a checkpoint to fit a target.
 
 A matmul stores the histories of its three tensors, newest first, with zeros for empty slots. ::
 
@@ -158,7 +158,7 @@ def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Ne
     """Arrange histories of another library like the ``fp8`` collection `target`.
 
     Matmuls have other names there. The matmuls of a module are matched, in the order of the names,
-    with those of the same module in the target, or else with those of its submodules. `found` maps
+    with the matmuls of the same module in the target, or else of its submodules. `found` maps
     the path of their module in the other library, and a name, to the histories.
     """
     ours = sorted(product_paths(target), key=_natural)

@@ -23,7 +23,7 @@ from jfp8.tracing.devices import Tpu
 )
 @dataclass(frozen=True, eq=False)
 class Paired(ScaledArray):
-    """A `ScaledArray` whose scale is already multiplied by that of the other operand.
+    """A `ScaledArray` whose scale is already multiplied by the other operand's.
 
     A kernel that quantizes an operand writes both. XLA would start a kernel for this one number.
     """

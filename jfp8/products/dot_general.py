@@ -87,7 +87,7 @@ def scaled_dot_general(
         rounded tensor, so that one key serves all layers, steps, scan iterations and devices.
         Without a key, the bits depend on the data alone, which is reproducible,
         but rounds the same tensor in the same way every time.
-      preferred_element_type: floating dtype of the result; by default that of promoted operands.
+      preferred_element_type: floating dtype of the result; by default from promoted operands.
       implementation: see `scaled_matmul`.
       out_sharding: sharding of the result, as for ``jax.lax.dot_general``, on meshes with explicit
         axes.
@@ -277,7 +277,7 @@ def three_matmuls(
 ) -> dict[Kind, _Matmul]:
     """Return fprop, dgrad and wgrad.
 
-    The output ``y`` has the batch dimensions first, then the free ones of lhs, then those of rhs.
+    The output ``y`` has the batch dimensions first, then the free ones of lhs, then of rhs.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     layout = layout_of(*shapes, numbers)

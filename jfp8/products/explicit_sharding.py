@@ -1,7 +1,7 @@
 """Matmuls on meshes whose axes are part of the types of arrays (``AxisType.Explicit``).
 
-With explicit axes each operation must specify the sharding of its result, and JAX asks the caller
-for that of every sum over sharded dimensions, of which the backward pass has many. For the three
+With explicit axes each operation must specify the sharding of its result. JAX asks the caller for
+the sharding of every sum over sharded dimensions, frequent in the backward pass. For the three
 matmuls of one operation the answer is always the same: a gradient has the sharding of its primal.
 So the compiler chooses all shardings inside, and only the results have explicit types again.
 """

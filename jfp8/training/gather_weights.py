@@ -49,7 +49,7 @@ def gather_weights(
     """Gather `params` onto every device of `axis_name`, kernels at one byte per element (FSDP).
 
     Call it inside the function that is differentiated, on the parameters that are about to be used,
-    such as those of one layer in the body of a ``lax.scan`` over layers. The gradient is sharded
+    such as one layer's in the body of a ``lax.scan`` over layers. The gradient is sharded
     like `params`, summed over the devices by a reduce-scatter. The mesh in effect
     (``jax.set_mesh``, ``jax.shard_map``) and the type of this axis in it determine if this uses a
     collective, ``jax.sharding.reshard`` or sharding constraints for the compiler.
@@ -59,7 +59,7 @@ def gather_weights(
     models use it unchanged. The results are then bitwise identical to those without this function
     if the scales agree, as they do under current scaling. Under delayed scaling, too, a weight here
     gets its current scale, because the whole weight is known. Other recipes quantize the gathered
-    values once more, in their own blocks. Exempt kernels, those of `QuantizationAware`, and
+    values once more, in their own blocks. Exempt kernels, kernels under `QuantizationAware`, and
     parameters that are not kernels are sent in high precision. Kernels stored in FP8
     (`ScaledArray`, see `jfp8.optim.master_weights`) are sent unchanged; a 0-d scale has to be
     equal on all devices.

@@ -35,7 +35,7 @@ def on_arrays(
     """Return `grad_fn` as a function of the arrays of `model`, and these arrays.
 
     Args:
-      grad_fn: ``(model, batch) -> (loss, grads)``, with gradients `n` times those of the whole
+      grad_fn: ``(model, batch) -> (loss, grads)``, with gradients scaled by `n` against the whole
         batch, to which the histories of the model refer.
     """
     graphdef, arrays = nnx.split(model)

@@ -39,7 +39,7 @@ def quantize_rows_in_blocks(
     Returns:
       ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
       The scales are f32, or uint8 E8M0 codes if the rounding gives E8M0. If several matrices are
-      computed, their number is a dimension before N, and before that of the blocks along N.
+      computed, their number is a dimension before N, and before the one of the blocks along N.
     """
     tiles = in_blocks(x, block)
     tiles = fastest("quantize_rows_in_blocks", x, tiles) if block == 128 else tiles

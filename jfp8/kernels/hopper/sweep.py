@@ -1,4 +1,4 @@
-"""How kernels that quantize iterate over a matrix: one pass over memory.
+"""Iterate over a matrix in kernels that quantize: one pass over memory.
 
 They iterate over its tiles with as many blocks as the device runs at a time. The copy engine loads
 tiles into shared memory while earlier ones are processed, and stores the results. A tile is
@@ -155,7 +155,7 @@ class Walk:
         """Return a result of a kernel without the padding of its tiles.
 
         Args:
-          axis: that of columns. If several matrices are computed, it becomes two, the first their
+          axis: the axis of columns. If several matrices are made, it becomes two, the first their
             number.
           sizes: of rows and columns, in the order of `x`.
         """

@@ -1,6 +1,6 @@
 """The shardings of a matmul's three matrices over TPUs, if they are known while JAX traces.
 
-The compiler for TPUs cannot be told how to shard a kernel. With explicit axes of the mesh,
+The compiler for TPUs cannot shard a kernel. With explicit axes of the mesh,
 the types of arrays contain their shardings, and each TPU can run the kernels on its shards, in a
 ``shard_map``.
 """

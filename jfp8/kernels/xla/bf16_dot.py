@@ -73,7 +73,7 @@ def _outer_factors(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list
 
 
 def _outer_scale(q: ScaledArray) -> jax.Array | None:
-    """Return the scale above those of its blocks, one for each row or one for all, if any."""
+    """Return the scale above the blocks' scales, one for each row or one for all, if any."""
     outer = q.scale.scale if isinstance(q.scale, ScaledArray) else None
     return None if isinstance(outer, ScaledArray) else outer
 

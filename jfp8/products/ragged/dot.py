@@ -65,7 +65,7 @@ def scaled_ragged_dot(
     ``group_sizes[1]``, and so on. Operands and results are in high precision.
 
     Scales. Each group's matrix has its own, computed from its current values under every recipe,
-    because one history could not serve matrices of different magnitude. (That of "rhs" records
+    because one history could not serve matrices of different magnitude. (The one of "rhs" records
     their largest amax, and is not read.) `lhs` and the gradient are each one tensor, and
     may have a history. If a recipe's scales, or its rotation, run along rows, they start anew
     with each group; recipes with a scale for a whole row or column of an operand then have one for
