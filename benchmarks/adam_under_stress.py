@@ -2,7 +2,7 @@
 
 Half of the elements of every block, the odd ones, belong to one group and the rest to the other;
 all of a group have the same exact update, or one that chance alone varies. After each step the mean
-update of a group is compared with that of `optax.scale_by_adam` in f32 on the same gradients. `E`
+update of a group is compared with `optax.scale_by_adam` in f32 on the same gradients. `E`
 is step 200, `n` normal noise:
 
   decay    1, and from E on 0.1 for the odd

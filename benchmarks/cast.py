@@ -1,7 +1,7 @@
 """Time `jfp8.cast` against clip and `astype`; print JSON.
 
 Both give the same bytes, which is checked before they are timed. The figures are medians of
-interleaved runs; the ratio is the time of `jfp8.cast` over that of the other, so below 1 is faster.
+interleaved runs; the ratio is the time of `jfp8.cast` over the other's, so below 1 is faster.
 
     python benchmarks/cast.py --exponents 18 20 22 --repeats 41
 """

@@ -1,6 +1,6 @@
 """Time the training step of a plain Flax language model, converted against unconverted.
 
-The model is that of examples/train_lm.py with Flax's own layers. All variants run interleaved in
+The model is from examples/train_lm.py with Flax's own layers. All variants run interleaved in
 one process; the figures are medians, and ratios to the unconverted f32 step of the same run.
 
     python benchmarks/converted_lm.py --repeats 15

@@ -3,13 +3,13 @@
 For each seed a language model is trained in float32. From the same state, `--aware` steps before
 the end, it also goes on under `QuantizationAware`, once for each grid, on the same batches and at
 the same learning rates. All of them end after equally many steps, and are then exported by
-`jfp8.quantize_params`: the loss is that of the bytes that would be deployed. Gaps are to the
+`jfp8.quantize_params`: the loss is of the bytes to deploy. Gaps are to the
 float32 model of the same seed, in percent of its loss, with the 90 % interval of their mean.
 
     taskset -c 0 nice -n 10 python benchmarks/exported_lm.py      # 12 seeds
     python benchmarks/exported_lm.py --table      # what has been run, as Markdown
 
-Only weights are quantized, all but those of the embeddings and of the last layer.
+Only weights are quantized, all except embeddings and the last layer.
 """
 
 from __future__ import annotations

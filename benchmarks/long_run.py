@@ -7,7 +7,7 @@
     python benchmarks/long_run.py --picture long_run.png
 
 There is one run per recipe, from one seed. Float32 and its twin (its loss times 3, which only
-changes rounding) show how far runs drift apart by chance: a gap within that of the twin says
+changes rounding) show how far runs drift apart by chance: a gap within the twin's says
 nothing.
 Twenty times in each run it records the mean training loss since the last time, the loss of held-out
 text, and for every FP8 weight, over batches that the run never trains on,
@@ -20,7 +20,7 @@ text, and for every FP8 weight, over batches that the run never trains on,
 
 Chmiel et al. (FP4 All the Way, 2025, arXiv:2505.19115) find that training becomes less effective
 when gradient / noise falls below about sqrt(3). (They round gradients at random, so that their
-noise averages out over steps; that of rounding to nearest need not.)
+noise averages out over steps; rounding to nearest need not average out.)
 
 After an interruption it goes on from checkpoints in `runs/long_run`, with the numbers of a run that
 never stopped. The results file is written at each of the twenty points.
@@ -65,7 +65,7 @@ TINY = ["--width", "32", "--layers", "1", "--seq-len", "32", "--eval-batches", "
 Point = dict[str, Any]
 
 
-# ---- one run, in a process of its own
+# ---- one run, in a separate process
 
 
 def train(recipe: str, seed: int, steps: int, sizes: list[str], path: Path) -> None:

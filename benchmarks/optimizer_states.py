@@ -7,7 +7,7 @@
 
 `polar_factors.py` measures Muon's matmuls in FP8 by themselves.
 
-The stresses are those of `adam_under_stress.py`.
+The stresses are from `adam_under_stress.py`.
 
 ``--lm``: the model of `examples/train_lm.py` trains in float32 with its AdamW, and again from the
 same parameters on the same batches with the moments stored. With ``--muon`` Muon moves the kernels

@@ -79,7 +79,7 @@ def _mixed(label: str, *options: str) -> tuple[str, tuple[str, ...]]:
     return label, tuple(word for option in options for word in option.split())
 
 
-# Several recipes in the language model: what the table calls them, and what the script is told.
+# Several recipes in the language model: their name in the table, and the options of the script.
 MIXED = {
     # In attention a layer computes the same under both recipes.
     "delayed+attention": _mixed(

@@ -8,10 +8,10 @@ mean square singular values: Frobenius norms divided by the root of the number o
 
   one matmul   the worst error of one matmul of the iteration, over the product of the spectral
                norms of its operands
-  bound        on the error, to first order in that of one matmul: derived in docs/memory.md
+  bound        on the error, to first order in one matmul's error: derived in docs/memory.md
   error        from the exact iteration
   largest      singular value; 1.2 in the exact iteration at most
-  to UV        from the exact polar factor, and in brackets that of the exact iteration
+  to UV        from the exact polar factor, and in brackets for the exact iteration
 """
 
 from __future__ import annotations

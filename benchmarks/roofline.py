@@ -1,7 +1,7 @@
 """The roofline of FP8 and bf16 on three GPUs, with a linear layer on it: see `pictures.py`.
 
 A linear layer of n tokens, n inputs and n outputs, forward and backward, in bf16 or in FP8 with
-delayed scaling. Its bytes are those of the page on GPUs: the quantize kernels move 4 for each
+delayed scaling. Its bytes are from the page on GPUs: the quantize kernels move 4 for each
 element, the products read one byte of each operand (bf16: two) and write two. Kernels run one after
 the other, each as fast as its arithmetic or its bytes allow, so that a layer in FP8 lies below the
 roof. Starting kernels takes no time here.

@@ -7,7 +7,7 @@ Transformer layer. For each way to save activations:
                    backward pass, and intermediate
   kept_bytes       bytes saved for the backward pass of all blocks, next to parameters and input, by
                    dtypes of the program; XLA:CPU widens bf16, which temp_bytes shows
-  gradient_sqnr    decibels of the gradient above its difference from that of the same parameters
+  gradient_sqnr    decibels of the gradient above its difference from the one of equal parameters
                    with f32 products and f32 activations, computed on a smaller input
 
     python benchmarks/saved_activations.py --layers 16 --batch 8 --length 64 --features 256
@@ -50,7 +50,7 @@ class Flax(nn.Module):
 
 
 class Fp8(nn.Module):
-    """The same block of jfp8's layers."""
+    """An equal block of jfp8's layers."""
 
     hidden: int
     heads: int

@@ -6,7 +6,7 @@
 In one step of 40 one operand has a fault: a NaN, an Inf, a number close to the largest or below the
 smallest of float32, zeros, or one constant everywhere. Sometimes it lasts for 50 steps. In between
 the data changes its magnitude, which scales have to follow. After the last fault come steps without
-one, whose loss is compared with that of the same run without faults.
+one, whose loss is compared with the same run without faults.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ class Run:
       faults: how often each kind.
       must_skip, skipped: steps that had to be skipped, and that were.
       non_finite: parameters that were, at any check.
-      checked, frozen: scales looked at, and those whose history is that of the check before.
-      wrong_amaxes: checks in which the newest entry of the first history is not that of the data.
+      checked, frozen: scales inspected, and scales whose history is unchanged since the last check.
+      wrong_amaxes: checks in which the newest entry of the first history is not from the data.
       live_arrays, resident_bytes, compiled: at the first check, and at the last.
       loss: mean of the last `RECOVERY` / 2 steps.
     """

@@ -1,6 +1,6 @@
 """Time a training step with statistics of every FP8 tensor against the step without them.
 
-The model is that of examples/train_lm.py. Both programs run interleaved in one process; the figures
+The model is from examples/train_lm.py. Both programs run interleaved in one process; the figures
 are medians. With statistics taken every n steps, a step takes (n - 1 + ratio) / n of its time.
 
     python benchmarks/tensor_stats.py --every 10 --repeats 15

@@ -1,4 +1,4 @@
-"""The products of a jaxpr: how many have FP8 operands."""
+"""The matmuls of a jaxpr: how many have FP8 operands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot")
 
 
 def products(jaxpr: core.Jaxpr) -> Counter[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
-    """How often each product occurs: whether both operands were FP8 numbers, and their shapes.
+    """Count each matmul by its shapes, and by True if both operands were FP8 numbers.
 
-    An operand was FP8 if FP8 numbers went into it, other than through a product: with their scales,
-    or decoded from their bits. A product in a loop, or in a stack of layers that is scanned, counts
-    once. Of branches, such as those for several platforms, the one with the most products in FP8
+    An operand was FP8 if FP8 numbers went into it, except through a matmul: with their scales,
+    or decoded from their bits. A matmul in a loop, or in a stack of layers that is scanned, counts
+    once. Of branches, such as those for several platforms, the one with the most matmuls in FP8
     counts.
     """
     found: Counter[Any] = Counter()
@@ -25,7 +25,7 @@ def products(jaxpr: core.Jaxpr) -> Counter[tuple[bool, tuple[int, ...], tuple[in
 
 
 def _visit(jaxpr: core.Jaxpr, given: list[bool], found: Counter[Any]) -> list[bool]:
-    """Which results of `jaxpr` come from FP8 numbers, if `given` inputs do."""
+    """Return the results of `jaxpr` computed from FP8 numbers, if `given` inputs are FP8."""
     in_fp8 = dict(zip(jaxpr.invars, given, strict=True))
     is_fp8 = lambda v: not isinstance(v, core.Literal) and (in_fp8.get(v, False) or _stored(v))
     for eqn in jaxpr.eqns:
@@ -52,7 +52,7 @@ def _visit(jaxpr: core.Jaxpr, given: list[bool], found: Counter[Any]) -> list[bo
 
 
 def in_both(found: Counter[Any]) -> int:
-    """How many products have two FP8 operands."""
+    """Count the matmuls with two FP8 operands."""
     return sum(n for (fp8, *_), n in found.items() if fp8)
 
 
@@ -62,7 +62,7 @@ def _stored(variable: Any) -> bool:
 
 
 def _inner(eqn: Any) -> list[core.Jaxpr]:
-    """The jaxprs among the parameters of an equation."""
+    """Yield the jaxprs among the parameters of an equation."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
     values = [getattr(v, "jaxpr", v) for v in values]
     return [v for v in values if isinstance(v, core.Jaxpr)]

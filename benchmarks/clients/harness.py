@@ -1,4 +1,4 @@
-"""What the clients of this folder share: data, training loops, and a record of each.
+"""Code that the clients of this folder share: data, training loops, and records.
 
 A client is trained for 60 steps in f32 and under three recipes, with three seeds each, by Flax's
 own loops or by its own trainer. Nothing in its files changes; the script has one line more.
@@ -51,7 +51,7 @@ class Trained:
 
 @dataclass
 class Client:
-    """How a client is converted, looked at and trained.
+    """The conversion, report and training of a client.
 
     Attributes:
       name: for the table.
@@ -59,11 +59,11 @@ class Client:
       make: ``(seed) -> model``, without FP8.
       report: of the model: `jfp8.report` on inputs of the client.
       train: ``(model, seed) -> Trained``.
-      needed: the projections: products of an activation and a weight, without logits, embeddings
+      needed: the projections: matmuls of an activation and a weight, without logits, embeddings
         and routers, counted by hand.
-      looked_at: ``() -> model`` that is counted, if not ``make(0)``, such as one without remat,
-        which would show products twice.
-      convert: what is typed; by default `jfp8.convert`.
+      looked_at: ``() -> model`` to count, if not ``make(0)``, such as one without remat,
+        which would count matmuls twice.
+      convert: the conversion to show; by default `jfp8.convert`.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Client:
 
 
 def tokens_of(seed: int, step: int, batch: int = 8, length: int = 32) -> jax.Array:
-    """Sequences in which a token mostly follows from the one before it."""
+    """Return sequences in which a token mostly follows from the token before it."""
     rng = np.random.default_rng((seed, step))
     tokens = np.zeros((batch, length), np.int32)
     tokens[:, 0] = rng.integers(0, VOCABULARY, batch)
@@ -89,7 +89,7 @@ def tokens_of(seed: int, step: int, batch: int = 8, length: int = 32) -> jax.Arr
 
 
 def images_of(seed: int, step: int, batch: int = 16, size: int = 16) -> tuple[jax.Array, jax.Array]:
-    """Images of ten classes, each a pattern of its own with noise on it; and the classes."""
+    """Return images of ten classes, each a separate pattern with noise; and the classes."""
     patterns = np.random.default_rng(0).normal(size=(10, size, size, 3))
     rng = np.random.default_rng((seed, step))
     classes = rng.integers(0, 10, batch)
@@ -98,13 +98,13 @@ def images_of(seed: int, step: int, batch: int = 16, size: int = 16) -> tuple[ja
 
 
 def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean cross entropy of predicting each token from those before it."""
+    """Return the mean cross entropy of predicting each token from the tokens before it."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
     return jnp.mean(losses)
 
 
 def timed(steps: Iterator[Any]) -> Trained:
-    """Runs `steps`, each of which gives its loss."""
+    """Run `steps`, each of which returns its loss."""
     losses, seconds = [], []
     for _ in range(STEPS):
         start = time.process_time()
@@ -121,7 +121,7 @@ def train_linen(
     seed: int,
     tx: optax.GradientTransformation = ADAM,
 ) -> Trained:
-    """By Flax's own ``TrainState``, which replaces FP8 state by its gradient.
+    """Train by Flax's own ``TrainState``, which replaces FP8 state by its gradient.
 
     Args:
       loss_fn: ``(model, variables, batch) -> loss``.
@@ -145,7 +145,7 @@ def train_linen(
 
 
 def convert_linen(model: Any, recipe: str) -> Any:
-    """The one line of a Linen client."""
+    """Convert a Linen client: the one line."""
     return jfp8.convert(model, recipe, state_collection="_overwrite_with_gradient")
 
 
@@ -156,7 +156,7 @@ def train_nnx(
     seed: int,
     learning_rate: float = 3e-3,
 ) -> Trained:
-    """By ``nnx.Optimizer`` and ``nnx.value_and_grad``."""
+    """Train by ``nnx.Optimizer`` and ``nnx.value_and_grad``."""
     optimizer = nnx.Optimizer(model, optax.adam(learning_rate), wrt=nnx.Param)
 
     @nnx.jit
@@ -169,7 +169,7 @@ def train_nnx(
 
 
 def counted(report: jfp8.Report) -> dict[str, Any]:
-    """Forward products that are FP8, and why the others are not."""
+    """Count forward matmuls in FP8, and the reasons of the others."""
     forward = [row for row in report.rows if row.kind in ("fprop", "forward")]
     others = Counter()
     for row in forward:
@@ -186,7 +186,7 @@ def version_of(package: str) -> str:
 
 
 def run(*clients: Client) -> None:
-    """Trains `clients`, all or those that the command line names, and adds them to the results."""
+    """Train `clients`, all or the ones named on the command line, and add them to the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="of clients; default: all of the script")
     parser.add_argument("--count", action="store_true", help="only count products, record nothing")
@@ -218,7 +218,7 @@ def _record(client: Client, only_count: bool) -> dict[str, Any]:
 
 
 def _trained(client: Client, convert: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """The seeds of one recipe. Later ones take what the first one compiled."""
+    """Train the seeds of one recipe. Later ones reuse the programs of the first."""
     with tempfile.TemporaryDirectory() as cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

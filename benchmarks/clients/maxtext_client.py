@@ -81,9 +81,9 @@ TIMES: list[float] = []  # when the steps began
 
 @dataclass
 class Run:
-    """What one training gave: losses by step, CPU seconds to compile and per step, the program.
+    """The results of a training: losses by step, CPU seconds to compile and per step, the program.
 
-    CPU seconds of all threads, since they do not depend on what else the machine does.
+    CPU seconds of all threads, because they do not depend on other load of the machine.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -155,21 +155,21 @@ def train(options: dict[str, Any], *, fp8: bool = True, data: Any = MarkovChain)
 
 
 def counted(run: Run) -> dict[str, Any]:
-    """Products of the train step with FP8 operands, and how often each other one occurs."""
+    """Count matmuls of the train step with FP8 operands, and each of the others."""
     found = products(run.jaxpr)
     others = {f"{a} x {b}": n for (fp8, a, b), n in sorted(found.items()) if not fp8}
     return {"fp8": in_both(found), "others": others}
 
 
 def interval(gaps: list[float]) -> tuple[float, float]:
-    """The mean, and half of the 95 % t interval."""
+    """Return the mean, and half of the 95 % t interval."""
     quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(gaps)]
     half = quantile * statistics.stdev(gaps) / len(gaps) ** 0.5
     return statistics.mean(gaps), half
 
 
 def runs_of(model: str, name: str, seeds: int, steps: int) -> list[Run]:
-    """A run for each seed, with a recipe of this name, or ``"float32"``."""
+    """Return a run for each seed, with a recipe of this name, or ``"float32"``."""
     fp8, runs = name != "float32", []
     given = MODELS[model] | {"quantization": f"jfp8_{name if fp8 else 'current'}", "steps": steps}
     for seed in range(seeds):
@@ -180,7 +180,7 @@ def runs_of(model: str, name: str, seeds: int, steps: int) -> list[Run]:
 
 
 def compared(model: str, recipes: list[str], seeds: int, steps: int) -> dict[str, Any]:
-    """Float32 and every recipe from the same parameters, on the same data, for each seed."""
+    """Compare float32 and every recipe from equal parameters, on equal data, for each seed."""
     last = max(1, steps // 6)
     rows: dict[str, Any] = {}
     for name in ["float32", *recipes]:

@@ -1,4 +1,4 @@
-"""Stand-ins for what clients import to log, to type and to load data, and do not need here."""
+"""Stand-ins for packages that clients import to log, to type and to load data, unused here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Any(type):
 
 
 class _Base(metaclass=_Any):
-    """What a class may inherit from."""
+    """A base that a class may inherit from."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         pass
@@ -72,5 +72,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in_for(*packages: str) -> None:
-    """From now on, imports of `packages` give modules that do nothing."""
+    """Replace later imports of `packages` by modules that do nothing."""
     sys.meta_path.insert(0, _Finder(packages))

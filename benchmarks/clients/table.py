@@ -19,14 +19,14 @@ HEAD = ("client", "projections in FP8", *RECIPES, "first step", "step")
 
 
 def gap(record: dict[str, Any], recipe: str) -> str:
-    """How far the loss is from that in f32, in %, with the 90 % interval of the mean."""
+    """Return the gap of the loss to f32, in %, with the 90 % interval of the mean."""
     f32, fp8 = (np.array(record[name]["losses"]) for name in ("f32", recipe))
     found = debug.equivalence(100 * (fp8 / f32 - 1), margin=1.0)
     return f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
 
 
 def ratios(record: dict[str, Any], of: str, digits: int) -> str:
-    """Of the three recipes to f32."""
+    """Return the ratios of the three recipes to f32."""
     times = [record[recipe][of] / record["f32"][of] for recipe in RECIPES]
     return ", ".join(f"{time:.{digits}f}" for time in times)
 
@@ -38,7 +38,7 @@ def projections(record: dict[str, Any]) -> str:
 
 
 def table(records: dict[str, Any]) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     lines = [HEAD, ("---",) * len(HEAD)]
     for name, record in sorted(records.items()):
         gaps = (gap(record, recipe) for recipe in RECIPES)

@@ -1,1 +1,1 @@
-"""What `gpu.py` checks and times on a GPU."""
+"""The checks and timings of `gpu.py` on a GPU."""

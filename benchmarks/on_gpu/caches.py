@@ -1,4 +1,4 @@
-"""Where compiled programs, and what XLA's autotuner picked, are kept for the next process."""
+"""Folders that keep compiled programs, and choices of XLA's autotuner, for the next process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ RUNS = Path(__file__).parents[2] / "runs"  # ignored by git
 
 
 def caches() -> dict[str, str]:
-    """Variables for a worker; those that are set already stay as they are.
+    """Return variables for a worker; existing values are kept.
 
-    JAX keeps XLA's choices among kernels in a folder within that of compiled programs.
+    JAX keeps XLA's choices among kernels in a subfolder of the compiled programs.
     """
     wanted = {
         "JAX_COMPILATION_CACHE_DIR": str(RUNS / "programs"),

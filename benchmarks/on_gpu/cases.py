@@ -1,4 +1,4 @@
-"""What is run on a device: cases, in groups that are timed in turn, in sections."""
+"""The work for a device: cases, in groups that are timed alternately, in sections."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Settings:
-    """What sections are told.
+    """The settings that sections receive.
 
     Attributes:
       smoke: sizes so small that a CPU interprets the kernels in no time.

@@ -1,4 +1,4 @@
-"""Whether each kernel computes the right thing on the current device: the cases, at all sizes.
+"""Check the results of each kernel on the current device: the cases, at all sizes.
 
 `python -m jfp8 check` runs a small case of each; how they are checked is said there.
 """
@@ -37,7 +37,7 @@ from on_gpu.shapes import name_of, shapes
 
 
 def check_poison() -> Record:
-    """The share of a result that a program leaves as it finds it, and that was poisoned."""
+    """Return the share of a result that a program does not overwrite, and that was poisoned."""
     shape = (4096, 4096)
     found = [
         float(jnp.mean(jnp.isnan(x)))
@@ -146,7 +146,7 @@ _REFUSED = {("block", "xla"), ("mxfp8", "xla"), ("mxfp8", "mosaic_gpu")}
 
 
 def check_gradients(shape: tuple[int, int, int], recipe: str, implementation: Any) -> Record:
-    """A product and its gradients, held to the emulated ones on the CPU.
+    """Compare a matmul and its gradients with the emulated ones on the CPU.
 
     The quantized operands are the same, so only the order of additions differs, and what a tensor
     core cuts off: 1 % is far above that, and far below what a wrong scale or operand would do.
@@ -188,7 +188,7 @@ def public_cases(settings: Settings) -> Iterator[Case]:
 
 
 def checks(settings: Settings) -> Iterator[Group]:
-    """Section: the kernels, then the functions that use them."""
+    """Yield the section: the kernels, then the functions that use them."""
     first, *others = quantize_cases(settings)
     if not settings.smoke:  # a CPU writes zeros
         yield Group("memory", [Case("what no program wrote", check_poison)])

@@ -1,4 +1,4 @@
-"""What the driver says about the device while it works."""
+"""Read the driver's report on a device at work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = (
     "temperature.gpu",
     "power.draw",
 )
-# The second name is that of drivers before 535.
+# The second name is for drivers before 535.
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 # Bits of the reasons, as NVML names them, that lower the clocks of a device at work.
 THROTTLES = {
@@ -31,9 +31,9 @@ Sample = dict[str, str]
 
 
 def clocks() -> Sample | None:
-    """The first device's name, driver, clocks, temperature, power and reasons for its clocks.
+    """Return the first device's name, driver, clocks, temperature, power and throttle reasons.
 
-    None without the tool that says so.
+    None without nvidia-smi.
     """
     found = _query(FIELDS)
     if found is not None:
@@ -57,7 +57,7 @@ def _query(fields: tuple[str, ...]) -> Sample | None:
 
 
 def summary(samples: list[Sample]) -> dict[str, Any] | None:
-    """What a record says: clocks in MHz (least and median), °C, W, and what lowered the clocks."""
+    """Summarize samples: clocks in MHz (least and median), °C, W, and reasons for lower clocks."""
     if not samples:
         return None
 
@@ -81,7 +81,7 @@ def summary(samples: list[Sample]) -> dict[str, Any] | None:
 
 
 class Watch:
-    """Samples of `look`, one after the other on a thread of its own, until `stop`."""
+    """Collect samples of `look`, one after the other on a separate thread, until `stop`."""
 
     def __init__(self, look: Callable[[], Sample | None]) -> None:
         self._samples: list[Sample] = []
@@ -99,7 +99,7 @@ class Watch:
             self._stopped.wait(0.1)
 
     def stop(self) -> dict[str, Any] | None:
-        """End it; the summary of what it saw, one sample at least."""
+        """Stop, and return the summary of at least one sample."""
         self._stopped.set()
         self._thread.join(timeout=2)
         return summary(list(self._samples))

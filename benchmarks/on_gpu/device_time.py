@@ -1,4 +1,4 @@
-"""How long the device works on a program: from CUPTI's records, else from chains of two lengths.
+"""Measure the device time of a program: from CUPTI's records, else from chains of two lengths.
 
 By CUPTI, through JAX's profiler: a run takes from the start of its first kernel to the end of its
 last one, whatever Python and the launch take. Runs do not overlap, so a kernel belongs to the run
@@ -30,7 +30,7 @@ _RUN = "timed run "  # and its number: the annotation of a run on the host
 
 
 def measure(cases: Mapping[str, Timed], repeats: int) -> dict[str, Record]:
-    """For each case ``ms`` of a call (median), ``ms_p10``, ``ms_p90``, and ``clock``, whose it is.
+    """Return per case ``ms`` of a call (median), ``ms_p10``, ``ms_p90``, and the used ``clock``.
 
     With CUPTI also ``busy_ms``: without the gaps between kernels, and ``host_ms``: by the host's
     clock without a profiler, and so with CUDA graphs, which XLA does not use under a profiler.
@@ -85,13 +85,13 @@ def _host_ms(run: Any) -> float:
 
 
 def spread(ms: Any) -> Record:
-    """Median, and 10th and 90th percentiles."""
+    """Return the median, and 10th and 90th percentiles."""
     low, middle, high = np.percentile(np.asarray(ms, np.float64), (10, 50, 90))
     return {"ms": float(middle), "ms_p10": float(low), "ms_p90": float(high)}
 
 
 def spans_of_runs(profile: ProfileData) -> dict[int, tuple[float, float]]:
-    """For each numbered run, ns from its first kernel to its last, and ns without gaps."""
+    """Return for each numbered run ns from its first kernel to its last, and ns without gaps."""
     runs: dict[int, tuple[float, float]] = {}
     kernels: list[tuple[float, float]] = []
     for plane in profile.planes:
@@ -123,7 +123,7 @@ def spans_of_runs(profile: ProfileData) -> dict[int, tuple[float, float]]:
 
 @functools.cache
 def has_cupti() -> bool:
-    """Whether JAX's profiler sees kernels of this process's GPU."""
+    """Return True if JAX's profiler records kernels of this process's GPU."""
     if jax.default_backend() != "gpu":
         return False
     try:

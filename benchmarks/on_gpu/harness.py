@@ -1,9 +1,9 @@
 """Run cases that may fail, crash or hang, isolated from each other, within a time limit.
 
-A kernel that has never run before may wait for a barrier for ever, or write where it must not, and
-then nothing works in that process. So cases run in a process of their own, the worker, which says
-what it starts and what came out. If it falls silent, it is ended, the case is recorded as failed,
-and another worker goes on with the next one.
+A kernel that has never run before may wait for a barrier for ever, or write out of bounds, and
+then nothing works in that process. So cases run in a separate process, the worker, which reports
+the start and result of each. If it falls silent, it is ended, the case is recorded as failed,
+and another worker continues with the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from on_gpu.clocks import Watch
 from on_gpu.records import Record
 
 Key = tuple[str, str, str]  # section, group, name
-_MARK = "@@case "  # before what a worker has to say; other lines are those of libraries
+_MARK = "@@case "  # before a worker's messages; libraries print other lines
 running = child.compiled  # says that from now on silence means that a kernel hangs
 _LOST = 3  # exit code of a worker whose device was lost in a case that it did report
 
@@ -38,7 +38,7 @@ _LOST = 3  # exit code of a worker whose device was lost in a case that it did r
 
 
 def work(text: str) -> None:
-    """Run what `text`, the plan of `supervise`, asks for, and say so line by line."""
+    """Run the cases of `text`, the plan of `supervise`, and report line by line."""
     plan = json.loads(text)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     settings = Settings(**plan["settings"])
@@ -70,7 +70,7 @@ def _end_with(parent: int) -> None:
 
 
 def left_of(section: str, group: Group, finished: set[Key], measured: set[Key]) -> Group:
-    """The cases of `group` that are still to do, with its baseline, so that it is timed beside."""
+    """Return the remaining cases of `group`, with its baseline, to time it along with them."""
 
     def key(case: Case) -> Key:
         return section, group.name, case.name
@@ -180,7 +180,7 @@ def _say(event: str, **what: Any) -> None:
 
 @dataclass
 class Outcome:
-    """What all workers said; `note` hears it first."""
+    """The messages of all workers; `note` receives them first."""
 
     note: Callable[[Record], None]
     hello: Record = field(default_factory=dict)
@@ -208,9 +208,9 @@ def supervise(
       start: ``"module:function"`` that each worker calls first, ``Settings -> record``.
       minutes: after which the worker is ended, whatever it does.
       environment: variables to set in it.
-      log: file for what else the worker prints; None: nowhere.
-      watch: called again and again while a group is being timed, on a thread of its own; the
-        group's records get a summary of what it says, as ``clocks``.
+      log: file for other output of the worker; None to discard it.
+      watch: called repeatedly while a group is being timed, on a separate thread; the
+        group's records get a summary of its results, as ``clocks``.
       note: told at once of each line for the file of records.
       measured: section, group and name of cases that an earlier call did.
 
@@ -239,7 +239,7 @@ def supervise(
 
 
 class _Worker:
-    """The process, and what it is at."""
+    """The process, and its current case."""
 
     def __init__(
         self, plan: Record, settings: Settings, environment: dict[str, str] | None, log: Any
@@ -328,7 +328,7 @@ class _Worker:
             _record(outcome, **d, record=result)
 
     def _events(self) -> Iterator[Record]:
-        """What the worker says, and ``silent`` or ``no time`` if that is what happens."""
+        """Yield the worker's messages, and ``silent`` or ``no time`` in these cases."""
         lines: queue.Queue[str | None] = queue.Queue()
         stdout = self.process.stdout
         assert stdout is not None

@@ -1,4 +1,4 @@
-"""Products by all implementations: ceilings, FP8, accumulation errors, and facts about XLA."""
+"""Matmuls by all implementations: ceilings, FP8, accumulation errors, and facts about XLA."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _normal_pair(shape: Shape, dtype: Any, seed: int) -> tuple[jax.Array, jax.Ar
     return random((m, k), dtype, seed=2 * seed), random((n, k), dtype, seed=2 * seed + 1)
 
 
-# FP8 products.
+# FP8 matmuls.
 
 
 def products(settings: Settings) -> Iterator[Group]:
@@ -386,7 +386,7 @@ def _model(
 
 
 def facts(settings: Settings) -> Iterator[Group]:
-    """Section: what the code assumes about XLA's compiler, and what this one does."""
+    """Section: the code's assumptions about XLA's compiler, and the actual behaviour."""
     size = 256 if settings.smoke else 4096
     a = b = jax.ShapeDtypeStruct((size, size), E4M3FN.dtype)
     scale = jax.ShapeDtypeStruct((), jnp.float32)

@@ -1,4 +1,4 @@
-"""Quantizing in GB/s, by our kernels and by XLA, beside a copy."""
+"""Quantizing in GB/s, by our kernels and by XLA, next to a copy."""
 
 from __future__ import annotations
 

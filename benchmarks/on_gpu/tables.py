@@ -1,4 +1,4 @@
-"""From raw times to rates, floors and targets, and a table of them."""
+"""Compute rates, floors and targets from raw times, and print a table."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _ceilings(records: list[Record]) -> Record:
 
 
 def is_cublaslt(record: Record) -> bool:
-    """Whether it is one FP8 product by cuBLASLt."""
+    """Return True for one FP8 matmul by cuBLASLt."""
     if record["name"].startswith("PyTorch _scaled_mm"):
         return "rows" not in record["name"]  # those are CUTLASS's
     return bool((record.get("program") or {}).get("kernels", {}).get("cublasLt f8"))
@@ -120,7 +120,7 @@ def _find(records: list[Record], section: str, group: str, name: str | None) -> 
 
 
 def targets(records: list[Record]) -> list[Record]:
-    """What the kernels are meant to reach, and what they did."""
+    """Compare targets of the kernels with their measured values."""
     found: list[Record] = []
 
     def add(what: str, target: float, measured: float | None, unit: str) -> None:

@@ -1,4 +1,4 @@
-"""Chains of calls in one dispatch, and what the compiled program consists of."""
+"""Chains of calls in one dispatch, and the contents of a compiled program."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def chained(
 ) -> Timed:
     """`calls` calls of `function` in one program, on each of `arguments` in turn.
 
-    Every call has parameters of its own in the program, though they share buffers, so that the
-    compiler cannot tell equal calls from others. Where the device's own times are not to be had, a
+    Every call has separate parameters in the program, though they share buffers, so that the
+    compiler cannot merge equal calls. If the device's own times are unavailable, a
     third of the calls are compiled too, for `Timed.shorter`.
 
     Args:
@@ -145,7 +145,7 @@ def memory(compiled: jax.stages.Compiled) -> Record | None:
 
 
 def begin(settings: Settings) -> Record:
-    """What a worker does first: interpret kernels in a smoke test, and name device and versions."""
+    """Prepare a worker: interpret kernels in a smoke test, and name device and versions."""
     if settings.smoke:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
