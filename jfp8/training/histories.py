@@ -1,4 +1,4 @@
-"""Amax histories between steps: one entry each, for all products of a model."""
+"""Amax histories between steps: one entry each, for all matmuls of a model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Collections = dict[str, Any]
 
 
 def over_products(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Apply `function`, which takes leading axes, to the `arguments` of each product.
+    """Apply `function`, which supports leading axes, to the `arguments` of each matmul.
 
-    One by one: programs that are the same for all layers are compiled once. The planner of a device
-    on which each kernel costs a launch stacks them.
+    One by one, so that programs shared by all layers are compiled once. The planner of a device
+    on which each kernel has launch overhead stacks them.
     """
     planner = planner_of(current_device(*jax.tree.leaves(arguments)[:1]))
     if planner is not None and hasattr(planner, "over_stacked"):
@@ -55,7 +55,7 @@ def close_step(
 
     Args:
       finite: bool[]; if False nothing changes.
-      ends: bool[], whether the step ends; if False its maxima are kept.
+      ends: bool[], True if the step ends; if False its maxima are kept.
     """
 
     def closed(product: Any, amaxes: Any) -> Any:
@@ -70,7 +70,7 @@ def close_step(
 def _ended(
     states: dict[str, AmaxState], amaxes: jax.Array | None, ends: jax.Array | None
 ) -> dict[str, AmaxState]:
-    """Return the states of a product after a step; `amaxes` are f32[..., 3], in order of `ROLES`.
+    """Return the states of a matmul after a step; `amaxes` are f32[..., 3], in order of `ROLES`.
 
     All three at once, with a third of the operations and kernels. Shorter histories are padded.
     """
@@ -91,12 +91,12 @@ def _ended(
 
 
 def is_product(node: Any) -> bool:
-    """Return True for the state of one product, rather than a module that holds some."""
+    """Return True for the state of one matmul, not for a module that contains some."""
     return set(node) - {CHECK} == set(ROLES) and all("amax_history" in node[r] for r in ROLES)
 
 
 def map_products(function: Callable[..., Any], fp8: Any, *others: Any) -> Any:
-    """Apply `function` to the state of every product in `fp8`, and to what `others` have there."""
+    """Apply `function` to the state of every matmul in `fp8`, and the entries of `others`."""
     products: list[tuple[Any, ...]] = []
 
     def collect(path: tuple[str, ...], node: Any, *others: Any) -> Any:
@@ -128,7 +128,7 @@ def init_sinks(fp8: Collections) -> Collections:
 
 
 def zero_sink(history: jax.Array) -> jax.Array:
-    """Return the sink of a product with histories f32[..., H]: zeros f32[..., 3, 2050]."""
+    """Return the sink of a matmul with histories f32[..., H]: zeros f32[..., 3, 2050]."""
     return jnp.zeros((*history.shape[:-1], len(ROLES), WIDTH), jnp.float32)
 
 
@@ -144,7 +144,7 @@ def add_recorded(sinks: Any, fp8: Any) -> Any:
 def foresee(fp8: Collections, examples: jax.Array, now: float | None) -> Collections:
     """Return the histories that a step of `now` examples reads, after one of f32[] `examples`.
 
-    Weights are `foreseen`, and the loss is taken for a mean. 0 and None: the number is unknown.
+    Weights are `foreseen`, and the loss is assumed to be a mean. 0 or None if unknown.
     """
     ratio = jnp.maximum(examples / now, 1.0) if now else None
 
@@ -160,7 +160,7 @@ def foresee(fp8: Collections, examples: jax.Array, now: float | None) -> Collect
 
 
 def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Array:
-    """Multiply `amaxes` by `factor`, if there is one; they stay finite."""
+    """Multiply `amaxes` by `factor`, if any; they stay finite."""
     if factor is None:
         return amaxes
     largest = np.float32(np.finfo(np.float32).max)

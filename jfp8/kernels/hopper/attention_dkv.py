@@ -1,7 +1,7 @@
-"""Differentiate attention by its keys and values, on Hopper's tensor cores.
+"""Differentiate attention with respect to keys and values, on Hopper's tensor cores.
 
-Two warpgroups take 64 keys each, and go over the blocks of 64 queries that see one of these, of all
-heads that share the keys. See `KeyTile` for the equations.
+Two warpgroups take 64 keys each, and loop over the blocks of 64 queries that see one of these, of
+all heads that share the keys. See `KeyTile` for the equations.
 """
 
 from __future__ import annotations
