@@ -262,7 +262,7 @@ def test_products_are_as_large_as_the_part_of_a_device():
 def test_e5m2_by_e5m2():
     """XLA knows no such product, though Hopper has one."""
     both = q(LARGE, fmt=jfp8.E5M2)
-    assert name_of(both, both, None) == "bf16: XLA has no product of e5m2 by e5m2"
+    assert name_of(both, both, None) == "bf16: XLA has no matmul of e5m2 by e5m2"
     assert name_of(both, both, HOPPER).split(":")[0] == ("mosaic_gpu" if needs_mosaic else "bf16")
 
 
@@ -308,7 +308,7 @@ def test_the_choice_says_why_each_better_backend_is_not_taken():
     choice = choose(facts, Gpu("NVIDIA L4", (8, 9)))
     assert choice.backend.name == "bf16"
     assert list(choice.refused) == ["mosaic_gpu", "cudnn", "xla"]
-    assert "NVIDIA L4: block-scaled products" in choice.refused["cudnn"]
+    assert "NVIDIA L4: block-scaled matmuls" in choice.refused["cudnn"]
     assert "vary along the contraction" in choice.refused["xla"]
     assert all(f"{name}: {why}" in str(choice) for name, why in choice.refused.items())
     assert choose(facts, BLACKWELL).backend.name == "cudnn"

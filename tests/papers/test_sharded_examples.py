@@ -227,7 +227,7 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(text, capsys):
     shutil.copytree("whole/step_00000006", "rest/step_00000006")
     shutil.copy("whole/log.jsonl", "rest")  # also its lines after that step, which are dropped
     rest = main([*argv, "--steps=12", "--resume", "--out=rest"])
-    assert "going on from rest/step_00000006" in capsys.readouterr().out
+    assert "resuming from rest/step_00000006" in capsys.readouterr().out
     assert rest["train_loss"] == whole["train_loss"]
     assert rest["validation_loss"] == whole["validation_loss"]
     lines = Path("rest/log.jsonl").read_text().splitlines()

@@ -330,7 +330,7 @@ def test_weights_stored_in_fp8_travel_as_they_are(kind):
         (("fsdp", SPECS), {"recipe": recipes.get("nvfp4")}, "scales of scales.*mxfp8"),
         (("fsdp", SPECS), {"gradients_as": jfp8.E5M2}, "needs jax.shard_map.*bfloat16"),
         (("fsdp", SPECS), {"exempt": "head"}, "head"),
-        (("fsdp", P("fsdp", "fsdp")), {}, "spread over 'fsdp' along several"),
+        (("fsdp", P("fsdp", "fsdp")), {}, "sharded over 'fsdp' along several"),
     ],
 )
 def test_errors(arguments, options, message):
