@@ -207,7 +207,7 @@ LINES_OF_ROOMS = {
     "quantizers": 810,
     "matmul": 995,
     "recipes": 1640,
-    "products": 5428,
+    "products": 5429,
     "kernels": 9000,
     "layers": 5515,
     "collectives": 1025,

@@ -230,7 +230,7 @@ def flops(model: Model) -> dict[str, float]:
 
 
 def polar_flops(model: Model, steps: int = 5) -> float:
-    """Count those of polar factors: (4 r + 2) w^3 in each step of a kernel of w times r w."""
+    """Count polar factors' operations: (4 r + 2) w^3 per step of a kernel of w times r w."""
     ratios = (3, 1, model.mlp, model.mlp)
     return model.layers * steps * sum(4.0 * r + 2 for r in ratios) * model.width**3
 

@@ -35,7 +35,7 @@ Route = Callable[..., Routing]  # of logits and k, and maybe a bias
 def expert_kernels(
     init: Initializer, key: jax.Array, num_experts: int, shape: Sequence[int], dtype: Dtype
 ) -> jax.Array:
-    """Return a kernel for each expert, each with a key of its own: ``[num_experts, *shape]``.
+    """Return a kernel for each expert, each with its own key: ``[num_experts, *shape]``.
 
     Args:
       init: makes the kernel of one expert.
