@@ -209,7 +209,7 @@ LINES_OF_ROOMS = {
     "recipes": 1640,
     "products": 5429,
     "kernels": 9000,
-    "layers": 5515,
+    "layers": 5524,
     "collectives": 1025,
     "optim": 2560,
     "training": 3060,

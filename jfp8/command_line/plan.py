@@ -298,7 +298,7 @@ def table(rows: list[dict]) -> str:
 
 
 def add_rates(group: argparse._ArgumentGroup) -> None:
-    """Add the rates of a device, without those of its links."""
+    """Add the rates of a device, except for its links."""
     # fmt: off
     group.add_argument("--bf16-tflops", type=float, default=H200.bf16,
                        help="half of the 1979 with sparsity (%(default)s)")

@@ -49,6 +49,11 @@ class ClampedSwiglu:
 
     With these numbers, also called ``"clamped_swiglu"``, it is that of gpt-oss. DeepSeek-V4 has
     ``ClampedSwiglu(limit=10.0, alpha=1.0, offset=0.0)``.
+
+    Attributes:
+      limit: largest `a`, and largest magnitude of `b` before `offset` is added.
+      alpha: factor in the sigmoid.
+      offset: added to `b`.
     """
 
     limit: float = 7.0
@@ -57,7 +62,7 @@ class ClampedSwiglu:
 
     @property
     def functions(self) -> tuple[Callable[[jax.Array], jax.Array], ...]:
-        """Return those of both projections, as in `ACTIVATIONS`."""
+        """Return the function of each projection, as in `ACTIVATIONS`."""
 
         def gate(x: jax.Array) -> jax.Array:
             x = jnp.minimum(x, self.limit)

@@ -99,11 +99,11 @@ def test_current_scaling_against_ml_dtypes():
     _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, w)
     rows = seen.rows(step=7)
     assert [(r.tensor, r.products, r.format) for r in rows] == [
-        ("lhs", "fprop+wgrad", "E4M3FN"),
         ("rhs", "fprop+dgrad", "E4M3FN"),
+        ("lhs", "fprop+wgrad", "E4M3FN"),
         ("grad", "dgrad+wgrad", "E5M2"),
     ]
-    for row, tensor in zip(rows, (x, w), strict=False):
+    for row, tensor in zip(rows, (w, x), strict=False):
         scale = np.float32(np.abs(tensor).max()) / np.float32(448)
         assert row.scale_min == row.scale_max == pytest.approx(scale, rel=1e-7)
         check(row, tensor, scale)

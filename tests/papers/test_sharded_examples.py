@@ -140,7 +140,7 @@ def test_fp8_beyond_the_products(train_sharded, text):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--data 3", "makes 12 devices, but there are 8"),
+        ("--data 3", "needs 12 devices, but there are 8"),
         ("--fsdp 16", "type three factors of 8, for example --data 8 --fsdp 1 --tensor 1"),
         ("--batch-size 6", "--batch-size 6 does not divide into --data 2 times --fsdp 2: type"),
         ("--heads 5", "--width 128 does not divide into --heads 5"),

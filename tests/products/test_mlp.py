@@ -41,6 +41,9 @@ def by_numpy(name, projections):
         "squared_relu": lambda x: np.maximum(x, 0) ** 2,
     }
     f |= {"geglu": f["gelu"], "swiglu": f["silu"], "reglu": f["relu"]}
+    if name == "clamped_swiglu":
+        x, gates = np.minimum(x, 7), [np.clip(gates[0], -7, 7) + 1]
+        f[name] = lambda x: x / (1 + np.exp(-1.702 * x))
     return f[name](x) * np.prod(gates, axis=0)
 
 

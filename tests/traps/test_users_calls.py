@@ -231,7 +231,7 @@ def test_micro_batches_below_the_devices_over_explicit_axes_are_told():
     compute = jax.jit(jfp8.value_and_grad(loss_of(model), micro_batches=4))
     with jax.set_mesh(mesh), pytest.raises(Exception, match="This reshape") as caught:
         compute(state, x, y)
-    assert "parts of 4 examples" in caught.value.__notes__[0]
+    assert "has 4 examples in each" in caught.value.__notes__[0]
 
 
 def weighted_loss(variables, batch, class_weights=None):

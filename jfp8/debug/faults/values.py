@@ -55,7 +55,8 @@ def non_finite(run: Run) -> Iterator[Finding]:
     lasting = steps[-1] == all_steps[-1] and len(steps) > 1
     once = is_gradient(source) and not lasting and len(steps) <= OFTEN * len(all_steps)
     severity: Severity = "note" if once else "error"
-    remedy = _ONCE if once else _of_non_finite(source, min(row.order for row in rows))
+    first = min((row.order for row in rows if row.tensor == "lhs"), default=-1)
+    remedy = _ONCE if once else _of_non_finite(source, first)
     yield Finding(severity, "non_finite", source.name, steps_of(in_step), evidence, remedy)
 
 

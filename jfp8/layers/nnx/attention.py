@@ -87,7 +87,11 @@ class DotProductAttention(PrintsRecipe):
         return self.attend(query, key, value, bias, mask, is_causal=is_causal, **options)
 
     def attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
-        """Compute `jfp8.layers.attention.attend` by the recipe in effect."""
+        """Compute `jfp8.layers.attention.attend` by the recipe in effect.
+
+        Args:
+          arrays, options: its arguments, arrays ``[batch, length, heads, features]``.
+        """
         with jax.named_scope(self.path) if self.path else contextlib.nullcontext():
             return attend_by(self.recipe, self.path, self.implementation, *arrays, **options)
 
