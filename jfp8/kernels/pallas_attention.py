@@ -208,7 +208,7 @@ def _with_mask(hidden: dict[str, jax.Array], given: Sequence[jax.Array]) -> dict
 # have the dimensions of what `_hidden` returns.
 
 
-def forward_rule(groups: int, **hidden: jax.Array) -> str:
+def forward_rule(groups: int, **hidden: jax.Array | None) -> str:
     """Return the rule of `attention_forward`."""
     k = _of_keys(groups)
     matrices, scales = ["b n T H", f"{k} S H", f"{k} H S"], ["b n T", f"{k} S", f"{k} S"]
@@ -216,7 +216,7 @@ def forward_rule(groups: int, **hidden: jax.Array) -> str:
     return f"{', '.join(operands)} -> b n T H, b n T"
 
 
-def backward_rule(groups: int, **hidden: jax.Array) -> str:
+def backward_rule(groups: int, **hidden: jax.Array | None) -> str:
     """Return the rule of `attention_backward`, with the leaves of its operands."""
     q, k = "b n", _of_keys(groups)
     tokens = [f"{k} S" if name[0] in "kv" else f"{q} T" for name in Stored._fields]
@@ -233,10 +233,10 @@ def _of_keys(groups: int) -> str:
     return "b n" if groups == 1 else f"b n/{groups}"
 
 
-def _of_hidden(groups: int, hidden: dict[str, jax.Array]) -> list[str]:
+def _of_hidden(groups: int, hidden: dict[str, jax.Array | None]) -> list[str]:
     """Return the names of the dimensions of all that hides keys. Every device has those of 1."""
     names = {"key_lengths": _of_keys(groups), "query_segments": "b T", "key_segments": "b S"}
-    if "mask" in hidden:
+    if hidden.get("mask") is not None:
         each = zip("bnTS", ("B", "N", "Q", "K"), hidden["mask"].shape, strict=True)
         names["mask"] = " ".join(name if size > 1 else one for name, one, size in each)
-    return [names[name] for name in hidden]
+    return [names[name] for name, x in hidden.items() if x is not None]

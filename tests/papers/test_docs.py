@@ -111,7 +111,7 @@ def entries(section: str) -> dict[str, str]:
     """``{"lhs": text, "rhs": text}`` of a section with ``lhs, rhs: text``."""
     found: dict[str, str] = {}
     for names, text in re.findall(
-        r"^  ([\w*][\w*, ]*):((?:.*)(?:\n(?:    .*|\s*$))*)", section, re.MULTILINE
+        r"^  ([\w*][\w*., ]*):((?:.*)(?:\n(?:    .*|\s*$))*)", section, re.MULTILINE
     ):
         for name in names.split(","):
             found[name.strip().lstrip("*")] = text
@@ -157,7 +157,8 @@ def missing_in_function(function: Any, *, is_method: bool = False) -> list[str]:
     missing = []
     args = entries(said.get("Args", ""))
     for p in parameters(function):
-        named = p.name in args or (is_method and re.search(rf"`{p.name}`", everything))
+        inside = "..." in args or (is_method and re.search(rf"`{p.name}`", everything))
+        named = p.name in args or inside
         if not named:
             missing.append(f"Args: {p.name}")
         elif p.name in args and re.search(r"^(?!.*Callable).*\bArray(Like)?\b", str(p.annotation)):
@@ -376,6 +377,7 @@ OTHERS = (
     "Accelerate",
     "MaxText",
     "libtpu",
+    *("haiku", "equinox", "keras", "haliax"),
     *("Flax's examples", "gemma", "tunix", "bonsai", "big_vision", "transformers", "diffusers"),
 )
 NEWER = "# JAX 0.11.2 or later\n"

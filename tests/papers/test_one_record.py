@@ -130,9 +130,6 @@ def test_names_on_pages_exist(pattern):
     assert found <= NAMES[pattern]()
 
 
-UNDOCUMENTED = {"saturated_gradient", "empty_history"}
-
-
 def test_the_table_of_faults_has_the_names_of_the_code():
     page = TEXTS["docs/debugging.md"]
     named = set(
@@ -141,7 +138,7 @@ def test_the_table_of_faults_has_the_names_of_the_code():
     ours = {name for name in named if "_in_fp8" in name or name.endswith(("_history", "_gradient"))}
     assert {"non_finite", "dead", "outliers", "noise", "no_scale"} <= named
     assert ours <= set(faults.NAMES)
-    assert set(faults.NAMES) - UNDOCUMENTED <= named
+    assert set(faults.NAMES) <= named
 
 
 def test_options_on_pages_exist():

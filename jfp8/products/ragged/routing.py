@@ -58,8 +58,7 @@ def route(
         chosen = top k of s + bias, among the experts of the best groups
         weights = routed_scaling_factor * s_chosen, or s_chosen / sum s_chosen for s_chosen
 
-    The bias decides which experts are chosen, and nothing else: no weight has it, and there is no
-    gradient by it.
+    The bias only decides which experts are chosen: it is in no weight and has no gradient.
 
     Args:
       logits: f32[t, g].
@@ -74,6 +73,9 @@ def route(
       topk_group: how many groups a token may choose from: those whose two largest ``s + bias`` have
         the largest sum.
       routed_scaling_factor: of all weights.
+
+    Returns:
+      A `Routing`.
 
     Raises:
       ValueError: `experts_per_token` is not from 1 to ``g``, or more than are in the groups that a
@@ -117,7 +119,15 @@ def route(
 def routing_of(
     weights: jax.Array, experts: jax.Array, probabilities: jax.Array, logits: jax.Array
 ) -> Routing:
-    """Return the `Routing` of these choices, for a router of your own; see its attributes."""
+    """Return the `Routing` of these choices, for a router that you write.
+
+    Args:
+      weights, experts: f32[t, k] and i32[t, k], for each token and each of its experts.
+      probabilities, logits: f32[t, g], of all experts.
+
+    Returns:
+      A `Routing`; see its attributes.
+    """
     experts = experts.astype(jnp.int32)
     order = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
     indices = jnp.arange(order.shape[0], dtype=jnp.int32)
@@ -149,7 +159,7 @@ def _in_best_groups(scores: jax.Array, n_group: int, topk_group: int) -> jax.Arr
 
 
 def largest(scores: jax.Array, k: int) -> jax.Array:
-    """Which are the `k` largest of each row, the largest first: bool[..., k, g].
+    """Return which are the `k` largest of each row, the largest first: bool[..., k, g].
 
     As ``jax.lax.top_k``, for which the compiler would gather all rows on every device.
     """
@@ -161,7 +171,7 @@ def largest(scores: jax.Array, k: int) -> jax.Array:
 
 
 def updated_bias(bias: jax.Array, group_sizes: jax.Array, rate: float) -> jax.Array:
-    """The bias after a step: down for experts that got more tokens than the mean, up for others.
+    """Return the next bias: lower for experts with more tokens than the mean, higher for others.
 
     ::
 
