@@ -23,12 +23,16 @@ version = release = jfp8.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build", "jupyter_execute"]  # what a build writes
+exclude_patterns = ["_build", "jupyter_execute", "inventories"]
+templates_path = ["_templates"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
@@ -47,6 +51,25 @@ shutil.copytree(
     HERE / "notebooks",
     ignore=shutil.ignore_patterns(".ipynb_checkpoints"),
 )
+
+# Every public object has a page, which the tables of docs/api link. Some file systems do not
+# distinguish `report` from `Report`.
+autosummary_filename_map = {
+    name: f"{name}_function"
+    for name in ("jfp8.report", "jfp8.summary")
+    + tuple(f"jfp8.debug.{name}" for name in ("advice", "audit", "equivalence", "stats"))
+}
+
+# The pages of other libraries that our pages link. The inventories are stored, so that the build
+# needs no network: a line is a name, its kind, and its page.
+INVENTORIES = HERE / "inventories"
+intersphinx_mapping = {
+    "jax": ("https://docs.jax.dev/en/latest/", str(INVENTORIES / "jax.inv")),
+    "nnx": ("https://flax.readthedocs.io/en/stable/", str(INVENTORIES / "nnx.inv")),
+    "linen": ("https://flax-linen.readthedocs.io/en/latest/", str(INVENTORIES / "linen.inv")),
+    "optax": ("https://optax.readthedocs.io/en/stable/", str(INVENTORIES / "optax.inv")),
+}
+ABBREVIATED = {"nn": "flax.linen", "nnx": "flax.nnx", "jnp": "jax.numpy"}
 
 # In docstrings `name` is a name: of an argument, or of something of jfp8, which becomes a link.
 # Arguments are no targets, and the names of JAX and Flax would need their inventories, so that
@@ -102,13 +125,21 @@ def tabs(app, docname, source):
 
 
 def link_names(app, doctree):
-    """`jfp8.something` in a page becomes a link to what the API says of it, if it does."""
+    """Link `jfp8.something`, `nnx.something` and so on to the page of that object, if any."""
+
+    def full(name):
+        first, dot, rest = name.partition(".")
+        return ABBREVIATED.get(first, first) + dot + rest
+
+    for xref in doctree.findall(addnodes.pending_xref):
+        if xref.get("refdomain") == "py":
+            xref["reftarget"] = full(xref["reftarget"])
     for literal in list(doctree.findall(nodes.literal)):
         name = literal.astext()
         linked = nodes.title | nodes.reference | addnodes.pending_xref
         within = isinstance(literal.parent, linked) or isinstance(literal.parent.parent, linked)
-        if not within and re.fullmatch(r"jfp8(\.\w+)+", name):
-            role = {"refdomain": "py", "reftype": "obj", "reftarget": name}
+        if not within and re.fullmatch(r"(jfp8|jax|jnp|nn|nnx|optax)(\.\w+)+", name):
+            role = {"refdomain": "py", "reftype": "obj", "reftarget": full(name)}
             literal.replace_self(addnodes.pending_xref("", literal.deepcopy(), **role))
 
 
@@ -179,6 +210,14 @@ def keep_first_line(app, what, name, thing, options, lines):
         lines.insert(0, "")
 
 
+def end_first_paragraph(app, what, name, thing, options, lines):
+    """Let `::` stand alone, as tables show the first paragraph of a docstring."""
+    for i, line in enumerate(lines):
+        if line.endswith(". ::"):
+            lines[i : i + 1] = [line[:-3], "", "::"]
+            return
+
+
 def list_pages(app, exception):
     """Write ``llms.txt``: every page in the order of the index, and its first sentence."""
     if exception or app.builder.format != "html":
@@ -202,6 +241,7 @@ def setup(app):
     app.connect("build-finished", list_pages)
     app.connect("autodoc-skip-member", skip_member)
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)  # before Napoleon
+    app.connect("autodoc-process-docstring", end_first_paragraph, priority=400)
     app.connect("source-read", link_to_copies)
     app.connect("source-read", tabs)
     app.connect("doctree-read", link_names)

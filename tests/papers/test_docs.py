@@ -317,26 +317,25 @@ def test_the_rules_find_what_is_missing():
 
 # The pages of the API
 
-AUTO = re.compile(
-    r"^\.\. (?:auto(?:function|class|exception)|py:data|(currentmodule|automodule)):: (\S+)"
+LISTED = re.compile(
+    r"^(?:\.\. py:data:: (\w+)|   (\w+)|\.\. (currentmodule|automodule):: (\S+))$", re.M
 )
 
 
 def documented() -> dict[str, Any]:
-    """What the pages of the API document, by name."""
+    """What the pages of the API document, by name: the entries of their tables, and data."""
     found: dict[str, Any] = {}
     for page in DOCS.glob("api/*.md"):
         module = ""
-        for line in page.read_text().splitlines():
-            if match := AUTO.match(line):
-                kind, name = match.groups()
-                if kind == "currentmodule":
-                    module = name
-                elif kind == "automodule":
-                    found[name] = importlib.import_module(name)
-                else:
-                    assert f"{module}.{name}" not in found, f"{name} twice"
-                    found[f"{module}.{name}"] = getattr(importlib.import_module(module), name)
+        for data, entry, kind, of in LISTED.findall(page.read_text()):
+            name = data or entry
+            if kind == "currentmodule":
+                module = of
+            elif kind == "automodule":
+                found[of] = importlib.import_module(of)
+            else:
+                assert f"{module}.{name}" not in found, f"{name} twice"
+                found[f"{module}.{name}"] = getattr(importlib.import_module(module), name)
     return found
 
 
@@ -564,9 +563,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert notebooks <= pages
     switched = (tmp_path / "quickstart.html").read_text()
     assert switched.count('data-sync-id="NNX"') == switched.count('data-sync-id="Linen"') == 5
-    linen = (tmp_path / "api/linen.html").read_text()
-    assert 'id="jfp8.Dense"' in linen
-    assert "nn.Dense" in linen
+    dense = (tmp_path / "api/objects/jfp8.Dense.html").read_text()
+    assert 'id="jfp8.Dense"' in dense
+    assert "_modules/jfp8/layers/linen/layers.html#Dense" in dense  # its source
+    assert "api_reference/flax.linen/layers.html#flax.linen.Dense" in dense
+    assert 'href="objects/jfp8.Dense.html' in (tmp_path / "api/linen.html").read_text()
     formulas = [(tmp_path / f"{page}.html").read_text() for page in ("recipes", *notebooks)]
     assert 'class="math notranslate nohighlight"' in formulas[0]
     assert not any("$$" in page for page in formulas)
@@ -574,6 +575,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "- [Quickstart](quickstart.html): " in listed
     assert "jfp8.nnx.value_and_grad(loss_fn)(model, x, y)" in listed
     assert all((tmp_path / page).exists() for page in re.findall(r"\((.*\.html)\):", listed))
-    recipes = (tmp_path / "api/recipes.html").read_text()
-    assert "https://arxiv.org/abs/2209.05433" in recipes
-    assert "https://www.opencompute.org/documents/ocp-microscaling-formats" in recipes
+    objects = tmp_path / "api/objects"
+    delayed, mxfp8 = (
+        (objects / f"jfp8.recipes.{name}.html").read_text()
+        for name in ("DelayedScaling", "MXFP8BlockScaling")
+    )
+    assert "https://arxiv.org/abs/2209.05433" in delayed
+    assert "https://www.opencompute.org/documents/ocp-microscaling-formats" in mxfp8

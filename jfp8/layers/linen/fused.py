@@ -26,7 +26,7 @@ from jfp8.scaling.formats import Format
 
 
 class LayerNormDense(DenseGeneral):
-    """`DenseGeneral` of a normalized input: ``y = normalize(x) . kernel + bias``.
+    """`DenseGeneral` of a normalized input: ``y = normalize(x) @ kernel + bias``.
 
     The normalized input is quantized once, for fprop and for wgrad. Several projections of one
     activation can be one matmul with one kernel, ``features=(3, 64)``, and share that input.

@@ -64,7 +64,7 @@ class RaggedDot(ProductModule):
 
 
 class ExpertDense(nn.Module):
-    """A dense layer for each expert: ``y_i = x_i . kernel_e`` for each token i of expert e.
+    """A dense layer for each expert: ``y_i = x_i @ kernel_e`` for each token i of expert e.
 
     The ``params`` are ``kernel``, ``[num_experts, in, features]``, which may be a `ScaledArray`.
 

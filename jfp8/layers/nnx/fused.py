@@ -28,7 +28,7 @@ from jfp8.scaling.formats import Format
 
 
 class LayerNormLinear(LinearGeneral):
-    """`LinearGeneral` of a normalized input: ``y = normalize(x) . kernel + bias``.
+    """`LinearGeneral` of a normalized input: ``y = normalize(x) @ kernel + bias``.
 
     The parameters, ``scale``, ``ln_bias``, ``kernel`` and ``bias``, have the names and shapes of
     `jfp8.linen.LayerNormDense`.

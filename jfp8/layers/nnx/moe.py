@@ -53,7 +53,7 @@ class RaggedDot(Product):
 
 
 class ExpertDense(ExplicitModule):
-    """A dense layer for each expert: ``y_i = x_i . kernel_e`` for each token i of expert e.
+    """A dense layer for each expert: ``y_i = x_i @ kernel_e`` for each token i of expert e.
 
     The parameter is ``kernel``, ``[num_experts, in, features]``, which may be a `ScaledArray`.
 
