@@ -145,7 +145,7 @@ def precisions(scales: str, gradients: float) -> tuple[Precision, ...]:
     wide = {"dispatched": "bf16", "gathered": 2}
     return (
         of("bf16", fp8_products=False, kept="bf16", **wide),
-        of("FP8 products only", casts=Casts(0, 2, 2, 2, 2), **wide),
+        of("FP8 matmuls only", casts=Casts(0, 2, 2, 2, 2), **wide),
         of("FP8, 12 casts", casts=Casts(1, 3, 4, 2, 2)),
         of("FP8, 2 casts", casts=Casts(home=1, gradients=1)),
     )

@@ -115,7 +115,7 @@ class Precision:
 # travel. What jfp8 has no FP8 for stays at that in every row.
 BF16 = Precision("bf16", fp8_products=False)
 PRODUCTS = dataclasses.replace(
-    BF16, name="FP8 products", fp8_products=True, product_inputs=1, kernels=1
+    BF16, name="FP8 matmuls", fp8_products=True, product_inputs=1, kernels=1
 )
 O1 = dataclasses.replace(PRODUCTS, name="O1: and FP8 gradients on the wire", reduced=IN_BLOCKS)
 O2 = dataclasses.replace(O1, name="O2: and an FP8 and a 16-bit moment", moments=IN_BLOCKS + 2)
