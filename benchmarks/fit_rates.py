@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 from gain_table import SCALED_FROM, write_table
-from gain_table import write as write_into_page
 from pass_rates import PASS_RATES, Pass
 from scipy.optimize import least_squares
 
@@ -224,7 +223,7 @@ def report(cards: Mapping[str, Timings], seed: int) -> Iterator[str]:
 
 
 def errors(cards: Mapping[str, Timings], seed: int) -> Iterator[str]:
-    """Give the table of errors for the page on GPUs."""
+    """Give a table of errors, which the page on GPUs sums up."""
     columns = {"bf16": "bf16", "fp8": "FP8", "blocks": "FP8, blocks", "nvfp4": "NVFP4"}
     heads = [f"error, {name}" for name in (*columns.values(), "cast")]
     heads += [f"right, {name}" for name in list(columns.values())[1:]]
@@ -329,7 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     print(*report(cards, options.seed), sep="\n")
     if options.write:
         write(cards)
-        write_into_page("errors", errors(cards, options.seed))
+        print(*errors(cards, options.seed), sep="\n")
 
 
 if __name__ == "__main__":

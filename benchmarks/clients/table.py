@@ -15,7 +15,7 @@ from jfp8 import debug
 
 RESULTS = Path(__file__).parents[1] / "results" / "clients.json"
 RECIPES = ("delayed", "current", "mxfp8")
-HEAD = ("client", "projections in FP8", *RECIPES, "first step", "step")
+HEAD = ("client", "projections in FP8", *RECIPES)
 
 
 def gap(record: dict[str, Any], recipe: str) -> str:
@@ -23,12 +23,6 @@ def gap(record: dict[str, Any], recipe: str) -> str:
     f32, fp8 = (np.array(record[name]["losses"]) for name in ("f32", recipe))
     found = debug.equivalence(100 * (fp8 / f32 - 1), margin=1.0)
     return f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
-
-
-def ratios(record: dict[str, Any], of: str, digits: int) -> str:
-    """Return the ratios of the three recipes to f32."""
-    times = [record[recipe][of] / record["f32"][of] for recipe in RECIPES]
-    return ", ".join(f"{time:.{digits}f}" for time in times)
 
 
 def projections(record: dict[str, Any]) -> str:
@@ -41,9 +35,7 @@ def table(records: dict[str, Any]) -> list[str]:
     """Return the lines of the table."""
     lines = [HEAD, ("---",) * len(HEAD)]
     for name, record in sorted(records.items()):
-        gaps = (gap(record, recipe) for recipe in RECIPES)
-        times = ratios(record, "first_step_cpu_seconds", 1), ratios(record, "step_cpu_ms", 1)
-        lines.append((name, projections(record), *gaps, *times))
+        lines.append((name, projections(record), *(gap(record, recipe) for recipe in RECIPES)))
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 

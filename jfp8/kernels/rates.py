@@ -3,7 +3,7 @@
 The timings are from TensorRT-LLM 1.3.0rc20, published by ai-dynamo/aiconfigurator (Apache-2.0,
 21 August 2026): cuBLASLt's matmuls in bf16 and FP8, the same that XLA calls; kernels of
 TensorRT-LLM for FP8 in blocks of 128 and for NVFP4, the nearest to cuDNN's and jfp8's kernels;
-and its casts to FP8. docs/gpus.md has the errors.
+and its casts to FP8. docs/gpus.md sums up the errors.
 """
 
 from __future__ import annotations
