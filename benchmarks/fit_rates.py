@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from data_sheets import PEAKS
 from gain_table import SCALED_FROM, write_table
 from pass_rates import PASS_RATES, Pass
 from scipy.optimize import least_squares
 
 from jfp8.kernels import rates as committed
-from jfp8.kernels.rates import PEAKS, Matmul, Rates
+from jfp8.kernels.rates import Matmul, Rates
 
 KERNELS = "trtllm_1.3.0rc20"
 COLUMNS = {"bf16": "bf16_ms", "fp8": "fp8_ms", "blocks": "fp8_block_ms", "nvfp4": "nvfp4_ms"}

@@ -15,9 +15,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from jfp8.kernels.rates import PEAKS
-
-H200 = PEAKS["H200"]
 BLOCK = 128
 IN_BLOCKS = 1 + 4 / BLOCK  # bytes per element: one of FP8, and its share of a scale in f32
 IN_SAVED_BLOCKS = 1 + 2 / 32  # jfp8.save_in_fp8: 32 elements share a bf16
@@ -300,11 +297,11 @@ def table(rows: list[dict]) -> str:
 def add_rates(group: argparse._ArgumentGroup) -> None:
     """Add the rates of a device, except for its links."""
     # fmt: off
-    group.add_argument("--bf16-tflops", type=float, default=H200.bf16,
+    group.add_argument("--bf16-tflops", type=float, default=989.5,
                        help="half of the 1979 with sparsity (%(default)s)")
-    group.add_argument("--fp8-tflops", type=float, default=H200.fp8,
+    group.add_argument("--fp8-tflops", type=float, default=1979,
                        help="half of the 3958 with sparsity (%(default)s)")
-    group.add_argument("--memory-bandwidth", type=float, default=1e3 * H200.memory,
+    group.add_argument("--memory-bandwidth", type=float, default=4800.0,
                        help="GB/s (%(default)s)")
     # fmt: on
 

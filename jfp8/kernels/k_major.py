@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +54,8 @@ class KMajorDot(Operation):
         return arrangement.matrix(x)
 
     def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
-        return x if getattr(self, role).is_padded else made_of(role, x, make, *parts)
+        is_padded = x.size != math.prod(getattr(self, role).padded)
+        return x if is_padded else made_of(role, x, make, *parts)
 
     def quantize_for_both(
         self,
@@ -97,24 +99,40 @@ def k_major(spec: DotSpec) -> KMajorDot | None:
         return None
     if spec.has_quantized_rhs and not products.matrices:
         return None
-    sizes = layout_of(*spec.shapes, numbers).sizes
-    gpu = known_gpu(options.device)
-    found = quantizing_k_major(options.recipe, sizes, gpu, options.implementation)
+    layout, ((lhs_sum, rhs_sum), _) = layout_of(*spec.shapes, numbers), numbers
+    gpu, shapes = known_gpu(options.device), spec.shapes
+    found = quantizing_k_major(options.recipe, layout.sizes, gpu, options.implementation)
     if found is None:
         return None
-    padded = tuple(-(-size // TILE) * TILE for size in sizes) if found == "kernels" else sizes
-    if spec.has_quantized_rhs and padded[1:] != sizes[1:]:
+    tile = TILE if found == "kernels" else 1
+    if not any(q.block for q in products.quantizers()):  # other rows would be in a block
+        shapes = _rows_apart(shapes[0], layout.lhs_free, tile), shapes[1]
+    m, n, k = (-(-size // tile) * tile for size in layout_of(*shapes, numbers).sizes)
+    if spec.has_quantized_rhs and (n, k) != layout.sizes[1:]:
         return None  # bytes are not padded
-    m, n, k = padded
-    by_role = arrangements(spec.shapes, numbers)
-    layout, ((lhs_sum, rhs_sum), _) = layout_of(*spec.shapes, numbers), numbers
+    by_role = arrangements(shapes, numbers)
     k_is_first = matrix_groups((), layout.lhs_free, lhs_sum)[-1] != lhs_sum
     k_is_last = matrix_groups((), layout.rhs_free, rhs_sum)[-1] == rhs_sum
     return KMajorDot(
         ((m, k), (k, n)),
         spec.dtypes,
-        replace(by_role["lhs"], swapped=k_is_first, padded=(m, k)),
+        replace(by_role["lhs"], swapped=k_is_first, padded=(m, k), values=spec.shapes[0]),
         replace(by_role["rhs"], swapped=k_is_last, padded=(k, n)),
-        replace(by_role["grad"], padded=(m, n)),
+        replace(by_role["grad"], padded=(m, n), values=layout.shape),
         found == "kernels",
     )
+
+
+def _rows_apart(shape: tuple[int, ...], free: tuple[int, ...], tile: int) -> tuple[int, ...]:
+    """Return `shape` with its last free dimension padded so that all together fill tiles.
+
+    Zeros after the last row of all would move rows between devices that hold whole sequences.
+    """
+    if len(free) < 2:
+        return shape
+    unit = tile // math.gcd(math.prod(shape[d] for d in free[:-1]), tile)
+    rows = shape[free[-1]]
+    size = -(-rows // unit) * unit
+    if 32 * (size - rows) > size:  # too many zeros
+        return shape
+    return tuple(size if d == free[-1] else n for d, n in enumerate(shape))

@@ -17,24 +17,23 @@ from jfp8.scaling.arrays import ScaledArray
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Convert an array to a matrix: transpose, reshape, transpose again, and pad."""
+    """Convert an array to a matrix: pad, transpose, reshape, transpose again, and pad."""
 
-    shape: tuple[int, ...]  # of the array
+    shape: tuple[int, ...]  # of the array, with zeros after its values
     order: tuple[int, ...]  # of its dimensions, before they are merged
     sizes: tuple[int, ...]  # of the merged dimensions
     swapped: bool = False  # True if the last two of these are exchanged
     padded: tuple[int, int] | None = None  # with zeros after the values; None if unpadded
+    values: tuple[int, ...] | None = None  # the shape of the array without zeros; None: the same
 
     def matrix(self, x: Any) -> Any:
         """Return an array, or a `ScaledArray`, as the matrix."""
+        x = _padded(x, self.shape)
         if self.order != tuple(range(len(self.shape))):
             x = x.transpose(*self.order)
         x = x if x.shape == self.sizes else x.reshape(*self.sizes)
         x = x.T if self.swapped else x
-        if self.padded is None or x.shape == self.padded or isinstance(x, ScaledArray):
-            return x
-        pairs = zip(x.shape, self.padded, strict=True)
-        return jnp.pad(x, [(0, after - before) for before, after in pairs])
+        return x if self.padded is None else _padded(x, self.padded)
 
     def array(self, y: jax.Array) -> jax.Array:
         """Return a matrix as the array."""
@@ -43,12 +42,15 @@ class Arrangement:
             y = y[:rows, :columns]
         y = y.T if self.swapped else y
         y = y.reshape([self.shape[d] for d in self.order])
-        return y.transpose(np.argsort(self.order).tolist())
+        y = y.transpose(np.argsort(self.order).tolist())
+        return y if self.values in (None, y.shape) else y[tuple(map(slice, self.values))]
 
-    @property
-    def is_padded(self) -> bool:
-        """Return True if there are zeros after the values."""
-        return self.padded not in (None, self.sizes[::-1] if self.swapped else self.sizes)
+
+def _padded(x: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array with zeros after its values; a `ScaledArray` as it is."""
+    if x.shape == shape or isinstance(x, ScaledArray):
+        return x
+    return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
 
 
 def arrangements(

@@ -23,6 +23,8 @@ from support.interpreter import cudnn_known
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
+from support.interpreter import cudnn_known
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 N = 4096
 RECIPES = ["delayed", "current", "rowwise", "block"]
@@ -136,6 +138,30 @@ def test_muon_orthogonalizes_its_share_in_fp8():
     assert program.hlo.other_products == []
     sent = (4 + 4 + 2) * 8 * N * N / 2 / 8 * 7 / 8  # two summands of the momentum, and the result
     assert program.exchanged.total == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_sequences_of_odd_length_stay_on_their_devices(recipe):
+    """Zeros after their rows shift no shards, so JAX's attention finds q, k and v sharded alike."""
+
+    def attend(params, x):
+        product = lambda x, name: jfp8.scaled_dot_general(
+            x, params[name], (((2,), (0,)), ((), ())), recipe=recipes.get(recipe)
+        )
+        heads = lambda y: jnp.pad(y, ((0, 0), (0, 1), (0, 0))).reshape(8, 2048, -1, 128)
+        q, k, v = (heads(product(x, name)) for name in "qkv")
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return jnp.mean(product(y[:, :2047].reshape(x.shape), "o").astype(F32) ** 2)
+
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
+    params = {"q": of(512, 512), "k": of(512, 128), "v": of(512, 128), "o": of(512, 512)}
+    specs = jax.tree.map(lambda _: P("x"), params)
+    with cudnn_known():
+        args = {"x": 8}, jax.grad(attend), (params, of(8, 2047, 512)), (specs, P("x")), specs
+        program = compile_divided("h200", *args)
+    assert len(program.hlo.fp8_products) == 4 + 1 + 4  # x has no gradient
+    large = {c.op for c in program.exchanged.collectives if c.elements > 2**14}
+    assert large == {"all-gather", "reduce-scatter"}  # of weights and their gradients
 
 
 @pytest.mark.parametrize(("recipe", "fp8"), [("current", 3), ("rowwise", 3), ("block", 0)])

@@ -65,8 +65,10 @@ def cuda(
     )
     single = [factor for factor in factors if not factor.ndim]
 
-    def scaled(lhs, rhs, numbers):
-        def product(dtype, lhs, rhs, *given):
+    numbers = spec.dimension_numbers
+
+    def scaled(dtype, lhs, rhs, *given):
+        def product(lhs, rhs, numbers):
             single = list(given)
             first = dtype if dtype == jnp.bfloat16 else np.float32
             if single and not numbers[1][0] and lhs.dtype == jnp.float8_e4m3fn:
@@ -80,15 +82,17 @@ def cuda(
                 y = y * factor.astype(first)
             return y
 
+        return aligned(lhs, rhs, numbers, product)
+
+    if isinstance(spec.device, Gpu) and not spec.device.kind:
         # `jax.export` cannot store a rule for the compiler.
-        if isinstance(spec.device, Gpu) and not spec.device.kind:
-            return product(spec.dtype, lhs, rhs, *single)
+        y = scaled(spec.dtype, lhs, rhs, *single)
+    else:
         # If a sum is sharded over devices, each scales its share, in the call, not after the sum.
         rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
         name = f"dot_general, {algorithm.name}"
-        return divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)(lhs, rhs, *single)
-
-    y = aligned(lhs, rhs, spec.dimension_numbers, scaled)
+        multiply = divided_sum(name, scaled, rule, spec.dtype, spec.partial_dtype)
+        y = multiply(lhs, rhs, *single)
     return times(y, [f for f in factors if f.ndim]).astype(spec.dtype)
 
 
