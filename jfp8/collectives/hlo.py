@@ -100,6 +100,7 @@ class Hlo:
       entry: the name of the computation that runs first.
       body_of: the computation of each instruction.
       devices: number of devices it was compiled for.
+      text: the program.
     """
 
     def __init__(self, text: str):
@@ -107,7 +108,7 @@ class Hlo:
         self.roots: dict[str, Instruction] = {}
         self.body_of: dict[str, str] = {}
         self.entry = name = ""
-        self._text = text
+        self.text = text
         lines = text.splitlines()
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", lines[0] if lines else "")
         self.devices = math.prod(map(int, counts))
@@ -200,11 +201,11 @@ class Hlo:
     @functools.cached_property
     def _sources(self) -> dict[str, str]:
         """Return ``file:line`` by ``stack_frame_id``, from the tables at the head."""
-        head = self._text.partition("FunctionNames")[0]
+        head = self.text.partition("FunctionNames")[0]
         files = dict(re.findall(r'^(\d+) "(.*)"$', head, re.MULTILINE))
-        found = re.findall(_LOCATION, self._text, re.MULTILINE)
+        found = re.findall(_LOCATION, self.text, re.MULTILINE)
         places = {number: f"{files.get(file, '?')}:{line}" for number, file, line in found}
-        frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", self._text, re.MULTILINE)
+        frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", self.text, re.MULTILINE)
         return {frame: places[number] for frame, number in frames if number in places}
 
     def line_of(self, instruction: Instruction) -> str:

@@ -10,100 +10,26 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
 
-import jfp8
-from support.gpu_programs import Program, compile_divided, why_not
+from support.gpu_programs import Program, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
-from support.interpreter import cudnn_known
+from support.whole_steps import PROGRAMS
 
-BF16 = jnp.bfloat16
-WIDTH, HEADS, KEY_HEADS, MLP, TOKENS = 4096, 32, 8, 14336, 8192
-KERNELS = 2 * WIDTH * (WIDTH + WIDTH // HEADS * KEY_HEADS) + 3 * WIDTH * MLP  # elements
+WIDTH, KEYS, MLP, TOKENS = 4096, 1024, 14336, 8192
+KERNELS = 2 * WIDTH * (WIDTH + KEYS) + 3 * WIDTH * MLP  # elements
 FORWARD_AND_BACKWARD = 6 * TOKENS * KERNELS  # operations, without attention
-
-
-class Block(nnx.Module):
-    """RMSNorm, grouped-query attention, SwiGLU: seven layers, three of them of one input."""
-
-    def __init__(self, rngs):
-        norm = partial(nnx.RMSNorm, WIDTH, dtype=BF16, param_dtype=BF16, rngs=rngs)
-        how = {"use_bias": False, "dtype": BF16, "param_dtype": BF16, "rngs": rngs}
-        keys = WIDTH // HEADS * KEY_HEADS
-        self.norms = nnx.List([norm(), norm()])
-        self.q, self.k, self.v, self.out = (
-            nnx.Linear(WIDTH, n, **how) for n in (WIDTH, keys, keys, WIDTH)
-        )
-        self.gate, self.up = (nnx.Linear(WIDTH, MLP, **how) for _ in range(2))
-        self.down = nnx.Linear(MLP, WIDTH, **how)
-
-    def __call__(self, x):
-        y, heads = self.norms[0](x), (*x.shape[:2], -1, WIDTH // HEADS)
-        q, k, v = (layer(y).reshape(heads) for layer in (self.q, self.k, self.v))
-        how = {"is_causal": True, "implementation": "cudnn"}
-        x = x + self.out(jax.nn.dot_product_attention(q, k, v, **how).reshape(x.shape))
-        y = self.norms[1](x)
-        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
-
-
-@dataclass(frozen=True)
-class Step:
-    """Where a step runs: axes, layouts of kernels that widen and narrow, parts of a batch."""
-
-    axes: dict[str, int]
-    wide: Any = P()
-    narrow: Any = P()
-    micro_batches: int = 1
-
-    def spec(self, path: Any, leaf: Any) -> P:
-        """The layout of an array of the state, or of a result."""
-        name = jax.tree_util.keystr(path)
-        if leaf.ndim == 2 and leaf.size > 2**20:
-            return self.narrow if "out" in name or "down" in name else self.wide
-        return P("data") if leaf.ndim == 3 and "data" in self.axes else P()
-
-
-STEPS = {
-    "one GPU": Step({"x": 1}),
-    "4 micro-batches": Step({"x": 1}, micro_batches=4),
-    "8 GPUs, FSDP": Step({"data": 8}, P("data"), P("data")),
-    "8 GPUs, FSDP×TP 2×4": Step({"data": 2, "tp": 4}, P("data", "tp"), P("tp", "data")),
-}
 
 
 @functools.cache
 def compiled(name: str, recipe: str | None) -> tuple[Program, float]:
     """The program of a step, and the seconds of this process that tracing and compiling took."""
-    step, began = STEPS[name], time.process_time()
-    create = lambda: Block(nnx.Rngs(0))
-    if recipe is not None:
-        create = lambda: jfp8.convert(Block(nnx.Rngs(0)), recipe, exempt=())
-    graphdef, state = nnx.split(nnx.eval_shape(create))
-
-    def run(state, x, dy):
-        model = nnx.merge(graphdef, state)
-        loss = lambda model, x, dy: jnp.sum(model(x).astype(jnp.float32) * dy)
-        parts = {"micro_batches": step.micro_batches}
-        found = jfp8.nnx.value_and_grad(loss, **parts)(model, x, dy)
-        return found, nnx.state(model, nnx.Not(nnx.Param))
-
-    batch = 4 * step.axes.get("data", 1) * step.micro_batches
-    x = jax.ShapeDtypeStruct((batch, TOKENS // 4, WIDTH), BF16)
-    with cudnn_known():
-        results = jax.eval_shape(run, state, x, x)
-        args = (state, x, x)
-        specs, out = (jax.tree.map_with_path(step.spec, tree) for tree in (args, results))
-        program = compile_divided("h200", step.axes, run, args, specs, out)
+    began = time.process_time()
+    program = PROGRAMS[name].compile(recipe)
     return program, time.process_time() - began
 
 
@@ -147,7 +73,8 @@ def test_step(name, recipe, recorded):
     plain, plain_seconds = compiled(name, None)
     program, seconds = compiled(name, recipe)
     recorded(f"{name}: converted NNX block, 4096→14336, seven `nnx.Linear`, {recipe}", program)
-    bf16, audit, step, most = plain.audit, program.audit, STEPS[name], BOUNDS[name, recipe]
+    bf16, audit, most = plain.audit, program.audit, BOUNDS[name, recipe]
+    step = PROGRAMS[name]
     print(name, recipe, f"compiled in {seconds:.1f} s, bf16 in {plain_seconds:.1f} s")
     print(audit, f"kernels compiled: {len(program.kernels)}", sep="\n")
     assert {m.kind: m.count for m in audit.matmuls} == {
