@@ -48,6 +48,8 @@ MANY_OBJECTS = 5_000_000
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_x64", False)
+# Ten frames of a call stack for each operation take a tenth of the time of tracing and compiling.
+jax.config.update("jax_traceback_in_locations_limit", 1)
 
 # The same examples in every run, so that a failure is there for everybody. No deadline: the first
 # example compiles. Where only tests of GPUs run, hypothesis need not be installed.
