@@ -97,24 +97,6 @@ def test_parameters_are_those_of_flax(options):
 
 
 @pytest.mark.slow
-def test_decoding_step_by_step_is_that_of_flax():
-    options = {"num_heads": 2, "decode": True}
-    layers = MultiHeadDotProductAttention(**options), nn.MultiHeadDotProductAttention(**options)
-    variables = [init(layer, X) for layer in layers]
-    assert_same(variables[0]["cache"], variables[1]["cache"])
-    params = {"params": variables[0]["params"]}
-    caches = [{"cache": v["cache"]} for v in variables]
-    steps = [jax.jit(functools.partial(layer.apply, mutable=["cache"])) for layer in layers]
-    for i in range(3):
-        results = [f({**params, **c}, X[:, i : i + 1]) for f, c in zip(steps, caches)]
-        (y, expected), caches = zip(*results)
-        assert 1e-3 < relative_error(y, expected) < 0.15
-    ours, theirs = (c["cache"] for c in caches)
-    assert ours["cache_index"] == 3
-    assert relative_error(ours["cached_key"], theirs["cached_key"]) < 0.06
-
-
-@pytest.mark.slow
 def test_dropout_draws_as_in_flax():
     options = {"num_heads": 2, "dropout_rate": 0.5, "use_bias": False}
     stock = nn.MultiHeadDotProductAttention(**options)
@@ -328,44 +310,6 @@ def test_a_class_of_recipes_is_no_recipe():
 
 
 # The product alone.
-
-
-EQUATIONS = [
-    ("...qhd,...khd->...hqk", (2, 5, 3, 4), (2, 6, 3, 4)),
-    ("...hqk,...khd->...qhd", (2, 3, 5, 6), (2, 6, 3, 4)),
-    ("...qgrd,...kgd->...grqk", (5, 3, 2, 4), (6, 3, 4)),
-    ("ab,bc->ca", (3, 4), (4, 5)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("equation", "a_shape", "b_shape"), EQUATIONS)
-def test_einsum_product(equation, a_shape, b_shape):
-    a, b = normal(a_shape), normal(b_shape, 1)
-    einsum = EinsumProduct()
-
-    @jax.jit
-    def run(a, b):
-        ours = lambda a, b: einsum.apply({}, equation, a, b)
-        y, vjp = jax.vjp(ours, a, b)
-        expected, expected_vjp = jax.vjp(functools.partial(fake_product, equation), a, b)
-        return (y, *vjp(y)), (expected, *expected_vjp(y))
-
-    for value, expected in zip(*run(a, b)):
-        assert relative_error(value, expected) < 1e-6
-        assert value.shape == expected.shape
-
-
-@pytest.mark.slow
-def test_einsum_product_in_a_given_dtype():
-    a, b = normal((3, 4)).astype(jnp.bfloat16), normal((4, 5), 1).astype(jnp.bfloat16)
-    einsum = lambda a, b, **how: EinsumProduct().apply({}, "ab,bc->ac", a, b, **how)
-    call = lambda **how: jax.jit(functools.partial(einsum, **how))(a, b)
-    y = call(preferred_element_type=jnp.float32)
-    assert (y.dtype, call().dtype) == (jnp.float32, jnp.bfloat16)
-    expected = fake_product("ab,bc->ac", a.astype(jnp.float32), b.astype(jnp.float32))
-    assert relative_error(y, expected) < 1e-6
-    np.testing.assert_array_equal(y.astype(jnp.bfloat16), call())
 
 
 @pytest.mark.slow

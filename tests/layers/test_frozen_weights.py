@@ -173,31 +173,6 @@ def test_scales_that_do_not_fit():
 
 # Layers.
 
-LAYERS = {
-    "Dense": ((16,), {}, X),
-    "Dense, bf16": ((16,), {"dtype": jnp.bfloat16}, X),
-    "DenseGeneral": (((2, 4),), {"axis": (-2, -1)}, X.reshape(6, 4, 8)),
-    "Conv, groups": ((8, (3, 3)), {"feature_group_count": 2, "strides": 2}, IMAGES),
-    "ConvTranspose": ((8, (3, 3)), {"strides": (2, 2)}, IMAGES),
-    "Einsum": (((32, 2, 8), "ab,bcd->acd"), {}, X),
-}
-
-
-@pytest.fixture(params=LAYERS)
-def layer(request):
-    """``(jfp8's, Flax's, input, params with a kernel that FP8 holds, as arrays)``."""
-    arguments, options, x = LAYERS[request.param]
-    name = request.param.partition(",")[0]
-    stock = getattr(nn, name)(*arguments, **options)
-    ours = getattr(jfp8, name)(*arguments, **options, recipe=CURRENT)
-    params = jax.jit(stock.init)(KEY, x)["params"]
-    return ours, stock, x, params
-
-
-def run(model, params, x):
-    apply = lambda params, x: value_and_gradient(lambda x: model.apply({"params": params}, x), x)
-    return jax.jit(apply)(params, x)
-
 
 def test_layers_without_fp8_multiply_its_values():
     params = {"kernel": jfp8.quantize(W), "bias": jnp.zeros(16)}

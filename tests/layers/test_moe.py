@@ -13,7 +13,6 @@ import pytest
 
 import jfp8
 from jfp8 import ScaledArray, recipes
-from jfp8.layers import moe_math
 from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot, Router
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.tiles import take_rows
@@ -167,15 +166,6 @@ def test_no_token_is_dropped_when_all_choose_the_same_expert(expert):
 
 
 @pytest.mark.slow
-def test_order_of_tokens_makes_no_difference():
-    model, params = made()
-    x = tokens()
-    order = np.random.default_rng(3).permutation(TOKENS)
-    y, reordered = applied(model)(params, x), applied(model)(params, x[order])
-    np.testing.assert_allclose(reordered, y[order], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
 def test_leading_dimensions_count_tokens():
     model, params = made()
     x = tokens((2, 3, TOKENS // 6, FEATURES))
@@ -236,32 +226,13 @@ def test_gradients_of_the_way_there_and_back_are_exact():
         return jnp.sum(back * weights[..., None], axis=1)
 
     for a, b in zip(
-        jax.vjp(there_and_back, x, routed.weights)[1](ct),
-        jax.vjp(indexed, x, routed.weights)[1](ct),
+        *(
+            jax.jit(lambda *args, f=f: jax.vjp(f, *args)[1](ct))(x, routed.weights)
+            for f in (there_and_back, indexed)
+        ),
         strict=True,
     ):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_load_balancing_loss():
-    """The formula of the Switch Transformer, in numpy; 1 where all is even."""
-    logits = tokens((40, EXPERTS))
-    for k in (1, 2):
-        routed = routing.route(jnp.asarray(logits), k, renormalize=False)
-        p = np.exp(logits) / np.sum(np.exp(logits), axis=1, keepdims=True)
-        chosen = np.argsort(-p, axis=1)[:, :k]
-        f = np.bincount(chosen.ravel(), minlength=EXPERTS) / (40 * k)
-        expected = EXPERTS * np.sum(f * np.mean(p, axis=0))
-        assert float(moe_math.load_balancing_loss(routed)) == pytest.approx(expected, rel=1e-5)
-    loss = lambda logits: moe_math.load_balancing_loss(routing.route(logits, 2, renormalize=False))
-    even = jnp.asarray(np.tile(np.eye(EXPERTS) * 1e-3, (8, 1)), jnp.float32)
-    assert float(loss(even)) == pytest.approx(1.0, abs=1e-3)
-    gradient = np.asarray(jax.grad(loss)(jnp.asarray(logits)))
-    by_hand = EXPERTS / 40 * p * (f - np.sum(p * f, axis=1, keepdims=True))
-    np.testing.assert_allclose(gradient, by_hand, rtol=1e-4, atol=1e-7)
-    # A step against the gradient evens out.
-    assert float(loss(logits - 100 * gradient)) < float(loss(jnp.asarray(logits)))
 
 
 @pytest.mark.slow
@@ -431,28 +402,6 @@ def trained():
 
 
 @pytest.mark.slow
-def test_histories_hold_what_training_saw():
-    _, state, _ = trained()
-    histories = leaves_called(state.fp8, "amax_history")
-    assert len(histories) == 2 * 2 * 3
-    for path, history in histories.items():
-        assert np.all(np.asarray(history) > 0), path
-    for i, layer in ((0, "wi"), (1, "wo")):
-        kernel = state.params[f"block_{i}"]["moe"][layer]["kernel"]
-        newest = histories[f"block_{i}/moe/{layer}/RaggedDot_0/rhs"][0]
-        assert float(newest) == pytest.approx(float(jnp.max(jnp.abs(kernel))), rel=0.02)
-
-
-@pytest.mark.slow
-def test_training_follows_the_high_precision_one():
-    variables, _, losses = trained()
-    with jfp8.autocast(enabled=False):
-        _, exact = train(Net(), variables, 30, X, TARGET)
-    assert exact[-1] < 0.6 * exact[0]
-    assert losses[-1] == pytest.approx(exact[-1], rel=0.05)
-
-
-@pytest.mark.slow
 def test_scan_and_remat_train_as_unrolled_layers_do():
     variables, _, losses = trained()
     stacked = {}
@@ -514,16 +463,6 @@ def test_dtypes():
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     expected, _ = oracle(wide, x, 2, "swiglu", renormalize=True)
     assert relative_error(y, expected) < 0.06
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["block", "nvfp4"])
-def test_other_recipes(name):
-    model, params = made(recipe=recipes.get(name))
-    x = tokens()
-    y = applied(model)(params, x)
-    exact, _ = oracle(params, x, 2, "swiglu", renormalize=True, product=in_f32)
-    assert 0.01 < relative_error(y, exact) < (0.35 if name == "nvfp4" else 0.2)
 
 
 @pytest.mark.slow

@@ -105,7 +105,8 @@ def test_experts_are_chosen_by_score_and_bias_and_weighed_by_score(scores, bias)
 
 def test_sigmoids_of_zero_have_weights():
     logits = jnp.float32([[-200.0, -201.0, -300.0]])
-    routed = routing.route(logits, 2, renormalize=True, scores="sigmoid")
+    route = functools.partial(routing.route, scores="sigmoid", renormalize=True)
+    routed = jax.jit(route, static_argnums=1)(logits, 2)
     expected = 1 / (1 + np.exp(-1.0))
     np.testing.assert_allclose(routed.weights, [[expected, 1 - expected]], rtol=1e-5)
     np.testing.assert_allclose(routed.probabilities[0, :2], [expected, 1 - expected], rtol=1e-5)
@@ -128,7 +129,7 @@ def test_losses_of_sequences_and_logits(scores):
 
 def test_even_sequences_have_a_balance_loss_of_1():
     logits = np.tile(1e-3 * (np.eye(G) + np.roll(np.eye(G), 1, axis=1)), (2, 1))
-    routed = routing.route(jnp.float32(logits), K, renormalize=True)
+    routed = jax.jit(lambda x: routing.route(x, K, renormalize=True))(jnp.float32(logits))
     assert float(moe_math.sequence_balance_loss(routed, G)) == pytest.approx(1.0, abs=1e-6)
     assert float(moe_math.sequence_balance_loss(routed, 1)) > 1.0
     for length in (0, 3):
@@ -180,7 +181,7 @@ X = normal((64, FEATURES), 1)
 @functools.cache
 def made(rate=0.125):
     model = Routed(rate)
-    return model, model.init(KEY, X)
+    return model, jax.jit(model.init)(KEY, X)
 
 
 def loads64(variables, x):
@@ -354,7 +355,7 @@ def of_deepseek64(logits, bias, k, n_group, topk_group, factor):
 def test_groups_of_experts_are_those_of_deepseek():
     logits, bias = normal((40, 12), 7), 0.3 * normal(12, 8)
     options = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-    routed = routing.route(jnp.asarray(logits), 3, bias=jnp.asarray(bias), **options)
+    routed = jax.jit(lambda x, bias: routing.route(x, 3, bias=bias, **options))(logits, bias)
     found = np.zeros((40, 12))
     np.put_along_axis(found, np.asarray(routed.experts), np.asarray(routed.weights), axis=1)
     expected = of_deepseek64(logits, np.float64(bias), 3, 4, 2, 2.5)
@@ -368,7 +369,7 @@ def test_scores_of_very_small_logits_have_gradients():
     """``sqrt(softplus(-100)) = e^-50``, and its derivative is half of that."""
     z = jnp.array([[-100.0, -3.0, 1.0, 80.0]])
     weights = lambda z: routing.route(z, 4, scores="sqrtsoftplus", renormalize=False).weights
-    found = jax.jacobian(weights)(z)[0, :, 0]
+    found = jax.jit(jax.jacobian(weights))(z)[0, :, 0]
     order = [3, 2, 1, 0]
     sigmoid, s = 1 / (1 + np.exp(-np.float64(z[0]))), scores64(z, "sqrtsoftplus")[0]
     s[0] = np.exp(-50.0)
@@ -401,7 +402,7 @@ def test_a_router_of_ones_own():
     activation = jfp8.linen.ClampedSwiglu(limit=1.5, alpha=1.2, offset=0.5)
     moe = MoE(4, 24, activation=activation, route=last, shared_intermediate_dim=32)
     x = normal((6, 16), 3)
-    variables = moe.init(KEY, x)
+    variables = jax.jit(moe.init)(KEY, x)
     params = jax.tree.map(lambda w: 3 * np.float64(w), variables["params"])
 
     def mlp(wi, wo):
@@ -416,6 +417,6 @@ def test_a_router_of_ones_own():
         expected = expected + weight * mlp(params["wi"]["kernel"][e], params["wo"]["kernel"][e])
     scaled = variables | {"params": jax.tree.map(lambda w: 3 * w, variables["params"])}
     with jfp8.autocast(enabled=False):
-        np.testing.assert_allclose(moe.apply(scaled, x), expected, rtol=0, atol=1e-4)
-    y = moe.apply(scaled, x)
+        np.testing.assert_allclose(jax.jit(moe.apply)(scaled, x), expected, rtol=0, atol=1e-4)
+    y = jax.jit(moe.apply)(scaled, x)
     assert 1e-3 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 0.15

@@ -75,17 +75,6 @@ def test_normalize_over_other_axes(axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_normalize_is_flax(kind):
-    x = normal((4, 16))
-    layer = nn.LayerNorm() if kind == "layernorm" else nn.RMSNorm()
-    params = layer.init(jax.random.key(0), x)["params"]
-    params = jax.tree.map(lambda p: p + normal(p.shape, 1), params)
-    y = norm_math.normalize(x, params["scale"], params.get("bias"), layernorm_type=kind)
-    assert_close(y, layer.apply({"params": params}, x))
-
-
-@pytest.mark.slow
 def test_normalize_computes_bf16_in_f32():
     x = jnp.asarray(normal((4, 64)) + 30, jnp.bfloat16)
     scale, bias = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
@@ -102,21 +91,6 @@ def test_trap_the_variance_does_not_cancel():
     expected = normalized(x, 1.0, 0.0, (-1,), 1e-6, "layernorm", False)
     # The mean is rounded to 2^-11, half an ulp of 1e4.
     np.testing.assert_allclose(y, expected, rtol=0, atol=2.0**-10)
-
-
-@pytest.mark.slow
-def test_normalize_has_the_gradient_of_the_formula():
-    x, scale, bias, dy = normal((3, 8)), normal(8, 1), normal(8, 2), normal((3, 8), 3)
-
-    def plain(x, scale, bias):
-        centered = x - x.mean(-1, keepdims=True)
-        spread = jnp.sqrt((centered**2).mean(-1, keepdims=True) + 1e-6)
-        return jnp.sum((centered / spread * scale[None] + bias[None]) * dy)
-
-    ours = lambda *args: jnp.sum(norm_math.normalize(*args) * dy)
-    args = tuple(map(jnp.asarray, (x, scale, bias)))
-    for d, expected in zip(*(jax.grad(f, argnums=(0, 1, 2))(*args) for f in (ours, plain))):
-        assert_close(d, expected, ulps=16)
 
 
 def test_an_unknown_normalisation_lists_the_known_ones():
@@ -160,22 +134,6 @@ FORMULAS = {
 
 def test_every_activation_has_a_formula_here():
     assert set(transformer_math.ACTIVATIONS) == set(FORMULAS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_activations(name, dtype):
-    n, formula = FORMULAS[name]
-    assert transformer_math.projections_of(name) == n
-    x = jnp.asarray(3 * normal((64, n, 16)), dtype)
-    y = transformer_math.activate(x, name)
-    assert y.dtype == dtype
-    expected = formula(np.asarray(x, np.float64))
-    # bf16 is rounded once, at the end: half an ulp of each value.
-    rtol = 2.0**-8 * (1 + 1e-4) if dtype == jnp.bfloat16 else 4e-6
-    # 1 + tanh cancels where it is small: an ulp of 1 times |x| / 2 times the gate, at most 50.
-    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=rtol, atol=50 * F32_EPS)
 
 
 @pytest.mark.slow
@@ -294,14 +252,6 @@ def test_nothing_to_attend_to_is_zero():
 
 
 @pytest.mark.slow
-def test_attention_is_flax():
-    query, key, value = map(jnp.asarray, heads_of(4))
-    mask = nn.make_attention_mask(jnp.ones((2, 3)), jnp.ones((2, 5)).at[:, 3:].set(0))
-    y = transformer_math.attention_by_weights(query, key, value, mask=mask > 0)
-    assert_close(y, nn.dot_product_attention(query, key, value, mask=mask), ulps=16)
-
-
-@pytest.mark.slow
 def test_the_softmax_of_bf16_is_in_f32():
     heads = [jnp.asarray(4 * a, jnp.bfloat16) for a in heads_of(2, depth=64)]
     seen = []
@@ -357,8 +307,13 @@ def test_attention_by_blocks_is_attention_by_weights(groups):
     bias, grad = jnp.asarray(normal((2, 4, 9, 9), 3)), jnp.asarray(normal(heads[0].shape, 4))
     found = []
     for attention in (partial(attend, recipe=None), transformer_math.attention_by_weights):
-        y, back = jax.vjp(lambda *x, by=attention: by(*x, None, **more), *heads, bias)
-        found.append([y, *back(grad)])
+
+        @jax.jit
+        def run(*arrays, by=attention):
+            y, back = jax.vjp(lambda *x: by(*x, None, **more), *arrays)
+            return [y, *back(grad)]
+
+        found.append(run(*heads, bias))
     i, j = np.arange(9)[:, None], np.arange(9)
     same = np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None]
     seen = (j <= i) & (j >= i - 3) & same

@@ -17,8 +17,6 @@ from jfp8.scaling.codes import codes_to_format
 E4M3, E5M2 = jfp8.E4M3FN, jfp8.E5M2
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
 PLAIN = (((1,), (0,)), ((), ()))
-UNIT = 2.0**-24  # unit roundoff of f32
-
 implementations = pytest.mark.parametrize("implementation", ["emulate", "xla", None])
 pairs = pytest.mark.parametrize("formats", PAIRS, ids=lambda p: f"{p[0].name}x{p[1].name}")
 
@@ -63,12 +61,6 @@ def matmul(lhs, rhs, numbers=PLAIN, **options):
     return jax.jit(lambda l, r: scaled_matmul(l, r, numbers, **options))(lhs, rhs)
 
 
-def random_codes(rng, shape, fmt):
-    """Data that may be any finite code of `fmt`."""
-    codes = rng.integers(0, fmt.max_code + 1, shape) | (rng.integers(0, 2, shape) << 7)
-    return codes_to_format(jnp.asarray(codes, jnp.uint8), fmt)
-
-
 def random_integers(rng, shape, fmt):
     """Integers that both formats hold exactly: their products and sums are exact in f32."""
     return jnp.asarray(rng.integers(-8, 9, shape), jnp.float32).astype(fmt.dtype)
@@ -76,18 +68,6 @@ def random_integers(rng, shape, fmt):
 
 def e8m0(codes):
     return codes_to_format(jnp.asarray(codes, jnp.uint8), jfp8.E8M0FNU)
-
-
-def values64(q):
-    """data * scale in float64, by numpy."""
-    data, scale = np.asarray(q.data).astype(np.float64), q.scale
-    scale = (
-        values64(scale) if isinstance(scale, ScaledArray) else np.asarray(scale).astype(np.float64)
-    )
-    for axis, n in enumerate(scale.shape):
-        if n > 1:
-            scale = scale.repeat(data.shape[axis] // n, axis)
-    return data * scale
 
 
 # Numbers
@@ -125,20 +105,6 @@ def test_every_product_of_two_codes(formats, implementation):
 
 
 @pytest.mark.slow
-@pairs
-def test_implementations_agree(formats):
-    """Only the order of the additions may differ, and for None on a CPU not even that."""
-    rng = np.random.default_rng(3)
-    lhs = ScaledArray(random_codes(rng, (9, 64), formats[0]), jnp.float32(0.3))
-    rhs = ScaledArray(random_codes(rng, (64, 7), formats[1]), jnp.float32(0.7))
-    y = {i: np.asarray(matmul(lhs, rhs, implementation=i)) for i in ("emulate", "xla", None)}
-    assert abs(y["emulate"]).max() > 0
-    np.testing.assert_array_equal(y[None], y["emulate"])
-    bound = 2 * 64 * UNIT * oracle(abs(values64(lhs)), abs(values64(rhs)), PLAIN)
-    assert (abs(y["xla"] - y["emulate"]) <= bound).all()
-
-
-@pytest.mark.slow
 @implementations
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
@@ -148,20 +114,6 @@ def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
     rhs = ScaledArray(ones.T, jnp.float32(1))
     y = matmul(lhs, rhs, implementation=implementation, fast_accumulation=fast)
     assert y.item() == 256 * 256 + 4095
-
-
-@pytest.mark.slow
-@implementations
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_results_are_the_f32_result_rounded_once(dtype, implementation):
-    rng = np.random.default_rng(4)
-    lhs = ScaledArray(random_codes(rng, (16, 33), E4M3), jnp.float32(0.011))
-    rhs = ScaledArray(random_codes(rng, (33, 16), E4M3), jnp.float32(0.023))
-    exact = np.asarray(matmul(lhs, rhs, implementation=implementation))
-    y = matmul(lhs, rhs, implementation=implementation, preferred_element_type=dtype)
-    assert y.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(y), exact.astype(dtype))
-    assert len(np.unique(y)) > 100
 
 
 @pytest.mark.slow

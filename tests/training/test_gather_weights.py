@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -272,26 +271,6 @@ def test_layers_that_are_exempt_travel_in_high_precision():
     *_, program = run("constraints", params, x, recipe=CURRENT, exempt="wo", compiled=True)
     assert sorted(gathers(program))[-1] == ("u8", 64 * 128)
     assert ("u8", 128 * 32) not in gathers(program)
-
-
-@pytest.mark.slow
-def test_state_of_an_nnx_model():
-    model = jfp8.nnx.Linear(64, 128, recipe=CURRENT, rngs=nnx.Rngs(0))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    x, specs = normal(0, (16, 64)), P("fsdp")
-
-    def loss(params, x):
-        whole = gather_weights(params, "fsdp", specs, recipe=CURRENT)
-        return jnp.mean(nnx.merge(graphdef, whole, rest)(x) ** 2)
-
-    expected = jnp.mean(model(x) ** 2)
-    with jax.set_mesh(mesh_of(AxisType.Auto)):
-        params = jax.device_put(params, NamedSharding(mesh_of(AxisType.Auto), specs))
-        f = jax.jit(jax.value_and_grad(loss))
-        found, grads = f(params, x)
-        assert ("u8", 64 * 128) in gathers(f.lower(params, x).compile())
-    assert abs(found - expected) < 1e-6 * expected
-    assert np.abs(grads["kernel"].get_value()).max() > 0
 
 
 @pytest.mark.slow

@@ -214,32 +214,6 @@ def test_resumed_on_another_number_of_devices(kind, tmp_path):
     np.testing.assert_allclose(then.step(BATCH), first.step(BATCH), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_another_recipe_from_a_step_on():
-    plain, model = Plain(), made()
-    optimizer = jfp8.nnx.Optimizer(model, optax.adam(1e-2))
-    for _ in range(3):
-        step(model, optimizer, BATCH)
-    shorter = jfp8.convert(plain, jfp8.recipes.DelayedScaling(amax_history_len=2), exempt=())
-    with pytest.warns(jfp8.checkpoint.CheckpointChange, match="histor"):
-        nnx.update(shorter, jfp8.checkpoint.upgrade(nnx.state(model), nnx.state(shorter)))
-    for role in ("lhs", "rhs", "grad"):
-        old, new = (m.last.dot_general.fp8[role][...] for m in (model, shorter))
-        assert_same(new, old[:2])
-        assert np.all(new > 0)
-    blocks = jfp8.convert(plain, "mxfp8", exempt=())
-    with pytest.warns(jfp8.checkpoint.CheckpointChange, match="dropped"):
-        nnx.update(blocks, jfp8.checkpoint.upgrade(nnx.state(shorter), nnx.state(blocks)))
-    assert_same(blocks.first.kernel[...], model.first.kernel[...])
-    written = jfp8.scaled_dot_general(
-        X, model.first.kernel[...], (((1,), (0,)), ((), ())), recipe="mxfp8"
-    )
-    np.testing.assert_allclose(blocks.first(X), written + model.first.bias[...][None], rtol=1e-6)
-    before = step(blocks, optimizer, BATCH)
-    assert float(step(blocks, optimizer, BATCH)) < float(before)
-    assert int(optimizer.step[...]) == 5
-
-
 @pytest.mark.parametrize("stored", ["moments", "parameters"])
 @pytest.mark.representative(1)
 def test_state_in_fp8_trains_and_is_skipped(stored):
