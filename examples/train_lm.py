@@ -91,6 +91,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     if args.compare:
         labels["f32"] = "float32"
     states = {run: make_state(args, run) for run in labels}
+    again = training.copied(states["f32"]) if args.compare else None
     step, lines = 0, []
     if saved is not None:
         step, states, lines = checkpoint.restore(saved, states)
@@ -121,10 +122,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 
     curves = {run: [line["loss"][run] for line in metrics.lines] for run in labels}
     losses = {run: validation_loss(state, validation) for run, state in states.items()}
-    gap = report.relative_gap(losses)
+    gap, ends = report.relative_gap(losses), dict(losses)
+    if args.compare:
+        batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
+        repeated = training.repeat(steps["f32"], again, batch_at, args.steps)
+        ends[report.AGAIN] = validation_loss(repeated, validation)
+    noise = report.relative_gap(ends, report.AGAIN)
     result = {
         "validation_loss": losses,
         "gap_percent": gap,
+        "noise_percent": noise,
         "parameters": parameters,
         "ms_per_step": metrics.median("ms"),
         **report.environment(),
@@ -135,9 +142,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     title = report.headline("Byte-level language model", losses)
     report.draw(out / "loss.png", curves, labels, title, report.legend_of(labels, losses))
 
-    print(report.table(labels, losses, result["ms_per_step"]))
+    print(report.table(labels, ends, result["ms_per_step"]))
     print(f"written to {out}: metrics.jsonl, loss.png, result.json")
-    figures = {**losses, "gap_percent": gap, "steps": args.steps, "seed": args.seed}
+    figures = {
+        **losses,
+        "gap_percent": gap,
+        "noise_percent": noise,
+        "steps": args.steps,
+        "seed": args.seed,
+    }
     print(report.result_line("train_lm", metric="validation_loss", **figures))
     return result
 

@@ -111,14 +111,20 @@ def relative_gap(losses: dict[str, float], run: str = "fp8") -> float | None:
     return 100 * (losses[run] - losses["f32"]) / losses["f32"]
 
 
-ONE_PAIR = (
-    "  One pair of runs: trainings from two seeds differ, too, and more so after few steps.\n"
-    "  benchmarks/parity.py compares recipes from several seeds."
-)
+AGAIN = "f32_again"  # float32 from the same parameters, on other batches
+
+
+def noise_note(losses: dict[str, float]) -> str:
+    """Return a note that compares the gap of one pair of runs with the noise of float32."""
+    return (
+        f"  Noise: on other batches, float32 ends {abs(relative_gap(losses, AGAIN)):.2f} % away. A "
+        "smaller gap between\n"
+        "  two runs shows nothing about FP8; benchmarks/parity.py compares several seeds."
+    )
 
 
 def headline(title: str, losses: dict[str, float]) -> str:
-    """The title of a picture: with the finding, if FP8 and float32 were trained."""
+    """Return the title of a picture, with the finding if FP8 and float32 were trained."""
     gap = relative_gap(losses)
     return title if gap is None else f"{title}: FP8 ends {gap:+.2f} % from float32"
 
@@ -130,7 +136,10 @@ def table(
     what: str = "validation loss",
     **more: dict[str, str],
 ) -> str:
-    """A row per run: loss, gap to float32, milliseconds per step, and `more`; then a note."""
+    """Return a row per run, with loss, gap to float32, milliseconds per step and `more`.
+
+    A note about noise follows, if float32 was trained again.
+    """
     rows = [["", what, "relative gap", "ms per step", *more]]
     for run, label in labels.items():
         gap = None if run == "f32" else relative_gap(losses, run)
@@ -141,7 +150,7 @@ def table(
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
         for row in rows
     )
-    note = [ONE_PAIR] if {"fp8", "f32"} <= {*losses} else []
+    note = [noise_note(losses)] if AGAIN in losses else []
     return "\n".join([*(f"  {line}".rstrip() for line in lines), *note])
 
 
@@ -178,7 +187,7 @@ def finish(
 
     Args:
       labels, numbers, validation: name, steps and final loss of each run.
-        The gap of the first run to float32 is the script's.
+        The gap of the first run to float32 is the script's, and `AGAIN` shows its noise.
       picture: function that draws `loss.png` from the first arguments of `draw`; None for `draw`.
       more: figures of this script only, for `result.json` and the line of results.
 
@@ -188,9 +197,13 @@ def finish(
     out = Path(args.out)
     losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
     ms = median_ms(numbers)
+    told = table(labels, validation, ms)
+    noise = relative_gap(validation, AGAIN)
+    validation = {run: loss for run, loss in validation.items() if run != AGAIN}
     result = {
         "validation_loss": validation,
         "gap_percent": relative_gap(validation, next(iter(labels))),
+        "noise_percent": noise,
         **more,
         "ms_per_step": ms,
         **environment(),
@@ -200,9 +213,10 @@ def finish(
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     title = headline(title, validation)
     (picture or draw)(out / "loss.png", losses, labels, title, legend_of(labels, validation))
-    print(table(labels, validation, ms))
+    print(told)
     print(f"written to {out}: loss.png, result.json")
-    figures = {"gap_percent": result["gap_percent"], **more, "steps": args.steps, "seed": args.seed}
+    gaps = {name: result[name] for name in ("gap_percent", "noise_percent")}
+    figures = {**gaps, **more, "steps": args.steps, "seed": args.seed}
     print(result_line(example, metric="validation_loss", **validation, **figures))
     return result
 

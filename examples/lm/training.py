@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -101,17 +102,44 @@ def train(
     """Take `count` steps of every run on the same batches, with a progress bar.
 
     JAX compiles in the first `compiling` ones, which is not training time: they run before
-    the bar starts, and have no milliseconds.
+    the bar starts, and have no milliseconds. If float32 is one of several runs, the returned states
+    include its repetition on other batches, `report.AGAIN`.
     """
-    batches_of = lambda start, end: [batch_at(step) for step in range(start, min(end, count))]
+    first = copied(states["f32"]) if len(states) > 1 and "f32" in states else None
+    batches = [batch_at(step) for step in range(min(compiling, count))]
     with report.compiling():
-        states, numbers = take_steps(steps, states, batches_of(0, compiling))
+        states, numbers = take_steps(steps, states, batches)
     if count > compiling:
         numbers = {run: [_without_ms(n) for n in of_run] for run, of_run in numbers.items()}
-    with report.progress_bar(min(compiling, count), count) as bar:
-        for start in range(compiling, count, STEPS_PER_SYNC):
-            end = min(start + STEPS_PER_SYNC, count)
-            states, new = take_steps(steps, states, batches_of(start, end))
+    states, more = _take_all(steps, states, batch_at, range(len(batches), count))
+    numbers = {run: of_run + more.get(run, []) for run, of_run in numbers.items()}
+    if first is not None:
+        states[report.AGAIN] = repeat(steps["f32"], first, batch_at, count)
+    return states, numbers
+
+
+def copied(state: Any) -> Any:
+    """Copy a state that a step may donate or change in place."""
+    return jax.tree.map(jnp.copy, state)
+
+
+def repeat(step: Step, state: Any, batch_at: Callable[[int], Any], count: int) -> Any:
+    """Take `count` steps on the batches after the first `count`; return the last state."""
+    states, _ = _take_all({report.AGAIN: step}, {report.AGAIN: state}, batch_at,
+                          range(count, 2 * count))  # fmt: skip
+    return states[report.AGAIN]
+
+
+def _take_all(
+    steps: dict[str, Step], states: dict[str, Any], batch_at: Callable[[int], Any], indices: range
+) -> tuple[dict[str, Any], report.Numbers]:
+    """Take the steps with these indices, with a progress bar."""
+    numbers: report.Numbers = {run: [] for run in states}
+    with report.progress_bar(indices.start, indices.stop) as bar:
+        for start in indices[::STEPS_PER_SYNC]:
+            end = min(start + STEPS_PER_SYNC, indices.stop)
+            batches = [batch_at(step) for step in range(start, end)]
+            states, new = take_steps(steps, states, batches)
             for run, of_run in new.items():
                 numbers[run] += of_run
             report.advance(bar, end, new)

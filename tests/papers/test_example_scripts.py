@@ -280,14 +280,36 @@ def test_the_table():
     assert lines[1].split() == ["FP8,", "delayed", "2.0200", "+1.00", "%", "13"]
     assert lines[2].split() == ["float32", "2.0000", "9"]
     assert len({len(line) for line in lines[:3]}) == 1
-    assert "One pair of runs" in lines[3]
-    assert "One pair" not in report.table({"fp8": "FP8"}, {"fp8": 2.0}, {"fp8": 12.6})
+    assert len(lines) == 3
+    ends = {"fp8": 2.02, "f32": 2.0, report.AGAIN: 1.97}
+    note = report.table(labels, ends, {"fp8": 12.6, "f32": 9.4}).splitlines()[3]
+    assert note.startswith("  Noise: on other batches, float32 ends 1.50 % away.")
 
 
 def test_a_picture_is_called_after_its_finding():
     report = imported("lm.report", "examples")
     assert report.headline("A model", {"fp8": 2.02, "f32": 2.0}).endswith("+1.00 % from float32")
     assert report.headline("A model", {"f32": 2.0}) == "A model"
+
+
+def test_float32_is_trained_again_on_other_batches():
+    """From its first state, which no step of the others changes."""
+    training, report = (imported(f"lm.{name}", "examples") for name in ("training", "report"))
+    seen = []
+
+    def step(state, batch):
+        seen.append(batch)
+        return state + batch, {"loss": state}
+
+    states = {"fp8": jnp.int32(5), "f32": jnp.int32(7)}
+    states, numbers = training.train(
+        dict.fromkeys(states, step), states, lambda step: step**2, count=12
+    )
+    assert seen[24:] == [i**2 for i in range(12, 24)]
+    assert states[report.AGAIN] == 7 + sum(seen[24:])
+    assert list(numbers) == ["fp8", "f32"]
+    alone, _ = training.train({"f32": step}, {"f32": jnp.int32(7)}, lambda step: step, count=3)
+    assert list(alone) == ["f32"]
 
 
 def test_the_loop_takes_every_step_once():
