@@ -1,11 +1,11 @@
 """Draw the pictures of the pages again: all, or the named ones.
 
-    python benchmarks/pictures.py         # minutes; `loss` and `experts` are trainings of two each
+    python benchmarks/pictures.py         # minutes
     python benchmarks/pictures.py memory roofline
     python benchmarks/pictures.py roofline --measured h200.jsonl   # from benchmarks/gpu.py
 
-Each is written to docs/_static/NAME.png, and `loss`, the one of README, to docs/loss.png. Pictures
-of notebooks are taken from these as they are stored: run the notebook first if it has changed.
+Each is written to docs/_static/NAME.png, and `loss` to docs/loss.png. Most show the records in
+benchmarks/results. Pictures of notebooks are the stored outputs: run a changed notebook first.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +30,7 @@ import png
 from accumulation import multiply, operands
 from error_against_bits import error_against_bits
 from error_map import error_map
+from gap_curves import gap_curve
 from gap_rows import gap_rows
 from matplotlib.figure import Figure
 from on_gpu.records import load
@@ -40,7 +38,7 @@ from results_file import ROOT
 from roofline import roofline
 
 import jfp8
-from jfp8.plot.style import AMBER, BLUE, GREEN, GREY, SKY, line, tidy
+from jfp8.plot.style import AMBER, BLACK, BLUE, GREEN, GREY, SKY, line, tidy
 
 RESULTS = ROOT / "benchmarks/results"
 WIDTH = 7.0  # inches
@@ -79,7 +77,9 @@ def errors_of_layers() -> Figure:
     model = nn.Sequential([nn.Dense(128), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(8)])
     pairs = ("delayed", "mxfp8"), ("rowwise", "block"), ("nvfp4", "direct_e5m2")
     found = [jfp8.debug.compare(model, a, b, x) for a, b in pairs]
-    figure = figure_of(4.6, "Errors by layer and recipe, with an outlier in the input")
+    figure = figure_of(
+        4.6, "With an outlier in the input, delayed scaling and NVFP4 lose the first gradient"
+    )
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 6])
     error_map(above, found, "total")
     error_map(below, found, "gradient")
@@ -107,7 +107,7 @@ def dead_gradients() -> Figure:
     record = jfp8.debug.Recorder(train_step, every=10)
     for _ in range(300):
         state, _ = record(state, (x, y))
-    figure = figure_of(2.7, "Gradients of six layers without scales, over a training")
+    figure = figure_of(2.7, "Without scales, the gradients of the lower layers die during training")
     jfp8.plot.heat_map(record.rows, ax=figure.subplots())
     return figure
 
@@ -135,7 +135,7 @@ def sums() -> Figure:
                 error = np.linalg.norm(product - exact) / np.linalg.norm(exact)
                 errors.setdefault(kind, {}).setdefault(label, []).append(float(error))
             errors[kind].setdefault(ROUNDING, []).append(_rounding(kind, int(k)))
-    figure = figure_of(3.6, "Error of the sums of an FP8 matmul, emulated, against their length")
+    figure = figure_of(3.6, "Promotion every 128 terms stops the growth of errors in 14-bit sums")
     for ax, (kind, by_label) in zip(figure.subplots(1, 2, sharey=True), errors.items()):
         for i, (label, values) in enumerate(by_label.items()):
             style = line(i) if label != ROUNDING else {"color": GREY, "linestyle": "--"}
@@ -183,12 +183,58 @@ def like_float32() -> Figure:
     return figure
 
 
+def pairs_of_runs(name: str) -> Figure:
+    """Draw a task's losses under `DelayedScaling` and in float32, and the gap of every seed."""
+    runs = parity.read(RESULTS / "parity.json")[name]["runs"]
+    told = parity.gaps(runs)["delayed"]["loss_percent"]
+    ends = [run["loss"] for run in runs[parity.REFERENCE].values()]
+    fp8, exact = (
+        np.array([runs[recipe][seed]["train_loss"] for seed in told["seeds"]])
+        for recipe in ("delayed", parity.REFERENCE)
+    )
+    steps = parity.MEAN_OF * np.arange(1, 1 + exact.shape[1])
+    equal = told["verdict"] == "equivalent"
+    verdict = f"equivalent within {parity.MARGIN} %" if equal else "inconclusive"
+    side = "above" if told["mean"] > 0 else "below"
+    low, high = (f"{told[key]:+.2f}".replace("-", "−") for key in ("low", "high"))
+    finding = (
+        f"{parity.TASKS[name].title.capitalize()}: FP8 ends {abs(told['mean']):.2f} % {side} "
+        f"float32 on average, {verdict}\n"
+        f"{told['n']} seeds, 90 % interval {low} to {high} %; "
+        f"float32 alone varies by {100 * (max(ends) / min(ends) - 1):.1f} % from seed to seed"
+    )
+    figure = figure_of(4.8, finding)
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.fill_between(steps, exact.min(0), exact.max(0), color=GREY, alpha=0.3, linewidth=0,
+                       label="float32, lowest to highest seed")  # fmt: skip
+    above.plot(steps, fp8.mean(0), color=BLUE, linewidth=1.8, label="FP8, mean")
+    above.plot(steps, exact.mean(0), color=BLACK, linewidth=2.2, linestyle=(0, (1, 1.2)),
+               label="float32, mean")  # fmt: skip
+    tidy(above, "", f"training loss,\nmean of {parity.MEAN_OF} steps")
+    below.plot(steps, 100 * (fp8 / exact - 1).T, color=GREY, linewidth=0.6, alpha=0.7)
+    below.lines[0].set_label("a seed")
+    gap_curve(below, "mean, 90 % interval", fp8, exact, steps)
+    tidy(below, "optimizer step", "above float32 of\nthe same seed (%)")
+    for ax, place in ((above, "upper right"), (below, "lower left")):
+        ax.legend(frameon=False, fontsize="small", loc=place, ncols=3)
+    below.set_xlim(0, None)
+    return figure
+
+
 def memory() -> Figure:
     """Draw the results of benchmarks/training_state.py and saved_activations.py."""
     state = json.loads((RESULTS / "training_state.json").read_text())["bytes_per_parameter"]
     kept = json.loads((RESULTS / "saved_activations.json").read_text())["results"]["layer"]
     kept["f32, everything computed again"] = kept.pop("f32, everything computed again")  # last
-    figure = figure_of(6.4, "Memory of a training: its state, and its activations")
+    megabytes = np.array([row["temp_bytes"] for row in kept.values()]) / 1e6
+    by_name = dict(zip(kept, megabytes))
+    finding = (
+        f"FP8 cuts the training state from {state['f32']['total']:.0f} to "
+        f"{min(row['total'] for row in state.values()):.1f} bytes per parameter,\nand memory for "
+        f"the gradient from {by_name['f32']:.0f} to "
+        f"{by_name['the same, and only they are kept']:.0f} MB"
+    )
+    figure = figure_of(6.6, finding)
     above, below = figure.subplots(2, 1, height_ratios=[len(state), len(kept)])
     parts = (("weights", BLUE, ""), ("masters", SKY, "..."), ("moments", AMBER, "///"),
              ("gradients", GREEN, "\\\\\\"))  # fmt: skip
@@ -200,7 +246,6 @@ def memory() -> Figure:
         left += widths
     _bars(above, left, "bytes per parameter", 1)
     above.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize="small")
-    megabytes = np.array([row["temp_bytes"] for row in kept.values()]) / 1e6
     below.barh(list(kept), megabytes, color=BLUE)
     _bars(below, megabytes, "MB for the gradient of 16 layers", 0)
     return figure
@@ -239,9 +284,10 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "like_float32": like_float32,
     "gaps": lambda: parity.draw(parity.read(RESULTS / "parity.json")),
     "long_run": lambda: long_run.draw(long_run.read(RESULTS / "long_run.json")),
+    "loss": partial(pairs_of_runs, "lm"),
+    "experts": partial(pairs_of_runs, "moe"),
 }
-TRAINED = {"loss": "train_lm.py", "experts": "train_moe.py"}  # what `--compare` leaves behind
-NAMES = (*NOTEBOOKS, *DRAWN, *TRAINED)
+NAMES = (*NOTEBOOKS, *DRAWN)
 
 
 def of_notebook(name: str) -> bytes:
@@ -256,14 +302,9 @@ def write(name: str, folder: Path) -> None:
     """Draw one picture into `folder`."""
     if name in NOTEBOOKS:
         (folder / f"{name}.png").write_bytes(of_notebook(name))
-    elif name in DRAWN:
-        png.save(DRAWN[name](), folder / f"{name}.png")
     else:
-        with tempfile.TemporaryDirectory() as out:
-            script = ROOT / "examples" / TRAINED[name]
-            subprocess.run([sys.executable, script, "--compare", "--out", out], check=True)
-            where = folder.parent if name == "loss" else folder
-            png.shrink(Path(out, "loss.png"), where / f"{name}.png")
+        where = folder.parent if name == "loss" else folder
+        png.save(DRAWN[name](), where / f"{name}.png")
 
 
 def main(argv: list[str] | None = None) -> None:

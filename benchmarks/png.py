@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 
-def save(figure: Figure, path: Path, dpi: int = 110) -> None:
+def save(figure: Figure, path: Path, dpi: int = 220) -> None:
     """Write `figure` on white paper."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=dpi, facecolor="white")
