@@ -21,7 +21,8 @@ from jfp8.conversion.tables import Printed, Table, table_lines
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.reading import by_layer
 from jfp8.debug.records import OPERANDS
-from jfp8.debug.stats import Stats, observed
+from jfp8.debug.stats import Stats, name_products, observed
+from jfp8.layers.nnx.products import Product as ConvertedProduct
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.observers import Observer, tap
 from jfp8.products.operation import Kind, Operand, Operation, Options, QuantizedOperand, Use, sums
@@ -292,7 +293,9 @@ def compare(
     loss_fn = loss_fn or _half_mean_square
     if isinstance(model, nn.Module):
         variables = _linen_variables(model, variables, arguments, kwargs)
-    elif not isinstance(model, nnx.Module):
+    elif isinstance(model, nnx.Module):
+        model = _without_recipes(model)
+    else:
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model must be a Flax Linen or NNX module, got {given}.")
 
@@ -344,11 +347,21 @@ def _linen_variables(
     return {k: v for k, v in variables.items() if k not in ("fp8", "fp8_sink")}
 
 
+def _without_recipes(model: nnx.Module) -> nnx.Module:
+    """Copy `model`; converted layers of the copy take any recipe, as layers without one do."""
+    copy = nnx.clone(model)
+    for _, node in nnx.iter_graph(copy):
+        if isinstance(node, ConvertedProduct):
+            node.recipe = None
+    return copy
+
+
 def _function_of_params(
     recipe: Recipe, model: Any, variables: Any, arguments: Any, kwargs: dict[str, Any]
 ) -> tuple[Callable[[Any], Any], Any]:
     """Return the outputs of `model` under `recipe` as a function of its parameters, and these."""
     if isinstance(model, nnx.Module):
+        name_products([model])  # of the copy that `convert` made
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         call = lambda params: nnx.merge(graph, params, rest, copy=True)(*arguments, **kwargs)
     else:

@@ -243,7 +243,7 @@ def calling(
 
     def pure(state: Any, others: dict[int, Any]) -> Any:
         copies = nnx.merge(graph, state, copy=True)
-        _name_products(list(copies.values()))
+        name_products(list(copies.values()))
         given = [x for _, x in sorted({**others, **copies}.items())]
         args, kwargs = jax.tree.unflatten(structure, given)
         return function(*args, **kwargs), nnx.state(copies)
@@ -257,7 +257,7 @@ def _is_nnx(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def _name_products(objects: list[Any]) -> None:
+def name_products(objects: list[Any]) -> None:
     """Give products without a path the one that they have in their model."""
     for one in objects:
         for path, node in nnx.iter_graph(one):

@@ -196,6 +196,21 @@ def test_layers_with_a_recipe_of_their_own_take_part(make):
     assert [gradient.path for gradient in own.gradients] == ["bias", "kernel"]
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_layers_of_nnx_are_named(converted):
+    """Layers of jfp8 and converted ones are compared like Flax's, under the names of the model."""
+    linear = nnx.Linear if converted else jfp8.nnx.Linear
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(linear(8, 8, rngs=rngs), nnx.relu, linear(8, 4, rngs=rngs))
+    model = jfp8.convert(model, "delayed", exempt=()) if converted else model
+    before = jfp8.report(model, normal((4, 8)))
+    found = jfp8.debug.compare(model, *TWO, normal((4, 8)), **ALL)
+    places = {(row.layer, row.product) for row in found.products}
+    both = {(f"layers/{i}", product) for i in (0, 2) for product in ("fprop", "wgrad")}
+    assert places == both | {("layers/2", "dgrad")}
+    assert jfp8.report(model, normal((4, 8))) == before
+
+
 def test_a_nan_under_either_recipe_is_worst():
     error = lambda total: ProductError(total, total, 0.0)
     pairs = [(0.1, 0.1), (0.1, math.nan), (0.3, 0.2), (math.nan, 0.1)]
