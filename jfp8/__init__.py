@@ -5,6 +5,8 @@ recipes, products, kernels, layers, collectives, optim, conversion, training, ch
 plot, integrations. A file imports only from its own folder and from those before it.
 """
 
+import difflib
+
 from jfp8 import (
     checkpoint,
     collectives,
@@ -137,4 +139,6 @@ def __getattr__(name: str) -> object:
     hint = ""
     if name in nnx.__all__:
         hint = f" The layer of NNX is jfp8.nnx.{name}; those of Linen are here, such as jfp8.Dense."
+    elif close := difflib.get_close_matches(name, __all__, n=1, cutoff=0.75):
+        hint = f" Did you mean jfp8.{close[0]}?"
     raise AttributeError(f"module 'jfp8' has no attribute {name!r}.{hint}", name=name)

@@ -87,9 +87,11 @@ class Report(Printed):
         """Return the report in one line."""
         n = sum(row.times for row in self.rows)
         fp8 = sum(row.times for row in self.rows if row.fp8)
+        gain = gain_of(self.rows)
+        speed = f" Expected by a cost model: {gain:.2f} times as fast as bf16." if gain else ""
         return (
             f"{100 * self.fp8_fraction:.1f} % of {si(self.flops)}FLOPs are FP8: "
-            f"{fp8} of {n} products."
+            f"{fp8} of {n} products.{speed}"
         )
 
     def verbose(self) -> str:

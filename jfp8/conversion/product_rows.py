@@ -118,21 +118,19 @@ def slower_message(rows: Sequence[ProductRow], gpu: str) -> str:
     if gains.get(best, 0.0) > 1:
         advice = f'The recipe "{best}" is expected to have {gains[best]:.2f} of it.'
     return (
-        f"On {gpu}, FP8 is expected to have {gain:.2f} of the speed of bf16 in the layers that are "
-        f'converted. {advice} jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out layers '
-        "that lose. A model of time says so; jfp8 was not timed on a GPU."
+        f"On {gpu}, FP8 is expected to have {gain:.2f} of the speed of bf16 in converted layers. "
+        f'{advice} jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out slower layers.'
     )
 
 
 def times_message(rows: Iterable[ProductRow]) -> str:
     """Say the expected time of all products in FP8, and in bf16; "" if none is expected."""
     fp8, bf16 = times_of(rows)
-    if not fp8:
-        return ""
-    return (
+    said = (
         f"Expected by a model, not measured: {_spelled(fp8)} for the products that are FP8, "
         f"{_spelled(bf16)} if their layers were in bf16."
     )
+    return said if fp8 else ""
 
 
 def _spelled(us: float) -> str:

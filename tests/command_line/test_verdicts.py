@@ -13,6 +13,7 @@ from jfp8.kernels import measured_layers, verdicts
 from jfp8.kernels.backend import Facts
 from jfp8.kernels.cuda_backends import choose, quantizing_k_major
 from jfp8.kernels.grouped import why_not_grouped_kernels
+from jfp8.kernels.hopper.backend import why_no_kernels, why_no_quantizing
 from jfp8.recipes import get
 from jfp8.scaling.formats import E4M3FN
 from jfp8.tracing.devices import Gpu
@@ -194,8 +195,12 @@ def test_a_cpu_never_reads_it(monkeypatch):
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11, 2), reason="this JAX has the kernels")
 def test_a_jax_without_the_kernels_is_told_for_cards_that_could_use_them():
-    with pytest.warns(UserWarning, match="none of jfp8's Pallas kernels for the NVIDIA H200"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # as for users: once for each line that warns
         backend(granularity="rows")
+        assert why_no_quantizing(H200) == why_no_kernels(H200)
+    (warning,) = caught
+    assert "none of jfp8's Pallas kernels for the NVIDIA H200" in str(warning.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backend(granularity="rows", gpu=Gpu("NVIDIA L40S", (8, 9)))

@@ -392,6 +392,8 @@ def test_a_model_that_is_expected_to_be_slower_is_told_once():
         assert all(str(w.message) in html.unescape(text) for w in caught)
         head, _, line, *_ = str(report).splitlines()
         gain = float(line.split()[-1].rstrip("x")) if head.endswith("gain") else None
+        total = re.findall(r"Expected by a cost model: ([\d.]+) times as fast", report.summary())
+        assert total == ([] if gain is None else [f"{gain:.2f}"])  # both layers are alike
         return gain, [str(w.message) for w in caught]
 
     fast, messages = seen("current", large)

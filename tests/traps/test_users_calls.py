@@ -446,6 +446,7 @@ LINEN = jfp8.Dense(4, recipe="delayed")
             r"Linen tree of variables\. Use jfp8\.value_and_grad\(loss_fn\)\(state, batch\)",
         ),
         (lambda: jfp8.Linear(16, 4), AttributeError, r"jfp8\.nnx\.Linear.*jfp8\.Dense"),
+        (lambda: jfp8.E4M3, AttributeError, r"no attribute 'E4M3'\. Did you mean jfp8\.E4M3FN\?"),
         (
             lambda: jfp8.debug.advice([]).of("outlier"),
             ValueError,
@@ -462,6 +463,7 @@ LINEN = jfp8.Dense(4, recipe="delayed")
         "NNX params to create",
         "variables to nnx",
         "Linear",
+        "format",
         "fault",
     ],
 )

@@ -48,7 +48,7 @@ def why_none_for(gpu: Gpu | None, families: dict[int, str], task: str) -> str | 
                 f"JAX {jax.__version__} has none of jfp8's Pallas kernels for the {gpu.kind}; rows "
                 "and blocks of scales, grouped matmuls and attention are slower without them. "
                 "Install Python 3.12 or later, and there jfp8[cuda].",
-                stacklevel=2,
+                stacklevel=1,  # one place for all tasks, so that Python shows it once
             )
         return (
             f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
