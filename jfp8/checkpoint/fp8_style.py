@@ -25,7 +25,7 @@ Stored = tuple[Layout, bool]
 
 @dataclass(frozen=True)
 class Fp8Style:
-    """How a checkpoint stores quantized weights. serving_formats.toml has those of new ones.
+    """The format of a checkpoint's quantized weights. serving_formats.toml lists new formats.
 
     Attributes:
       library: the ``quant_method`` of its config.json.
@@ -102,7 +102,7 @@ class Fp8Style:
 
 
 def _mixed(key: str, several: str, entries: list[Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Return what a library that mixes formats is told of groups of layers."""
+    """Return the config of groups of layers, for a library that mixes formats."""
     found = [entry[key] for entry in entries]
     config: dict[str, Any] = {key: found[0] if len(set(found)) == 1 else several}
     if key == "format":

@@ -119,7 +119,7 @@ def _check_storable(state: dict[str, Any]) -> None:
 
 
 def _restore_args(ocp: ModuleType, leaf: Any) -> Any:
-    """Say how to restore a leaf of this metadata: arrays as those of NumPy."""
+    """Return Orbax's arguments to restore a leaf of this metadata: arrays become NumPy's."""
     if isinstance(leaf, ocp.metadata.ScalarMetadata | ocp.metadata.StringMetadata):
         return ocp.RestoreArgs()
     return ocp.RestoreArgs(restore_type=np.ndarray)

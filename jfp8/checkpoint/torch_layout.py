@@ -165,7 +165,7 @@ class _Axes(NamedTuple):
 
 
 def _axes(place: Place, ndim: int) -> _Axes:
-    """Parse the axes of a `Place`; without any, those of a tensor of `ndim` dimensions."""
+    """Parse the axes of a `Place`; if it has none, keep or transpose `ndim` dimensions."""
     left = [f"d{d}" for d in range(ndim)]
     is_kernel = place.path.split("/")[-1] == "kernel"
     right = [*left[:-2], *left[:-3:-1]] if is_kernel else left

@@ -26,7 +26,7 @@ _E4M3, _E8M0 = "float8_e4m3fn", E8M0FNU.dtype.name
 
 @dataclass(frozen=True)
 class Layout:
-    """How a file stores the weights of one format.
+    """The layout of one format's weights in a file.
 
     Attributes:
       kind: ``"fp8-tensor"``, ``"fp8-channel"``, ``"fp8-block"``, ``"mxfp8"``, ``"mxfp4"`` or
@@ -138,7 +138,7 @@ class Layout:
         return replace(self, block=q.block_sizes()[-2:]) if has_blocks else self
 
     def is_outer_scale(self, stored: np.ndarray, q: ScaledArray) -> bool:
-        """Tell whether a `stored` outer scale is that of `q`."""
+        """Return whether a `stored` outer scale equals the outer scale of `q`."""
         scale: Any = q.scale
         return self.reciprocal and bool(np.all(self._outer(stored) == scale.scale))
 

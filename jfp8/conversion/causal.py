@@ -87,7 +87,7 @@ def _compares_here(eqn: Any, given: list[_Varies]) -> tuple[bool, list[_Varies]]
 
 
 def _varies(eqn: Any, given: list[_Varies]) -> _Varies:
-    """Tell along which dimensions a result varies; None: that depends on data."""
+    """Return the dimensions along which a result varies, or None if they depend on data."""
     name = eqn.primitive.name
     if name == "iota":
         return frozenset((eqn.params["dimension"],))
@@ -101,7 +101,7 @@ def _varies(eqn: Any, given: list[_Varies]) -> _Varies:
 
 
 def _places(name: str, eqn: Any) -> dict[int, int] | None:
-    """Tell where the dimensions of an operand go; None: that is not known."""
+    """Map the dimensions of an operand to the result's, or return None if this is unknown."""
     if name == "broadcast_in_dim":
         return dict(enumerate(eqn.params["broadcast_dimensions"]))
     if name == "transpose":

@@ -114,7 +114,7 @@ class _Converted:
         mutable: CollectionFilter = False,
         **kwargs: Any,
     ) -> Any:
-        """Run ``nn.Module.apply`` with FP8 products."""
+        """Run ``nn.Module.apply`` with FP8 matmuls."""
         selection = type(self).jfp8_selection
         params = variables.get("params", {})
         shapes = _shapes(params)
@@ -156,7 +156,7 @@ class _Converted:
         mutable: CollectionFilter = _ALL_BUT_INTERMEDIATES,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """Run ``nn.Module.init_with_output`` with FP8 products and their state."""
+        """Run ``nn.Module.init_with_output`` with FP8 matmuls and their state."""
         cls = type(self)
 
         def run(variables, rngs, args, kwargs):
@@ -435,7 +435,7 @@ def _edges_of(
 
 
 def _shapes(params: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of the parameters of each module that has some of its own."""
+    """Return the shapes of each module's parameters, by the module's path."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     flat: dict[tuple[str, ...], Any] = flatten_dict(meta.unbox(params))
     for (*module, name), value in flat.items():

@@ -168,7 +168,7 @@ def convert_selected(
 
 @contextlib.contextmanager
 def autocast(recipe: RecipeLike = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
-    """Make the Linen layers that are called in this region compute FP8 products.
+    """Make the Linen layers that are called in this region multiply in FP8.
 
     In it, Flax's own layers and products of parameters (see `convert`), and layers of jfp8 without
     a recipe, use `recipe`. A layer or a converted model with its own recipe keeps that. The

@@ -213,7 +213,7 @@ class Follower:
         return self.found(self.numbered(ParameterProduct(first or second, 1, *operands)))
 
     def numbered(self, product: ParameterProduct) -> ParameterProduct:
-        """Return `product` with its number: that of others which sum in the same way."""
+        """Return `product` with a number that it shares with all that sum in the same way."""
         seen = self.sums.setdefault(product.parameter.path, [])
         dimensions = product.params["dimension_numbers"][0][0 if product.swapped else 1]
         sums = np.shape(product.weight), dimensions, product.loops

@@ -164,7 +164,7 @@ def _table_of(lines: Lines) -> Table:
 
 
 def _cells_of(line: TreeLine, rows: Rows, flops: int) -> tuple[str, ...]:
-    """Return a line, with a mark for each of the three products, of a model with so many FLOPs."""
+    """Return a line with a mark for each of its three matmuls; the model has `flops` in all."""
     fp8, gain = [row for row in rows if row.fp8], gain_of(rows)
     return (
         "  " * line.depth + line.name,

@@ -95,14 +95,14 @@ def product_table(rows: Iterable[ProductRow]) -> Table:
 
 
 def times_of(rows: Iterable[ProductRow], recipe: str = "") -> tuple[float, float]:
-    """Return the expected microseconds of FP8 products, or as if under `recipe`; and in bf16."""
+    """Return the expected microseconds in FP8, or as if under `recipe`, and in bf16."""
     timed = [(row, row.expected_us) for row in rows if row.expected_us is not None]
     fp8 = sum(row.times * row.recipes_us.get(recipe, us) for row, us in timed)
     return fp8, sum(row.times * (row.bf16_us or 0.0) for row, _ in timed)
 
 
 def gain_of(rows: Iterable[ProductRow], recipe: str = "") -> float | None:
-    """Return how many times as fast as unconverted layers FP8 is expected to be; None: unknown."""
+    """Return the expected speed of FP8 relative to unconverted layers, or None if unknown."""
     fp8, bf16 = times_of(rows, recipe)
     return bf16 / fp8 if fp8 else None
 

@@ -366,7 +366,7 @@ def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
 
 
 def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:
-    """List the equations inside `eqn`; without `branches` those of the first platform alone."""
+    """List the equations inside `eqn`; without `branches` only for the first platform."""
     subs = list(jaxprs_of(eqn))
     if eqn.primitive.name == "cond" and not branches:
         subs = subs[:1]

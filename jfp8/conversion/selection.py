@@ -142,7 +142,7 @@ class Selection:
             left = rest
 
     def check_types(self, layers: Iterable[Any]) -> None:
-        """Raise ``ValueError`` if a type is that of none of `layers`."""
+        """Raise ``ValueError`` if no layer of `layers` has a chosen type."""
         found = list(layers)
         for choice in self.choices:
             if isinstance(choice, type) and not any(isinstance(x, choice) for x in found):

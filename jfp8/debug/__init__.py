@@ -1,4 +1,4 @@
-"""Looking into programs: what FP8 did to each tensor, and what a compiled program communicates."""
+"""Statistics of every tensor in FP8, advice, comparisons, and audits of compiled programs."""
 
 from jfp8.collectives.sent import (
     Collective,

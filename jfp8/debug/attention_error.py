@@ -102,6 +102,6 @@ def _attended(
 
 
 def _by_head(error: jax.Array, exact: jax.Array) -> np.ndarray:
-    """Return the norm of the first over that of the second, by head."""
+    """Return the norm of `error` relative to the norm of `exact`, by head."""
     squares = lambda x: np.sum(np.square(np.asarray(x, np.float64)), axis=(0, 3, 4))
     return np.sqrt(squares(error) / squares(exact)).reshape(-1)

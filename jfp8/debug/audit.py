@@ -151,7 +151,7 @@ def audit_of(program: Launches) -> Audit:
 
 
 class Launches:
-    """What is launched on the device, on which arrays.
+    """The instructions launched on the device, and their arrays.
 
     Attributes:
       hlo: the program.
@@ -230,7 +230,7 @@ class Launches:
 
     @functools.cached_property
     def small_kernels(self) -> list[Instruction]:
-        """Return the kernels that take less than 1 MB, and so no time but that of their launch."""
+        """Return the kernels that take less than 1 MB, and so little time besides their launch."""
         return [i for i, size in self.kernels if size < _SMALL]
 
     @functools.cached_property

@@ -34,7 +34,7 @@ def size_of(axes: Axes, role: Role) -> int:
 
 
 def moved_axes(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
-    """Return the axes of a result of `eqn`, whose operands have these; None: not known."""
+    """Return the axes of a result of `eqn` from its operands' axes, or None if unknown."""
     name = eqn.primitive.name
     if not ins or ins[0] is None:
         return None

@@ -163,7 +163,7 @@ class _HighPrecision(Recipe):
 def product_by(
     recipe: Recipe, operation: Operation, kind: Kind, first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, Operand, Operand]:
-    """Return one of the three products under `recipe`, without state, and its two operands."""
+    """Return a matmul of this kind under `recipe`, without state, and its two operands."""
     product: Product = getattr(recipe.resolved(), kind)
     quantizers, contracting = (product.lhs, product.rhs), operation.contracting(kind)
     given = zip((first, second), OPERANDS[kind], quantizers, contracting, strict=True)

@@ -1,4 +1,4 @@
-"""`check_program`: what a program quantizes, how often, and what its scales depend on."""
+"""`check_program`: the tensors that a program quantizes, how often, and their scales' sources."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ class _Reading:
 
 
 def _shared(role: Role, whole: _Value, data: Any, v: Any, scale: _Value) -> bool | None:
-    """Tell whether a scale of `data` is made from several of a role; None: not known."""
+    """Return whether a scale of `data` is from several elements of a role, or None if unknown."""
     if not scale.depends:
         return False
     if role in scale.mixed:
@@ -370,7 +370,7 @@ def _lost(before: Axes | None, after: Axes | None, v: Any) -> frozenset[Role]:
 
 
 def _fitting(axes: Axes | None, v: Any) -> Axes | None:
-    """Return `axes` if they are those of an array of this shape."""
+    """Return `axes` if they fit the shape of `v`, or None."""
     if axes is None or len(axes) != len(v.aval.shape):
         return None
     same = all(math.prod(m for _, m in dim) == n for dim, n in zip(axes, v.aval.shape))

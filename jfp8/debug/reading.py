@@ -46,7 +46,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tap is.
+    """The place of a tap in a program.
 
     Attributes:
       measure: what is measured.

@@ -1,4 +1,4 @@
-"""Which backend multiplies on an NVIDIA GPU: the only file that ranks them.
+"""The choice of a backend for an NVIDIA GPU: the only file that ranks them.
 
 A backend is a value in `BACKENDS`, which holds what it does and what it supports. To add one, write
 a file or folder with such a value, and list it here.
@@ -47,7 +47,7 @@ def known_gpu(device: Device) -> Gpu | None:
 
 
 def choose(facts: Facts, gpu: Gpu | None) -> Choice:
-    """Return the backend for a product on an NVIDIA GPU; None: a GPU that is not known.
+    """Return the backend for a matmul on an NVIDIA GPU, or on an unknown one if `gpu` is None.
 
     1. Formats that tensor cores do not support: bf16, in which all stored values are exact.
     2. If the GPU is known: bf16 also for products that are faster in it by the model of
@@ -99,7 +99,7 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
 
 
 def _made_for(gpu: Gpu | None) -> list[Backend]:
-    """Return the backends for narrow formats on such a GPU; None: those that work on any."""
+    """Return the backends for narrow formats on `gpu`, or on every GPU if it is None."""
     return [b for b in BACKENDS if b not in WITHOUT_F8 and b.is_for(gpu)]
 
 
@@ -111,7 +111,7 @@ def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bo
 
 
 def _times(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
-    """Return the times that the model expects, or that of FP8 as it was measured on this card."""
+    """Return the expected times, FP8's as measured if this card has a measurement."""
     costs = cost_model.ON_HOPPER
     if hopper.BACKEND.why_not_on(gpu) is not None:
         costs = cost_model.costs_on(gpu.capability, hopper.why_no_quantizing(gpu) is None)
@@ -121,7 +121,7 @@ def _times(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
 
 
 def _devices() -> int:
-    """Return the number of devices that divide a product: those of the mesh in effect, or 1."""
+    """Return the number of devices over which the mesh in effect shards a matmul, or 1."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in axes if kind != AxisType.Manual)
@@ -158,7 +158,7 @@ def quantizing_k_major(
 
 
 def may_go_by_rounds(recipe: Recipe, gpu: Gpu | None) -> bool:
-    """Return whether a grouped product may have a backend of `backend_in_rounds`."""
+    """Return whether `backend_in_rounds` may choose the backend of a grouped matmul."""
     if gpu is None or not gpu.multiplies_f8 or recipe.accumulation.startswith("hopper"):
         return False
     return _taken(*_formats_and_blocks(recipe), gpu)

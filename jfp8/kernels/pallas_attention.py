@@ -234,7 +234,7 @@ def _of_keys(groups: int) -> str:
 
 
 def _of_hidden(groups: int, hidden: dict[str, jax.Array | None]) -> list[str]:
-    """Return the names of the dimensions of all that hides keys. Every device has those of 1."""
+    """Name the dimensions of each mask in `hidden`. No device splits dimensions of size 1."""
     names = {"key_lengths": _of_keys(groups), "query_segments": "b T", "key_segments": "b S"}
     if hidden.get("mask") is not None:
         each = zip("bnTS", ("B", "N", "Q", "K"), hidden["mask"].shape, strict=True)

@@ -1,4 +1,4 @@
-"""Functions that the compiler divides among devices by a rule, as it divides its own operations.
+"""Functions that the compiler partitions by a rule, as it partitions its own operations.
 
 Under ``jit`` with shardings, XLA decides how arrays are divided, and does not know how to divide a
 kernel. A rule says which dimensions belong together::
@@ -157,7 +157,7 @@ class Rule:
         return f"{side(self.operands)} -> {side(self.results)}", sizes
 
     def batched(self, operands: Sequence[bool]) -> Rule:
-        """The same for some operands with a dimension before theirs, and all results with it."""
+        """Return this rule under ``vmap``, which adds a dimension to batched arrays."""
         names = {dim.name for array in self.operands for dim in array}
         new = Dim(next(n for n in map("b{}".format, itertools.count()) if n not in names), 1)
         return Rule(
@@ -375,7 +375,7 @@ def _combined(
 
 
 def why_not_divided(gpu: Gpu) -> str | None:
-    """Return why the compiler cannot be told how to divide a kernel here; None if it can."""
+    """Return why no rule can partition a kernel here, or None if one can."""
     if not gpu.partly_manual:
         return None
     return (

@@ -24,5 +24,5 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
 
 
 def plan(spec: Any) -> None:
-    """Return None: all operations use the reference."""
+    """Return None, because all operations use the reference."""
     del spec

@@ -65,7 +65,7 @@ def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
 
 
 def dtype_or_format(given: FormatLike) -> np.dtype | Format:
-    """What a cache holds.
+    """Return the dtype or the FP8 format of a cache.
 
     Raises:
       TypeError, ValueError: neither a floating dtype of at least 16 bits nor an FP8 format.

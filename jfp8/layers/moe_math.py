@@ -1,4 +1,4 @@
-"""What the mixtures of experts of Linen and of NNX share."""
+"""Functions that the mixtures of experts of Linen and NNX share."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_bias_update_rate(rate: float | None) -> None:
 
 
 def load_balancing_loss(routing: Routing) -> jax.Array:
-    """How unevenly tokens go to the experts: ``g * sum_i f_i P_i``, f32[].
+    """Measure how unevenly tokens go to the experts: ``g * sum_i f_i P_i``, f32[].
 
     ``f_i`` is the fraction of all choices that fell on expert ``i`` and ``P_i`` the mean of its
     probabilities, through which alone there is a gradient. It is 1 if both are equal for all
@@ -93,7 +93,7 @@ def load_balancing_loss(routing: Routing) -> jax.Array:
 
 
 def sequence_balance_loss(routing: Routing, sequence_length: int) -> jax.Array:
-    """How unevenly the tokens of each sequence go to the experts, f32[]; the mean over sequences.
+    """Measure how unevenly tokens of a sequence go to experts, f32[]; the mean over sequences.
 
     ::
 

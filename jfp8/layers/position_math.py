@@ -1,4 +1,4 @@
-"""How attention learns where queries and keys are: rotated features, or a bias of the scores."""
+"""Positions of queries and keys for attention: rotated features, or a bias of the scores."""
 
 from __future__ import annotations
 

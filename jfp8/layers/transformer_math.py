@@ -94,7 +94,7 @@ def functions_of(activation: str | ClampedSwiglu) -> tuple[Callable[[jax.Array],
 
 
 def projections_of(activation: str | ClampedSwiglu) -> int:
-    """How many projections of the input `activation` takes: 1, or 2 if it is gated."""
+    """Return the number of projections that `activation` takes: 1, or 2 if it is gated."""
     return len(functions_of(activation))
 
 

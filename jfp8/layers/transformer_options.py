@@ -23,7 +23,7 @@ from jfp8.scaling.formats import Format
 # Modules inherit from these classes, so they are neither frozen nor compared: Flax does both.
 @dataclass(eq=False, repr=False)
 class Architecture:
-    """What a Transformer layer computes; see `jfp8.linen.TransformerLayer` for each option."""
+    """Options of a Transformer layer; see `jfp8.linen.TransformerLayer` for each."""
 
     hidden_size: int = 512
     mlp_hidden_size: int = 2048
@@ -101,7 +101,7 @@ class TransformerOptions(Architecture):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query of the self attention may attend to a key after it."""
+        """Return whether no query of the self attention may attend to a later key."""
         if self.self_attn_mask_type is None:
             return self.layer_type == "decoder"
         return self.self_attn_mask_type == "causal"
@@ -149,7 +149,7 @@ class TransformerOptions(Architecture):
         }
 
     def attention_options(self) -> dict[str, Any]:
-        """What both attentions take."""
+        """Return the options of both attentions."""
         return {
             "num_attention_heads": self.num_attention_heads,
             "num_gqa_groups": self.num_gqa_groups or self.num_attention_heads,
@@ -161,7 +161,7 @@ class TransformerOptions(Architecture):
         }
 
     def mlp_options(self) -> dict[str, Any]:
-        """What the MLP takes."""
+        """Return the options of the MLP."""
         return {
             "activation": self.mlp_activation,
             "intermediate_dropout_rate": self.intermediate_dropout,

@@ -14,7 +14,7 @@ from jfp8.scaling.formats import E8M0FNU
 
 
 class Moments(NamedTuple):
-    """How the first moment (``mu``) and the second (``nu``) are stored."""
+    """The storage of the first moment (``mu``) and of the second (``nu``)."""
 
     mu: Storage
     nu: Storage

@@ -40,7 +40,7 @@ LARGEST_POWER, MOST_BINADES = np.float32(16), np.float32(48)
 
 
 class ExpandedArray(NamedTuple):
-    """What ``Blocks(transform="expand")`` keeps: ``|x| ~= amax * (|data| / fmt.max)^(1 / power)``.
+    """Array of ``Blocks(transform="expand")``: ``|x| ~= amax * (|data| / fmt.max)^(1 / power)``.
 
     Attributes:
       data: f8 array of the shape of ``x``, with its signs.
@@ -266,7 +266,7 @@ class Blocks(Storage):
 
 
 def _largest(x: jax.Array, block: int | None) -> jax.Array:
-    """Return the largest magnitude of each block (None: of the array), NaN above Inf."""
+    """Return the largest magnitude of each block, or of the array, with NaN above Inf."""
     bits, axes = _magnitudes(x, block)
     return lax.bitcast_convert_type(jnp.max(bits, axis=axes, initial=np.uint32(0)), jnp.float32)
 

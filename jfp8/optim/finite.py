@@ -1,4 +1,4 @@
-"""Whether gradients are finite, and states that a step changes only if they are."""
+"""A test for finite gradients, and states that a step changes only if they are finite."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def loss_scale(
     max_scale: float = 2.0**24,
     on_overflow: Literal["zero", "pass"] = "zero",
 ) -> optax.GradientTransformationExtraArgs:
-    """Divide gradients by a loss scale that adapts itself; not needed in f32 and bf16. ::
+    """Remove an adaptive loss scale from gradients; not needed in f32 and bf16. ::
 
         if all gradients are finite:   updates = grads / S;   tracker += 1
             if tracker == growth_interval:   S = min(S * growth_factor, max_scale);   tracker = 0

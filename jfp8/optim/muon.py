@@ -130,7 +130,7 @@ def _numbers(given: Any, tree: Any) -> Any:
 
 
 def _coefficients(ns_coeffs: Any, ns_steps: int) -> np.ndarray:
-    """Return those of each step, f32[steps, 3], which optax checks."""
+    """Return the coefficients of each step, f32[steps, 3], which optax checks."""
     with jax.ensure_compile_time_eval():
         state = optax.contrib.muon(0.0, ns_coeffs, ns_steps).init({"": jnp.zeros((1, 1))})
         coeffs = np.asarray(optax.tree.get(state, "ns_coeffs"), np.float32)

@@ -1,4 +1,4 @@
-"""Shardings of an optimizer's state, derived from those of the parameters."""
+"""Shardings of an optimizer's state, derived from the parameters' shardings."""
 
 from __future__ import annotations
 

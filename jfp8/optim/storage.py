@@ -1,4 +1,4 @@
-"""How one moment of an optimizer is stored between two steps.
+"""Storage of one moment of an optimizer between two steps.
 
 A moment is computed in f32. Between steps it may be narrower: `Float`, `ScaledFloat16`, or FP8 in
 `Blocks`. Whatever the storage, a NaN or Inf in a moment is never read back as a finite number:
@@ -22,7 +22,7 @@ from jfp8.scaling.scales import amax
 
 
 class HalfArray(NamedTuple):
-    """What `ScaledFloat16` stores: ``x ~= data * scale``.
+    """Array of `ScaledFloat16`: ``x ~= data * scale``.
 
     Attributes:
       data: f16 array.

@@ -1,4 +1,4 @@
-"""What transformations share that wrap another one: checks, inputs in f32, seeds, states."""
+"""Helpers of transformations that wrap another one: checks, inputs in f32, seeds, states."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """How operations of any kind are computed.
+    """Options of operations of any kind.
 
     Attributes:
       recipe, implementation: see `scaled_dot_general`.
@@ -156,7 +156,7 @@ class Operation:
     dtypes: tuple[np.dtype, np.dtype, np.dtype]
 
     def dtype_of(self, kind: Kind) -> np.dtype:
-        """Return the dtype of a matmul's result: that of y, or of the gradient's primal."""
+        """Return the dtype of a matmul's result: the dtype of y, or of the gradient's primal."""
         return self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -95,7 +95,7 @@ class Operands(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward pass gets, besides the gradient.
+    """Arrays saved for the backward pass.
 
     Attributes:
       lhs: as wgrad takes it; None if there is none.
@@ -247,7 +247,7 @@ _multiply.defvjp(
 
 
 def _largest(*amaxes: jax.Array) -> jax.Array:
-    """The amax of each tensor from those of its parts, f32[tensors], by one kernel for all."""
+    """Reduce the amaxes of each tensor's parts, f32[tensors], in one kernel for all."""
     if not any(each.ndim for each in amaxes):
         return jnp.stack(amaxes)
     parts = max(each.size for each in amaxes)
@@ -279,7 +279,7 @@ def save(q: Kept, name: str) -> Kept:
 
 
 def restore(q: Kept, fmt: Format | None) -> Kept:
-    """Undo `save` of data in `fmt`; None: it was no `ScaledArray`."""
+    """Undo `save` of data in `fmt`, which is None if it was no `ScaledArray`."""
     if not isinstance(q, ScaledArray):
         return q
     assert fmt is not None

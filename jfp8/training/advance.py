@@ -1,4 +1,4 @@
-"""`advance`: the end of a step in loops of one's own."""
+"""`advance`: the end of a step in custom loops."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def _mean_of_state(axis_name: AxisName, x: jax.Array) -> jax.Array:
 
 
 def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collections:
-    """Return sinks with the largest amaxes of all devices, those of gradients divided by `n`.
+    """Return sinks with the largest amaxes of all devices; gradients' amaxes are divided by `n`.
 
     A sum of the sinks would read as a bound of them, and be thousands of times as long.
     """

@@ -46,7 +46,7 @@ from jfp8.training.skipped import paths_not_finite, warn_of_skipped
 )
 @dataclass(frozen=True)
 class Gradients:
-    """What `value_and_grad` returns and `TrainState.apply_gradients` takes.
+    """Gradients, amaxes and collections: `value_and_grad` returns, `apply_gradients` takes them.
 
     Arithmetic on the tree is arithmetic on `params`: it may be scaled, clipped by its norm, added
     up, or averaged over devices (``jax.lax.pmean``). The amaxes stay right, and the collections are
@@ -76,7 +76,7 @@ class Gradients:
         return printed_gradients(self)
 
     def not_finite(self) -> list[str]:
-        """List what makes `TrainState.apply_gradients` skip the step, outside of ``jit``.
+        """List the gradients and matmuls that make `apply_gradients` skip, outside ``jit``.
 
         Returns:
           Paths of gradients with a NaN, an Inf or a value beyond 2^62, such as

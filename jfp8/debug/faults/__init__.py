@@ -1,4 +1,4 @@
-"""What can go wrong with a tensor in FP8, and how each case shows in its statistics.
+"""Faults of tensors in FP8, and the signs of each in statistics.
 
 A fault is a function ``Run -> findings``. Elements are lost because the scale of the tensor ... ::
 

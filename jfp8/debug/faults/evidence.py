@@ -1,4 +1,4 @@
-"""The statistics of a run by tensor and step, and the signs of faults in those of one tensor."""
+"""The statistics of a run by tensor and step, and signs of faults in one tensor's statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: grouped products with their state, and the block made of them."""
+"""Mixture of experts: grouped matmuls with their state, and the block made of them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class ExpertDense(nn.Module):
 
 
 class Router(nn.Module):
-    """Which experts each token goes to, by a product in high precision; see `routing.route`.
+    """Choose each token's experts, by a matmul in high precision; see `routing.route`.
 
     Its weights are few, and a wrong expert costs more than a rounded product. The ``params`` are
     ``kernel``, ``[in, num_experts]``. With a `bias_update_rate`, ``bias``, f32[num_experts], is in

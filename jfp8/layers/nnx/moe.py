@@ -1,4 +1,4 @@
-"""Mixture of experts: grouped products with their state, and the block made of them."""
+"""Mixture of experts: grouped matmuls with their state, and the block made of them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class RouterBias(nnx.Variable):
 
 
 class Router(nnx.Module):
-    """Which experts each token goes to, by a product in high precision; see `routing.route`.
+    """Choose each token's experts, by a matmul in high precision; see `routing.route`.
 
     The parameter is ``kernel``, ``[in, num_experts]``. With a `bias_update_rate` there is a
     `RouterBias`, too, which every call updates in training, as ``BatchNorm`` does its statistics.
@@ -150,7 +150,7 @@ class Router(nnx.Module):
             self.bias = RouterBias(jnp.zeros(num_experts, jnp.float32))
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """What ``nnx.view`` calls.
+        """Set the mode that ``nnx.view`` asks for.
 
         Args:
           use_running_average: whether to leave the bias as it is; what ``model.eval()`` sets.

@@ -155,7 +155,7 @@ class LayerNormAttention(nnx.Module):
         return self.out(context), cache
 
     def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
-        """What the ``nnx.Dropout`` would draw its numbers by; None: nothing is dropped."""
+        """Return the key of the ``nnx.Dropout``, or None if nothing is dropped."""
         if self.dropout is None:
             return None
         fixed = self.dropout.deterministic if deterministic is None else deterministic

@@ -255,7 +255,7 @@ def _finite(m: jax.Array) -> jax.Array:
 
 
 def _by_key(scale: jax.Array) -> jax.Array:
-    """Scales of keys, beside scores."""
+    """Align scales of keys with scores."""
     return scale[:, :, None, None, :]
 
 

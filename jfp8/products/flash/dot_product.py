@@ -223,7 +223,7 @@ class _How:
 
 
 class _Inputs(NamedTuple):
-    """Of the computation; also their cotangents.
+    """Inputs of the computation, or their cotangents.
 
     Attributes:
       query: ``[batch, heads, groups, queries, depth]``.

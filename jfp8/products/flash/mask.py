@@ -1,4 +1,4 @@
-"""Which keys a query may see, block by block."""
+"""Masks: the keys that a query may attend to, block by block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 64, 128  # queries, and keys, of a block
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a query may see, and what is added to its scores.
+    """The keys that a query may attend to, and the bias of its scores.
 
     Attributes:
       sizes: numbers of queries and of keys.
@@ -102,7 +102,7 @@ class Visible:
         return (*self.bias.shape[:3], *of_blocks)
 
     def without_padding(self, dbias: jax.Array) -> jax.Array:
-        """Of the shape of `padded_bias`, cut to that of the bias."""
+        """Cut the gradient of `padded_bias` to the shape of the bias."""
         assert self.bias is not None
         return lax.slice(dbias, [0] * 5, self.bias.shape).astype(self.bias.dtype)
 
@@ -116,7 +116,7 @@ def padded(x: jax.Array, axis: int, size: int, fill: Any = 0) -> jax.Array:
 
 
 def window_of(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the ``local_window_size`` of users, before and after a query; None: all."""
+    """Return ``local_window_size`` before and after a query, or None for all keys."""
     if size is None:
         return None
     left, right = (size, size) if isinstance(size, int) else size

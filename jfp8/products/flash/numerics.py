@@ -1,4 +1,4 @@
-"""How attention quantizes its operands under a recipe.
+"""Quantizers of attention's operands under a recipe.
 
 What is stored, queries, keys, values and the gradient of the result, has a scale for each token and
 head, or one from an amax history. So nothing that a query may not see changes its result. What
@@ -55,7 +55,7 @@ class Quantized(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """How the two products take an operand that is stored; None: in high precision."""
+    """Quantizers of a stored operand in its two matmuls; None keeps high precision."""
 
     first: Quantizer | None = None
     second: Quantizer | None = None
@@ -63,7 +63,7 @@ class Uses(NamedTuple):
 
 @dataclass(frozen=True)
 class Numerics:
-    """How each operand of the six products is quantized; see `blocks` for their equations.
+    """Quantizers of each operand of the six matmuls; see `blocks` for the equations.
 
     Attributes:
       query: in S and dK.

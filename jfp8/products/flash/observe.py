@@ -1,4 +1,4 @@
-"""What attention quantizes, shown to the observer of products (`jfp8.debug.stats`).
+"""Attention's operands, reported to the observer of matmuls (`jfp8.debug.stats`).
 
 The operands of the two forward products, and the gradients by their results:
 

@@ -25,7 +25,7 @@ _SPELLED = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in FORMATS}
 
 
 class Pass(NamedTuple):
-    """What the name of a pass says.
+    """A pass, as its name describes it.
 
     Attributes:
       which: ``"forward"`` or ``"backward"``.
@@ -42,7 +42,7 @@ class Pass(NamedTuple):
 
     @property
     def name(self) -> str:
-        """From which `read_name` reads all of it."""
+        """Return the name, from which `read_name` restores this pass."""
         hidden = "causal" if self.is_causal else "all"
         sizes = "x".join(map(str, self.sizes))
         return ATTENTION_NAME + "_".join((self.which, hidden, sizes, *self.formats))
@@ -57,12 +57,12 @@ def read_name(name: str) -> Pass:
 def forward_pass(
     q: Quantized, k: Quantized, v: Quantized, visible: Visible, numerics: Numerics
 ) -> Pass:
-    """Of the arguments of `blocks.forward`."""
+    """Describe the arguments of `blocks.forward`."""
     return _pass("forward", q, visible, q, k, numerics.weights[0], v)
 
 
 def backward_pass(operands: Both, visible: Visible, numerics: Numerics) -> Pass:
-    """Of the arguments of `blocks.backward`."""
+    """Describe the arguments of `blocks.backward`."""
     (q, q_2), (_, k), (_, v), (grad, grad_2) = operands
     (_, weights), (for_dq, for_dk) = numerics.weights, numerics.scores
     return _pass("backward", q, visible, grad, v, weights, grad_2, for_dq, k, for_dk, q_2)

@@ -19,7 +19,7 @@ _KERNELS = "jfp8.kernels.attention"  # the planner for GPUs, and of implementati
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What attention is planned by; see `scaled_dot_product_attention`.
+    """The spec of attention for planners; see `scaled_dot_product_attention`.
 
     Attributes:
       recipe: how operands are quantized; None: not at all.

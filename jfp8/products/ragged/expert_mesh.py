@@ -16,7 +16,7 @@ from jfp8.tracing.compat import mesh_in_effect
 
 @dataclass(frozen=True)
 class ExpertMesh:
-    """How experts and tokens are divided; without a mesh they are not.
+    """The partitioning of experts and tokens; without a mesh there is none.
 
     Attributes:
       mesh: None: everything is on one device, or where the compiler puts it.
@@ -56,7 +56,7 @@ class ExpertMesh:
         return tuple(axis for axis in self.data_axes if self._size(axis) > 1)
 
     def scattered(self, spec: PartitionSpec, shape: tuple[int, ...]) -> int | None:
-        """The dimension of a sum over tokens that is divided among devices as it is added up.
+        """Return the dimension of a sum over tokens that is sharded as it is added up.
 
         None: devices get all of it, since no dimension but the first is whole and divides evenly.
         """
@@ -71,7 +71,7 @@ class ExpertMesh:
 
     @property
     def rows(self) -> PartitionSpec:
-        """The layout of arrays whose first dimension is that of tokens, or of their parts."""
+        """Return the layout of arrays whose first dimension is tokens, or groups of tokens."""
         return PartitionSpec(self.token_axes)
 
     def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ class ExpertMesh:
     # On a device, inside of `run`.
 
     def index(self) -> jax.Array | int:
-        """Which of the devices that share the experts this is."""
+        """Return the index of this device among the devices that share the experts."""
         return 0 if self.mesh is None else lax.axis_index(self.expert_axis)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ def expert_mesh(
     tensor_axis: str | None,
     num_experts: int,
 ) -> ExpertMesh:
-    """Of the mesh in effect: that of ``jax.set_mesh``.
+    """Return the `ExpertMesh` of the mesh in effect, which ``jax.set_mesh`` sets.
 
     Args:
       expert_axis: None: experts are not divided.

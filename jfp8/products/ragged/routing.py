@@ -18,7 +18,7 @@ Scores = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 class Routing(NamedTuple):
-    """Where ``t`` tokens go, each to ``k`` of ``g`` experts; a copy of a token goes to each.
+    """Destinations of ``t`` tokens: a copy of each goes to ``k`` of ``g`` experts.
 
     Attributes:
       weights: f32[t, k], how much of each chosen expert's result a token gets.
@@ -150,7 +150,7 @@ _LOG_SCORES: dict[Scores, Callable[[jax.Array], jax.Array]] = {
 
 
 def _in_best_groups(scores: jax.Array, n_group: int, topk_group: int) -> jax.Array:
-    """Return `scores`, and -inf outside of the groups whose two largest have the largest sum."""
+    """Return `scores`, with -inf outside the groups whose two largest have the largest sum."""
     in_groups = scores.reshape(len(scores), n_group, -1)
     best = largest(in_groups, min(2, in_groups.shape[2]))
     sums = jnp.sum(jnp.where(best, in_groups[:, :, None], 0), axis=(2, 3))
