@@ -53,11 +53,8 @@ LAYERS: dict[str, tuple[Layer, Callable[[Recipe], nn.Module]]] = {
     "MoE": ("moe", lambda r: MoE(4, FEATURES, recipe=r)),
     "attention": ("attention", _Attention),
 }
-# The columns of the table: layers of which every recipe promises the same.
-COLUMNS = {
-    "products with weights": [name for name, (kind, _) in LAYERS.items() if kind != "attention"],
-    "attention itself": ["attention"],
-}
+# The table's layers, of which every recipe promises the same. Attention is causal under all.
+IN_TABLE = [name for name, (kind, _) in LAYERS.items() if kind != "attention"]
 
 
 @dataclass(frozen=True)
@@ -134,18 +131,14 @@ def _change(old: np.ndarray, new: np.ndarray) -> float:
 
 def table(measured: dict[str, dict[str, Change]]) -> str:
     """Return Markdown: a check mark if a recipe promises no change, else the change."""
-    head = ["recipe"]
-    for column in COLUMNS:
-        head += [f"{column}: later tokens", "other sequences"]
-    lines = [head, ["---"] * len(head)]
+    lines = [["recipe", "later tokens", "other sequences"], ["---"] * 3]
     for name, (recipe, history) in cases().items():
         row = [name]
-        for layers in COLUMNS.values():
-            for promise, field in (("is_causal", "later"), ("is_batch_invariant", "others")):
-                ask = getattr(recipe, promise)
-                kept = all(ask(LAYERS[layer][0], history=history) for layer in layers)
-                found = [getattr(measured[name][x], field) for x in layers if name in measured]
-                row.append("✓" if kept else _percent(found))
+        for promise, field in (("is_causal", "later"), ("is_batch_invariant", "others")):
+            ask = getattr(recipe, promise)
+            kept = all(ask(LAYERS[layer][0], history=history) for layer in IN_TABLE)
+            found = [getattr(measured[name][x], field) for x in IN_TABLE if name in measured]
+            row.append("✓" if kept else _percent(found))
         lines.append(row)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

@@ -92,6 +92,8 @@ def test_the_page_has_the_contract():
     page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
     without_figures = re.sub(r"\| [^|]* % (?=\|)", "| no ", page)
     assert looking_ahead.table({}) in without_figures
+    recipes = [recipe for recipe, _ in looking_ahead.cases().values()]
+    assert all(r.is_causal("attention") and r.is_batch_invariant("attention") for r in recipes)
 
 
 # By perturbation.
