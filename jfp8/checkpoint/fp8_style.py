@@ -30,7 +30,7 @@ class Fp8Style:
     Attributes:
       library: the ``quant_method`` of its config.json.
       layouts: those that a weight may have. One that repeats no scale is taken, if there is one.
-      quantization_config: the dict of that name in config.json, of files that were read. None: it
+      quantization_config: the dict of that name in config.json, of files read. If None, it
         is made of the tensors that are saved, and names every layer in high precision.
       input_scales: the files have calibrated scales of activations.
       outer: stored outer scales, by weight, which their reciprocals in memory would not give back.
@@ -71,7 +71,7 @@ class Fp8Style:
         """Return the ``quantization_config`` of config.json.
 
         Args:
-          layers: how each layer is stored, by name; None: in high precision.
+          layers: how each layer is stored, by name, or None for high precision.
 
         Raises:
           ValueError: several formats, or none, in a style that has one.

@@ -31,7 +31,7 @@ def names_for(table: str | Mapping[str, Any], config: Mapping[str, Any]) -> dict
 
     Args:
       table: the name of a table here, such as ``"tunix/qwen3"``; or your own: for each tensor, with
-        ``{i}`` for the number of its layer and ``{j}`` for that of its expert, its place as in
+        ``{i}`` for the number of its layer and ``{j}`` for its expert's number, its place as in
         `to_flax_params`, where ``heads``, ``kv_heads`` and ``depth`` have the sizes in `config`.
       config: config.json of the model, or its ``"text_config"``.
 

@@ -74,11 +74,11 @@ def serving_tensors(
         with `names` the parameters of a Flax model.
       style: of the original; or ``"deepseek"``, ``"compressed-tensors"``, ``"modelopt"``,
         ``"gpt-oss"`` or ``"per-tensor"``, see `Fp8Style`. A weight keeps its format.
-      names: those of `from_flax_params`.
+      names: as for `from_flax_params`.
       recipe: quantizes matrices that are none yet as this recipe quantizes weights in the forward
         product: one recipe, or some by patterns of paths, ``{"*/mlp/*": "nvfp4", "*": "rowwise"}``,
-        as for `jfp8.convert`; None leaves a layer as it is. Paths are those of the parameters, or
-        without `names` those of the tensors.
+        as for `jfp8.convert`; None leaves a layer as it is. Paths are the parameters' paths, or
+        without `names` the tensors' names.
 
     Returns:
       An iterable of ``(name, array)`` whose `config()` is the ``quantization_config``.

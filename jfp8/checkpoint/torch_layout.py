@@ -25,9 +25,9 @@ class Place:
 
     Attributes:
       path: of the parameter, ``"layers_0/mlp/up/kernel"``.
-      axes: the dimensions of the tensor and of the parameter, by names of your own: ``"(heads=4
+      axes: the dimensions of the tensor and of the parameter, by names that you choose: ``"(heads=4
         depth) in -> layer=3 in heads depth"``. Parentheses split or join; ``layer=3`` is the index
-        along an axis that several tensors share. None: a ``kernel`` is transposed, and anything
+        along an axis that several tensors share. If None, a ``kernel`` is transposed, anything
         else stays as it is.
       times, plus: ``parameter = tensor * times + plus``. The scale of a `ScaledArray` takes
         `times`.
@@ -73,7 +73,7 @@ def to_flax_params(tensors: Mapping[str, Any], names: Names) -> dict[str, Any]:
     Args:
       tensors: arrays and instances of `ScaledArray` by name, as `load_fp8_safetensors` gives them.
       names: for each tensor the path of its parameter, alone or followed by axes, ``"up/kernel: o i
-        -> i o"``, or a `Place`; None leaves it out. `names_for` has those of several models.
+        -> i o"``, or a `Place`; None leaves it out. `names_for` has tables of several models.
 
     Returns:
       Nested dicts of JAX arrays and instances of `ScaledArray`. Names that are numbers become ints,

@@ -34,7 +34,7 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     ==============================================  ===============================================
     the checkpoint, or the target, has              what happens
     ==============================================  ===============================================
-    no amax histories, or those of another recipe   they start empty, or are dropped
+    no amax histories, or another recipe's          they start empty, or are dropped
     histories of another length                     the newest entries stay
     ``_overwrite_with_gradient``, Flax's FP8 state  it becomes ``fp8``, see `from_flax_fp8_ops`
     parameters in f32 or bf16, in FP8               they are quantized with scales like those of

@@ -222,7 +222,7 @@ def read(compiled: Any, function: str) -> Hlo:
 
     Raises:
       TypeError: `compiled` is neither.
-      ValueError: the text is not that of a compiled program.
+      ValueError: the text is not from a compiled program.
     """
     if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
         raise TypeError(

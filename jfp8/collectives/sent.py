@@ -122,7 +122,7 @@ def collective_bytes(compiled: Any) -> CollectiveBytes:
 
     Raises:
       TypeError: `compiled` is neither.
-      ValueError: the text is not that of a compiled program.
+      ValueError: the text is not from a compiled program.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> from jax.sharding import Mesh, PartitionSpec

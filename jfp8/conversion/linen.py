@@ -235,7 +235,7 @@ class _ConversionLog:
       attentions: the paths of attention between the projections of a layer.
       products: the paths of parameters that modules multiply by themselves.
       kinds: the types of all modules, by path.
-      converted: the paths of FP8 products and attention.
+      converted: the paths of FP8 matmuls and attention.
       stayed: see `warn_of_nothing`.
       bridged: NNX classes of modules in ``nnx.bridge.to_linen``, or held without, by path: nothing
         reaches them.

@@ -95,7 +95,7 @@ def convert(
         as Flax's own ``TrainState``.
       cache_dtype: how attention stores earlier keys and values for decoding: an FP8 format, or a
         wide dtype; see ``decode=True`` of `jfp8.TransformerLayer`. Of ``init_cache`` of NNX layers,
-        it replaces the dtype. A call then takes any number of positions. None: as Flax does.
+        it replaces the dtype. A call then takes any number of positions. None does as Flax.
       weights: of a function, the position of the argument that holds its weights, a pytree, or
         several positions; default 0. A layer is called by the path of its weight there, and
         `attention` means all matmuls of two activations.
@@ -178,7 +178,7 @@ def autocast(recipe: RecipeLike = DelayedScaling(), *, enabled: bool = True) -> 
     jitted and called outside is traced again inside. Each thread has its own regions.
 
     Without an ``fp8`` collection in its variables a model uses current scaling; ``model.init``
-    inside the region makes one. NNX layers other than those of jfp8, and models of other libraries,
+    inside the region makes one. NNX layers that are not jfp8's, and models of other libraries,
     are left alone: use `convert`, which takes functions, too.
 
     Args:

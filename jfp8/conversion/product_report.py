@@ -38,7 +38,7 @@ class Report(Printed):
 
     Numbered siblings whose products are the same share a line, ``block_{0..5}``. ``fprop``,
     ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed. FLOPs
-    are those of all three products, in all layers of the line. Traced for a GPU with known rates,
+    are the sums of all three matmuls, in all layers of the line. Traced for a GPU with known rates,
     ``gain`` is how many times as fast as unconverted its FP8 is expected to be. Below are reasons.
 
     Attributes:

@@ -46,7 +46,7 @@ def quantize_params(
 
     Args:
       params: the ``params`` of a Linen model, nested dicts; or ``nnx.state(model, nnx.Param)``.
-      recipe: the recipe of the model, or those of its layers. Matrices are quantized as it
+      recipe: the recipe of the model, or recipes of its layers. Matrices are quantized as it
         quantizes weights in the forward product; other kernels, unless they are in `contracting`,
         with its format and one scale, from which recipes with finer scales quantize again.
         `QuantizationAware` raises instead.
@@ -68,7 +68,7 @@ def quantize_params(
     Raises:
       TypeError: `params` are not nested dicts; `recipe` is not a recipe.
       ValueError: a pattern that matches no layer with a kernel; a kernel in FP8 already; with
-        `QuantizationAware`, a kernel whose values would not be those of the forward pass.
+        `QuantizationAware`, a kernel whose values would differ from the forward pass's.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> model, x = jfp8.Dense(4), jnp.ones((1, 3))

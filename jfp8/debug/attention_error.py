@@ -52,7 +52,7 @@ def attention_error(
         S = q(Q) q(K)^T / sqrt(H)     O = q(P) q(V)
 
     Errors of Q and K go through the softmax: an error in a score is one in an exponent. Scales are
-    those of attention in layers, which has no histories.
+    as attention in layers, which has no histories.
 
     Args:
       query, key, value, is_causal: see `jfp8.scaled_dot_product_attention`.

@@ -45,7 +45,7 @@ class Audit:
     Attributes:
       matmuls: by kind.
       launches: kernels other than collectives.
-      small_launches: kernels that read and write less than 1 MB, which take no time but that of
+      small_launches: kernels that read and write less than 1 MB, which take no time besides
         their launch.
       bytes_beside_matmuls: read and written by kernels that are no matmuls, without any cache.
       rounded_scales: single numbers, such as scales, that are rounded to 16 bits.
@@ -117,7 +117,7 @@ def audit(compiled: Any) -> Audit:
 
     Raises:
       TypeError: `compiled` is neither.
-      ValueError: the text is not that of a compiled program.
+      ValueError: the text is not from a compiled program.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> x = jnp.ones((64, 32))

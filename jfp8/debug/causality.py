@@ -18,7 +18,7 @@ class LooksAhead:
     Attributes:
       later: largest change at earlier positions, relative to the largest result; 0: bitwise
         identical. Inf: a result became, or was, NaN or Inf.
-      others: the same with other sequences of the batch changed; None: there are no others.
+      others: the same with other sequences of the batch changed, or None if there are none.
     """
 
     later: float

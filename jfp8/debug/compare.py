@@ -263,7 +263,7 @@ def compare(
         take part as in `jfp8.convert`; layers of jfp8 all do, also those with their own recipe.
       recipe_a, recipe_b: recipes, or names of them.
       batch: arguments of the model: a tuple, a dict of named arguments, or a single argument.
-      variables: for Linen, the result of ``model.init``. None: initialized here, from seed 0.
+      variables: for Linen, the result of ``model.init``; None initializes from seed 0.
       loss_fn: takes the model's output and returns the loss to differentiate. None:
         ``mean(y^2) / 2`` of all floating outputs.
       exempt, only: see `jfp8.convert`.

@@ -74,7 +74,7 @@ def mismatch(
         ``jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]``.
       decode: the same from decoding step by step, or from another engine with the exported weights.
         Both may also be the path of an ``.npy`` file, or a function that returns the array.
-      mask: bool array of this shape, True or 1 where a token counts; None: all do.
+      mask: bool array of this shape, True or 1 where a token counts; None counts all.
       unquantized: both for the same tokens and the weights before quantization, in bf16. Kernels
         and summation order cause their mismatch, and quantization adds the rest.
 

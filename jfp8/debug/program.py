@@ -120,7 +120,7 @@ def check_program(
         made of one.
       *args: arrays or shapes, in pytrees.
       inputs: the position of the argument whose arrays are ``[batch, ..., positions, ...]``.
-      sequence_axis: the axis of positions in these; None: there are none.
+      sequence_axis: the axis of positions in these, or None if there are none.
 
     Returns:
       A `ProgramCheck`.

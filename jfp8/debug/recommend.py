@@ -62,7 +62,7 @@ class Recommendation(Printed):
     Attributes:
       layers: first the layers that gain most from more bits.
       few: the recipe with the fewest bits.
-      otherwise: the recipe of the other layers; None: high precision.
+      otherwise: the recipe of the other layers, or None for high precision.
     """
 
     layers: tuple[Proposed, ...]

@@ -175,7 +175,7 @@ def stats(function: Callable[..., Any]) -> Callable[..., Any]:
     GPUs tensors are quantized without fused kernels here, to the same numbers.
 
     Args:
-      function: computes FP8 products: a training step, a loss and its gradient, or a forward pass;
+      function: multiplies in FP8: a training step, a loss and its gradient, or a forward pass;
         Linen, NNX, or neither; jitted or not. Gradients are included if it computes them itself.
         Takes and returns pytrees, and NNX objects, which it may change.
 
@@ -183,7 +183,7 @@ def stats(function: Callable[..., Any]) -> Callable[..., Any]:
       A function of the same arguments that returns ``(results, Stats)``.
 
     Raises:
-      NotImplementedError: there are FP8 products inside something that measurements cannot leave,
+      NotImplementedError: there are FP8 matmuls inside something that measurements cannot leave,
         such as a custom loop primitive; the message says which.
 
     >>> import jax, jax.numpy as jnp, jfp8

@@ -203,7 +203,7 @@ def expected_gain(
 
     Args:
       multiplications, elements: see `Work`; of all devices together.
-      in_f8: whether its products may be FP8 products; otherwise quantized values are multiplied.
+      in_f8: whether it may multiply in FP8; otherwise quantized values are multiplied.
     """
     times = expected_times(multiplications, elements, _scales_in(recipe), gpu)
     assert times is not None

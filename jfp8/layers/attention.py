@@ -43,7 +43,7 @@ def attend(
     Args:
       query, key, value: ``[..., tokens, heads, depth]``.
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
-      recipe: None: nothing is quantized.
+      recipe: None quantizes nothing.
       implementation: of the layer's products. Of these only ``"emulate"`` is for attention, too.
       scale, is_causal, local_window_size, sinks: as for `scaled_dot_product_attention`.
       tokens, projections: see `attention_of_projections`; the latter with one batch dimension only.

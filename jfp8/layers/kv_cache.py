@@ -21,7 +21,7 @@ Stored = ScaledArray | jax.Array
 class KVCache(NamedTuple):
     """Keys and values of the first `index` positions; what is behind them is never attended to.
 
-    In FP8 each token has a scale of its own in each head. It is quantized once, when it is written,
+    In FP8 each token has its own scale in each head. It is quantized once, when it is written,
     so that nothing stored changes later, and no token depends on another one.
 
     Attributes:
@@ -149,7 +149,7 @@ def with_earlier(
       the new cache; query, keys and values; and their mask, ``bool[..., 1, queries, keys]``.
 
     Raises:
-      ValueError: keys that are not those of the positions of the queries.
+      ValueError: keys at other positions than the queries.
     """
     *batch, length, _, _ = query.shape
     if length != key.shape[-3]:

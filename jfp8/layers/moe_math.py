@@ -102,7 +102,7 @@ def sequence_balance_loss(routing: Routing, sequence_length: int) -> jax.Array:
 
     A sequence has ``T`` tokens. Choices are counted as the scores alone would make them, without
     a bias. The gradient goes through ``P_i``. It is 1 if all is even. DeepSeek-V3 adds 0.0001
-    times it, beside a bias (see `updated_bias`).
+    times it, next to a bias (see `updated_bias`).
 
     Args:
       routing: of whole sequences, one after the other.

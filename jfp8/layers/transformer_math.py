@@ -227,7 +227,7 @@ def projected_attention(
       attention: `jfp8.layers.attention.attend` with some arguments.
       in_fp8: whether `attention` quantizes.
       qkv: what both are parts of, one after the other; None: they are separate products.
-      rotary: windows and group method of a `rotary_embedding`; None: there is none.
+      rotary: windows and group method of a `rotary_embedding`, or None.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         those of the next ones, and the mask is for all ``max_length`` keys.
       mask: as for `attend`.

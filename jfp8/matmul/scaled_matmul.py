@@ -69,7 +69,7 @@ def scaled_matmul(
       NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction, with
         another `accumulation` than ``"f32"``, or with formats other than E4M3FN and E5M2;
         ``"mosaic_gpu"`` on anything but a Hopper GPU with JAX 0.11.2 or later, with scales in other
-        blocks than 1x128 and 128x128, or on an array that the compiler divides among devices;
+        blocks than 1x128 and 128x128, or on an array that the compiler partitions;
         ``"mosaic_tpu"`` on anything but a TPU, with sizes that are no multiples of 128, with scales
         in other blocks than of 32 and 128 or that may not be powers of two, or on such an array.
 

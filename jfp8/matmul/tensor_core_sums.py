@@ -17,7 +17,7 @@ significant bits, a term is an integer below 2^15, and |s| < 2^21. Nothing is sm
 flushed to zero: products, and so all sums, are multiples of 2^-32.
 
 References:
-  mmaemu 0.1.0 (PyPI), preset "hopper": FP8 products of cuBLASLt 12.8.3.14 on an H100 PCIe, fast
+  mmaemu 0.1.0 (PyPI), preset "hopper": FP8 matmuls of cuBLASLt 12.8.3.14 on an H100 PCIe, fast
   accumulation, K not split. Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores",
   arXiv:2512.07004.
 """

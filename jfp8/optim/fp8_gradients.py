@@ -35,10 +35,10 @@ def fp8_gradients(
     same steps. Under a plain ``jit``, and for a `jfp8.TrainState`, use `jfp8.data_parallel`.
 
     Args:
-      fmt: format of the gradients; None: E4M3FN, or with `axis_name` the default of
+      fmt: format of the gradients; None means E4M3FN, or with `axis_name` the default of
         `jfp8.collectives.pmean`.
       granularity: which elements share a scale, ``Block((128,))`` for example. With `axis_name`
-        blocks are those of `jfp8.collectives.pmean`.
+        blocks are as in `jfp8.collectives.pmean`.
       axis_name: mapped axis, or axes, over which the gradients are averaged.
 
     Returns:

@@ -42,7 +42,7 @@ def loss_scale(
             if tracker == growth_interval:   S = min(S * growth_factor, max_scale);   tracker = 0
         else:   updates = 0;   S = max(S * backoff_factor, min_scale);   tracker = 0
 
-    It is for f16, and for recipes whose gradients have no scale of their own (``DirectE5M2``,
+    It is for f16, and for recipes whose gradients have no scale (``DirectE5M2``,
     ``Hybrid``, ``Unscaled``). Multiply the loss with `scale_loss`; `jfp8.value_and_grad` does so
     itself. Put it first in a chain, and outside ``optax.MultiSteps``. docs/loss_scaling.md shows
     how, which mistakes are noticed, and which compositions skip an overflowing step exactly.

@@ -76,7 +76,7 @@ def muon(
         momentum and the polar factor are then rounded to bf16.
       sharding: of stacks ``[matrices, rows, columns]`` while they are orthogonalized, on meshes
         with auto axes. ``P("fsdp")`` is the cheapest; where the axis does not divide their number,
-        and with ``P()``, each device computes all of them. None: as the compiler chooses.
+        and with ``P()``, each device computes all of them. With None the compiler chooses.
       seed: int or i32[], for stochastic rounding.
 
     Returns:

@@ -100,7 +100,7 @@ class Residuals(NamedTuple):
     Attributes:
       lhs: as wgrad takes it; None if there is none.
       rhs: as dgrad takes it.
-      history: the gradient's; None: its scale comes from its own amax.
+      history: the gradient's, or None if its scale comes from its own amax.
       seen: the amaxes of the forward pass, or of parts, if there is a sink for them.
       seed: see `Operands`.
       rotation_seeds: of dgrad and wgrad, see `rotation_seed`.

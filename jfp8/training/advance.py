@@ -28,9 +28,9 @@ def advance(
 ) -> Collections:
     """End an optimizer step: every history gets one entry, the largest amax of the step.
 
-    For loops of your own; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable, for
+    For custom loops; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable, for
     the amaxes of activations and weights, and differentiate the loss with respect to the
-    ``fp8_sink`` collection, for those of gradients. If you accumulate or average gradients, do the
+    ``fp8_sink`` collection, for gradients' amaxes. If you accumulate or average gradients, do the
     same with its cotangent. Call this once per optimizer step. Without `opt_states`, skip the call
     when you skip the step.
 
@@ -39,7 +39,7 @@ def advance(
         the state of one product, as `scaled_dot_general` takes it.
       sink_cotangent: the tree of gradients with respect to the ``fp8_sink`` collection, or that to
         the sink of one product. A product that is missing from it (a frozen layer) keeps what `fp8`
-        itself recorded. None: all do.
+        itself recorded. None means all.
       opt_states: the optimizer's state before and after this step. Pass them if it contains a
         `jfp8.loss_scale`: gradients are then S times as large, and their histories are rescaled
         when S changes, since each growth of S would saturate gradients in the next step. A step

@@ -47,7 +47,7 @@ def data_parallel(
         gradient = mean_i gradient_i  at a quarter of the bytes, the same bits on all devices
         amax = max_i amax_i           exact
 
-    Use it inside of ``jax.jit``: ::
+    Use it inside ``jax.jit``: ::
 
         compute = jfp8.data_parallel(jfp8.value_and_grad(loss_fn), "data", mesh=mesh)
 
@@ -56,7 +56,7 @@ def data_parallel(
             loss, grads = compute(state, batch)
             return state.apply_gradients(grads), loss
 
-    The loss has to be a mean over the batch, so that the mean over devices is that of the whole
+    The loss has to be a mean over the batch, so that the mean over devices is the mean of the whole
     batch. The histories of a `TrainState`, wherever it is in the state, refer to the loss of the
     whole batch: they are the same as in a run on one device, and fit any number of devices. An
     overflow on one device skips the step on all.

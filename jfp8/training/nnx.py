@@ -44,7 +44,7 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiate as ``flax.nnx.value_and_grad``, and record the amaxes of gradients.
 
-    A call is one step of every FP8 product among the differentiated arguments: it reads all three
+    A call is one step of every FP8 matmul among the differentiated arguments: it reads all three
     histories, gradients included, and each gets one entry, the largest amax of all its uses. If the
     loss or a gradient is not finite, or an operand of a product was not, the histories stay as they
     were, and so do running statistics (``nnx.BatchStat``) and biases of routers; the gradients then
@@ -60,7 +60,7 @@ def value_and_grad(
         models among them, to the ``nnx.Param`` or what ``nnx.DiffState`` says; also those in FP8.
       has_aux: whether `f` returns ``(loss, aux)``.
       loss_scale: a factor for the loss, a scalar that may change from step to step. The returned
-        gradients are those of the scaled loss, as an optimizer with `jfp8.loss_scale` takes them;
+        gradients are of the scaled loss, as an optimizer with `jfp8.loss_scale` takes them;
         the returned loss is not scaled. Histories of gradients do not depend on the factor. If you
         scaled the loss in `f` instead, they would be outdated whenever the scale changes.
       micro_batches: split every argument without a model into so many parts, along the leading axes

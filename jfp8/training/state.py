@@ -219,7 +219,7 @@ class TrainState(flax.struct.PyTreeNode):
     def apply_gradients(self, grads: Gradients, **extra_args: Any) -> TrainState:
         """Return the state after one optimizer step.
 
-        The step is skipped if a gradient or any operand of an FP8 product contains an Inf or NaN,
+        The step is skipped if a gradient or any operand of an FP8 matmul contains an Inf or NaN,
         or if a gradient is beyond 2^62, so that optimizers could not square it. Then parameters,
         optimizer state, histories and other collections stay as they are, bit for bit; only the
         counters count on and the loss scale falls. When the loss scale changes, the histories of
@@ -336,7 +336,7 @@ def _has_stored(params: Any) -> bool:
 def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | None:
     """Return True for the last update that ``optax.MultiSteps`` accumulates, bool[].
 
-    None: nothing accumulates, so every update is a step.
+    None if nothing accumulates, so every update is a step.
     """
     states = states_of(optax.MultiStepsState, before), states_of(optax.MultiStepsState, after)
     counted = [old.gradient_step != new.gradient_step for old, new in zip(*states, strict=True)]

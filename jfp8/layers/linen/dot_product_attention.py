@@ -19,7 +19,7 @@ from jfp8.recipes.registry import RecipeLike, check_recipe
 class DotProductAttention(nn.Module):
     """``jax.nn.dot_product_attention`` in FP8, forward and backward.
 
-    See `jfp8.scaled_dot_product_attention`. It has no variables: its scales are those of tokens,
+    See `jfp8.scaled_dot_product_attention`. It has no variables: its scales are per token,
     with any recipe. As a layer it has a path, by which recipes are chosen, and `jfp8.report` shows
     it.
 

@@ -183,8 +183,8 @@ class MoE(nn.Module):
         mlp_e(x) = activation(x . wi_e) . wo_e
 
     No token is dropped by default, however many choose the same expert. A token is quantized once,
-    for all experts that it chose, and travels to other devices as bytes. The router computes in
-    float32, the experts in FP8, each with scales of its own. The ``params`` are ``router/kernel``
+    for all experts that it chose, and sent to other devices as bytes. The router computes in
+    float32, the experts in FP8, each with its own scales. The ``params`` are ``router/kernel``
     ``[in, num_experts]``, ``wi/kernel`` ``[num_experts, in, projections * intermediate_dim]`` (two
     projections side by side for gated activations) and ``wo/kernel``
     ``[num_experts, intermediate_dim, in]``.
@@ -219,15 +219,15 @@ class MoE(nn.Module):
       data_axes: axes that divide tokens as well; those that the mesh does not have do not count.
       tensor_axis: axis that divides the kernels of each expert, likewise.
       capacity_factor: an expert gets at most this times its share of the tokens, the first of them;
-        the results of the others are 0. None: no token is dropped, and every device has room for
+        the results of the others are 0. None drops no token, and every device has room for
         the tokens of all devices along `expert_axis`.
       route: chooses experts: a function of the router's logits, f32[tokens, experts], and `k`, with
         a `bias` if there is one, that returns a `Routing`; such as `jfp8.linen.route` with options,
         ``partial(route, scores="sigmoid", n_group=8, topk_group=4, routed_scaling_factor=2.5)``.
       shared_intermediate_dim: width of an expert that all tokens use, by the layers ``shared_wi``
-        and ``shared_wo``; its result is added. None: there is none.
+        and ``shared_wo``; its result is added. None means none.
       bias_update_rate: how far a bias moves in a step, such as 0.001; 0.0: there is a bias, which
-        stays as it is; None: no bias.
+        stays as it is; None means no bias.
 
     Raises:
       NotImplementedError: `expert_axis` on a mesh with explicit axes.

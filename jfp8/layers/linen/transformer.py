@@ -36,7 +36,7 @@ class RelativePositionBiases(nn.Module):
       num_attention_heads: heads of the query.
       num_buckets, max_distance: see `jfp8.layers.position_math.relative_position_buckets`.
       embedding_init: of the table.
-      dtype: of the result; None: `param_dtype`.
+      dtype: of the result; None means `param_dtype`.
       param_dtype: of the table.
     """
 
@@ -58,7 +58,7 @@ class RelativePositionBiases(nn.Module):
         """Return the biases, ``[1, heads, query_length, key_length]``.
 
         Args:
-          bidirectional: whether keys after a query have distances of their own.
+          bidirectional: whether keys after a query have separate distances.
           position: int32[], of the first query, if it is not 0.
         """
         shape = (self.num_attention_heads, self.num_buckets)
@@ -84,7 +84,7 @@ class LayerNormAttention(nn.Module):
     Attributes:
       num_attention_heads, num_gqa_groups, attention_dropout: see `TransformerLayer`.
       attention_products, attention_sinks: likewise.
-      rotary: windows and group method of a `rotary_embedding`; None: there is none.
+      rotary: windows and group method of a `rotary_embedding`, or None.
       norm: the arguments of `LayerNormDense` for the normalisation.
       dense: the arguments of `DenseGeneral` for all products.
     """
@@ -175,7 +175,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
     for all that read it. Attention itself stays in high precision, unless `attention_products` is
     set.
 
-    The names are those of Transformer Engine's layer where Flax has none. Lift it over a stack with
+    The names are Transformer Engine's where Flax has none. Lift it over a stack with
     ``nn.scan`` and ``nn.remat`` like any layer; give `deterministic` to the constructor then.
 
     Attributes:
@@ -203,18 +203,18 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         `attention_dropout` must then be 0 in training. Attention of all modes has no array of
         ``[length, length]``, unless its weights are dropped, and is 0 for a query that sees no key.
       saved_activations: keep in this format what the backward pass needs besides the operands of
-        FP8 products: inputs of normalisations and of the activation, and the values of attention.
-        None: keep all of these in high precision. See `jfp8.save_in_fp8`.
+        FP8 matmuls: inputs of normalisations and of the activation, and the values of attention.
+        None keeps all of these in high precision. See `jfp8.save_in_fp8`.
       recipe, implementation, state_collection: see `Dense`.
       local_window_size: keys that a query of the self attention sees before and after its own
-        position, as in ``jax.nn.dot_product_attention``; None: all.
+        position, as in ``jax.nn.dot_product_attention``; None means all.
       attention_sinks: add a parameter ``sinks``, f32[heads], to each attention: a logit that the
-        softmax has in its denominator beside those of the keys, as in gpt-oss. It begins as 0.
+        softmax has in its denominator next to the keys' logits, as in gpt-oss. It begins as 0.
       decode: the self attention keeps keys and values in the collection ``cache``. ``init`` with
         inputs of the longest length makes it; ``apply(..., mutable=["cache"])`` then takes the next
         positions, one or several. Past that length results are NaN.
       cache_dtype: of these keys and values: a wide dtype, or an FP8 format such as
-        ``jnp.float8_e4m3fn``, with an f32 scale for each token and head. None: that of the layer.
+        ``jnp.float8_e4m3fn``, with an f32 scale for each token and head. None means the layer's.
 
     Raises:
       ValueError: a name that is unknown, sizes that do not fit, `decode` without a causal mask or a

@@ -32,7 +32,7 @@ class DotProductAttention(PrintsRecipe):
     """``flax.nnx.dot_product_attention`` in FP8, forward and backward.
 
     For ``nnx.MultiHeadAttention(..., attention_fn=DotProductAttention())``. See
-    `jfp8.scaled_dot_product_attention`: its scales are those of tokens, with any recipe. A query
+    `jfp8.scaled_dot_product_attention`: its scales are per token, with any recipe. A query
     that sees no key gets 0.
 
     Args:

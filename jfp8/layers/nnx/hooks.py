@@ -29,7 +29,7 @@ class Hook:
 
     Attributes:
       name: name of the layer's attribute.
-      product: constructor of the FP8 product.
+      product: constructor of the FP8 matmul.
       stock: Flax's own functions.
       kernel_shape: shape of the kernel of a single layer.
       hooked: class of layer with the hook, if not this kind itself.

@@ -194,7 +194,7 @@ class MoE(ExplicitModule):
 
     Raises:
       ValueError: unknown `activation`; more experts per token than there are; a
-        negative `bias_update_rate`; a bias that is to be updated inside of a transformation of
+        negative `bias_update_rate`; a bias that is to be updated inside a transformation of
         JAX's own.
 
     >>> import jax.numpy as jnp, jfp8

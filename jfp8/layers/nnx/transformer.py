@@ -80,7 +80,7 @@ class LayerNormAttention(nnx.Module):
       hidden_size: features of the input and the result.
       num_attention_heads, num_gqa_groups, norm, dense, rotary: as for Linen's.
       attention_dropout, attention_products, attention_sinks: likewise.
-      encoded_features: features of the second input; None: there is none.
+      encoded_features: features of the second input, or None if there is none.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
     ``model.eval()`` and ``model.train()``, as everywhere in NNX.
 
     Args:
-      encoded_features: features of the encoder's output; None: `hidden_size`.
+      encoded_features: features of the encoder's output; None means `hidden_size`.
       rngs: stream ``params`` for initial values, ``dropout`` for dropout. For the others see
         `jfp8.linen.TransformerLayer`.
 
@@ -260,7 +260,7 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
             `jfp8.linen.TransformerLayer`.
           decode: `inputs` are the next positions after those in the cache (see `init_cache`); None:
             what ``model.set_attributes(decode=...)`` has set, or else False.
-          deterministic: no dropout; None: what ``model.eval()`` and ``model.train()`` set.
+          deterministic: no dropout; None takes the setting of ``model.eval()`` or ``train()``.
 
         Returns:
           Array of the shape and dtype of `inputs`.

@@ -19,10 +19,10 @@ class ExpertMesh:
     """The partitioning of experts and tokens; without a mesh there is none.
 
     Attributes:
-      mesh: None: everything is on one device, or where the compiler puts it.
+      mesh: None if everything is on one device, or where the compiler puts it.
       expert_axis: divides the experts, and tokens.
       data_axes: divide tokens, too; each part of them has all experts.
-      tensor_axis: divides the matrices of each expert; None: nothing does.
+      tensor_axis: shards the matrices of each expert, or None.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -58,7 +58,7 @@ class ExpertMesh:
     def scattered(self, spec: PartitionSpec, shape: tuple[int, ...]) -> int | None:
         """Return the dimension of a sum over tokens that is sharded as it is added up.
 
-        None: devices get all of it, since no dimension but the first is whole and divides evenly.
+        None if devices get all of it: no dimension but the first is whole and divides evenly.
         """
         parts = math.prod(map(self._size, self.summed_axes))
         for dimension, (axis, size) in enumerate(zip(spec, shape, strict=True)):
@@ -130,7 +130,7 @@ def expert_mesh(
     """Return the `ExpertMesh` of the mesh in effect, which ``jax.set_mesh`` sets.
 
     Args:
-      expert_axis: None: experts are not divided.
+      expert_axis: None if experts are not sharded.
       data_axes, tensor_axis: those that the mesh does not have are left out.
       num_experts: which have to be divided evenly.
 

@@ -27,7 +27,7 @@ class Routing(NamedTuple):
         token's.
       group_sizes: i32[g], how many copies go to each expert.
       order: i32[t * k], for each place among all copies, sorted by expert, the copy that is there;
-        copy ``i`` is that of token ``i // k`` for its choice ``i % k``.
+        copy ``i`` belongs to token ``i // k`` and its choice ``i % k``.
       places: i32[t * k], for each copy its place; the inverse of `order`.
       logits: f32[t, g], what the scores are of.
     """
@@ -63,7 +63,7 @@ def route(
     Args:
       logits: f32[t, g].
       experts_per_token: ``k``.
-      bias: f32[g], see `updated_bias`; None: none.
+      bias: f32[g] or None, see `updated_bias`.
       scores: ``"softmax"``: experts compete for a token; ``"sigmoid"`` and ``"sqrtsoftplus"``: each
         is scored by itself.
       renormalize: make the weights of a token sum to 1, before they are scaled; None: with more
@@ -83,7 +83,7 @@ def route(
 
     References:
       DeepSeek-V3, arXiv 2412.19437, equations 12 to 16, for sigmoid, bias and groups. The names are
-      those of its configuration in transformers. DeepSeek-V4 has sqrtsoftplus.
+      its configuration's in transformers. DeepSeek-V4 has sqrtsoftplus.
     """
     experts = logits.shape[1]
     if not 1 <= experts_per_token <= experts:
