@@ -35,9 +35,7 @@ PHRASES = [
     (r"\b(is|be) told\b|\bforetells?\b", "cannot be told", "inconclusive", 0, 0),
     (FIRST, "What a layer keeps", "begin with a verb", 0, 0),
 ]
-PAGES_TO_EDIT = (
-    "fp8_training quickstart which_recipe"
-)
+PAGES_TO_EDIT = "fp8_training quickstart which_recipe"
 ROOMS_TO_EDIT = ""
 
 
