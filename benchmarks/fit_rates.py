@@ -1,8 +1,8 @@
-"""Fit the rates in `jfp8/kernels/rates.py` to published timings of GPUs, and judge them.
+"""Fit the rates in `jfp8/kernels/rates.toml` to published timings of GPUs, and judge them.
 
     python benchmarks/fit_rates.py TIMINGS               # fit half of the shapes, judge others
-    python benchmarks/fit_rates.py TIMINGS --write       # and fit all, into rates.py and the page
-    python benchmarks/fit_rates.py TIMINGS --judge       # the rates in rates.py; nothing is fitted
+    python benchmarks/fit_rates.py TIMINGS --write       # and fit all, into rates.toml and the page
+    python benchmarks/fit_rates.py TIMINGS --judge       # rates.toml; nothing is fitted
     python benchmarks/fit_rates.py --table               # expected gains, into docs/gpus.md
 
 TIMINGS is a folder with `gemm.csv.gz` and `quantize.csv.gz`, which ai-dynamo/aiconfigurator
@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_sheets import PEAKS
 from gain_table import SCALED_FROM, write_table
 from pass_rates import PASS_RATES, Pass
 from scipy.optimize import least_squares
 
 from jfp8.kernels import rates as committed
-from jfp8.kernels.rates import Matmul, Rates
+from jfp8.kernels.rates import PEAKS, Matmul, Rates
 
 KERNELS = "trtllm_1.3.0rc20"
 COLUMNS = {"bf16": "bf16_ms", "fp8": "fp8_ms", "blocks": "fp8_block_ms", "nvfp4": "nvfp4_ms"}
@@ -264,7 +263,7 @@ def scaled_pass(rate: Pass, timed: str, name: str) -> Pass:
 
 
 def write(cards: Mapping[str, Timings]) -> None:
-    """Write the rates of all shapes into `rates.py` and `pass_rates.py`."""
+    """Write the rates of all shapes into `rates.toml` and `pass_rates.py`."""
     matmuls, passes = {}, {}
     for gpu, shapes in cards.items():
         found = fit(shapes)
@@ -273,11 +272,13 @@ def write(cards: Mapping[str, Timings]) -> None:
     for name, timed in SCALED_FROM.items():
         matmuls[name] = scaled(matmuls[timed], timed, name)
         passes[name] = {p: scaled_pass(rate, timed, name) for p, rate in passes[timed].items()}
-    rows = "".join(
-        f'    "{gpu}": Rates(\n{listed(rates._asdict(), "        {}={},")}    ),\n'
-        for gpu, rates in matmuls.items()
+    path = Path(committed.__file__).with_name("rates.toml")
+    head, *_ = path.read_text(encoding="utf-8").partition("\n[rates.")
+    tables = (
+        f'\n[rates."{gpu}"]\n{listed(rates._asdict(), "{} = {}")}' for gpu, rates in matmuls.items()
     )
-    put(Path(committed.__file__), "RATES", rows)
+    lists = re.sub(r"Matmul\((.*)\)", r"[\1]", "".join(tables))
+    path.write_text(f"{head}{lists}", encoding="utf-8")
     rows = "".join(
         f'    "{gpu}": {{\n{listed(rates, "        {!r}: {},")}    }},\n'.replace("'", '"')
         for gpu, rates in passes.items()
@@ -309,8 +310,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("timings", type=Path, nargs="?", help="folder of the published timings")
     parser.add_argument("--seed", type=int, default=0, help="of the split by shape")
-    parser.add_argument("--write", action="store_true", help="fit all shapes, into rates.py")
-    parser.add_argument("--judge", action="store_true", help="judge rates.py; fit nothing")
+    parser.add_argument("--write", action="store_true", help="fit all shapes, into rates.toml")
+    parser.add_argument("--judge", action="store_true", help="judge rates.toml; fit nothing")
     parser.add_argument("--table", action="store_true", help="write the table of docs/gpus.md")
     options = parser.parse_args(argv)
     if options.table:
@@ -321,7 +322,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.judge:
         for gpu, shapes in cards.items():
             if gpu not in PASS_RATES:
-                print(f"{gpu}: not in rates.py")
+                print(f"{gpu}: not in rates.toml")
                 continue
             rates = committed.RATES[gpu]._asdict() | PASS_RATES[gpu]
             print(*lines(rates, shapes, gpu), sep="\n")

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from data_sheets import PEAKS, Peak
 from matplotlib.figure import Figure
 from on_gpu.training import QUANTIZE_BYTES
 
+from jfp8.kernels.rates import PEAKS, Peak
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, tidy
 
 SIZES = (512, 1024, 2048, 4096, 8192)

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 
 from jfp8.conversion.product_rows import ProductRow
+from jfp8.matmul.spec import planner_of
 from jfp8.products.flash.passes import ATTENTION_NAME, WIDE, read_name
+from jfp8.tracing.device import current_gpu
 
 
 def is_attention(eqn: Any) -> bool:
@@ -24,7 +26,7 @@ def is_attention(eqn: Any) -> bool:
 
 def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> Iterator[ProductRow]:
     """Return the rows of a pass of attention; for `cuda` and `times` see `ProductRow`."""
-    which, _, sizes, formats = read_name(eqn.params["name"])
+    which, is_causal, sizes, formats = read_name(eqn.params["name"])
     batch, heads, groups, queries, keys, depth = sizes
     by_query, by_key = (batch, heads, groups, queries, depth), (batch, heads, keys, depth)
     by_score = (batch, heads, groups, queries, keys)
@@ -38,13 +40,15 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
         ],
     }[which]
     # What vmap and the like stack is in the result, O or dQ, and not in the name.
-    repeated = max(v.aval.size for v in eqn.outvars) // math.prod(by_query)
-    flops = 2 * max(repeated, 1) * math.prod(by_score) * depth
-    on_gpu = jax.default_backend() == "gpu"
-    name = lambda fmt: "f32" if fmt == WIDE else fmt
-    spelled = lambda fmt, shape: f"{name(fmt)}[{','.join(map(str, shape))}]"
-    for n, (kind, lhs, rhs, out) in enumerate(products):
-        operands = formats[2 * n], formats[2 * n + 1]
+    repeated = max(v.aval.size for v in eqn.outvars) // math.prod(by_query) or 1
+    flops = 2 * repeated * math.prod(by_score) * depth
+    planner = planner_of(current_gpu()) if cuda.startswith("mosaic_gpu") else None
+    of_all = repeated * batch * heads, *sizes[2:]
+    expected = planner and planner.expected_attention(which, of_all, is_causal)
+    spelled = lambda fmt, x: f"{'f32' if fmt == WIDE else fmt}[{','.join(map(str, x))}]"
+    why = notes.get("reason", "")
+    kept = why if why.startswith("exempt") else "the recipe keeps an operand in high precision"
+    for (kind, lhs, rhs, out), *operands in zip(products, formats[::2], formats[1::2], strict=True):
         narrow = WIDE not in operands
         yield ProductRow(
             path=notes.get("path", ""),
@@ -55,9 +59,11 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
             out=spelled(WIDE, out),
             fp8=narrow,
             recipe=notes.get("recipe", "") if narrow else "",
-            implementation=cuda if on_gpu else "emulate",
+            implementation=cuda if jax.default_backend() == "gpu" else "emulate",
             cuda=cuda,
-            reason="" if narrow else "the recipe keeps an operand in high precision",
+            reason="" if narrow else kept,
             times=times,
             flops=times * flops,
+            expected_us=expected and 1e6 * expected.fp8 / len(products),
+            bf16_us=expected and 1e6 * expected.bf16 / len(products),
         )

@@ -162,12 +162,9 @@ def _is_state(given: Any) -> bool:
     """Tell whether an argument is what `Fp8Function.init` returned, or its shapes."""
     if not isinstance(given, Mapping):
         return False
-    return all(isinstance(k, str) and _is_overwritten(x) for k, x in given.items())
-
-
-def _is_overwritten(x: Any) -> bool:
-    """Tell whether `x` has the shape of a state whose gradient is its next value."""
-    return steps_of(getattr(x, "shape", ())[-1:]) is not None
+    # The gradient of a state of such a shape is its next value.
+    is_state = lambda x: steps_of(getattr(x, "shape", ())[-1:]) is not None
+    return all(isinstance(k, str) and is_state(x) for k, x in given.items())
 
 
 @dataclass(frozen=True)

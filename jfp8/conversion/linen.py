@@ -364,8 +364,8 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         decision = Decision(None, own) if own else selection.decide(inner, layer, None)
         if decision.recipe is None:
             return decision.reason
-        implementation = getattr(layer, "implementation", None)
-        return functools.partial(DotProductAttention, decision.recipe, implementation)
+        how = getattr(layer, "implementation", None), selection.unless_slower_on
+        return functools.partial(DotProductAttention, decision.recipe, *how)
 
     def watch(next_fun, args, kwargs, context):
         module = context.module

@@ -42,7 +42,7 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
         setattr(layer, REASON, decided[path].reason)
     convert_own(converted, selection)
     for _, node in nodes_of(converted):
-        if isinstance(node, Product) and node.recipe is not None:
+        if hasattr(node, "unless_slower_on") and node.recipe is not None:
             node.unless_slower_on = selection.unless_slower_on
     if selection.cache_dtype is not None:
         _convert_caches(converted, selection.cache_dtype)

@@ -8,14 +8,16 @@ from functools import partial
 from typing import Any
 
 from jfp8.kernels.cast_heads import cast_heads
-from jfp8.kernels.cuda_backends import known_gpu
+from jfp8.kernels.cost_model import PASSES
+from jfp8.kernels.cuda_backends import expected_attention, known_gpu
 from jfp8.kernels.on_platform import on_platform
-from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER
+from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER, Pallas
 from jfp8.kernels.xla import cudnn_flash
 from jfp8.kernels.xla.cudnn_flash import FlashAttention
-from jfp8.products.flash.numerics import Numerics
+from jfp8.products.flash.numerics import numerics_of
 from jfp8.products.flash.plan import AttentionSpec
 from jfp8.tracing.backends import first_allowed
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
 PALLAS = {kernels.name: kernels for kernels in (HOPPER, BLACKWELL)}
@@ -25,7 +27,7 @@ PALLAS = {kernels.name: kernels for kernels in (HOPPER, BLACKWELL)}
 class AttentionByKernels:
     """Plan attention on a GPU, with the methods of the core's `Reference`."""
 
-    kernels: str | None  # one of `PALLAS`; None: the reference
+    kernels: Pallas | None  # None: the reference
     named: bool  # whether it was asked for: then nothing else computes
     reason: str = ""  # of the reference: why no kernels were chosen
     whole = None
@@ -33,43 +35,34 @@ class AttentionByKernels:
     @property
     def cast_heads(self) -> Callable[..., Any] | None:
         """Quantizes heads for kernels that take operands straight and transposed."""
-        return cast_heads if self.kernels in PALLAS else None
+        return cast_heads if self.kernels else None
 
     def forward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
         """Compute ``reference(*operands)``, or what the kernels make of `operands`."""
-        kernels = None if self.kernels is None else PALLAS[self.kernels].forward
-        return self._compute(reference, kernels, operands, options)
+        return self._compute("forward", self.reason, reference, operands, options)
 
-    def backward(
-        self, reference: Callable[..., Any], *operands: Any, numerics: Numerics, **options: Any
-    ) -> Any:
+    def backward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
         """Compute the same of the backward pass; the first of `operands` is a `blocks.Both`."""
-        by, kernels = self, None
-        if by.kernels is not None:
-            kernels = PALLAS[by.kernels].backward
+        reason: str | None = self.reason
+        if self.kernels:
             depth = operands[0].query[0].data.shape[-1]
-            reason = PALLAS[by.kernels].refusal_backward(numerics, depth)
-            if reason is not None:
-                by = AttentionByKernels(None, named=True, reason=reason)
-        return by._compute(reference, kernels, operands, options | {"numerics": numerics})
+            reason = self.kernels.refusal_backward(options["numerics"], depth)
+        return self._compute("backward", reason, reference, operands, options)
 
     def _compute(
-        self,
-        reference: Callable[..., Any],
-        kernels: Callable[..., Any] | None,
-        operands: Any,
-        options: dict[str, Any],
+        self, which: str, why_none: str | None, reference: Any, operands: Any, options: Any
     ) -> Any:
-        if self.kernels is None or kernels is None:
-            with note("cuda", f"bf16: {self.reason}" if self.reason else "emulate"):
+        """Compute a pass by the kernels' method `which`, or by the `reference`."""
+        if self.kernels is None or why_none:
+            with note("cuda", f"bf16: {why_none}"):
                 return reference(*operands)
         reason = (
-            f"implementation={self.kernels!r} runs on CUDA, and this program is compiled for "
+            f"implementation={self.kernels.name!r} runs on CUDA, and this program is compiled for "
             "another platform. Use implementation=None or 'emulate'."
         )
-        elsewhere = reason if self.named else reference
-        with note("cuda", self.kernels):
-            return on_platform("cuda", partial(kernels, **options), elsewhere, *operands)
+        elsewhere, compute = reason if self.named else reference, getattr(self.kernels, which)
+        with note("cuda", self.kernels.name):
+            return on_platform("cuda", partial(compute, **options), elsewhere, *operands)
 
 
 def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels | FlashAttention:
@@ -83,18 +76,10 @@ def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels 
         reason = cudnn_flash.refusal(spec, gpu)
         return AttentionByKernels(None, False, reason=reason) if reason else FlashAttention()
     if implementation is None:
-        if gpu is None:
-            return AttentionByKernels(None, named=False, reason="no GPU is known")
-        major = gpu.capability and gpu.capability[0]
-        own = [kernels for kernels in PALLAS.values() if kernels.gpus == major]
-        reasons = {kernels.name: kernels.refusal(spec, gpu) for kernels in own or PALLAS.values()}
-        can = [name for name, reason in reasons.items() if reason is None]
-        if can:
-            return AttentionByKernels(can[0], named=False)
-        different = dict.fromkeys(filter(None, reasons.values()))
-        reason = "; ".join(different)
-        first_allowed("this attention", "bf16", "emulate", refused=reason)
-        return AttentionByKernels(None, named=False, reason=reason)
+        kernels, reason = _kernels_for(spec, gpu)
+        if gpu is not None and kernels is None:
+            first_allowed("this attention", "bf16", "emulate", refused=reason)
+        return AttentionByKernels(kernels, named=False, reason=reason)
     if implementation not in PALLAS:
         allowed = ", ".join(map(repr, ("emulate", *PALLAS)))
         raise ValueError(
@@ -107,4 +92,37 @@ def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels 
             f"implementation={implementation!r} does not support {reason}. "
             "Use implementation=None or 'emulate'."
         )
-    return AttentionByKernels(implementation, named=True)
+    return AttentionByKernels(PALLAS[implementation], named=True)
+
+
+def _kernels_for(spec: AttentionSpec, gpu: Gpu | None) -> tuple[Pallas | None, str]:
+    """Return the kernels that compute this forward on `gpu`, or why there are none."""
+    if gpu is None:
+        return None, "no GPU is known"
+    major = gpu.capability and gpu.capability[0]
+    own = [kernels for kernels in PALLAS.values() if kernels.gpus == major]
+    reasons = {kernels: kernels.refusal(spec, gpu) for kernels in own or PALLAS.values()}
+    can = [kernels for kernels, reason in reasons.items() if reason is None]
+    return (can[0], "") if can else (None, "; ".join(dict.fromkeys(filter(None, reasons.values()))))
+
+
+def why_attention_is_slower(spec: AttentionSpec, heads: int, groups: int, gpu: Gpu) -> str:
+    """Explain why attention stays in high precision; ``""`` if FP8 is no slower on `gpu`.
+
+    Args:
+      heads, groups: of keys in all sequences, and the heads of queries that share each.
+    """
+    assert spec.recipe is not None
+    if cudnn_flash.refusal_anywhere(spec, gpu.capability):
+        return ""  # a loop over blocks would compute it in high precision, too
+    kernels, reason = _kernels_for(spec, gpu)
+    if kernels:
+        reason = kernels.refusal_backward(numerics_of(spec.recipe), spec.depth)
+    if not reason:
+        sizes = heads, groups, *spec.visible.sizes, spec.depth
+        times = [expected_attention(x, sizes, spec.visible.is_causal, gpu) for x in PASSES]
+        known = [each for each in times if each is not None]
+        gain = sum(t.bf16 for t in known) / sum(t.fp8 for t in known) if known else 1.0
+        speed = f"{spec.recipe.name} has {gain:.2f} of the speed of bf16 on {gpu.kind}"
+        reason = speed if gain < 1 else ""
+    return f"exempt: 'slower' ({reason})" if reason else ""

@@ -15,11 +15,13 @@ elements of the layer's tensors, each of which is an operand twice and a result 
 with the tensor cores of bf16: the only other way to the results of a recipe. ``bf16`` is a layer
 that is not converted. Launch, peak, memory, ramp and bandwidth are from `rates`; the kernels
 and bytes next to the matmuls are from compiled programs. We have not timed jfp8 on a GPU.
+
+Attention adds the time between the matmuls of a kernel, the same for each score in FP8 and bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -119,6 +121,44 @@ def scales_of(blocks: Collection[tuple[int, int]]) -> Scales:
     if smallest == 0:
         return "rows" if any(across for _, across in blocks) else "one"
     return "blocks" if smallest >= 128 else "mx" if smallest >= 32 else "nvfp4"
+
+
+class _Pass(NamedTuple):
+    """A pass of attention. Backward, cuDNN computes the scores again, and jfp8 does so twice."""
+
+    matmuls: int  # in bf16, in one kernel
+    fp8_matmuls: int
+    fp8_kernels: int  # that multiply
+    bytes: float  # per element of Q, K and V, or backward of dO, to quantize it
+    launches: int  # in FP8, of all kernels
+
+
+# As compiled for 4096 tokens: see test_costs_of_attention.
+PASSES = {"forward": _Pass(2, 2, 1, 6.0, 10), "backward": _Pass(5, 7, 2, 8.0, 8)}
+
+
+def expected_attention(
+    which: str, sizes: Sequence[float], is_causal: bool, rates: Rates, scores: tuple[float, float]
+) -> Times:
+    """Return the times of a pass: in FP8 by kernels on Hopper, in bf16 by cuDNN.
+
+    Args:
+      sizes: ``(heads, groups, queries, keys, depth)``, with the heads of all sequences.
+      scores: see `rates.SCORES`.
+    """
+    heads, groups, queries, keys, depth = sizes
+    work, backward = PASSES[which], which == "backward"
+    of_queries, of_keys = heads * groups * queries * depth, 2 * heads * keys * depth
+    multiplications = of_queries * keys / (2 if is_causal else 1)
+    results = of_queries + of_keys * backward
+    read = of_queries * (3 if backward else 1) + of_keys
+    quantized = of_queries + of_keys * (not backward)
+    between = multiplications / depth / scores[backward]
+    bf16 = rates.bf16.seconds(work.matmuls * multiplications, results, 2 * (read + results))
+    fp8 = rates.blocks.seconds(work.fp8_matmuls * multiplications, results, read + 2 * results)
+    fp8 += work.fp8_kernels * between + work.bytes * quantized / (1e12 * rates.cast)
+    fp8 += (work.launches - 1) * LAUNCH
+    return Times(float(fp8), float(fp8), float(bf16 + between))
 
 
 def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:

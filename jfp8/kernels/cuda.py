@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels import rates as rates
+from jfp8.kernels.attention import why_attention_is_slower as why_attention_is_slower
 from jfp8.kernels.backend import check_not_refused, facts_of
 from jfp8.kernels.cuda_backends import choose, known_gpu, may_go_by_rounds
+from jfp8.kernels.cuda_backends import expected_attention as expected_attention
 from jfp8.kernels.cuda_backends import expected_gain as expected_gain
 from jfp8.kernels.cuda_backends import expected_times as expected_times
 from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels

@@ -7,7 +7,7 @@ a file or folder with such a value, and list it here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Literal
 
@@ -20,7 +20,7 @@ from jfp8.kernels.blackwell import backend as blackwell
 from jfp8.kernels.cost_model import Scales, Times, Work, scales_of
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.measured_layers import measured_gain
-from jfp8.kernels.rates import RATES, Rates, rates_of
+from jfp8.kernels.rates import RATES, SCORES, Rates, name_of, rates_of
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E5M2, Format
@@ -224,3 +224,15 @@ def expected_times(
         return None
     n = _devices()
     return _times(Work(multiplications / n, elements / n), rates, scales, gpu)
+
+
+def expected_attention(
+    which: str, sizes: Sequence[int], is_causal: bool, gpu: Gpu | None = None
+) -> Times | None:
+    """Return what `cost_model` expects of a pass of attention; None for a GPU without `SCORES`."""
+    gpu = gpu or current_gpu()
+    name = "" if gpu is None else name_of(gpu.kind)
+    if name not in SCORES:
+        return None
+    of_device = sizes[0] / _devices(), *sizes[1:]
+    return cost_model.expected_attention(which, of_device, is_causal, RATES[name], SCORES[name])

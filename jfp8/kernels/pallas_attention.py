@@ -38,8 +38,7 @@ class Pallas:
     def refusal(self, spec: AttentionSpec, gpu: Gpu | None) -> str | None:
         """Tell why they do not compute the reference's forward pass on `gpu`; None if they do."""
         numerics = numerics_of(spec.recipe)
-        reason = why_none_for(gpu, {self.gpus: self.family}, "attention")
-        if reason is not None:
+        if reason := why_none_for(gpu, {self.gpus: self.family}, "attention"):
             return reason
         known = "masks, segments, is_causal" if self.masks else "is_causal"
         for name in ("bias",) if self.masks else ("mask", "segments", "bias"):

@@ -9,6 +9,8 @@ and its casts to FP8. docs/gpus.md sums up the errors.
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,75 +57,21 @@ class Rates(NamedTuple):
     nvfp4: Matmul | None = None
 
 
-# Written by benchmarks/fit_rates.py. Scaled from timed cards by their peaks, not timed, are GB200
-# (from B200), RTX 4090 and RTX 5090 (from RTX PRO 6000).
+class Peak(NamedTuple):
+    """Hold TFLOP/s with sums in f32, and TB/s, from data sheets: half of those with sparsity."""
+
+    bf16: float
+    fp8: float
+    memory: float
+    nvfp4: float = 0.0
+
+
+_DATA = tomllib.loads(Path(__file__).with_name("rates.toml").read_text("utf-8"))
+PEAKS = {name: Peak(*numbers) for name, numbers in _DATA["peaks"].items()}
+SCORES: dict[str, tuple[float, float]] = {name: (*x,) for name, x in _DATA["scores"].items()}
+_rate: Any = lambda x: Matmul(*x) if isinstance(x, list) else x
 RATES = {
-    "B200": Rates(
-        bf16=Matmul(2.69, 1550, 7.07, 1),
-        fp8=Matmul(3.83, 3100, 5.66, 1),
-        blocks=Matmul(4.78, 3050, 6.56, 91.3, 6.04),
-        cast=4.64,
-        nvfp4=Matmul(6.25, 4560, 5.35, 261, 3.78),
-    ),
-    "B300": Rates(
-        bf16=Matmul(2.46, 1640, 8.75, 1),
-        fp8=Matmul(3.82, 3290, 6.15, 1),
-        blocks=Matmul(4.6, 3380, 5.72, 33.4, 6.37),
-        cast=4.74,
-        nvfp4=Matmul(8.36, 6550, 2.83, 990, 4.41),
-    ),
-    "GB300": Rates(
-        bf16=Matmul(2.76, 1930, 7.35, 1),
-        fp8=Matmul(4.19, 3780, 6.01, 1),
-        blocks=Matmul(4.33, 3740, 5.73, 2.66, 6.11),
-        cast=5.03,
-        nvfp4=Matmul(8.12, 7000, 2.71, 717, 4.69),
-    ),
-    "H100": Rates(
-        bf16=Matmul(3.05, 801, 4.62, 83.1),
-        fp8=Matmul(4.03, 1550, 3.61, 240),
-        blocks=Matmul(2.97, 1340, 2.35, 447, 1.86),
-        cast=3.05,
-    ),
-    "H200": Rates(
-        bf16=Matmul(2.94, 799, 6.09, 78.8),
-        fp8=Matmul(3.87, 1540, 4.49, 233),
-        blocks=Matmul(2.74, 1360, 2.99, 525, 1.8),
-        cast=4.17,
-    ),
-    "L40S": Rates(
-        bf16=Matmul(2.94, 211, 1.55, 41.3),
-        fp8=Matmul(3.08, 390, 1.17, 22),
-        blocks=Matmul(0.5, 214, 1.55, 1, 1.62),
-        cast=0.676,
-    ),
-    "RTX PRO 6000": Rates(
-        bf16=Matmul(5.52, 400, 1.4, 22.8),
-        fp8=Matmul(4.44, 742, 1.42, 1),
-        blocks=Matmul(14.1, 745, 3.33, 1400, 0.592),
-        cast=1.49,
-        nvfp4=Matmul(4.02, 1450, 2.11, 1, 1.74),
-    ),
-    "GB200": Rates(
-        bf16=Matmul(2.69, 1720, 7.07, 1),
-        fp8=Matmul(3.83, 3440, 5.66, 1),
-        blocks=Matmul(4.78, 3390, 6.56, 91.3, 6.04),
-        cast=4.64,
-        nvfp4=Matmul(6.25, 5070, 5.35, 261, 3.78),
-    ),
-    "RTX 4090": Rates(
-        bf16=Matmul(5.52, 131, 0.787, 22.8),
-        fp8=Matmul(4.44, 243, 0.799, 1),
-        blocks=Matmul(14.1, 244, 1.87, 1400, 0.592),
-        cast=0.838,
-    ),
-    "RTX 5090": Rates(
-        bf16=Matmul(5.52, 166, 1.4, 22.8),
-        fp8=Matmul(4.44, 308, 1.42, 1),
-        blocks=Matmul(14.1, 310, 3.33, 1400, 0.592),
-        cast=1.49,
-        nvfp4=Matmul(4.02, 1210, 2.11, 1, 1.74),
-    ),
+    name: Rates(**{k: _rate(x) for k, x in rates.items()}) for name, rates in _DATA["rates"].items()
 }
 
 

@@ -19,6 +19,7 @@ from jfp8.products.flash.dot_product import (
 )
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
 
@@ -37,6 +38,7 @@ def attend(
     tokens: tuple[jax.Array | None, ...] = (None,) * 4,
     sinks: jax.Array | None = None,
     projections: Projections = SEPARATE,
+    unless_slower_on: Gpu | None = None,
 ) -> jax.Array:
     """Compute `scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
 
@@ -47,18 +49,18 @@ def attend(
       implementation: of the layer's products. Of these only ``"emulate"`` is for attention, too.
       scale, is_causal, local_window_size, sinks: as for `scaled_dot_product_attention`.
       tokens, projections: see `attention_of_projections`; the latter with one batch dimension only.
+      unless_slower_on: see `AttentionOptions`.
     """
     for x in (query, key, value):
         check_operand(x)
-    reference = "emulate" if implementation == "emulate" else None
-    options = AttentionOptions(scale, is_causal, local_window_size, recipe, reference)
+    by = "emulate" if implementation == "emulate" else None
+    options = AttentionOptions(scale, is_causal, local_window_size, recipe, by, unless_slower_on)
     shape, batch = query.shape, query.shape[:-3]
     mask = None if mask is None else jnp.asarray(mask, bool)
     if len(batch) > 1:
-        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         bias, mask = _by_score(bias, batch), _by_score(mask, batch)
         each = lambda x: x.reshape(-1, *x.shape[len(batch) :])
-        tokens = jax.tree.map(each, tokens)
+        query, key, value, tokens = jax.tree.map(each, (query, key, value, tokens))
     arrays = query, key, value, bias, mask, sinks
     return attention_of_projections(options, arrays, tokens, None, None, projections).reshape(shape)
 
@@ -72,9 +74,7 @@ def attend_by(
       options: of `attend`, or of `scaled_dot_product_attention`, but for the recipe.
     """
     recipe = recipe_in_effect(own, path)
-    about = note("reason", why_in_high_precision())
-    if recipe is not None:
-        about = note("recipe", recipe.name)
+    about = note("recipe", recipe.name) if recipe else note("reason", why_in_high_precision())
     if "tokens" not in options:
         options["tokens"] = tuple(options.pop(name, None) for name in OF_TOKENS)
     options |= {"recipe": recipe, "implementation": implementation}

@@ -36,10 +36,6 @@ def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
-def _squared_relu(x: jax.Array) -> jax.Array:
-    return jnp.square(jax.nn.relu(x))
-
-
 @dataclass(frozen=True)
 class ClampedSwiglu:
     """An activation of two projections, which are bounded. ::
@@ -77,7 +73,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], ...]] = {
     "gelu": (jax.nn.gelu,),
     "silu": (jax.nn.silu,),
     "relu": (jax.nn.relu,),
-    "squared_relu": (_squared_relu,),
+    "squared_relu": (lambda x: jnp.square(jax.nn.relu(x)),),
     "geglu": (jax.nn.gelu, _identity),
     "swiglu": (jax.nn.silu, _identity),
     "reglu": (jax.nn.relu, _identity),
@@ -138,9 +134,7 @@ def activate(
         raise ValueError(
             f"{activation!r} takes {n} projections, x of shape [..., {n}, features]; got {x.shape}."
         )
-
-    run = partial(make_all, Activation(activation))
-    return keeping_inputs(run, saved_activations)(x)
+    return keeping_inputs(partial(make_all, Activation(activation)), saved_activations)(x)
 
 
 def may_be_one_operation(recipes: Sequence[Recipe], *operands: Any) -> bool:

@@ -96,6 +96,33 @@ def test_batched_matmuls_and_convolutions():
     assert found == {"experts": False, "one": True, "three": False}
 
 
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_attention_that_would_be_slower_is_not_quantized(framework, dtype):
+    """Of 32 tokens, on an H100. cuDNN's flash attention is in 16 bits only: in f32, FP8 wins."""
+    x = jax.random.normal(KEY, (2, 32, 256), dtype)
+    if framework == "linen":
+        layer = nn.MultiHeadDotProductAttention(4, dtype=dtype)
+        variables = layer.init(KEY, x)
+        run = lambda model, x: model.apply(variables, x)
+    else:
+        given = {"decode": False, "dtype": dtype, "rngs": nnx.Rngs(0)}
+        layer = nnx.MultiHeadAttention(4, 256, 256, **given)
+        run = lambda model, x: model(x)
+    with traced_for("NVIDIA H100"):
+        model = jfp8.convert(layer, "current", exempt="slower", attention=True)
+    rows = jfp8.report(lambda x: run(model, x), x).rows
+    by_attention = [row for row in rows if row.lhs.count(",") == 4]
+    assert {row.fp8 for row in by_attention} == {dtype == jnp.float32}
+    assert not any(row.fp8 for row in rows if row not in by_attention)
+    if dtype == jnp.bfloat16:
+        reasons = {row.reason for row in by_attention}
+        assert all(text.startswith("exempt: 'slower' (") for text in reasons), reasons
+    found, expected = (run(each, x).astype(jnp.float32) for each in (model, layer))
+    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    assert error < 0.01 if dtype == jnp.bfloat16 else 0.01 < error < 0.1
+
+
 @pytest.mark.slow
 def test_a_model_that_is_too_small_is_the_original():
     """Its results and gradients are those of the original; its histories stay empty."""

@@ -23,7 +23,6 @@ from support.interpreter import cudnn_known
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
-from support.interpreter import cudnn_known
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 N = 4096

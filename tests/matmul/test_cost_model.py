@@ -19,7 +19,7 @@ from jfp8.kernels.cost_model import (
     scales_of,
     work_of,
 )
-from jfp8.kernels.rates import RATES, Matmul, Rates, name_of, rates_of
+from jfp8.kernels.rates import PEAKS, RATES, Matmul, Rates, name_of, rates_of
 from support.scripts import imported
 
 # Rows of TensorRT-LLM's timings, in ms: the GPU, m, n, k; bf16; FP8, without the two passes over
@@ -89,7 +89,7 @@ def test_rates_of_blocks_give_published_timings(gpu, name, m, n, k, ms):
 
 def test_no_rate_is_beyond_what_a_data_sheet_promises():
     for name, rates in RATES.items():
-        peak = imported("data_sheets", "benchmarks").PEAKS[name]
+        peak = PEAKS[name]
         assert 0.5 * peak.bf16 < rates.bf16.peak < 0.85 * peak.bf16, name
         assert 0.5 * peak.fp8 < rates.fp8.peak < 0.85 * peak.fp8, name
         assert 0.55 * peak.memory < rates.cast < peak.memory, name

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jfp8.products.flash.mask import Visible, padded
+from jfp8.products.flash.mask import padded
 from jfp8.products.flash.plan import AttentionSpec
 from jfp8.tracing.compat import cudnn_version
 from jfp8.tracing.devices import Gpu
@@ -47,22 +47,26 @@ class FlashAttention:
 
 
 def refusal(spec: AttentionSpec, gpu: Gpu | None) -> str | None:
-    """Tell why cuDNN does not compute this on `gpu`; None if it does."""
+    """Tell why cuDNN does not compute this on `gpu`, by the installed JAX; None if it does."""
     if gpu is None or gpu.capability is None or gpu.capability < (8, 0):
         return "no GPU of compute capability 8.0 or later is known"
+    if reason := refusal_anywhere(spec, gpu.capability):
+        return reason
     if cudnn_version() is None:
         return "cuDNN is not installed"
+    if spec.depth > 128 and jax.default_backend() != "gpu":
+        return "heads of more than 128 numbers: JAX asks the GPU that is there"
+    return None
+
+
+def refusal_anywhere(spec: AttentionSpec, capability: tuple[int, int] | None) -> str | None:
+    """Tell why cuDNN does not compute this on any such GPU; None if it does."""
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{spec.dtype}: cuDNN's flash attention is for bf16 and f16"
-    # JAX asks the GPU that is there for heads of more than 128.
-    largest = 256 if gpu.capability >= (9, 0) and jax.default_backend() == "gpu" else 128
+    largest = 256 if capability is not None and capability >= (9, 0) else 128
     if spec.depth % 8 or spec.depth > largest:
         return f"heads of {spec.depth} numbers: a multiple of 8 is needed, at most {largest}"
-    return _refused_keys(spec.visible)
-
-
-def _refused_keys(visible: Visible) -> str | None:
-    """Tell which way to choose keys cuDNN does not know."""
+    visible = spec.visible
     for name in ("segments", "sinks"):
         if getattr(visible, name) is not None:
             return f"{name}: cuDNN's flash attention has none"

@@ -14,6 +14,7 @@ from jfp8.layers.attention import attend_by, check_weights_stay_inside
 from jfp8.matmul.spec import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.registry import RecipeLike, check_recipe
+from jfp8.tracing.devices import Gpu
 
 
 class DotProductAttention(nn.Module):
@@ -27,6 +28,7 @@ class DotProductAttention(nn.Module):
       recipe: see `Dense`.
       implementation: ``"emulate"``: the reference on any device. Others are for products, and do
         nothing here.
+      unless_slower_on: stay in high precision if FP8 is expected to be slower on this GPU.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> q = jnp.ones((2, 5, 4, 16))
@@ -36,6 +38,7 @@ class DotProductAttention(nn.Module):
 
     recipe: RecipeLike | None = None
     implementation: Implementation = None
+    unless_slower_on: Gpu | None = None
 
     def __call__(
         self,
@@ -54,6 +57,7 @@ class DotProductAttention(nn.Module):
         """
         own = None if self.recipe is None else check_recipe(self.recipe)
         arrays = query, key, value, bias, mask
+        options["unless_slower_on"] = self.unless_slower_on
         return attend_by(own, "/".join(self.path), self.implementation, *arrays, **options)
 
 

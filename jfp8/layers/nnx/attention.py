@@ -51,6 +51,7 @@ class DotProductAttention(PrintsRecipe):
         self.recipe = None if recipe is None else check_recipe(recipe)
         self.implementation = implementation
         self.path = path
+        self.unless_slower_on: Any = None  # a GPU, set by `jfp8.convert`
 
     def __call__(
         self,
@@ -92,6 +93,7 @@ class DotProductAttention(PrintsRecipe):
         Args:
           arrays, options: its arguments, arrays ``[batch, length, heads, features]``.
         """
+        options["unless_slower_on"] = self.unless_slower_on
         with jax.named_scope(self.path) if self.path else contextlib.nullcontext():
             return attend_by(self.recipe, self.path, self.implementation, *arrays, **options)
 

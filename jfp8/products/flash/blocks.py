@@ -203,8 +203,8 @@ def backward(
     dbias = None if visible.bias is None else jnp.zeros(visible.padded_bias(), jnp.float32)
     start = _varying((zeros, zeros, dbias, jnp.zeros(())), k_of_s)
     (dk, dv, dbias, largest), dq = lax.scan(of_block, start, jnp.arange(visible.blocks[0]))
-    if dbias is not None:
-        dbias = visible.without_padding(dbias)
+    if dbias is not None and (bias := visible.bias) is not None:
+        dbias = lax.slice(dbias, [0] * 5, bias.shape).astype(bias.dtype)
     dk, dv = dk[:, :, :keys] * scale, dv[:, :, :keys]
     return Gradients(_joined(dq, rows) * scale, dk, dv, dbias, largest)
 

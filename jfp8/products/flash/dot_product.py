@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.matmul.spec import planner_of
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
 from jfp8.products.flash import blocks, passes
 from jfp8.products.flash import mask as masks
@@ -31,6 +32,8 @@ from jfp8.scaling.history import AmaxState, check_states
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import current_device, has_explicit_axes
+from jfp8.tracing.devices import Gpu
+from jfp8.tracing.notes import note
 
 States = Mapping[str, Mapping[str, AmaxState]]
 
@@ -129,6 +132,7 @@ class AttentionOptions(NamedTuple):
     window: int | tuple[int, int] | None
     recipe: Recipe | None  # None: nothing is quantized
     implementation: str | None
+    unless_slower_on: Gpu | None = None  # stay in high precision if FP8 should be slower there
 
 
 # Of query, key and value: the projection ``[batch, tokens, groups, heads of a group, depth]`` that
@@ -161,7 +165,7 @@ def attention_of_projections(
         like = jnp.asarray(arrays[0])
         return with_layout_of(like, inside, arrays, tokens, state, sink, projections)[0]
     *operands, bias, mask, sinks = arrays
-    scale, is_causal, window, recipe, implementation = options
+    scale, is_causal, window, recipe, implementation, gpu = options
     q, k, v = map(as_float_array, operands, ("query", "key", "value"))
     shape = q.shape
     if q.ndim == 3:
@@ -188,6 +192,12 @@ def attention_of_projections(
     _check_state(recipe, state, sink)
     factor = float(1 / math.sqrt(depth) if scale is None else scale)
     spec = AttentionSpec(recipe, visible, depth, factor, q.dtype, current_device(q, k, v))
+    if gpu is not None and recipe is not None:
+        of_heads = batch * kv_heads, heads // kv_heads
+        if why := planner_of(gpu).why_attention_is_slower(spec, *of_heads, gpu):
+            with note("reason", why):
+                plain = options._replace(recipe=None)
+                return attention_of_projections(plain, arrays, tokens, None, None)
     if implementation is None and OBSERVER.value is not None:
         implementation = "emulate"  # only the reference shows weights and gradients of scores
     by = plan_attention(spec, implementation)
@@ -365,13 +375,12 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 def _check_state(recipe: Recipe | None, state: States | None, sink: Any) -> None:
     for name, given in (("state", state), ("sink", sink)):
-        if given is not None and set(given) != {"scores", "context"}:
+        if given is not None and given.keys() != {"scores", "context"}:
             raise ValueError(
                 f"{name} must have the entries 'scores' and 'context', one for each product of "
                 f"attention; got {sorted(given)}."
             )
-    for which in ("scores", "context"):
-        if state is not None:
-            check_states(dict(state[which]), recipe)
-        if sink is not None:
-            check_sink(sink[which])
+    for each in (state or {}).values():
+        check_states(dict(each), recipe)
+    for each in (sink or {}).values():
+        check_sink(each)

@@ -101,11 +101,6 @@ class Visible:
         )
         return (*self.bias.shape[:3], *of_blocks)
 
-    def without_padding(self, dbias: jax.Array) -> jax.Array:
-        """Cut the gradient of `padded_bias` to the shape of the bias."""
-        assert self.bias is not None
-        return lax.slice(dbias, [0] * 5, self.bias.shape).astype(self.bias.dtype)
-
 
 def padded(x: jax.Array, axis: int, size: int, fill: Any = 0) -> jax.Array:
     """Return `x` with `fill` behind it along `axis`, up to `size`."""

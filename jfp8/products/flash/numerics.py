@@ -146,9 +146,7 @@ def for_both(
     """Quantize `x` for both of its products; see `quantize_tokens`."""
     quantize = partial(quantize_tokens, x, state=state, cast_heads=cast_heads)
     first = quantize(uses.first, folded=folded)
-    if uses.second == uses.first:
-        return first, first
-    return first, quantize(uses.second)
+    return first, first if uses.second == uses.first else quantize(uses.second)
 
 
 def quantize_tokens(

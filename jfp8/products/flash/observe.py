@@ -35,12 +35,9 @@ def shown(
     Args:
       x: the operand, ``[..., tokens, depth]``.
     """
-    first, second = both
-    if first is second:
-        first = _shown(part, role, "+".join(kinds), uses.first, x, first)
-        return first, first
-    first = _shown(part, role, kinds[0], uses.first, x, first)
-    return first, _shown(part, role, kinds[1], uses.second, x, second)
+    is_one = both[0] is both[1]
+    first = _shown(part, role, "+".join(kinds) if is_one else kinds[0], uses.first, x, both[0])
+    return first, first if is_one else _shown(part, role, kinds[1], uses.second, x, both[1])
 
 
 def _shown(
