@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     losses = {run: training.validation_loss(states[run], validation) for run in labels}
     numbers = {run: numbers[run] for run in labels}
-    title = "A training that breaks, and after the repair"
+    title = "A training run that breaks, and its repair"
     first = found.findings[0] if found.findings else None
     more = {
         "broken_gap_percent": report.relative_gap(losses, "broken"),

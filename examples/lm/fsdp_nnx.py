@@ -1,4 +1,4 @@
-"""A training step of any NNX model on several devices, by FSDP.
+"""Train any NNX model on several devices by FSDP: a mesh, shardings and a step.
 
 Each device has its sequences of the batch, and its shard of every parameter and moment, by the rule
 `spec_of`. `jax.jit` inserts the communication; weights are gathered as FP8 bytes if a GPU's

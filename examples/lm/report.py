@@ -197,7 +197,7 @@ def finish(
     out = Path(args.out)
     losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
     ms = median_ms(numbers)
-    told = table(labels, validation, ms)
+    summary = table(labels, validation, ms)
     noise = relative_gap(validation, AGAIN)
     validation = {run: loss for run, loss in validation.items() if run != AGAIN}
     result = {
@@ -213,7 +213,7 @@ def finish(
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     title = headline(title, validation)
     (picture or draw)(out / "loss.png", losses, labels, title, legend_of(labels, validation))
-    print(told)
+    print(summary)
     print(f"written to {out}: loss.png, result.json")
     gaps = {name: result[name] for name in ("gap_percent", "noise_percent")}
     figures = {**gaps, **more, "steps": args.steps, "seed": args.seed}

@@ -65,6 +65,8 @@ def check_run(script: str, result: dict, printed: str, runs: set[str]) -> dict[s
     )
     assert float(figures["gap_percent"]) == pytest.approx(100 * (first / f32 - 1), abs=1e-3)
     assert abs(float(figures["gap_percent"])) < 5
+    if "fp8" in runs:
+        assert 0 < abs(float(figures["noise_percent"])) < 20
     return figures
 
 

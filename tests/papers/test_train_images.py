@@ -157,6 +157,9 @@ def test_a_short_run(train_images, model, folder, tmp_path, monkeypatch, capsys)
     figures = dict(field.split("=") for field in line.split()[1:])
     assert figures["example"] == "train_images"
     assert float(figures["fp8"]) == pytest.approx(result["test_loss"]["fp8"], rel=1e-5)
+    noise = abs(result["noise_percent"])
+    assert 0 < noise < 100
+    assert f"on other batches, float32 ends {noise:.2f} % away" in printed
     assert float(figures["f32_accuracy"]) == pytest.approx(result["test_accuracy"]["f32"])
 
     fp8, f32 = (result["train_loss"][run] for run in ("fp8", "f32"))
