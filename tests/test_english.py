@@ -20,7 +20,7 @@ FIRST = r"\A(What|Whether|Of|Those|That|As many|As much|The same|How|Where|Which
 PHRASES = [
     (r"\b([Tt]hose|[Tt]hat) of\b", "those of the recipes", "repeat the noun", 6, 0),
     (r"\bto the bit\b", "equal to the bit", "bitwise identical", 0, 0),
-    (r"\bgradients? by\b(?! hand)", "the gradient by x", "with respect to", 2, 0),
+    (r"\bgradients? by\b(?! hand)", "the gradient by x", "with respect to", 0, 0),
     (r"\b(in|out)side of\b", "inside of a scan", "inside", 0, 0),
     (r"\bbeside\b", "beside the scale", "next to", 0, 0),
     (r"\bby lot\b", "rounded by lot", "stochastically", 0, 0),
