@@ -17,13 +17,8 @@ import pytest
 
 import jfp8
 from jfp8 import ScaledArray, checkpoint
-from support.other_libraries import (
-    CONFIG,
-    GPT_OSS,
-    dequantized_by_compressed_tensors,
-    different,
-    opened_by_transformers,
-)
+from support import other_libraries as others
+from support.checkpoints import quantized
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # theirs
 # A weight with a zero block, blocks far apart, and a NaN.
@@ -60,9 +55,9 @@ def qwen3() -> Any:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
-    plain = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG))
+    plain = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**others.CONFIG))
     tensors = weights_of({name: tuple(x.shape) for name, x in plain.state_dict().items()})
-    names = checkpoint.names_for("tunix/qwen3", CONFIG)
+    names = checkpoint.names_for("tunix/qwen3", others.CONFIG)
     return names, checkpoint.to_flax_params(tensors, names), plain
 
 
@@ -71,7 +66,7 @@ def test_a_model_that_others_open_has_our_values(case, qwen3, tmp_path):
     names, params, plain = qwen3
     style, recipe = RECIPES[case]
     recipe = {"lm_head": None, **(recipe if isinstance(recipe, dict) else {"*": recipe})}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float32"}))
+    (tmp_path / "config.json").write_text(json.dumps(others.CONFIG | {"dtype": "float32"}))
     checkpoint.save_fp8_safetensors(
         tmp_path, params, style, names=names, recipe=recipe, max_shard_size=200_000
     )
@@ -79,21 +74,25 @@ def test_a_model_that_others_open_has_our_values(case, qwen3, tmp_path):
     ours, _ = checkpoint.load_fp8_safetensors(tmp_path)
     quantized = {name for name, x in ours.items() if isinstance(x, ScaledArray)}
     assert quantized == {name for name in names if "_proj" in name}
-    opened = dequantized_by_compressed_tensors if case == "mixed" else opened_by_transformers
+    opened = (
+        others.dequantized_by_compressed_tensors
+        if case == "mixed"
+        else others.opened_by_transformers
+    )
     theirs = opened(tmp_path, plain)
     assert names.keys() <= theirs.keys()
     for name in names:
         x = ours[name]
         if name in quantized and isinstance(x.scale, ScaledArray):  # it gives bf16
             x = x.dequantize(jnp.bfloat16)
-        assert different(x, theirs[name]) == 0, name
+        assert others.different(x, theirs[name]) == 0, name
         assert np.count_nonzero(theirs[name]) > (1000 if name == EXTREMES else np.size(x) / 2)
 
 
 def test_gpt_oss(tmp_path):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    plain = transformers.GptOssForCausalLM(transformers.GptOssConfig(**GPT_OSS))
+    plain = transformers.GptOssForCausalLM(transformers.GptOssConfig(**others.GPT_OSS))
     rng = np.random.default_rng(0)
     tensors: dict[str, Any] = {}
     for name, x in plain.state_dict().items():
@@ -104,12 +103,12 @@ def test_gpt_oss(tmp_path):
             w[0] *= np.exp2(rng.integers(-60, 60, size=(shape[1], 1)))
             w[1] = 0
             tensors[name] = mxfp4(w)
-    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS | {"dtype": "float32"}))
+    (tmp_path / "config.json").write_text(json.dumps(others.GPT_OSS | {"dtype": "float32"}))
     checkpoint.save_fp8_safetensors(tmp_path, tensors, "gpt-oss")
-    theirs = opened_by_transformers(tmp_path, plain)
+    theirs = others.opened_by_transformers(tmp_path, plain)
     for name, x in tensors.items():
         values = np.asarray(x).mT if isinstance(x, ScaledArray) else x
-        assert different(values, theirs[name]) == 0, name
+        assert others.different(values, theirs[name]) == 0, name
     assert theirs["model.layers.1.mlp.experts.down_proj"].any()
 
 
@@ -126,13 +125,8 @@ def test_deepseek_v4(tmp_path):
     dequantize = fp8.Fp8Dequantize(None)._dequantize_one
     for name in w:
         scale = stored[name.replace("weight", "scale")]
-        assert different(ours[name], dequantize(stored[name], scale, torch.float32)) == 0
+        assert others.different(ours[name], dequantize(stored[name], scale, torch.float32)) == 0
         assert np.count_nonzero(ours[name]) > 1000
-
-
-def recipes_weight(recipe: str, w: Any) -> ScaledArray:
-    """A matrix ``[out, in]`` as a recipe quantizes it."""
-    return jfp8.quantize_params({"kernel": jnp.asarray(w).T}, recipe)["kernel"].T
 
 
 def mxfp4(x: Any) -> ScaledArray:
@@ -161,7 +155,7 @@ def test_modelopt(recipe, tmp_path):
             theirs = tensor.dequantize(
                 torch.float32, scale=scale, double_scale=outer, block_sizes={-1: 16}
             )
-        assert different(ours[name], theirs) == 0
+        assert others.different(ours[name], theirs) == 0
     if recipe == "nvfp4":  # names and dtypes, as its converter checks them
         converter = ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*"])
         assert "a.weight_packed" in converter.validate(stored)
@@ -177,7 +171,7 @@ def test_nvfp4_of_compressed_tensors_is_exact_where_the_outer_scale_is_a_power_o
     w = jax.random.normal(jax.random.key(0), (64, 96))
     counts = []
     for factor in (1.0, 4 / 3):
-        q = recipes_weight("nvfp4", w)
+        q = quantized("nvfp4", w)
         outer = jnp.exp2(jnp.round(jnp.log2(q.scale.scale))) * np.float32(factor)
         q = dataclasses.replace(q, scale=dataclasses.replace(q.scale, scale=outer))
         checkpoint.save_fp8_safetensors(tmp_path, {"a.weight": q}, "compressed-tensors")
@@ -190,5 +184,5 @@ def test_nvfp4_of_compressed_tensors_is_exact_where_the_outer_scale_is_a_power_o
             global_scale=stored["a.weight_global_scale"],
         ).numpy()
         np.testing.assert_allclose(theirs, q, rtol=2.0**-22)
-        counts.append(different(q, theirs))
+        counts.append(others.different(q, theirs))
     assert counts[0] == 0 < counts[1] < w.size

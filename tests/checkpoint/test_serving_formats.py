@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jfp8
 from jfp8 import ScaledArray, checkpoint
 from jfp8.checkpoint.torch_layout import Tensors
-from support.checkpoints import assert_same
+from support.checkpoints import assert_same, quantized
 
 FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
 CRC32 = json.loads((FOLDER / "crc32.json").read_text())
@@ -141,11 +141,6 @@ def test_what_went_through_a_model_is_written_byte_for_byte(tmp_path):
 
 
 # What jfp8 writes.
-
-
-def quantized(recipe, w) -> ScaledArray:
-    """A matrix ``[out, in]`` as a recipe quantizes it in the forward product."""
-    return jfp8.quantize_params({"kernel": jnp.asarray(w).T}, recipe)["kernel"].T
 
 
 def extreme(shape=(256, 128)) -> np.ndarray:

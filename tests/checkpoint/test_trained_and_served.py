@@ -19,13 +19,7 @@ from flax import nnx
 
 import jfp8
 from jfp8 import checkpoint
-from support.other_libraries import (
-    CONFIG,
-    GPT_OSS,
-    dequantized_by_compressed_tensors,
-    different,
-    opened_by_transformers,
-)
+from support import other_libraries as others
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # theirs
 TOKENS = jnp.arange(32).reshape(8, 4).T.reshape(-1)  # the tokens of each of 4 experts in a row
@@ -119,22 +113,22 @@ def dequantized_by_modelopt(folder: Path, plain: Any) -> dict[str, Any]:
 def model_of(kind: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     if kind is Mlp:
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG))
-    config = GPT_OSS | {"intermediate_size": 128}
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**others.CONFIG))
+    config = others.GPT_OSS | {"intermediate_size": 128}
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**config))
 
 
 TRAINED = {
-    "FP8 blocks of deepseek, transformers": ("deepseek", "block", opened_by_transformers),
-    "FP8 blocks": ("compressed-tensors", "block", dequantized_by_compressed_tensors),
-    "FP8 channels": ("compressed-tensors", "rowwise", dequantized_by_compressed_tensors),
-    "FP8 channels, transformers": ("compressed-tensors", "rowwise", opened_by_transformers),
+    "FP8 blocks of deepseek, transformers": ("deepseek", "block", others.opened_by_transformers),
+    "FP8 blocks": ("compressed-tensors", "block", others.dequantized_by_compressed_tensors),
+    "FP8 channels": ("compressed-tensors", "rowwise", others.dequantized_by_compressed_tensors),
+    "FP8 channels, transformers": ("compressed-tensors", "rowwise", others.opened_by_transformers),
     "FP8 channels, modelopt": ("modelopt", "rowwise", dequantized_by_modelopt),
-    "MXFP8": ("compressed-tensors", "mxfp8", dequantized_by_compressed_tensors),
+    "MXFP8": ("compressed-tensors", "mxfp8", others.dequantized_by_compressed_tensors),
     "MXFP8, modelopt": ("modelopt", "mxfp8", dequantized_by_modelopt),
-    "MXFP4": ("compressed-tensors", "mxfp4", dequantized_by_compressed_tensors),
-    "MXFP4 of gpt-oss, transformers": ("gpt-oss", "mxfp4", opened_by_transformers),
-    "NVFP4 in bf16": ("compressed-tensors", "nvfp4", dequantized_by_compressed_tensors),
+    "MXFP4": ("compressed-tensors", "mxfp4", others.dequantized_by_compressed_tensors),
+    "MXFP4 of gpt-oss, transformers": ("gpt-oss", "mxfp4", others.opened_by_transformers),
+    "NVFP4 in bf16": ("compressed-tensors", "nvfp4", others.dequantized_by_compressed_tensors),
     "NVFP4, modelopt": ("modelopt", "nvfp4", dequantized_by_modelopt),
 }
 
@@ -153,7 +147,7 @@ def test_what_was_trained_is_what_others_dequantize(case, tmp_path):
         for n in vars(model.layers[0])
         if n.endswith("_proj")
     }
-    names = checkpoint.names_for(table, CONFIG)
+    names = checkpoint.names_for(table, others.CONFIG)
     recipe = {"layers/*": jfp8.recipes.QuantizationAware(grid)}
     params = jfp8.quantize_params(
         nnx.state(model, nnx.Param),
@@ -178,8 +172,8 @@ def test_what_was_trained_is_what_others_dequantize(case, tmp_path):
     for name, layer in layers.items():
         w = multiplied(layer)
         assert np.count_nonzero(w) > w.size / 2
-        assert different(w.mT if kind is Experts else w, theirs[name]) == 0, name
-        assert different(layer.kernel.get_value().mT, w) > w.size / 2
+        assert others.different(w.mT if kind is Experts else w, theirs[name]) == 0, name
+        assert others.different(layer.kernel.get_value().mT, w) > w.size / 2
 
     again, found = checkpoint.load_fp8_safetensors(tmp_path)
     served = Model(kind, dtype, jfp8.recipes.QuantizationAware(grid), seed=1)
@@ -276,8 +270,8 @@ def test_what_others_write_is_read_and_written_again(write, scheme, grid, tmp_pa
     ours, style = checkpoint.load_fp8_safetensors(tmp_path)
     x = ours["a.weight"]
     read = x.dequantize(jnp.bfloat16) if values.dtype == torch.bfloat16 else np.asarray(x)
-    assert different(read, values.float().numpy()) == 0
-    assert different(read, w) > 0
+    assert others.different(read, values.float().numpy()) == 0
+    assert others.different(read, w) > 0
     assert np.count_nonzero(read) > w.size / 2
     checkpoint.save_fp8_safetensors(tmp_path / "again", ours, style)
     files = [folder / "model.safetensors" for folder in (tmp_path, tmp_path / "again")]

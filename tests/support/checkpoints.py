@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import jfp8
 from jfp8.checkpoint import CheckpointChange
 
 
@@ -19,6 +21,12 @@ def told(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, 
     assert all(issubclass(w.category, CheckpointChange) for w in caught), [str(w) for w in caught]
     assert {w.filename for w in caught} <= {__file__}
     return result, [str(w.message) for w in caught]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def quantized(recipe: Any, w: jax.typing.ArrayLike) -> jfp8.ScaledArray:
+    """Quantize a matrix ``[out, in]`` as `recipe` does in the forward product."""
+    return jfp8.quantize_params({"kernel": w.T}, recipe)["kernel"].T
 
 
 def assert_same(a: Any, b: Any) -> None:
