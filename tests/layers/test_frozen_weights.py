@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 
 import jfp8
@@ -15,7 +14,6 @@ from jfp8 import ScaledArray, recipes
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from support.arrays import relative_error
 
-KEY = jax.random.key(0)
 CURRENT, DELAYED = Float8CurrentScaling(), DelayedScaling()
 MATRIX = (((1,), (0,)), ((), ()))
 NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
@@ -180,78 +178,3 @@ def test_layers_without_fp8_multiply_its_values():
     with jfp8.autocast(enabled=False):
         y = jax.jit(jfp8.Dense(16).apply)({"params": params}, X)
     np.testing.assert_array_equal(y, jax.jit(nn.Dense(16).apply)({"params": plain}, X))
-
-
-class Model(nn.Module):
-    stacked: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        def block(layer, h, _):
-            return nn.tanh(layer(h)), None
-
-        if self.stacked:
-            scan = nn.scan(
-                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-            )
-            x, _ = scan(nn.Dense(32, name="deep"), x, None)
-        else:
-            x, _ = nn.remat(block)(nn.Dense(32, name="deep"), x, None)
-        return nn.Dense(4, name="head")(x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stacked", "mutable"), [(False, False), (True, False), (True, ["fp8"])])
-def test_whole_models_forward_and_with_histories(stacked, mutable):
-    model = jfp8.convert(Model(stacked), DELAYED)
-    variables = jax.jit(model.init)(KEY, X)
-    del variables["fp8_sink"]
-    kernel = variables["params"]["deep"]["kernel"]
-    quantize = jax.vmap(on_grid_in_jax) if stacked else on_grid_in_jax
-    q = quantize(kernel)
-    if stacked:
-        q = ScaledArray(q.data, q.scale.reshape(-1, 1, 1))  # one for each layer
-    plain = q.data.astype(jnp.float32) * q.scale
-
-    def apply(kernel):
-        params = {**variables["params"], "deep": {**variables["params"]["deep"], "kernel": kernel}}
-        return model.apply({**variables, "params": params}, X, mutable=mutable)
-
-    ours, theirs = jax.jit(apply)(q), jax.jit(apply)(plain)
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def on_grid_in_jax(w):
-    data = jfp8.cast(w / jnp.abs(w).max() * 448, jfp8.E4M3FN)
-    return ScaledArray(data, jnp.float32(2.0**-7))
-
-
-@pytest.mark.slow
-def test_fine_tuning_what_is_not_frozen():
-    """The gradient by biases and norms, past frozen kernels: a plain optax loop."""
-    model = jfp8.convert(Model(), CURRENT)
-    params = jax.jit(model.init)(KEY, X)["params"]
-    frozen = {"deep": jfp8.quantize(params["deep"]["kernel"])}
-    trainable = {"deep": {"bias": params["deep"]["bias"]}, "head": params["head"]}
-
-    def loss(trainable):
-        deep = {**trainable["deep"], "kernel": frozen["deep"]}
-        return jnp.mean(model.apply({"params": {**trainable, "deep": deep}}, X) ** 2)
-
-    tx = optax.sgd(0.1)
-
-    @jax.jit
-    def step(trainable, state):
-        value, grads = jax.value_and_grad(loss)(trainable)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(trainable, updates), state, value
-
-    state = tx.init(trainable)
-    losses = []
-    for _ in range(10):
-        trainable, state, value = step(trainable, state)
-        losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    assert np.any(trainable["deep"]["bias"])

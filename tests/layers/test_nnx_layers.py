@@ -174,27 +174,6 @@ def test_products_as_hooks_of_flax_layers():
     np.testing.assert_array_equal(call(layer, x), call(made(jfp8.nnx, "Einsum"), x))
 
 
-@pytest.mark.slow
-def test_regions_and_recipes():
-    x, e5m2 = input_of("Linear"), DelayedScaling(fp8_format="E5M2")
-    default, own = made(jfp8.nnx, "Linear"), made(jfp8.nnx, "Linear", recipe=e5m2)
-    default.eval()
-    own.eval()
-    y = {"default": call(default, x), "own": call(own, x)}
-    assert relative_error(y["own"], y["default"]) > 1e-3
-    with jfp8.autocast(e5m2):
-        np.testing.assert_array_equal(call(default, x), y["own"])
-    with jfp8.autocast(DelayedScaling()):
-        np.testing.assert_array_equal(call(own, x), y["own"])
-    # A recipe without state leaves the histories alone, for as long as the region lasts.
-    default.train()
-    call(default, x)
-    before = default.dot_general.histories()
-    with jfp8.autocast(Float8CurrentScaling()):
-        call(default, 10 * x)
-    jax.tree.map(np.testing.assert_array_equal, default.dot_general.histories(), before)
-
-
 def test_a_region_reaches_a_jitted_call():
     layer, x = made(jfp8.nnx, "Linear"), input_of("Linear")
     apply = nnx.jit(lambda layer, x: layer(x))

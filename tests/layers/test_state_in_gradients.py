@@ -149,18 +149,6 @@ def test_converted_models(axis):
     assert_same_runs(stock_losses_and_histories(converted), losses_and_histories(kept))
 
 
-@pytest.mark.slow
-def test_a_window_of_steps():
-    """A history that is full forgets its oldest entries, as ours does."""
-    recipe = DelayedScaling(amax_history_len=2)
-    models = (jfp8.Dense(4, recipe=recipe, state_collection=c) for c in (OWG, "fp8"))
-    theirs, ours = next(models), next(models)
-    runs = stock_losses_and_histories(theirs, 5), losses_and_histories(ours, 5)
-    for (loss, histories), (expected_loss, expected) in zip(*runs, strict=True):
-        assert loss == expected_loss
-        assert_same(histories, expected)
-
-
 def test_every_layer_takes_the_collection():
     x = jnp.ones((2, 4, 8))
     layers = [
@@ -279,33 +267,6 @@ def test_any_history_survives_to_the_bit():
         for row, (role, state) in zip(seen, states.items(), strict=True):
             length = len(empty[role]["amax_history"])
             np.testing.assert_array_equal(state["amax_history"], row[:length])
-
-
-@pytest.mark.slow
-def test_a_clip_by_the_norm_of_everything_hardly_sees_the_state():
-    variables = LAYER.init(KEY, X)
-    state = gradient_of(3.0, state=gradient_of(1.0))
-    grads = gradient_of_one({**variables, OWG: state}, np.float32(1))
-    whole, alone = optax.tree.norm(grads), optax.tree.norm(grads["params"])
-    np.testing.assert_allclose(whole, alone, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_mean_over_devices_is_the_largest_amax():
-    devices = jax.sharding.Mesh(jax.devices()[:2], "data")
-    spec = jax.sharding.PartitionSpec
-    variables = LAYER.init(KEY, X)
-
-    @functools.partial(
-        jax.shard_map, mesh=devices, in_specs=(spec(), spec("data")), out_specs=spec()
-    )
-    def gradient(variables, x):
-        grads = jax.grad(lambda v: jnp.sum(LAYER.apply(v, x) ** 2))(variables)
-        return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), grads)
-
-    x = X.at[5, 3].set(50.0)
-    entry = history_of(jax.jit(gradient)(variables, x)[OWG])[0]
-    assert 50 <= entry < 50 * 9 / 8
 
 
 # Boxes of metadata.

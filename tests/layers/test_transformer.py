@@ -386,9 +386,6 @@ def test_with_dropout_the_layer_wants_to_be_told():
         jax.eval_shape(TransformerLayer(**SIZES, attention_dropout=0.1).init, KEY, X)
 
 
-# Under transformations.
-
-
 # Errors.
 
 

@@ -232,16 +232,6 @@ def test_masks_and_biases_broadcast():
     assert_close(y, attention_of_heads(query, key, value, *full), ulps=16)
 
 
-@pytest.mark.slow
-def test_attention_has_any_number_of_batch_dimensions():
-    query, key, value = map(jnp.asarray, heads_of(2))
-    y = transformer_math.attention_by_weights(query, key, value)
-    one = transformer_math.attention_by_weights(query[1], key[1], value[1])
-    assert_close(one, y[1])
-    more = (a[None, :, None] for a in (query, key, value))
-    assert_close(transformer_math.attention_by_weights(*more)[0, :, 0], y)
-
-
 def test_nothing_to_attend_to_is_zero():
     query, key, value = heads_of(4)
     mask = np.ones((2, 4, 3, 5), bool)
@@ -264,19 +254,6 @@ def test_the_softmax_of_bf16_is_in_f32():
     # Both products have exact operands but for the weights, which are rounded to bf16.
     expected = attention_of_heads(*heads)
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=0, atol=2.0**-7 * 12)
-
-
-@pytest.mark.slow
-def test_dropout_is_of_the_weights():
-    query, key, value = map(jnp.asarray, heads_of(2))
-    only = lambda w: w * jnp.zeros(5).at[3].set(1.0).reshape(1, 1, 1, 5)
-    y = transformer_math.attention_by_weights(query, key, value, dropout=only)
-    weights = []
-    transformer_math.attention_by_weights(
-        query, key, value, dropout=lambda w: weights.append(w) or w
-    )
-    share = jnp.moveaxis(weights[0][..., 3], 1, 2)[..., None]  # [batch, q, heads, 1]
-    assert_close(y, share * jnp.repeat(value[:, 3], 2, axis=1)[:, None])
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0])

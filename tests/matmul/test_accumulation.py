@@ -137,39 +137,6 @@ def test_f32_every_128(layout, k, batch):
     assert_close(y, every_128(lhs, rhs), k)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "blocks",
-    [((1, 32), (32, 1), "e8m0"), ((1, 32), (32, 32), "e8m0"), ((1, 64), None, "e8m0")],
-    ids=str,
-)
-@pytest.mark.parametrize(("k", "batch"), [(256, ()), (300, ()), (300, (2,))], ids=str)
-def test_f32_every_128_with_finer_scales(blocks, k, batch):
-    """They are multiplied in first: exact for powers of two, and the sums of 128 still are."""
-    lhs, rhs = pair((*blocks, E4M3), 5, k, 40, batch)
-    if blocks[1] is None:
-        rhs = ScaledArray(rhs.data, jnp.float32(0.25))
-    y = matmul(lhs, rhs, BATCHED if batch else PLAIN, accumulation="f32_every_128")
-    np.testing.assert_array_equal(y, every_128(lhs, rhs, scale_first=True))
-    assert abs(y).max() > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lhs_block", "rhs_block"),
-    [(None, None), ((1, None), (None, 1)), (None, (None, 1))],
-    ids=["per tensor", "rows and columns", "mixed"],
-)
-@pytest.mark.parametrize("k", [300, 1024])
-def test_scales_outside_of_the_sum_come_last(lhs_block, rhs_block, k):
-    """They do not change along the contraction, and the sum of integers is exact."""
-    lhs, rhs = pair((lhs_block, rhs_block, "f32", E4M3), 5, k, 40)
-    exact = np.asarray(lhs.data).astype(np.float64) @ np.asarray(rhs.data).astype(np.float64)
-    expected = exact.astype(np.float32) * (f32_scale(lhs)[:, :1] * f32_scale(rhs)[:1])
-    for accumulation in ("f32", "f32_every_128"):
-        np.testing.assert_array_equal(matmul(lhs, rhs, PLAIN, accumulation=accumulation), expected)
-
-
 def test_chunks_are_visible():
     """2^24 + (1 + 1) and 2^24 + 1 + 1 are different numbers in f32, and so are the two modes' sums.
 
@@ -189,23 +156,6 @@ def test_chunks_are_visible():
     third = np.float32(1 / 3)
     first = np.float32(127 * 2**16) * third
     assert y.item() == first + np.float32(2) * (np.float32(0.5) * third)
-
-
-@pytest.mark.slow
-def test_chunks_run_over_merged_contracting_dimensions():
-    """In the order in which they are named, the last of them fastest."""
-    rng = np.random.default_rng(0)
-    a = rng.integers(-15, 16, (6, 4, 70)).astype(np.float32)
-    b = rng.integers(-15, 16, (70, 4, 5)).astype(np.float32)
-    lhs = ScaledArray(jnp.asarray(a.astype(E4M3)), jnp.float32(1))
-    rhs = ScaledArray(jnp.asarray(b.astype(E4M3)), jnp.float32(1))
-    numbers = (((2, 1), (0, 1)), ((), ()))
-    a, b = a.transpose(0, 2, 1).reshape(6, 280), b.reshape(280, 5)
-    flat = [ScaledArray(jnp.asarray(x.astype(E4M3)), jnp.float32(1)) for x in (a, b)]
-    y = matmul(lhs, rhs, numbers, accumulation="hopper_every_128")
-    np.testing.assert_array_equal(y, matmul(*flat, PLAIN, accumulation="hopper_every_128"))
-    y = matmul(lhs, rhs, numbers, accumulation="f32_every_128")
-    np.testing.assert_array_equal(y, a @ b)
 
 
 @pytest.mark.slow
@@ -344,23 +294,6 @@ def test_recipe_is_fast_forward_and_promoted_backward():
         mode, other = ("hopper_every_128", "f32") if i else ("hopper", "hopper_every_128")
         np.testing.assert_array_equal(results[i], matmul(*quantized, numbers, accumulation=mode))
         assert not np.array_equal(results[i], matmul(*quantized, numbers, accumulation=other))
-
-
-@pytest.mark.slow
-def test_recipe_accumulates_in_f32_every_128():
-    """The default of the block recipe, and a choice for others."""
-    assert recipes.Float8BlockScaling().accumulation == "f32_every_128"
-    rng = np.random.default_rng(9)
-    lhs, rhs = (rng.integers(-56, 57, (256, 256)).astype(np.float32) for _ in range(2))
-    lhs[:, ::128], rhs[::128] = 56, 56
-    lhs, rhs = lhs / 3, rhs / 3  # scales that are no powers of two
-    recipe = recipes.Float8BlockScaling(scale_rounding=None)
-    y = jax.jit(partial(scaled_dot_general, dimension_numbers=PLAIN, recipe=recipe))(lhs, rhs)
-    q_lhs = jfp8.quantize(lhs, granularity=jfp8.Block((1, 128)))
-    q_rhs = jfp8.quantize(rhs, granularity=jfp8.Block((128, 128)))
-    expected = matmul(q_lhs, q_rhs, PLAIN, accumulation="f32_every_128")
-    np.testing.assert_array_equal(y, expected)
-    assert not np.array_equal(y, matmul(q_lhs, q_rhs, PLAIN))
 
 
 # Errors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -194,35 +193,6 @@ def test_nan_stays_in_its_row(implementation):
     rhs = ScaledArray(jnp.ones((70, 2), E4M3.dtype), jnp.float32(1))
     y = matmul(lhs, rhs, implementation=implementation)
     np.testing.assert_array_equal(y, [[70, 70], [np.nan, np.nan], [70, 70]])
-
-
-# Transformations
-
-
-@pytest.mark.slow
-@implementations
-@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
-def test_vmap_equals_loop(in_axes, implementation):
-    rng = np.random.default_rng(11)
-
-    def operand(axis, shape, scale_shape, fmt):
-        leading = () if axis is None else (3,)
-        scale = 2.0 ** rng.integers(-9, 9, leading + scale_shape)
-        return ScaledArray(
-            random_integers(rng, leading + shape, fmt), jnp.asarray(scale, jnp.float32)
-        )
-
-    lhs = operand(in_axes[0], (4, 6), (4, 1), E4M3)
-    rhs = operand(in_axes[1], (6, 5), (), E5M2)
-    f = partial(scaled_matmul, dimension_numbers=PLAIN, implementation=implementation)
-    y = jax.jit(jax.vmap(f, in_axes=in_axes))(lhs, rhs)
-
-    def at(q, axis, i):
-        return q if axis is None else jax.tree.map(lambda leaf: leaf[i], q)
-
-    loop = [f(at(lhs, in_axes[0], i), at(rhs, in_axes[1], i)) for i in range(3)]
-    np.testing.assert_array_equal(y, np.stack(loop))
-    assert abs(y).max() > 0
 
 
 # Errors

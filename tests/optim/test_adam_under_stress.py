@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jfp8.optim.adam import DEFAULT, PRESETS
-from jfp8.optim.blocks import Blocks
+from jfp8.optim.adam import DEFAULT
 from jfp8.optim.storage import Float
 from support.scripts import imported
 
@@ -50,26 +49,3 @@ def test_updates_are_within_5_percent_for_4000_steps(under_stress, b2):
 @pytest.mark.slow
 def test_with_f32_moments_updates_are_exact(under_stress):
     check(under_stress.updates(type(DEFAULT)(Float(), Float()), 320), 1e-5)
-
-
-@pytest.mark.slow
-def test_trap_a_first_moment_freezes_when_rounded_to_nearest(under_stress):
-    """100 steps after gradients fell to a tenth it stands at 1.7 times of that."""
-    for mu in (Blocks(), Blocks(transform="expand")):
-        found = under_stress.updates(type(DEFAULT)(mu, Float()), 310)["decay"]["bias"]
-        assert found[300, 0] > (0.5 if mu == Blocks() else 0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "names"),
-    [
-        ("msamp_o2", ("decay", "far", "sparse")),
-        ("torchao", ("decay", "noisy", "scales", "far", "spike", "sparse", "weak")),
-        ("coat", ("decay", "noisy", "scales", "far", "spike", "flood", "sparse")),
-    ],
-)
-def test_trap_presets_that_round_to_nearest_are_not(under_stress, preset, names):
-    found = under_stress.updates(PRESETS[preset], 4200)
-    for name in names:
-        assert worst(found[name]) > 0.1, (name, worst(found[name]))

@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import jfp8
 from jfp8.optim.fp8_gradients import fp8_gradients
@@ -139,43 +138,6 @@ def test_sums_of_micro_batches_stay_wide():
     narrow = decibels(total / 64, exact)
     assert wide > 30
     assert narrow < wide - 10
-
-
-MESH = Mesh(np.array(jax.devices()), ("data",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_the_mean_over_devices_travels_in_bytes(check_vma):
-    grads = {"w": normal((8, 128, 256)), "b": normal((8, 256), 1)}
-    tx = fp8_gradients(axis_name="data")
-
-    def local(grads):
-        mine = jax.tree.map(lambda g: g[0], grads)
-        return jax.tree.map(lambda g: g[None], tx.update(mine, tx.init(mine))[0])
-
-    devices = PartitionSpec("data")
-    mean = jax.jit(
-        jax.shard_map(local, mesh=MESH, in_specs=devices, out_specs=devices, check_vma=check_vma)
-    )
-    ours = mean(grads)
-    for name, g in grads.items():
-        found = np.asarray(ours[name])
-        np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
-        assert decibels(found[0], g.mean(axis=0, dtype=np.float64)) > 28
-    assert decibels(np.asarray(ours["w"])[0], grads["w"].mean(axis=0, dtype=np.float64)) < 60
-    text = mean.lower(grads).compile().as_text()
-    assert any("u8[" in line for line in text.splitlines() if "all-to-all(" in line)
-    assert not any("f32[128,256]" in line for line in text.splitlines() if "all-reduce(" in line)
-
-
-@pytest.mark.slow
-def test_a_bad_gradient_on_one_device_reaches_all():
-    grads = normal((8, 128, 256))
-    grads[3, 5, 6] = np.inf
-    tx = fp8_gradients(axis_name="data")
-    mean = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
-    assert np.all(np.isnan(jax.jit(mean)(grads)[:, 5, 6]))
 
 
 @pytest.mark.slow

@@ -273,46 +273,6 @@ def test_pass_hands_nonfinite_updates_on():
     assert (state.loss_scale, state.overflow_count) == (2.0, 1)
 
 
-ADAM_IN_F16 = {
-    "wrapper, f16 parameters": (jfp8.loss_scale(optax.adam(LEARNING_RATE)), jnp.float16),
-    "chain, f32 parameters": (
-        optax.chain(jfp8.loss_scale(), optax.adam(LEARNING_RATE)),
-        jnp.float32,
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tx", "param_dtype"), ADAM_IN_F16.values(), ids=ADAM_IN_F16.keys())
-def test_trap_adam_makes_nan_of_f16_zeros(tx, param_dtype):
-    """eps = 1e-8 is 0 in f16, so that Adam in f16 computes 0 / 0 where a gradient is zero.
-
-    Here a third of the gradient is zero and a third would flush to zero in f16 when unscaled.
-    """
-    gradient = {"w": np.float16([[0, 2.0**-14, 0.5]] * 2), "b": np.float16([0, -(2.0**-14)])}
-
-    @jax.jit
-    def run(params):
-        def step(carry, _):
-            params, state = carry
-            updates, state = tx.update(jax.tree.map(jnp.asarray, gradient), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(step, (params, begin(tx, params)), None, length=20)[0]
-
-    params, state = run(make_params(param_dtype))
-    assert_finite((params, state))
-    adam = adam_state(state)
-    assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {np.dtype("float32")}
-    # A constant gradient moves Adam by the learning rate per step, however small it is, up to eps.
-    unscaled = np.array([0, 2.0**-29, 2.0**-16])
-    travelled = 20 * LEARNING_RATE * unscaled / (unscaled + 1e-8)
-    actual = np.asarray(make_params()["w"][0] - params["w"][0])
-    # f16 parameters are rounded to 2^-11 at most, 20 times.
-    np.testing.assert_allclose(actual, travelled, atol=0.01 if param_dtype == jnp.float16 else 2e-5)
-    assert params["w"].dtype == param_dtype
-
-
 # What a skipped step leaves behind -------------------------------------------------------------
 
 
@@ -541,39 +501,6 @@ CONTAINERS = {
     ),
 }
 in_containers = pytest.mark.parametrize("tx", CONTAINERS.values(), ids=CONTAINERS.keys())
-
-
-@pytest.mark.slow
-@in_containers
-def test_runs_under_jit_and_scan_with_stable_types(tx):
-    """Nine steps, the sixth an overflow: grown on the fourth, fallen on the sixth."""
-    gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *make_gradients(9))
-    bad = jnp.arange(9) == 5
-
-    def step(carry, inputs):
-        params, state = carry
-        gradient, bad = inputs
-        scale = find_loss_scale(state).loss_scale
-        gradient = jax.tree.map(lambda g: jnp.where(bad, jnp.inf, g * scale), gradient)
-        gradient["b"] = jnp.where(bad, 0, gradient["b"])  # masked containers do not look at it
-        updates, new_state = tx.update(gradient, state, params)
-        assert jax.tree.structure(new_state) == jax.tree.structure(state)
-        for new, old in zip(*map(jax.tree.leaves, (new_state, state)), strict=True):
-            assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type)
-        return (optax.apply_updates(params, updates), new_state), scale
-
-    @jax.jit
-    def run(params):
-        return jax.lax.scan(step, (params, tx.init(params)), (gradients, bad))
-
-    start = make_params()
-    (params, state), scales = run(start)
-    s = 2.0**15
-    assert scales.tolist() == [s, s, s, s, 2 * s, 2 * s, s, s, s]
-    scaler = find_loss_scale(state)
-    assert (scaler.loss_scale, scaler.growth_tracker, scaler.overflow_count) == (s, 3, 1)
-    assert_finite((params, state))
-    assert (np.asarray(params["w"]) != np.asarray(start["w"])).all()
 
 
 @in_containers

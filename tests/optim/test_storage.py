@@ -120,15 +120,6 @@ def test_msamp_rule_a_bit_for_bit(size):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", [Blocks(block=None), ScaledFloat16()], ids=["fp8", "f16"])
-def test_trap_msamp_scale_after_inf(storage):
-    """MS-AMP takes 1 / previous scale when the amax is inf, and trains on."""
-    x = moments()
-    x[2, 5] = np.inf
-    assert np.isnan(round_trip(storage, x)).all()
-
-
 def coat(part: np.ndarray, fmt):
     """COAT's expansion of one block, in float64: codes, the values that they stand for, and k.
 

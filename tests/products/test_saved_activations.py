@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8.layers import attention, transformer_math
-from jfp8.linen import LayerNormMLP, TransformerLayer
+from jfp8.linen import LayerNormMLP
 from jfp8.products.saved_activations import BLOCK, save_in_fp8
 from jfp8.products.vjp import SAVED
-from support.arrays import flat
 
 KEY = jax.random.key(3)
 
@@ -407,69 +405,3 @@ def test_attention_keeps_no_weights():
     np.testing.assert_allclose(ours[2], exact[2], rtol=1e-5, atol=1e-6)
     assert 25 < sqnr(ours[0], exact[0]) < 60
     assert 25 < sqnr(ours[1], exact[1]) < 60
-
-
-# Memory, of compiled programs.
-
-LAYERS_IN_STACK, TOKENS, FEATURES, HIDDEN, HEADS = 16, (4, 64), 64, 256, 4
-
-
-class Fp8(nn.Module):
-    """The same, by the layers of jfp8."""
-
-    attention: bool = False
-    saved_activations: jfp8.Format | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        how = {"saved_activations": self.saved_activations}
-        if self.attention:
-            return TransformerLayer(FEATURES, HIDDEN, HEADS, **how)(x)
-        return x + LayerNormMLP(HIDDEN, **how)(x)
-
-
-class Stack(nn.Module):
-    """A scan over blocks."""
-
-    block: type[nn.Module]
-    fields: tuple[tuple[str, object], ...] = ()
-
-    @nn.compact
-    def __call__(self, x):
-        collections = {"params": 0, "fp8": 0, "fp8_sink": 0}
-        scan = nn.scan(
-            lambda block, x: (block(x), None),
-            variable_axes=collections,
-            split_rngs={"params": True},
-            length=LAYERS_IN_STACK,
-        )
-        return scan(self.block(**dict(self.fields), name="blocks"), x)[0]
-
-
-def compiled_gradient(block, x, **fields):
-    """Of a stack, by its parameters."""
-    model = Stack(block, tuple(fields.items()))
-    params = jax.eval_shape(model.init, KEY, x)["params"]
-    loss = lambda params, x: jnp.sum(model.apply({"params": params}, x) ** 2)
-    return model, jax.jit(jax.grad(loss)).lower(params, x).compile()
-
-
-def temporary_bytes(compiled) -> int:
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.slow
-def test_a_policy_that_keeps_codes_only_gives_the_same_gradients_in_less_memory():
-    x = normal(*TOKENS, FEATURES)
-    policy = jax.checkpoint_policies.save_only_these_names(SAVED)
-    remat = nn.remat(Fp8, policy=policy, prevent_cse=False)
-    how = {"attention": True, "saved_activations": jfp8.E4M3FN}
-    _, products = compiled_gradient(Fp8, x, attention=True)
-    model, saved = compiled_gradient(Fp8, x, **how)
-    _, codes_only = compiled_gradient(remat, x, **how)
-    assert temporary_bytes(saved) < 0.85 * temporary_bytes(products)
-    assert temporary_bytes(codes_only) < 0.95 * temporary_bytes(saved)
-    params = jax.jit(model.init)(KEY, x)["params"]
-    got, expected = (flat(gradient(params, x)) for gradient in (codes_only, saved))
-    np.testing.assert_array_equal(got, expected)
-    assert np.linalg.norm(got) > 0

@@ -96,20 +96,6 @@ def test_unscaled_gradients_become_one_of_their_neighbours(recipe, fmt):
 
 @pytest.mark.slow
 @SOME
-def test_reproducible_from_the_key(recipe):
-    dy, key = normal(), jax.random.key(3)
-    first = rounded_gradients(dy, key, recipe)
-    for one, other in zip(first, rounded_gradients(dy, key, recipe)):
-        assert same(one, other)
-    for one, other in zip(first, rounded_gradients(dy, jax.random.key(4), recipe)):
-        assert differ(one, other)
-    raw = jax.random.key_data(key)
-    for one, other in zip(first, rounded_gradients(dy, raw, recipe)):
-        assert same(one, other)  # a raw key is the same key
-
-
-@pytest.mark.slow
-@SOME
 def test_without_a_key_the_data_decides(recipe):
     """Reproducible, the same tensor rounded the same way every time, and documented."""
     dy = normal()

@@ -111,20 +111,6 @@ def test_nested_regions():
     assert recipes_of() == both("")
 
 
-@pytest.mark.slow
-def test_disabled_regions():
-    apply = jax.jit(MLP.apply)
-    outside = apply(VARIABLES, X)
-    with jfp8.autocast(CURRENT):
-        inside = apply(VARIABLES, X)
-        with jfp8.autocast(CURRENT, enabled=False):
-            np.testing.assert_array_equal(apply(VARIABLES, X), outside)
-            assert recipes_of() == both("")
-            with jfp8.autocast(CURRENT):
-                np.testing.assert_array_equal(apply(VARIABLES, X), inside)
-        np.testing.assert_array_equal(apply(VARIABLES, X), inside)
-
-
 def test_an_exception_ends_a_region():
     with contextlib.suppress(ZeroDivisionError), jfp8.autocast(CURRENT):
         1 / 0  # noqa: B018

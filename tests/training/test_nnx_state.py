@@ -127,24 +127,6 @@ def test_params_are_those_of_flax_and_the_rest_has_its_own_types():
 
 
 @pytest.mark.slow
-def test_a_step_leaves_batch_statistics_dropout_and_structure_right():
-    model, x = MLP(nnx.Rngs(0)), normal(1, (4, D))
-    graphdef = nnx.graphdef(model)
-    stats = nnx.state(model, nnx.BatchStat)
-    step(model, x)
-    assert nnx.graphdef(model) == graphdef
-    assert not jax.tree.leaves(nnx.state(model, Fp8Sink))
-    reference = MLP(nnx.Rngs(0))
-    flax_step(reference, x)
-    assert_same(nnx.state(model, nnx.BatchStat), nnx.state(reference, nnx.BatchStat))
-    assert amax(nnx.to_flat_state(nnx.state(model, nnx.BatchStat))[0][1].get_value()) > 0
-    assert jax.tree.structure(stats) == jax.tree.structure(nnx.state(model, nnx.BatchStat))
-    counts = [nnx.to_flat_state(nnx.state(m, nnx.RngCount)) for m in (model, reference)]
-    assert [int(v.get_value()) for _, v in counts[0]] == [int(v.get_value()) for _, v in counts[1]]
-    assert int(counts[0][0][1].get_value()) > 0
-
-
-@pytest.mark.slow
 def test_signature_of_value_and_grad():
     model, x = Block(nnx.Rngs(0)), normal(1, (4, D))
     fresh = lambda: nnx.clone(model)

@@ -302,22 +302,6 @@ class TestApplyGradients:
         assert amax(dw) > 1
 
     @pytest.mark.slow
-    def test_batch_stats_move_and_micro_batches_move_them_in_turn(self):
-        loss_fn, state, batch = squared_error(NORMED), create(NORMED), batch_of()
-        apply = jax.jit(functools.partial(NORMED.apply, mutable=["batch_stats"]))
-        expected = state.variables
-        for part in (slice(0, 8, 2), slice(1, 8, 2)):
-            _, updates = apply(expected, batch["x"][part])
-            expected = {**expected, **updates}
-        after, _ = step_with(loss_fn, jit=True, micro_batches=2)(state, batch)
-        for a, b in zip(
-            jax.tree.leaves(after.collections["batch_stats"]),
-            jax.tree.leaves(expected["batch_stats"]),
-        ):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert differ(after.collections, state.collections)
-
-    @pytest.mark.slow
     def test_bf16_parameters_stay_bf16(self):
         model = jfp8.Dense(4, param_dtype=jnp.bfloat16)
         state = create(model, optax.chain(jfp8.loss_scale(), optax.sgd(0.1)))
@@ -555,25 +539,6 @@ class TestPromise7OptimizersNeverSeeState:
 
 class TestMechanics:
     TX = optax.chain(jfp8.loss_scale(), optax.adam(1e-2))
-
-    @pytest.mark.slow
-    def test_one_trace_for_many_steps_and_donation(self):
-        traces, loss_fn = [], squared_error(Mlp())
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def step(state, batch):
-            traces.append(1)
-            loss, grads = jfp8.value_and_grad(loss_fn, micro_batches=2)(state, batch)
-            return state.apply_gradients(grads), loss
-
-        state, given = create(Mlp(), self.TX), []
-        for i in range(4):
-            given.append(state)
-            state, _ = step(state, batch_of(i))
-        assert len(traces) == 1
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given[1].params))
-        assert state.step == 4
-        assert all(np.count_nonzero(history(state.fp8, r, i)) == 4 for r in ROLES for i in (0, 1))
 
     @pytest.mark.slow
     def test_a_scan_over_steps_is_the_loop(self):
