@@ -243,9 +243,6 @@ def test_errors_quote_what_can_be_typed():
 TX = jfp8.loss_scale(optax.chain(optax.clip_by_global_norm(1.0), jfp8.optim.adamw(1e-3)))
 
 
-# Counted by hand: 128*64 + 64 + 2*64 + 64*3 + 3 parameters. The optimizer's state: the kernel of
-# 128 rows of 64, in FP8 with a scale for each row (first moment), or an amax and a power in bf16
-# (second moment); the 387 others twice in f32; two counts; and a loss scale of 13 bytes.
 def test_optimizer_states_print_no_walls():
     params = {"w": jnp.ones((64, 128))}
     assert repr(jax.jit(TX.init)(params)) == (

@@ -1,11 +1,8 @@
-"""Numbers that go bad in every operand at random steps: training goes on, the report says where.
+"""Numbers that go bad in every operand at random steps: training goes on.
 
 A fault replaces elements of one operand: activations, weights, biases, incoming gradients, labels.
-It is an input of the compiled program, `soak.hurt`, so that one program takes them all. What has to
-come of it:
-  * where a NaN or Inf reaches a gradient or an operand of a product, the step leaves no trace: the
-    run is bit for bit the one that never made this step;
-  * after anything else the loss is soon that of the run without it.
+It is an input of the compiled program, `soak.hurt`, so that one program takes them all. Soon after
+it the loss is that of a run without it.
 """
 
 from __future__ import annotations
