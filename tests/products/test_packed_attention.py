@@ -54,12 +54,13 @@ def in_f64(q, k, v, grad, sinks, seen):
     return out, dq, dk, dv, -np.sum(p_sink * mean, axis=(0, 2))
 
 
-def visible(ids=None, is_causal=False, window=None, tokens=150):
+def visible(ids=None, of_queries=None, is_causal=False, window=None, tokens=150):
     i, j = np.arange(tokens)[:, None], np.arange(tokens)
     seen = np.broadcast_to((j <= i) | (not is_causal), (2, tokens, tokens))
     if window is not None:
         seen = seen & (j >= i - window[0]) & (j <= i + window[1])
-    return seen if ids is None else seen & (ids[:, :, None] == ids[:, None, :])
+    of_queries = ids if of_queries is None else of_queries
+    return seen if ids is None else seen & (of_queries[:, :, None] == ids[:, None, :])
 
 
 def with_gradients(grad, *arrays, **options):
@@ -68,12 +69,14 @@ def with_gradients(grad, *arrays, **options):
     return [y, *back(jnp.asarray(grad, y.dtype))]
 
 
-def packed(ids=IDS):
-    return {"query_segment_ids": jnp.asarray(ids), "key_value_segment_ids": jnp.asarray(ids)}
+def packed(ids=IDS, of_queries=None):
+    of_queries = ids if of_queries is None else of_queries
+    return {"query_segment_ids": jnp.asarray(of_queries), "key_value_segment_ids": jnp.asarray(ids)}
 
 
+BACKWARDS = IDS[:, ::-1]
 CASES = {
-    "segments": (packed(), {"ids": IDS}),
+    "segments": (packed(of_queries=BACKWARDS), {"ids": IDS, "of_queries": BACKWARDS}),
     "causal segments, a window": (
         packed() | {"is_causal": True, "local_window_size": (40, 0)},
         {"ids": IDS, "is_causal": True, "window": (40, 0)},

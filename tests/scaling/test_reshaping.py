@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ import jfp8
 from jfp8.scaling.reshaping import Reshaped, reshaped_scales
 from support.arrays import spread
 
+quantize = jax.jit(jfp8.quantize, static_argnames="granularity")
+
 
 def quantized(shape, block):
     """An array whose blocks have scales of their own."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape) * np.exp(rng.normal(size=shape))
-    return jfp8.quantize(jnp.asarray(x, jnp.float32), granularity=jfp8.Block(block))
+    return quantize(x.astype(np.float32), granularity=jfp8.Block(block))
 
 
 @pytest.mark.representative(3)
