@@ -453,7 +453,7 @@ BASES_OF_MODULES = {
 }
 # The files in which something changes after it was made, and why.
 CHANGES = {
-    r"(layers|conversion|training)\.nnx|debug\.stats": (
+    r"(layers|conversion|training)\.nnx|debug\.(stats|compare)": (
         "NNX modules are references that calls update; a converted copy gets subclasses"
     ),
     r"products\.|optim\.loss_scale_state": "notes of what happens while a function is traced",
