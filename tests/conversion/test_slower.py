@@ -123,6 +123,20 @@ def test_attention_that_would_be_slower_is_not_quantized(framework, dtype):
     assert error < 0.01 if dtype == jnp.bfloat16 else 0.01 < error < 0.1
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="no kernels: no expected times")
+def test_the_report_shows_that_attention_is_slower():
+    """FlashAttention-3, figure 5: cuDNN has 395 TFLOP/s with heads of 64 and 2,048 tokens."""
+    x = jax.ShapeDtypeStruct((8, 2048, 32, 64), jnp.bfloat16)
+    attend = lambda q, k, v: jfp8.scaled_dot_product_attention(q, k, v, recipe="current")
+    with traced_for("NVIDIA H100"), pytest.warns(UserWarning, match="of the speed of bf16"):
+        rows = jfp8.report(attend, x, x, x).rows
+    assert sum(row.times for row in rows) == 6
+    flops = 2 * 2 * 8 * 32 * 2048 * 2048 * 64
+    forward = [row for row in rows if row.kind == "fprop"]
+    assert sum(row.bf16_us for row in forward) == pytest.approx(1e6 * flops / 395e12, rel=0.1)
+    assert all(row.expected_us > row.bf16_us > 0 for row in rows)
+
+
 @pytest.mark.slow
 def test_a_model_that_is_too_small_is_the_original():
     """Its results and gradients are those of the original; its histories stay empty."""

@@ -139,8 +139,8 @@ def test_kernels_are_chosen_on_a_blackwell():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": jnp.ones((8, 8), bool)}, "a mask"),
-        ({"bias": jnp.ones((8, 8))}, "a bias"),
+        ({"mask": jnp.ones((8, 8), bool)}, "mask: the kernels know is_causal"),
+        ({"bias": jnp.ones((8, 8))}, "bias: the kernels know is_causal"),
         ({"scale": -1.0}, "negate the queries"),
         ({"recipe": "direct_e5m2"}, "P in E4M3FN"),
         ({}, "heads of 256 numbers"),

@@ -117,7 +117,7 @@ def test_later_tokens_change_nothing(window, by_mask):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"bias": jnp.ones((8, 8))}, "a bias"),
+        ({"bias": jnp.ones((8, 8))}, "bias: the kernels know masks"),
         ({"scale": -1.0}, "negate the queries"),
         ({"recipe": "direct_e5m2"}, "P in E4M3FN"),
         ({}, "heads of 16 numbers"),
