@@ -76,6 +76,8 @@ class KMajorDot(Operation):
         if role == "lhs" and state is None:  # several layers may have this input: quantized once
             meets = None, None
         straight, other, largest = quantize_both_ways(first.quantizer, dtype, x, state, meets)
+        if role == "rhs" and straight.block is None and not straight.scale.ndim:
+            other = replace(other, transposed=straight.data)
         return (straight, other, largest) if along_rows else (other, straight, largest)
 
     def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:

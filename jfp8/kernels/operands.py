@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.matmul.spec import MatmulSpec, factors_of, free_dims, to_output
+from jfp8.matmul.spec import MatmulSpec, factors_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.devices import Tpu
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("data", "scale", "carrier", "factor"),
+    data_fields=("data", "scale", "carrier", "factor", "transposed"),
     meta_fields=("block",),
 )
 @dataclass(frozen=True, eq=False)
 class Paired(ScaledArray):
-    """A `ScaledArray` whose scale is already multiplied by the other operand's.
+    """A `ScaledArray` with what the kernel that quantized it has written besides, if anything.
 
-    A kernel that quantizes an operand writes both. XLA would start a kernel for this one number.
+    XLA would start a kernel for one number, and devices would send both matrices.
     """
 
-    factor: jax.Array = field(kw_only=True)  # f32[], as by `scale_products` of both scales
+    factor: jax.Array | None = None  # f32[], as by `scale_products` with the other operand's scale
+    transposed: jax.Array | None = None  # the data
 
 
 def to_last(x: jax.Array, axis: int) -> jax.Array:
@@ -36,22 +35,10 @@ def to_last(x: jax.Array, axis: int) -> jax.Array:
     return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
 
 
-def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:
-    """Return the scales as f32[], or one for each free index, f32[(batch,) free]."""
-    scale = jnp.asarray(q.scale)
-    if not scale.ndim:
-        return scale
-    free = free_dims(q.ndim, contract, batch)
-    scale = to_output(scale, q, batch, free, 0, 0)
-    scale = jnp.broadcast_to(scale, [q.shape[d] for d in (*batch, *free)])
-    size = math.prod(q.shape[d] for d in free)
-    return scale.reshape(-1, size) if batch else scale.reshape(size)
-
-
 def factors_by_kernels(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
     """Return `factors_of`, or the factor written by the kernel that quantized an operand."""
     for operand in (lhs, rhs):
-        if isinstance(operand, Paired):
+        if isinstance(operand, Paired) and operand.factor is not None:
             return [operand.factor]
     return factors_of(lhs, rhs, spec)
 

@@ -7,7 +7,8 @@ kernel. A rule says which dimensions belong together::
 
 Every device then calls the function with its parts. Where ``i`` or ``j`` is divided, so is the
 result. Where ``k`` is, each device has a part of the sum, and the parts are added up. A name in
-capitals is of a dimension that every device must have as a whole.
+capitals is of a dimension that every device must have as a whole. A last operand ``()`` is the
+second one transposed: it is sent in its place, because others need it, too, and is not read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -51,6 +52,7 @@ class Rule:
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
+    transposed: bool = False  # whether the last operand is the second one, transposed
 
     @staticmethod
     def parse(text: str) -> Rule:
@@ -62,7 +64,10 @@ class Rule:
             )
             for side in text.split("->")
         )
-        return Rule(*sides)
+        operands, results = sides
+        if has_transposed := "()" in text:
+            operands = *operands[:-1], operands[1][::-1]
+        return Rule(operands, results, has_transposed)
 
     def units(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
         """The elements of each name that stay together; absent: it cannot be divided."""
@@ -118,19 +123,21 @@ class Rule:
         apart = {name for name in self.summed() if len(ways.get(name, ())) > 1}
         return [(dim, axes) for dim, axes in found if dim.name not in apart]
 
-    def cut(
-        self, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
-    ) -> dict[str, tuple[int, int, int]]:
-        """Names that operands have divided into parts of no whole units: size, parts, unit."""
+    def warn_cut(self, name: str, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> None:
+        """Warn of names that operands have divided into parts of no whole units."""
         sizes = self.sizes([x.shape for x in operands])
         units = {dim.name: dim.unit for dim in itertools.chain(*self.operands, *self.results)}
-        found = {}
         of_operands = [axes_by_dimension(x, mesh) for x in operands]
-        for dim, axes in _pairs(self.operands, of_operands):
-            parts, unit = math.prod(mesh.shape[axis] for axis in axes), units[dim.name]
-            if dim.unit == 1 and parts > 1 and sizes[dim.name] % (parts * unit):
-                found[dim.name] = sizes[dim.name], parts, unit
-        return found
+        for dim, axes in dict(_pairs(self.operands, of_operands)).items():
+            size, unit = sizes[dim.name], units[dim.name]
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            if dim.unit == 1 and parts > 1 and size % (parts * unit):
+                warnings.warn(
+                    f"jfp8, {name}: a dimension of {size} is divided into {parts} parts, which "
+                    f"cuts blocks of {unit}. Every device gets all of it first, which takes time. "
+                    f"Let each have a multiple of {unit}.",
+                    stacklevel=3,
+                )
 
     def lacking(self) -> set[str]:
         """The names of dimensions that may be divided and that a result does not have."""
@@ -163,6 +170,7 @@ class Rule:
         return Rule(
             tuple((new, *a) if b else a for a, b in zip(self.operands, operands, strict=True)),
             tuple((new, *array) for array in self.results),
+            self.transposed,
         )
 
 
@@ -245,7 +253,7 @@ def _partitioned(
     operands: Sequence[jax.Array],
 ) -> Callable[..., Any]:
     """`function`, whose parts XLA asks for when it knows how its operands are divided."""
-    rule = Rule(((), *rule.operands), rule.results)  # with the identity
+    rule = replace(rule, operands=((), *rule.operands))  # with the identity
     ways = [combine] * len(rule.results) if combine is None or isinstance(combine, str) else combine
     units = rule.units([(), *(x.shape for x in operands)])
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -255,15 +263,9 @@ def _partitioned(
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         mesh = finest_mesh(mesh, operands[1].sharding)
-        outs = jax.tree.leaves(results)
-        axes = rule.axes(units, jax.tree.leaves(operands), outs, mesh)
-        for size, parts, unit in rule.cut(jax.tree.leaves(operands), mesh).values():
-            warnings.warn(
-                f"jfp8, {name.partition(',')[0]}: a dimension of {size} is divided into {parts} "
-                f"parts, which cuts blocks of {unit}. Every device gets all of it first, which "
-                f"takes time. Let each have a multiple of {unit}.",
-                stacklevel=2,
-            )
+        ins, outs = jax.tree.leaves(operands), jax.tree.leaves(results)
+        axes = rule.axes(units, ins, outs, mesh)
+        rule.warn_cut(name.partition(",")[0], ins, mesh)
         apart = [
             tuple(a for n in axes if n not in _names(dims) for a in axes[n])
             for dims in rule.results
@@ -273,8 +275,15 @@ def _partitioned(
             args = zip(outs, of_results, apart, strict=True)
             of_results = [_shared_out(*each, mesh) for each in args]
 
+        of_operands = [[axes.get(dim.name, ()) for dim in dims] for dims in rule.operands]
+        sends_last = rule.transposed and axes_by_dimension(ins[2], mesh) != of_operands[2]
+        if rule.transposed:  # what is not read stays where it is
+            unread = 2 if sends_last else -1
+            of_operands[unread] = axes_by_dimension(ins[unread], mesh)
+
         def on_parts(identity: jax.Array, *parts: jax.Array) -> Any:
             del identity
+            parts = (parts[0], parts[-1].mT, *parts[2:]) if sends_last else parts
             # Parts are not on the caller's mesh, which may be explicit.
             with jax.sharding.use_abstract_mesh(of_one):
                 found = lowered(any(apart), mesh, *map(jax.typeof, parts))(*parts)
@@ -283,7 +292,6 @@ def _partitioned(
                 pairs = zip(combined, outs, strict=True)
                 return tree.unflatten(x.astype(out.dtype) for x, out in pairs)
 
-        of_operands = [tuple(axes.get(dim.name, ()) for dim in dims) for dims in rule.operands]
         lie = lambda by_dimension: NamedSharding(mesh, PartitionSpec(*by_dimension))
         laid_out = jax.tree.structure(results).unflatten(map(lie, of_results))
         return mesh, on_parts, laid_out, tuple(map(lie, of_operands))

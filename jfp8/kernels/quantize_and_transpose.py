@@ -121,7 +121,8 @@ def quantize_both_ways(
         def along(d, met):
             q = quantizer(values, Context((d,), largest, state))
             factor = None if met is None else scale_products((jnp.asarray(q.scale),), (met,))[0]
-            return _paired(q if d else q.T, factor)
+            q = q if d else q.T
+            return q if factor is None else Paired(q.data, q.scale, factor=factor)
 
         parts = jax.eval_shape(by_kernel, x, state, meets).amax.shape
         largest_of = jnp.broadcast_to(largest, parts)
@@ -277,13 +278,8 @@ def _with_one_scale(
     # Matmuls reshape their factor, and back. XLA would move this reshape to between the two.
     scale, *factors = lax.optimization_barrier([number.reshape(()) for number in numbers])
     of = [None if met is None else factors.pop(0) for met in meets]
-    straight, other = (_paired(ScaledArray(x, scale), f) for x, f in zip((q, q_t), of, strict=True))
+    straight, other = (Paired(x, scale, factor=f) for x, f in zip((q, q_t), of, strict=True))
     return BothWays(straight, other, largest)
-
-
-def _paired(q: ScaledArray, factor: jax.Array | None) -> ScaledArray:
-    """Return `q` with the product of its scale and the other operand's, if known."""
-    return q if factor is None else Paired(q.data, q.scale, factor=factor)
 
 
 def _rowwise(quantizer: Rowwise, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jfp8.matmul.spec import Numbers, layout_of
+from jfp8.matmul.spec import Numbers, free_dims, layout_of, to_output
+from jfp8.scaling.arrays import ScaledArray
 
 
 def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, Any, Numbers]:
@@ -47,3 +49,15 @@ def matrix_groups(
     """
     matrix = sorted((tuple(free), tuple(contract)))
     return [tuple(batch), *matrix] if batch else matrix
+
+
+def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:
+    """Return the scales as f32[], or one for each free index, f32[(batch,) free]."""
+    scale = jnp.asarray(q.scale)
+    if not scale.ndim:
+        return scale
+    free = free_dims(q.ndim, contract, batch)
+    scale = to_output(scale, q, batch, free, 0, 0)
+    scale = jnp.broadcast_to(scale, [q.shape[d] for d in (*batch, *free)])
+    size = math.prod(q.shape[d] for d in free)
+    return scale.reshape(-1, size) if batch else scale.reshape(size)

@@ -16,10 +16,10 @@ import numpy as np
 
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.on_platform import on_platform
-from jfp8.kernels.operands import row_scales, to_last
+from jfp8.kernels.operands import to_last
 from jfp8.kernels.partitioning import divided_sum, why_not_divided
 from jfp8.kernels.verdicts import why_failed
-from jfp8.matmul.as_matrices import as_matrices
+from jfp8.matmul.as_matrices import as_matrices, row_scales
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.backends import why_left_out

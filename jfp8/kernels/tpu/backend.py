@@ -24,10 +24,9 @@ from jfp8.kernels.backend import (
     none_allowed,
 )
 from jfp8.kernels.on_platform import on_platform
-from jfp8.kernels.operands import row_scales
 from jfp8.kernels.tpu.tiles import LANES
 from jfp8.kernels.xla import bf16_dot, f8_dot
-from jfp8.matmul.as_matrices import as_matrices
+from jfp8.matmul.as_matrices import as_matrices, row_scales
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.backend import Backend
-from jfp8.kernels.operands import dtype_of_partial_sums, factors_by_kernels
+from jfp8.kernels.operands import Paired, dtype_of_partial_sums, factors_by_kernels
 from jfp8.kernels.partitioning import divided_sum
 from jfp8.kernels.verdicts import why_failed
 from jfp8.kernels.xla.bf16_dot import exact_product
@@ -32,8 +32,11 @@ def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
     arrays with their own algorithm.
     """
     is_cuda = isinstance(spec.device, Gpu) and spec.device.platform == "cuda"
-    multiply = cuda if is_cuda else elsewhere
-    return multiply(lhs.data, rhs.data, factors_by_kernels(lhs, rhs, spec), spec)
+    factors = factors_by_kernels(lhs, rhs, spec)
+    if not is_cuda:
+        return elsewhere(lhs.data, rhs.data, factors, spec)
+    more = [rhs.transposed] if isinstance(rhs, Paired) and rhs.transposed is not None else []
+    return cuda(lhs.data, rhs.data, factors, spec, *more)
 
 
 def elsewhere(
@@ -46,7 +49,11 @@ def elsewhere(
 
 
 def cuda(
-    lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], spec: MatmulSpec
+    lhs: jax.Array,
+    rhs: jax.Array,
+    factors: Sequence[jax.Array],
+    spec: MatmulSpec,
+    *rhs_t: jax.Array,
 ) -> jax.Array:
     """Return ``dot_general(lhs, rhs) * factors`` of two f8 arrays by one call of cuBLASLt.
 
@@ -54,6 +61,8 @@ def cuda(
     result, sizes that are multiples of 16, and its scale is a single multiplication in that dtype.
     XLA takes the scale itself in f32: it removes roundings that are undone at once. A result in f16
     could overflow before it is scaled, so it is computed in f32.
+
+    Devices that lack parts of `rhs` receive `rhs_t`, its transpose, if that is given.
 
     No tensor core multiplies e5m2 by e5m2: these are multiplied in bf16, which is exact.
     """
@@ -63,22 +72,20 @@ def cuda(
     algorithm = (
         preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if spec.fast_accumulation else preset.ANY_F8_ANY_F8_F32
     )
-    single = [factor for factor in factors if not factor.ndim]
-
-    numbers = spec.dimension_numbers
+    single, numbers = [factor for factor in factors if not factor.ndim], spec.dimension_numbers
 
     def scaled(dtype, lhs, rhs, *given):
         def product(lhs, rhs, numbers):
-            single = list(given)
+            scales = given[: len(single)]
             first = dtype if dtype == jnp.bfloat16 else np.float32
-            if single and not numbers[1][0] and lhs.dtype == jnp.float8_e4m3fn:
+            if scales and not numbers[1][0] and lhs.dtype == jnp.float8_e4m3fn:
                 # An activation may be in several matmuls, which XLA would merge if they are small,
                 # and round their scales to bf16. Weights and gradients are in one matmul each.
-                lhs, *single = lax.optimization_barrier([lhs, *single])
+                lhs, *scales = lax.optimization_barrier([lhs, *scales])
             y = lax.dot_general(
                 lhs, rhs, numbers, precision=algorithm, preferred_element_type=first
             )
-            for factor in single:
+            for factor in scales:
                 y = y * factor.astype(first)
             return y
 
@@ -89,14 +96,15 @@ def cuda(
         y = scaled(spec.dtype, lhs, rhs, *single)
     else:
         # If a sum is sharded over devices, each scales its share, in the call, not after the sum.
-        rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
+        others = [""] * len(single) + ["()"] * len(rhs_t)
+        rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), others)
         name = f"dot_general, {algorithm.name}"
         multiply = divided_sum(name, scaled, rule, spec.dtype, spec.partial_dtype)
-        y = multiply(lhs, rhs, *single)
+        y = multiply(lhs, rhs, *single, *rhs_t)
     return times(y, [f for f in factors if f.ndim]).astype(spec.dtype)
 
 
-def rule_of_product(numbers: Numbers, ndims: tuple[int, int], scales: int) -> str:
+def rule_of_product(numbers: Numbers, ndims: tuple[int, int], others: Sequence[str]) -> str:
     """Return the rule for ``dot_general``, see `divided`: ``"m0 k0, n0 k0, -> m0 n1"``, 1 scale."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     names = ({d: f"m{d}" for d in range(ndims[0])}, {d: f"n{d}" for d in range(ndims[1])})
@@ -109,7 +117,7 @@ def rule_of_product(numbers: Numbers, ndims: tuple[int, int], scales: int) -> st
         for of_dims, ndim, contract, batch in zip(names, ndims, *numbers, strict=True)
     )
     result = [names[0][d] for d in lhs_batch] + [name for names in free for name in names]
-    return f"{', '.join([lhs, rhs, *[''] * scales])} -> {' '.join(result)}"
+    return f"{', '.join([lhs, rhs, *others])} -> {' '.join(result)}"
 
 
 def aligned(
