@@ -42,8 +42,8 @@ class Arrangement:
             y = y[:rows, :columns]
         y = y.T if self.swapped else y
         y = y.reshape([self.shape[d] for d in self.order])
-        y = y.transpose(np.argsort(self.order).tolist())
-        return y if self.values in (None, y.shape) else y[tuple(map(slice, self.values))]
+        y, values = y.transpose(np.argsort(self.order).tolist()), self.values or self.shape
+        return y if values == y.shape else y[tuple(map(slice, values))]
 
 
 def _padded(x: Any, shape: tuple[int, ...]) -> Any:
