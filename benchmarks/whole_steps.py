@@ -20,6 +20,7 @@ import collections
 import datetime
 import json
 import math
+import platform
 import re
 import sys
 import time
@@ -28,6 +29,7 @@ from typing import Any
 
 import flax
 import jax
+from results_file import write
 
 import jfp8
 from jfp8.collectives.hlo import Instruction, read
@@ -149,7 +151,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="texts of compiled programs")
     parser.add_argument("--only", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
     parser.add_argument("--recipes", nargs="+", default=["delayed", "current"])
-    parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"add to {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     if reason := why_not():
         raise SystemExit(reason)
@@ -161,8 +163,14 @@ def main() -> None:
     print(table(results))
     if args.write:
         versions = {m.__name__: m.__version__ for m in (jax, flax, jfp8)}
-        record = {"date": f"{datetime.date.today()}", "versions": versions, "programs": results}
-        RESULTS.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        versions = {"python": platform.python_version(), **versions}
+        known = json.loads(RESULTS.read_text())["programs"] if RESULTS.exists() else {}
+        programs = {name: known.get(name, {}) | results.get(name, {}) for name in PROGRAMS}
+        programs = {name: found for name, found in programs.items() if found}
+        date = f"{datetime.date.today()}"
+        record = {"device": "described H200", "made": date, "versions": versions}
+        record["programs"] = programs
+        write(RESULTS, record)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,27 @@ def test_a_product_of_divided_operands(a, b, out, exchanged):
     assert collectives == exchanged
 
 
+@pytest.mark.parametrize(
+    ("b", "exchanged"),
+    [(P(None, "data"), ["all-gather"]), (P("model"), []), (P("model", "data"), ["all-gather"])],
+)
+def test_a_transpose_is_sent_instead_of_an_operand_and_serves_both(b, exchanged):
+    """The first product would have to send `b`, and the second one sends ``b.T`` anyway."""
+    multiply = lambda a, b, b_t: times_transposed(a, b)
+    forward = divided("product", multiply, "i k, j k, () -> i j", combine="sum")
+    x, w = integers(512, 128), integers(32, 128, seed=1)
+
+    def both(x, w, w_t):
+        y = forward(x, w, w_t)
+        return y, product(y, w_t)
+
+    specs = P("data"), b, P(*reversed((*b, None)[:2]))
+    (y, dx), collectives = on_devices(both, (x, w, w.T), specs)
+    np.testing.assert_array_equal(y, x @ w.T)
+    np.testing.assert_array_equal(dx, x @ w.T @ w)
+    assert [c for c in collectives if c != "all-reduce"] == exchanged  # sums over "model"
+
+
 def test_parts_of_a_sum_in_another_dtype():
     """One device gives an exact sum; several send their parts in bf16, which has 8 bits."""
 
