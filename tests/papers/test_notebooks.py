@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 import jfp8
+from test_english import FIRST, PHRASES
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -27,6 +29,33 @@ def code_cells(notebook):
 
 def test_there_are_notebooks():
     assert NOTEBOOKS
+
+
+@each_notebook
+def test_first_cell_installs_and_imports(path):
+    """In at most three lines. There is no address to install from, so none is invented."""
+    first = code_cells(nbformat.read(path, as_version=4))[0].source
+    assert len(first.splitlines()) <= 3
+    assert "pip install" in first
+    assert first.endswith("import jfp8")
+    assert "://" not in first
+
+
+@each_notebook
+def test_what_is_trained_is_trained_in_nnx_first(path):
+    code = "\n".join(cell.source for cell in code_cells(nbformat.read(path, as_version=4)))
+    nnx, linen = (code.find(f"jfp8.{name}value_and_grad(") for name in ("nnx.", ""))
+    assert nnx <= linen
+    assert (nnx < 0) == (linen < 0)
+
+
+@each_notebook
+def test_text_has_no_mannerisms(path):
+    cells = nbformat.read(path, as_version=4).cells
+    text = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    text = re.sub(r"`[^`]*`", "_", text).replace("\n", " ")
+    found = {p: re.findall(p, text) for p, *_ in PHRASES if p != FIRST}
+    assert not any(found.values()), found
 
 
 @pytest.mark.notebook
