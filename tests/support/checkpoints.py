@@ -29,6 +29,12 @@ def quantized(recipe: Any, w: jax.typing.ArrayLike) -> jfp8.ScaledArray:
     return jfp8.quantize_params({"kernel": w.T}, recipe)["kernel"].T
 
 
+@jax.jit
+def dequantized(q: jfp8.ScaledArray) -> jax.Array:
+    """Return the values of `q`, by one program instead of one for each operation."""
+    return q.dequantize()
+
+
 def assert_same(a: Any, b: Any) -> None:
     """Check that two trees have the same structure, dtypes, shapes and bytes."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
