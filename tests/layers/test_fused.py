@@ -240,15 +240,6 @@ X = normal((5, 16))
 
 
 @pytest.mark.slow
-def test_mlp_can_give_the_normalised_input():
-    mlp = LayerNormMLP(8, return_layernorm_output=True)
-    params = init(mlp, X)
-    y, given = apply(mlp, params, X)
-    assert relative_error(given, nn.LayerNorm().init_with_output(KEY, X)[0]) < 1e-6
-    np.testing.assert_array_equal(y, apply(mlp.clone(return_layernorm_output=False), params, X))
-
-
-@pytest.mark.slow
 def test_mlp_drops_what_is_between_the_products():
     """A quarter of it, and the rest grows by 4/3; only if it is not deterministic."""
     mlp = LayerNormMLP(2048, intermediate_dropout_rate=0.25, activation="relu", use_bias=False)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 import jfp8.nnx
-from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import Float8CurrentScaling
 from support.arrays import cosine, relative_error
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -333,24 +333,6 @@ def test_mistakes_of_attention():
             ours(q, q, q, **how)
     with jfp8.autocast(enabled=False):
         assert ours(q, q, q, dropout_rate=0.5, dropout_rng=jax.random.key(0)).shape == q.shape
-
-
-@pytest.mark.slow
-def test_mistakes_in_spelling():
-    with pytest.raises(TypeError, match=r"got the class DelayedScaling.*=DelayedScaling\(\)"):
-        jfp8.nnx.Linear(2, 3, recipe=DelayedScaling, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="recepie"):
-        jfp8.nnx.Linear(2, 3, recepie=DelayedScaling(), rngs=nnx.Rngs(0))
-    layer = jfp8.nnx.Linear(2, 3, implementation="cuda", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="implementation"):
-        layer(jnp.ones((1, 2)))
-    with pytest.raises(TypeError, match="(?i)float"):
-        jfp8.nnx.DotGeneral()(
-            jnp.ones((1, 2), int), jnp.ones((2, 2), int), (((1,), (0,)), ((), ()))
-        )
-    op = jfp8.nnx.EinsumOp()
-    with pytest.raises(ValueError, match="two operands"):
-        op("ab,bc", jnp.ones((2, 2)), jnp.ones((2, 2)))
 
 
 def test_a_region_without_fp8_is_the_reason_in_a_report():

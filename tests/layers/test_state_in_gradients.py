@@ -297,17 +297,6 @@ def test_boxes_are_opened_and_closed_again(kind):
     assert history_of(grads[OWG])[0] == AMAX
 
 
-@pytest.mark.slow
-def test_linen_layers_inside_of_nnx():
-    """As MaxText has them: a variable type of its own, by which the loss is differentiated."""
-    model = nnx.bridge.ToNNX(LAYER, rngs=nnx.Rngs(0)).lazy_init(X)
-    state_type = nnx.variablelib.variable_type_from_name(OWG)
-    wrt = nnx.DiffState(0, nnx.Any(nnx.Param, state_type))
-    grads = nnx.grad(lambda model: jnp.sum(model(X) ** 2), argnums=wrt)(model)
-    new = nnx.to_pure_dict(nnx.filter_state(grads, state_type))
-    assert history_of(new)[0] == AMAX
-
-
 class Bridged(nnx.Module):
     """A layer of NNX, of a trainer, whose product is a module of Linen."""
 

@@ -136,34 +136,6 @@ def test_random_signs():
     assert abs(pairs).max() < 5 / 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
-def test_both_operands_of_a_product_get_the_same_signs(kind):
-    """With or without a key; one operand stays in high precision, and is rotated all the same."""
-    q = Current(E4M3FN)
-    plain, turned = Product(q, q), Product(q, None, rotation=RandomHadamard(16))
-    products = dict.fromkeys(("fprop", "dgrad", "wgrad"), plain) | {kind: turned}
-    x, w, g = sample(24, 40), sample(40, 16), sample(24, 16)
-    dot = partial(
-        scaled_dot_general,
-        dimension_numbers=(((1,), (0,)), ((), ())),
-        recipe=PerOperand(**products),
-    )
-
-    @jax.jit
-    def results(x, w, g, key):
-        y, vjp = jax.vjp(partial(dot, key=key), x, w)
-        return (y, *vjp(g))
-
-    exact = [a.astype(np.float64) for a in (x, w, g)]
-    exact = (exact[0] @ exact[1], exact[2] @ exact[1].T, exact[0].T @ exact[2])
-    i = ("fprop", "dgrad", "wgrad").index(kind)
-    drawn = [np.asarray(results(x, w, g, key)[i]) for key in (*jax.random.split(KEY), None)]
-    for y in drawn:
-        assert 0 < np.linalg.norm(y - exact[i]) < 0.06 * np.linalg.norm(exact[i])
-    assert not np.array_equal(drawn[0], drawn[1])
-
-
 # Values and errors.
 
 

@@ -122,11 +122,6 @@ def sample(fmt, dtype) -> np.ndarray:
     return from_bits(np.arange(2**16), dtype)
 
 
-def thinned(x, n) -> np.ndarray:
-    """About evenly spread, `n` elements of `x`."""
-    return x[:: len(x) // n][:n]
-
-
 # Oracles and comparisons. A code is compared as an integer, so the sign of a zero counts.
 
 
@@ -301,24 +296,6 @@ def test_round_to_format_gives_the_values_of_cast(fmt, dtype, rounding):
     assert_same(round_to_format(x, fmt, rounding=rounding), expected)
 
 
-@pytest.mark.slow
-@all_formats
-@roundings
-def test_eager_jit_and_vmap_agree(fmt, rounding):
-    """Of a size that vectorized code treats as blocks and a rest."""
-    x = thinned(f32_sample(fmt), 2 * 1023).reshape(2, -1)
-    keys = jax.random.split(KEY, 2)
-
-    def both(x, key):
-        return [f(x, fmt, rounding=rounding, key=key) for f in (cast, round_to_format)]
-
-    alone = [np.stack(a) for a in zip(*map(both, x, keys))]
-    for jitted, expected in zip(jax.jit(jax.vmap(both))(x, keys), alone):
-        assert_same(jitted, expected)
-    for jitted, expected in zip(jax.jit(both)(x[1], keys[1]), alone):
-        assert_same(jitted, expected[1])
-
-
 def test_e8m0_codes_that_are_special():
     """No sign, no zero, no Inf: see the docstring of `cast`."""
     exact = {2.0**-127: 0, 2.0**-126: 1, 1.0: 127, 2.0**127: 254}
@@ -345,9 +322,6 @@ def test_trap_round_trips_are_not_elided(fmt, dtype):
     there_and_back = jax.jit(lambda x: (cast(x, fmt).astype(dtype), round_to_format(x, fmt)))
     for result in there_and_back(x):
         assert_same(result, expected)
-
-
-# Stochastic rounding.
 
 
 # Gradients.
@@ -403,9 +377,6 @@ def test_gradient_of_cast_is_straight_through(fmt, rounding):
     assert_same(primal, expected)
     off_grid = np.full_like(w, 0.3)
     assert_same(gradients(x, off_grid)[0], off_grid.astype(fmt.dtype).astype(np.float32))
-
-
-# Shapes and kinds of input.
 
 
 # Errors.

@@ -175,25 +175,6 @@ def test_the_same_step_bit_for_bit_with_no_weight_quantized_inside_of_the_loop(
             assert quantizing(inside(reference, depth)) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lift", ["plain", "scan"])
-def test_one_byte_is_kept_for_each_element_of_a_weight(lift):
-    """Besides its scale."""
-    model = Model(recipes.get("delayed"), lift)
-    state = state_of(model)
-
-    def gradient(params, x):
-        loss = lambda p: jnp.sum(model.apply({"params": p, "fp8": state.fp8}, x) ** 2)
-        return jax.grad(loss)(params)
-
-    kept = jax.eval_shape(lambda p, x: split(gradient, p, x)[0], state.params, X[:4])
-    leaves = jax.tree.leaves(kept)
-    weights = sum(w.size for w in jax.tree.leaves(state.params))
-    assert sum(leaf.size for leaf in leaves if leaf.dtype == jnp.uint8) == weights
-    others = [leaf for leaf in leaves if leaf.dtype != jnp.uint8]
-    assert sum(leaf.size for leaf in others) <= 16 * len(jax.tree.leaves(state.params)) * 3
-
-
 def test_gradients_of_bf16_parameters_are_summed_in_f32():
     """Gradients of 256, 1, 1, ...: a sum in bf16 would stay at 256."""
     n = 64

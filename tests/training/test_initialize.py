@@ -31,15 +31,6 @@ def recipe_of(model):
     return type(model).jfp8_selection.recipe
 
 
-@pytest.mark.slow
-def test_the_model_is_converted_and_the_optimizer_left_alone():
-    tx = optax.adam(1e-3)
-    model, same = jfp8.initialize(MODEL, tx)
-    assert same is tx
-    assert recipe_of(model) == recipes.DelayedScaling()
-    assert sorted(model.init(jax.random.key(0), X)["fp8"]) == ["layers_0", "layers_2"]
-
-
 def test_state_that_gradients_replace():
     where = "_overwrite_with_gradient"
     for how in ({"state_collection": where}, {"config": {"state_collection": where}}):
