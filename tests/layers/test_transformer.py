@@ -386,6 +386,13 @@ def test_with_dropout_the_layer_wants_to_be_told():
         jax.eval_shape(TransformerLayer(**SIZES, attention_dropout=0.1).init, KEY, X)
 
 
+def test_attention_in_fp8_refuses_to_drop_weights():
+    layer = TransformerLayer(**SIZES, attention_products=True, attention_dropout=0.1)
+    init = functools.partial(layer.init, deterministic=False)
+    with pytest.raises(ValueError, match="what dropout_rate=0.1 asks for"):
+        jax.eval_shape(init, {"params": KEY, "dropout": KEY}, X)
+
+
 # Errors.
 
 
