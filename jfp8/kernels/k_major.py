@@ -66,6 +66,7 @@ class KMajorDot(Operation):
         state: AmaxState | None,
         dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        del role
         if not self.kernels or second is None or first.quantizer != second.quantizer:
             return None
         if first.quantizer is None or not has_kernel(first.quantizer):
@@ -73,8 +74,6 @@ class KMajorDot(Operation):
         along_rows = first.contracting == (1,)
         by_rows, by_columns = (first, second) if along_rows else (second, first)
         meets = by_rows.other_scale, by_columns.other_scale
-        if role == "lhs" and state is None:  # several layers may have this input: quantized once
-            meets = None, None
         straight, other, largest = quantize_both_ways(first.quantizer, dtype, x, state, meets)
         if role == "rhs" and straight.block is None and not straight.scale.ndim:
             other = replace(other, transposed=straight.data)

@@ -180,7 +180,7 @@ def observed_dot_general(
         known = given if has_only_explicit_axes() else None
         function = partial(observed_dot_general, **what, options=options, **result, specs=known)
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
-        return with_result_like(given, inside, lhs, rhs, state, bias)
+        return with_result_like(given.y, inside, lhs, rhs, state, bias)
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
     shapes = lhs.shape, rhs.shape

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jfp8.products.operation import Observed, Operand
+from jfp8.products.operation import Operand
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.device import explicit_mesh_of
 
@@ -85,31 +85,14 @@ def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) 
 
 
 def with_result_like(
-    specs: Specs, function: Callable[..., tuple[jax.Array, Observed]], *arguments: Any
-) -> tuple[jax.Array, Observed]:
-    """Return ``function(*arguments)``, with the result sharded according to `specs`.
-
-    Args:
-      specs: see `specs_of`.
-      function: function of arrays, whose axes are not explicit inside it.
-      arguments: pytrees.
-    """
-    automatic: Callable[..., Any] = jax.sharding.auto_axes(
-        function, out_sharding=(specs.y, PartitionSpec())
-    )
-    return automatic(*arguments)
-
-
-def with_layout_of(
-    like: jax.Array, function: Callable[..., tuple[jax.Array, Any]], *arguments: Any
+    spec: PartitionSpec, function: Callable[..., tuple[jax.Array, Any]], *arguments: Any
 ) -> tuple[jax.Array, Any]:
-    """Call ``function(*arguments)``, with its first result sharded like `like`.
+    """Return ``function(*arguments)``, with its first result sharded according to `spec`.
 
     Args:
-      like: an array of the same rank.
       function: function of arrays, whose axes are not explicit inside it.
       arguments: pytrees.
     """
-    layouts = jax.typeof(like).sharding.spec, PartitionSpec()
+    layouts = spec, PartitionSpec()
     automatic: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=layouts)
     return automatic(*arguments)

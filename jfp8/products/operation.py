@@ -119,7 +119,7 @@ class Use(NamedTuple):
       product: the recipe's settings for it.
       quantizer: the recipe's quantizer for this operand; None leaves it in high precision.
       contracting: the dimensions of the tensor that the matmul sums over.
-      other: the other operand, if it is quantized before this one.
+      other: the other operand of a gradient, for kernels that write the product of both scales.
       rotation_seed: of a random rotation, if the other operand was rotated before this one.
     """
 

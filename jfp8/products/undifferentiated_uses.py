@@ -3,7 +3,7 @@
 Their amaxes do not come back through the sink, because JAX omits their backward pass. While a
 loss is traced for differentiation, each use is noted; afterwards the uses without a backward pass
 are known. Their amaxes are then returned next to the loss, and programs without such uses
-contain nothing extra.
+contain nothing extra. The notes also tell which layers have an input in common.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
+from jfp8.products.operation import State
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.history import AmaxState
 from jfp8.scaling.sink import encode_amax
 
 
@@ -52,11 +55,13 @@ class Uses:
       sinks: the sinks with respect to which the loss is differentiated, as tracers of the loss.
       trace: the trace of the loss.
       found: the uses, in the order of tracing.
+      inputs: each lhs, its history, and for which other uses of it that history is read, too.
     """
 
     sinks: list[jax.Array]
     trace: Any
     found: list[ProductUse] = field(default_factory=list)
+    inputs: list[tuple[jax.Array, AmaxState, Any]] = field(default_factory=list)
 
     def amaxes(self) -> list[jax.Array]:
         """Return the amaxes that can be returned next to the loss, f32[2] each."""
@@ -70,18 +75,17 @@ class Uses:
         """
         leaves, structure = jax.tree.flatten(cotangents)
         able = [use for use in self.found if use.amaxes is not None]
-        self._warn_of([use for use in self.found if use.amaxes is None])
+        self._warn_of_lost()
         for use, seen in zip(able, amaxes, strict=True):
             if not use.differentiated:
                 (i,) = (i for i, sink in enumerate(self.sinks) if sink is use.sink)
                 leaves[i] = leaves[i].at[:2].add(encode_amax(seen))
         return structure.unflatten(leaves)
 
-    @staticmethod
-    def _warn_of(unable: Sequence[ProductUse]) -> None:
-        unseen = [use for use in unable if use.linearized and not use.differentiated]
-        lost = {use.layer for use in unseen if use.layer is not None and not use.is_foreign}
-        if lost:
+    def _warn_of_lost(self) -> None:
+        left = [use for use in self.found if use.amaxes is None and not use.differentiated]
+        layers_of = lambda uses: {use.layer for use in uses if use.layer is not None}
+        if lost := layers_of(use for use in left if use.linearized and not use.is_foreign):
             warnings.warn(
                 f"The amax histories of {sorted(lost)} are not updated by uses that the loss is "
                 "not differentiated through (behind stop_gradient, or without effect on the "
@@ -90,9 +94,7 @@ class Uses:
                 "return mutated from the loss function.",
                 stacklevel=2,
             )
-        cut_off = [use for use in unable if use.is_foreign and not use.differentiated]
-        foreign = {use.layer for use in cut_off if use.layer is not None}
-        if foreign:
+        if foreign := layers_of(use for use in left if use.is_foreign):
             warnings.warn(
                 f"The amax histories of {sorted(foreign)} are not updated by uses with a sink that "
                 "the loss is not differentiated with respect to, as after stop_gradient of all "
@@ -123,19 +125,28 @@ def are_noted() -> bool:
 
 
 @contextlib.contextmanager
-def uses_of(layer: str | None) -> Iterator[None]:
-    """Return a context whose uses belong to `layer`; None if the layer records by itself."""
+def uses_of(layer: str | None, lhs: jax.Array, recipe: Recipe, state: State) -> Iterator[State]:
+    """Return a context whose uses belong to `layer`; None if the layer records by itself.
+
+    It gives the state to quantize with: layers with one `lhs` read the history that the first of
+    them has of it, so that their scales are one, and the compiler quantizes that array once.
+    """
+    uses, histories = _noting.get(), state.histories
+    if uses is not None and histories is not None:
+        like = get_opaque_trace_state(), recipe, jax.typeof(histories["lhs"]["amax_history"])
+        uses.inputs.append((lhs, histories["lhs"], like))
+        first = next(own for x, own, other in uses.inputs if x is lhs and other == like)
+        state = state._replace(histories={**histories, "lhs": first})
     token = _layer.set(layer)
     try:
-        yield
+        yield state
     finally:
         _layer.reset(token)
 
 
 def begin_use(sink: jax.Array) -> ProductUse | None:
     """Return a use of a matmul with this `sink`, if uses are noted."""
-    uses = _noting.get()
-    if uses is None:
+    if (uses := _noting.get()) is None:
         return None
     uses.found.append(ProductUse(sink, _layer.get()))
     return uses.found[-1]
@@ -143,8 +154,7 @@ def begin_use(sink: jax.Array) -> ProductUse | None:
 
 def end_use(use: ProductUse, lhs: jax.Array, rhs: jax.Array) -> None:
     """Note the amaxes of the operands of a use, f32[] each."""
-    uses = _noting.get()
-    if uses is None or get_opaque_trace_state() != uses.trace:
+    if (uses := _noting.get()) is None or get_opaque_trace_state() != uses.trace:
         return
     use.is_foreign = all(sink is not use.sink for sink in uses.sinks)
     if not use.is_foreign:

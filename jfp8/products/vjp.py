@@ -187,10 +187,10 @@ def forward(
     x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
     w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
     rotated_by = None if fprop.rotation is None else rotation_seed(fprop, "fprop", amax(lhs), seed)
-    # The weight by itself: a loop over micro-batches quantizes it once.
+    # Each by itself: micro-batches quantize a weight once, and layers with one input that input.
     w_use = Use("fprop", fprop, fprop.rhs, w_sum, rotation_seed=rotated_by)
     q_rhs, kept_rhs, rhs_amax = w.quantized(w_use, w_again)
-    x_use = Use("fprop", fprop, fprop.lhs, x_sum, q_rhs, rotated_by)
+    x_use = Use("fprop", fprop, fprop.lhs, x_sum, rotation_seed=rotated_by)
     q_lhs, kept_lhs, lhs_amax = x.quantized(x_use, x_again)
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)

@@ -59,7 +59,7 @@ class Bounds:
 
 
 BOUNDS = {
-    ("one GPU", "delayed"): Bounds(34),
+    ("one GPU", "delayed"): Bounds(36),
     ("one GPU", "current"): Bounds(31),
     ("4 micro-batches", "delayed"): Bounds(325),
     ("8 GPUs, FSDP", "delayed"): Bounds(96, transposes=7, exchanges=10, sent=0.76),
@@ -94,6 +94,4 @@ def test_step(name, recipe, recorded):
     assert len(program.kernels) <= most.kernels
     assert audit.rounded_scales <= most.rounded
     assert seconds <= most.compiling * plain_seconds
-    # Delayed scaling has a history for each layer, so that layers with one input quantize it each.
-    again = sorted(times for _, times in audit.quantized_again)
-    assert again == ([2, 3] if recipe == "delayed" else [])
+    assert audit.quantized_again == ()

@@ -126,10 +126,10 @@ class ProductModule(nn.Module):
             state = told_if_constant(state, rhs)
         with (
             self._noted(recipe, layer, state),
-            uses_of(None if records else "/".join(self.path)),
+            uses_of(None if records else "/".join(self.path), lhs, recipe, state) as read,
         ):
             options = Options(recipe, self.implementation, rhs_dtype)
-            y, observed = quantized(lhs, rhs, options=options, state=state)
+            y, observed = quantized(lhs, rhs, options=options, state=read)
         if records:
             self.end(state, observed)
         return y

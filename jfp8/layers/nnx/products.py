@@ -206,9 +206,9 @@ class Product(PrintsRecipe):
                 rhs = _warned_if_not_kept(self.path, rhs)
             causal = recipe.is_causal(layer, history=state.histories is not None)
             ahead = note("ahead", "" if causal else "later positions")
-            with note("recipe", recipe.name), ahead, uses_of(self.path):
+            with note("recipe", recipe.name), ahead, uses_of(self.path, lhs, recipe, state) as read:
                 options = Options(recipe, self.implementation, rhs_dtype)
-                y, observed = quantized(lhs, rhs, options=options, state=state)
+                y, observed = quantized(lhs, rhs, options=options, state=read)
             if records:
                 self._end(state, observed)
             return y

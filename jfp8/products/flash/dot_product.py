@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.matmul.spec import planner_of
-from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
+from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_result_like
 from jfp8.products.flash import blocks, passes
 from jfp8.products.flash import mask as masks
 from jfp8.products.flash.mask import BLOCK, Visible
@@ -162,8 +162,8 @@ def attention_of_projections(
     """
     if has_explicit_axes():
         inside = lambda *arrays: (attention_of_projections(options, *arrays), ())
-        like = jnp.asarray(arrays[0])
-        return with_layout_of(like, inside, arrays, tokens, state, sink, projections)[0]
+        spec = jax.typeof(jnp.asarray(arrays[0])).sharding.spec
+        return with_result_like(spec, inside, arrays, tokens, state, sink, projections)[0]
     *operands, bias, mask, sinks = arrays
     scale, is_causal, window, recipe, implementation, gpu = options
     q, k, v = map(as_float_array, operands, ("query", "key", "value"))
