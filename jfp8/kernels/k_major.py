@@ -66,7 +66,6 @@ class KMajorDot(Operation):
         state: AmaxState | None,
         dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        del role
         if not self.kernels or second is None or first.quantizer != second.quantizer:
             return None
         if first.quantizer is None or not has_kernel(first.quantizer):
