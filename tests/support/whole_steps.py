@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from support.gpu_programs import Program, compile_divided, forward_and_backward
+from support.gpu_programs import Program, compile_divided, device_of, forward_and_backward
 from support.interpreter import cudnn_known
 
 BF16 = jnp.bfloat16
@@ -89,7 +90,9 @@ class Step:
         whole = create
         if recipe is not None:
             whole = lambda: jfp8.convert(create(), recipe, exempt=self.exempt)
-        graphdef, state = nnx.split(nnx.eval_shape(whole))
+        gpu = AbstractMesh((), (), abstract_device=device_of("h200"))
+        with jax.sharding.use_abstract_mesh(gpu):
+            graphdef, state = nnx.split(nnx.eval_shape(whole))
         shape = 4 * self.axes.get("data", 1) * self.micro_batches, TOKENS
         x = jax.ShapeDtypeStruct((*shape, self.width), BF16)
         if self.model is LanguageModel:
