@@ -28,6 +28,8 @@ from jfp8.products.observers import Observer, tap
 from jfp8.products.operation import Kind, Operand, Operation, Options, QuantizedOperand, Use, sums
 from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
+from jfp8.quantizers.from_forward import FromForward
+from jfp8.quantizers.quantizer import Quantizer
 from jfp8.recipes.in_effect import overriding
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe
@@ -168,12 +170,18 @@ def product_by(
     quantizers, contracting = (product.lhs, product.rhs), operation.contracting(kind)
     given = zip((first, second), OPERANDS[kind], quantizers, contracting, strict=True)
     rotated_by = rotation_seed(product, kind, amax(first), None)
-    q_first, q_second = (
-        QuantizedOperand(role, x, None, None, operation).quantized(
-            Use(kind, product, quantizer, summed, rotation_seed=rotated_by), None
-        )[0]
-        for x, role, quantizer, summed in given
-    )
+    fprop, of_forward = recipe.resolved().fprop, operation.contracting("fprop")
+
+    def operand(x: jax.Array, role: str, quantizer: Quantizer | None, summed: Any) -> Operand:
+        use = Use(kind, product, quantizer, summed, rotation_seed=rotated_by)
+        source = QuantizedOperand(role, x, None, None, operation)
+        if not isinstance(quantizer, FromForward):
+            return source.quantized(use, None)[0]
+        i = OPERANDS["fprop"].index(role)
+        before = Use("fprop", fprop, (fprop.lhs, fprop.rhs)[i], of_forward[i])
+        return source.quantized(before, use)[1]
+
+    q_first, q_second = (operand(*parts) for parts in given)
     y = operation.multiply(kind, q_first, q_second, sums(Options(recipe), kind))
     return quantized_output(kind, product, y, None), q_first, q_second
 

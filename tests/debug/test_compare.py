@@ -137,7 +137,8 @@ def test_delayed_scaling_is_current_scaling_here():
 def test_every_recipe_can_be_compared(recipe):
     found = jfp8.debug.compare(Net(), recipe, "current", normal((4, 8, 16)))
     for p in found.products:
-        assert 0 < p.a.total < 0.3, p
+        exact = recipe == "qat" and p.product == "wgrad"  # its activations are not quantized
+        assert p.a.total == 0 if exact else 0 < p.a.total < 0.3, p
         assert p.a.total <= (p.a.cast + p.a.product) * (1 + 1e-6)
 
 
