@@ -7,69 +7,40 @@ depends on what else is in its batch.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jfp8.quantizers.quantizer import EVERYWHERE, Along, Quantizer
-from jfp8.recipes.product import Product, Products
+from jfp8.recipes.product import Products
 
 Layer = Literal["dense", "conv", "moe", "attention"]
 Operand = Literal["lhs", "rhs", "output"]
-Among = Literal["positions", "sequences"]
-
-
-class _Place(NamedTuple):
-    """Dimensions of an operand that hold positions and sequences."""
-
-    positions: Along
-    sequences: Along
-
-
-# The operands that are data; those not named are weights. A convolution is a matmul of patches,
-# which hold what its result may depend on.
-_ROWS = {"lhs": _Place("free", "free")}
 LAYERS: tuple[Layer, ...] = ("dense", "conv", "moe", "attention")
 OPERANDS: tuple[Operand, ...] = ("lhs", "rhs", "output")
 
 
-def shares_among(
-    products: Products, among: Among, layer: Layer, operand: Operand | None, history: bool
+def shares_among_rows(
+    products: Products, layer: Layer, operand: Operand | None, history: bool
 ) -> bool:
-    """Return True if the forward matmul of `layer` shares a scale among positions or sequences.
+    """Return True if the forward matmul of `layer` shares a scale among rows of its data.
 
-    Args:
-      among: ``"positions"`` or ``"sequences"``.
-      layer, operand, history: see `Recipe.is_causal`.
-
-    Raises:
-      ValueError: unknown `layer` or `operand`.
+    Rows are positions and sequences alike. For the arguments see `Recipe.is_causal`.
     """
     for name, given, allowed in (("layer", layer, LAYERS), ("operand", operand, (*OPERANDS, None))):
         if given not in allowed:
             raise ValueError(
                 f"{name}={given!r} is unknown. Allowed: {', '.join(map(repr, allowed))}."
             )
-    operands = OPERANDS if operand is None else (operand,)
     if layer == "attention":
         # Whatever the recipe: see `products.flash.numerics`.
         return False
-    return _shares(products.fprop, _ROWS, among, operands, history)
-
-
-def _shares(
-    product: Product,
-    places: dict[str, _Place],
-    among: Among,
-    operands: tuple[Operand, ...],
-    history: bool,
-) -> bool:
-    for operand in operands:
-        shared = _shared_along(getattr(product, operand), history)
-        if operand == "output":
-            if shared:  # one scale for all of it
-                return True
-        elif operand in places and getattr(places[operand], among) in shared:
-            return True
-    return False
+    # rhs is a weight. A convolution is a matmul of patches, which hold what its result may depend
+    # on. A result that is quantized has one scale for all of it.
+    shared = {
+        "lhs": "free" in _shared_along(products.fprop.lhs, history),
+        "rhs": False,
+        "output": bool(_shared_along(products.fprop.output, history)),
+    }
+    return any(shared.values()) if operand is None else shared[operand]
 
 
 def _shared_along(quantizer: Quantizer | None, history: bool) -> frozenset[Along]:

@@ -23,21 +23,13 @@ _override = jax.make_user_context(None)
 
 @dataclass(frozen=True)
 class Region:
-    """The settings inside a region.
+    """The settings inside a region."""
 
-    Attributes:
-      recipe: for layers without a recipe, by their paths.
-      enabled: False computes everything in high precision, even layers with a recipe.
-      selection: which layers of a model are converted in it; None in a region of `jfp8.autocast`.
-      edges: which layers are at the edges of the model, on which the selection depends too.
-      depth: how many modules the model is in: so many parts of a path are not the recipe's.
-    """
-
-    recipe: Recipe | PerLayer
-    enabled: bool
-    selection: Hashable = None
-    edges: Hashable = None
-    depth: int = 0
+    recipe: Recipe | PerLayer  # for layers without a recipe, by their paths
+    enabled: bool  # False computes everything in high precision, even layers with a recipe
+    selection: Hashable = None  # of layers to convert; None in a region of `jfp8.autocast`
+    edges: Hashable = None  # the layers at the edges of the model, for the selection
+    depth: int = 0  # the model is in so many modules, whose names the recipe's paths lack
 
 
 def entered(region: Region) -> AbstractContextManager[object]:

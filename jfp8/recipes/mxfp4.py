@@ -47,11 +47,6 @@ class MXFP4BlockScaling(Recipe):
         rounding = "stochastic" if self.stochastic_rounding else "nearest_even"
         forward = Blockwise(E2M1FN, (32, 1), self.scale_rounding)
         backward = Blockwise(E2M1FN, (32, 1), self.scale_rounding, rounding=rounding)
-        gradient = Product(
-            backward, backward, rotation=RandomHadamard(64) if self.random_hadamard else None
-        )
-        return Products(
-            fprop=Product(forward, forward, fast_accumulation=True),
-            dgrad=gradient,
-            wgrad=gradient,
-        )
+        rotation = RandomHadamard(64) if self.random_hadamard else None
+        gradient = Product(backward, backward, rotation=rotation)
+        return Products(Product(forward, forward, fast_accumulation=True), gradient, gradient)

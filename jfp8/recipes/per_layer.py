@@ -53,12 +53,7 @@ class PerLayer:
 
 
 def check_recipes(given: Any) -> Recipe | PerLayer:
-    """Return `given` as a recipe, or as recipes for layers if it is a dict.
-
-    Raises:
-      TypeError: neither; a pattern that is no string.
-      ValueError: an unknown name; an empty dict.
-    """
+    """Return `given` as a recipe, or as recipes for layers if it is a dict, or raise."""
     if isinstance(given, PerLayer) or not isinstance(given, Mapping):
         return given if isinstance(given, PerLayer) else check_recipe(given)
     if not given:

@@ -125,20 +125,19 @@ class Products:
 
     def quantizers(self) -> list[Quantizer]:
         """Return all quantizers, of operands and outputs."""
-        products = (self.fprop, self.dgrad, self.wgrad)
-        return [q for p in products for q in (p.lhs, p.rhs, p.output) if q is not None]
+        operands = (q for p in vars(self).values() for q in (p.lhs, p.rhs, p.output))
+        return [q for q in operands if q is not None]
 
     @property
     def stochastic(self) -> bool:
         """Return whether anything is rounded stochastically or rotated at random."""
-        products = (self.fprop, self.dgrad, self.wgrad)
-        rotated = any(p.rotation is not None and p.rotation.random for p in products)
+        rotated = any(p.rotation is not None and p.rotation.random for p in vars(self).values())
         return rotated or any(q.stochastic for q in self.quantizers())
 
     @property
     def matrices(self) -> bool:
         """Return whether operands must be laid out as (batches of) matrices, for blocks."""
-        rotated = any(p.rotation for p in (self.fprop, self.dgrad, self.wgrad))
+        rotated = any(product.rotation for product in vars(self).values())
         return rotated or any(q.block is not None for q in self.quantizers())
 
 

@@ -5,31 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Quantizer
-from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling
+from jfp8.recipes.mxfp4 import MXFP4BlockScaling
+from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import Float8CurrentScaling
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe, takes
 from jfp8.recipes.rowwise import RowwiseScaling
-from jfp8.scaling.formats import E2M1FN, E4M3FN
 
 __all__ = ["QuantizationAware"]
 
 Grid = Literal["block", "rowwise", "mxfp8", "mxfp4", "nvfp4"]
 
-# The quantizers of weights and of activations.
-_GRIDS: dict[str, tuple[Quantizer, Quantizer]] = {
-    "block": (
-        Blockwise(E4M3FN, (128, 128), "power_of_two"),
-        Blockwise(E4M3FN, (128, 1), "power_of_two"),
-    ),
-    "rowwise": (Rowwise(E4M3FN), Rowwise(E4M3FN)),
-    "mxfp8": (Blockwise(E4M3FN, (32, 1), "rceil"),) * 2,
-    "mxfp4": (Blockwise(E2M1FN, (32, 1), "rceil"),) * 2,
-    "nvfp4": (TwoLevel(E2M1FN, (16, 1)),) * 2,
+# Recipes whose forward matmul has the quantizers of activations and weights.
+_GRIDS: dict[str, Recipe] = {
+    "block": Float8BlockScaling(),
+    "rowwise": RowwiseScaling(scale_rounding=None),
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp4": MXFP4BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(two_dimensional_weights=False),
 }
 
 Backward = Literal["dequantized", "high_precision", "current", "rowwise", "block", "mxfp8"]
@@ -99,8 +95,9 @@ class QuantizationAware(Recipe):
                 )
 
     def products(self) -> Products:
-        on_grid = lambda given, operand: _GRIDS[given][operand] if isinstance(given, str) else given
-        w, x = on_grid(self.weights, 0), on_grid(self.activations, 1)
+        grid_of = lambda given: _GRIDS[given].products().fprop
+        w = grid_of(self.weights).rhs if isinstance(self.weights, str) else self.weights
+        x = grid_of(self.activations).lhs if isinstance(self.activations, str) else self.activations
         fprop = Product(x, w, fast_accumulation=True)
         if self.backward in _IN_FP8:
             backward = _IN_FP8[self.backward].products()

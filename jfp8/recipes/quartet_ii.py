@@ -39,8 +39,4 @@ class QuartetII(Recipe):
         forward = TwoLevel(E2M1FN, (16, 1), targets=(6.0, 4.0), reach=256.0 * 6.0)
         unbiased = Eden(E2M1FN, (16, 1), targets=(_TARGET,), reach=256.0 * _TARGET, group=128)
         gradient = Product(unbiased, unbiased, rotation=RandomHadamard(unbiased.group))
-        return Products(
-            fprop=Product(forward, forward, fast_accumulation=True),
-            dgrad=gradient,
-            wgrad=gradient,
-        )
+        return Products(Product(forward, forward, fast_accumulation=True), gradient, gradient)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jfp8.matmul.spec import ACCUMULATIONS, Accumulation
-from jfp8.recipes.causality import Layer, Operand, shares_among
+from jfp8.recipes.causality import Layer, Operand, shares_among_rows
 from jfp8.recipes.in_words import products_in_words, state_in_words
 from jfp8.recipes.product import Products
 from jfp8.scaling import printing
@@ -32,12 +32,7 @@ def takes(allowed: Iterable[Any] | type[bool], default: Any) -> Any:
 
 
 def check_fields(recipe: Any) -> None:
-    """Raise unless each field of `recipe` that lists its allowed values has one of them.
-
-    Raises:
-      TypeError: not a bool, or not an int, where one is required.
-      ValueError: a value that is not allowed.
-    """
+    """Raise unless each field of `recipe` that lists its allowed values has one of them."""
     for f in dataclasses.fields(recipe):
         if "allowed" in f.metadata:
             given = getattr(recipe, f.name)
@@ -219,7 +214,7 @@ class Recipe:
         >>> jfp8.recipes.DelayedScaling().is_causal(history=True)
         True
         """
-        return not shares_among(self.resolved(), "positions", layer, operand, history)
+        return not shares_among_rows(self.resolved(), layer, operand, history)
 
     def is_batch_invariant(
         self, layer: Layer = "dense", operand: Operand | None = None, *, history: bool = False
@@ -234,7 +229,7 @@ class Recipe:
         Raises:
           ValueError: unknown `layer` or `operand`.
         """
-        return not shares_among(self.resolved(), "sequences", layer, operand, history)
+        return not shares_among_rows(self.resolved(), layer, operand, history)
 
     def to_json(self) -> str:
         """Return the recipe as a JSON object, ``{"recipe": class name, field: value, ...}``."""

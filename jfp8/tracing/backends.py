@@ -66,11 +66,7 @@ def why_left_out(name: str) -> str | None:
 
 
 def first_allowed(what: str, *names: str, refused: str = "") -> str:
-    """Return the first of these backends for `what` that may compute it.
-
-    Raises:
-      NotImplementedError: none may.
-    """
+    """Return the first of these backends for `what` that may compute it, or raise."""
     reasons = {name: why_left_out(name) for name in names}
     for name, reason in reasons.items():
         if reason is None:

@@ -16,10 +16,7 @@ _NOT_THE_USER = (
 
 
 def user_level() -> int:
-    """Return ``stacklevel`` for a warning: the first frame outside libraries.
-
-    These are JAX, Flax, Optax and jfp8.
-    """
+    """Return ``stacklevel`` for a warning: the first frame outside JAX, Flax, Optax and jfp8."""
     frame, level = sys._getframe(2), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
         frame, level = frame.f_back, level + 1
