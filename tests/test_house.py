@@ -207,7 +207,7 @@ LINES_OF_ROOMS = {
     "quantizers": 810,
     "matmul": 995,
     "recipes": 1580,
-    "products": 5439,
+    "products": 5119,
     "kernels": 9000,
     "layers": 5524,
     "collectives": 1025,

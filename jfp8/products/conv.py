@@ -32,11 +32,9 @@ from jfp8.products.operation import (
     Operation,
     Options,
     State,
-    as_lhs,
-    as_operand,
-    check_out_dtype,
+    as_operands,
+    dtypes_of,
     plan,
-    value_dtype,
 )
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.vjp import multiply_quantized
@@ -96,17 +94,9 @@ def scaled_conv_general_dilated(
     (1, 4, 4, 4)
     """
     options = Options(check_recipe(recipe), implementation)
-    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
-    window = window_of(
-        lhs,
-        rhs,
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dimension_numbers,
-        feature_group_count,
-    )
+    lhs, rhs = as_operands(lhs, rhs)
+    shape: Any = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+    window = window_of(lhs, rhs, *shape, feature_group_count=feature_group_count)
     result = {"preferred_element_type": preferred_element_type}
     return observed_convolution(lhs, rhs, window, options, State(state, sink, key), **result)[0]
 
@@ -123,21 +113,21 @@ def convolutions(
     out_sharding: Any = None,
 ) -> tuple[Callable[..., tuple[jax.Array, Observed]], Callable[..., jax.Array]]:
     """Return `observed_convolution` and ``jax.lax.conv_general_dilated`` with these arguments."""
-    window = {
+    window: Any = {
+        "window_strides": window_strides,
         "padding": padding,
         "lhs_dilation": lhs_dilation,
         "rhs_dilation": rhs_dilation,
         "dimension_numbers": dimension_numbers,
+        "feature_group_count": feature_group_count,
     }
     result = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
 
     def quantized(lhs: Any, rhs: Any, **given: Any) -> tuple[jax.Array, Observed]:
-        read = window_of(lhs, rhs, window_strides, groups=feature_group_count, **window)
-        return observed_convolution(lhs, rhs, read, **result, **given)
+        return observed_convolution(lhs, rhs, window_of(lhs, rhs, **window), **result, **given)
 
     def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        kept = {"feature_group_count": feature_group_count, "precision": precision}
-        return lax.conv_general_dilated(lhs, rhs, window_strides, **window, **result, **kept)
+        return lax.conv_general_dilated(lhs, rhs, precision=precision, **window, **result)
 
     return quantized, plain
 
@@ -154,15 +144,14 @@ def observed_convolution(
     out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
     """Compute `scaled_conv_general_dilated` and the amaxes of its operands."""
-    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    lhs, rhs = as_operands(lhs, rhs)
     result = {"preferred_element_type": preferred_element_type}
     if has_explicit_axes():
         reference = functools.partial(window.convolve, out_sharding=out_sharding)
         function = functools.partial(observed_convolution, window=window, options=options, **result)
         convolve = lambda lhs, rhs, state: function(lhs, rhs, state=state)
-        specs = specs_of(reference, lhs, rhs)
-        return with_result_like(specs.y, convolve, lhs, rhs, state)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
+        return with_result_like(specs_of(reference, lhs, rhs).y, convolve, lhs, rhs, state)
+    dtypes = dtypes_of(lhs, rhs, options, preferred_element_type)
     window.check(lhs, rhs)
     products = options.recipe.resolved()
     one_scale = all(q.block is None and q.one_for_both for q in products.quantizers())
@@ -174,7 +163,7 @@ def observed_convolution(
         or (window.is_pointwise(rhs.shape) and in_high_precision)
     ):
         as_dot = lambda patches, kernel, numbers: observed_dot_general(
-            patches, kernel, numbers, options, state, preferred_element_type=out_dtype
+            patches, kernel, numbers, options, state, preferred_element_type=dtypes[2]
         )
         return _over_patches(lhs, values_of(rhs), window, as_dot)
     if options.implementation == "mosaic_gpu":
@@ -182,7 +171,6 @@ def observed_convolution(
             "implementation='mosaic_gpu' supports convolutions with one scale per tensor only if "
             "the kernel is 1x1. Use implementation=None."
         )
-    dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     options = options.on_device_of(lhs, rhs)
     operation = plan(ConvSpec((lhs.shape, rhs.shape), dtypes, window, options))
     return multiply_quantized(operation, lhs, rhs, options, state)
@@ -190,19 +178,12 @@ def observed_convolution(
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """The static description of a convolution, from which it is planned.
+    """The static description of a convolution, from which it is planned."""
 
-    Attributes:
-      shapes: shapes of lhs and rhs.
-      dtypes: dtypes of lhs, rhs and y.
-      window: strides, padding and dilations.
-      options: options of the operation, including the device.
-    """
-
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of lhs and rhs
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]  # of lhs, rhs and y
     window: Window
-    options: Options
+    options: Options  # including the device
 
     def reference(self) -> Convolution:
         """Return the reference operation."""
@@ -212,16 +193,10 @@ class ConvSpec:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Convolution(Operation):
-    """A convolution of two operands, each with a single scale.
-
-    Attributes:
-      shapes, dtypes: see `Operation`.
-      window: strides, padding and dilations.
-      narrow: the dtype in which f8 values are convolved; all are exact, and f32 is fast on
-        CPUs.
-    """
+    """A convolution of two operands, each with a single scale."""
 
     window: Window
+    # The dtype in which f8 values are convolved; all are exact, and f32 is fast on CPUs.
     narrow: np.dtype = np.dtype(np.float32)
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -313,12 +288,6 @@ def _patches(image: jax.Array, kernel: Sequence[int], window: Window) -> jax.Arr
     for tap in itertools.product(*(range(k) for k in kernel)):
         start = [t * d for t, d in zip(tap, window.rhs_dilation)]
         stop = [b + (o - 1) * s + 1 for b, o, s in zip(start, outs, window.strides)]
-        taps.append(
-            lax.slice(
-                image,
-                (0, *start, 0),
-                (image.shape[0], *stop, image.shape[-1]),
-                (1, *window.strides, 1),
-            )
-        )
+        ends = (image.shape[0], *stop, image.shape[-1])
+        taps.append(lax.slice(image, (0, *start, 0), ends, (1, *window.strides, 1)))
     return jnp.stack(taps, axis=-2)

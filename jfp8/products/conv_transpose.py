@@ -27,10 +27,7 @@ def conv_transpose(
     Args:
       lhs: ``[n, *space, in]``.
       rhs: ``[*window, in, out]``, or ``[*window, out, in]`` with `transpose_kernel`.
-      strides: the dilation of the image.
-      padding: ``"SAME"``, ``"VALID"``, ``"CIRCULAR"`` (Flax's), or pairs of ints.
-      rhs_dilation: the dilation of the kernel.
-      transpose_kernel: flip the kernel in space and swap its channels.
+      padding: also ``"CIRCULAR"``, as Flax has it.
       convolve: called like ``jax.lax.conv_general_dilated``.
     """
     rank = lhs.ndim - 2
@@ -48,15 +45,8 @@ def conv_transpose(
     space = "DHW"[-rank:] if rank <= 3 else "".join(map(chr, range(ord("a"), ord("a") + rank)))
     channels = "OI" if transpose_kernel else "IO"
     numbers: Any = (f"N{space}C", f"{space}{channels}", f"N{space}C")
-    y = convolve(
-        lhs,
-        rhs,
-        (1,) * rank,
-        pads,
-        lhs_dilation=tuple(strides),
-        rhs_dilation=tuple(rhs_dilation),
-        dimension_numbers=numbers,
-    )
+    dilations = {"lhs_dilation": tuple(strides), "rhs_dilation": tuple(rhs_dilation)}
+    y = convolve(lhs, rhs, (1,) * rank, pads, dimension_numbers=numbers, **dilations)
     if padding == "CIRCULAR":
         periods = [n * s for n, s in zip(lhs.shape[1:-1], strides, strict=True)]
         y = _wrapped(y, periods, more_after=transpose_kernel)

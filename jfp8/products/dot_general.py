@@ -32,11 +32,9 @@ from jfp8.products.operation import (
     Operation,
     Options,
     State,
-    as_lhs,
-    as_operand,
-    check_out_dtype,
+    as_operands,
+    dtypes_of,
     plan,
-    value_dtype,
 )
 from jfp8.products.quantized_rhs import rhs_as_matrices
 from jfp8.products.vjp import multiply_quantized
@@ -122,23 +120,14 @@ def scaled_dot_general(
 
 @dataclass(frozen=True)
 class DotSpec:
-    """The static description of a `scaled_dot_general`, from which it is planned.
+    """The static description of a `scaled_dot_general`, from which it is planned."""
 
-    Attributes:
-      shapes: shapes of lhs and rhs.
-      dtypes: dtypes of lhs, rhs and y.
-      dimension_numbers: validated dimension numbers.
-      options: options of the operation, including the device.
-      has_quantized_rhs: True if rhs is a `ScaledArray`.
-      sharding: shardings of lhs, rhs and y, and the shapes and dimension numbers to which they
-        refer; None if unknown.
-    """
-
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]
-    dimension_numbers: Numbers
-    options: Options
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of lhs and rhs
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]  # of lhs, rhs and y
+    dimension_numbers: Numbers  # validated
+    options: Options  # including the device
     has_quantized_rhs: bool = False
+    # If known, those of lhs, rhs and y, and the shapes and dimension numbers to which they refer.
     sharding: tuple[Specs, tuple[tuple[int, ...], tuple[int, ...]], Numbers] | None = None
 
     def reference(self) -> Dot:
@@ -164,7 +153,7 @@ def observed_dot_general(
     A `bias` ``[n]`` is added to the result, in the kernel if it supports that. The `specs` are the
     shardings of `lhs`, `rhs` and the result on meshes with explicit axes; else `multiply` decides.
     """
-    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    lhs, rhs = as_operands(lhs, rhs)
     result = {"preferred_element_type": preferred_element_type}
     mesh = explicit_mesh_of(lhs, rhs, state)
     if mesh is not None:
@@ -182,7 +171,7 @@ def observed_dot_general(
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
         return with_result_like(given.y, inside, lhs, rhs, state, bias)
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
+    _, _, out_dtype = dtypes_of(lhs, rhs, options, preferred_element_type)
     shapes = lhs.shape, rhs.shape
     shape = layout_of(*shapes, dimension_numbers).shape
     sharding = None if specs is None else (specs, shapes, dimension_numbers)
@@ -193,7 +182,7 @@ def observed_dot_general(
     options = options.on_device_of(lhs, rhs)
     spec = DotSpec(
         (lhs.shape, rhs.shape),
-        (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype),
+        dtypes_of(lhs, rhs, options, out_dtype),
         dimension_numbers,
         options,
         isinstance(rhs, ScaledArray),
@@ -213,12 +202,7 @@ def observed_dot_general(
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Dot(Operation):
-    """The reference implementation of ``dot_general``.
-
-    Attributes:
-      shapes, dtypes: see `Operation`.
-      dimension_numbers: validated dimension numbers.
-    """
+    """The reference implementation of ``dot_general``."""
 
     dimension_numbers: Numbers
 
@@ -242,11 +226,7 @@ def multiply_operands(
     spec: MatmulSpec,
     sum_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Compute ``dot_general`` of operands, quantized or not.
-
-    Args:
-      sum_dtype: of the sums, if one operand is not quantized.
-    """
+    """Compute ``dot_general`` of operands; sums are in `sum_dtype` if one is not quantized."""
     if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
         return multiply(lhs, rhs, spec)
     if isinstance(lhs, ScaledArray) or isinstance(rhs, ScaledArray):
@@ -258,17 +238,11 @@ def multiply_operands(
 
 
 class _Matmul(NamedTuple):
-    """One of the three matmuls.
-
-    Attributes:
-      numbers: dimension numbers of the matmul.
-      order: transposition of the result, if any.
-      terms: number of terms in the sum of each element.
-    """
+    """One of the three matmuls."""
 
     numbers: Numbers
-    order: tuple[int, ...] | None
-    terms: int
+    order: tuple[int, ...] | None  # transposition of the result
+    terms: int  # in the sum of each element
 
 
 @functools.lru_cache(maxsize=4096)

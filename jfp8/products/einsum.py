@@ -24,11 +24,7 @@ class Terms:
 
 
 def parse(equation: str, lhs_ndim: int, rhs_ndim: int) -> Terms:
-    """Return the terms of `equation` for operands of these numbers of dimensions.
-
-    Raises:
-      ValueError: `equation` does not have two operands and a result, or its letters do not fit.
-    """
+    """Return the terms of `equation` for operands of these numbers of dimensions, or raise."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     if not arrow or operands.count(",") != 1:
         raise ValueError(
@@ -68,9 +64,7 @@ def as_dot_general(
     """Return the einsum as one ``dot_general(lhs, rhs, dimension_numbers)``.
 
     Dimensions that only one operand has are summed first; the result is transposed afterwards.
-
-    Args:
-      rhs_dtype: dtype to which `dot_general` casts `rhs`; None to leave it unchanged.
+    `dot_general` casts `rhs` to `rhs_dtype`, if there is one.
     """
     needs_array = set(terms.rhs) - set(terms.lhs + terms.out) or 1 in (*lhs.shape, *rhs.shape)
     if needs_array:

@@ -42,9 +42,7 @@ def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 def check_divided(mesh: Any, names: tuple[Any, ...], batch: Any, whole: Any) -> None:
     """Raise ``ValueError`` unless the types of arrays shard the batch over explicit axes.
 
-    Args:
-      names: axes of `mesh`.
-      whole: tree like `batch`, True for arrays that are not sharded.
+    Axes of `names` that are not explicit are left alone, and so are arrays that are `whole`.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {name for name in names if types[name] == AxisType.Explicit}
@@ -70,11 +68,7 @@ class Specs(NamedTuple):
 
 
 def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) -> Specs:
-    """Return the shardings of ``reference(lhs, rhs)``, JAX's own operation, without computing it.
-
-    Raises:
-      jax.errors.ShardingTypeError: JAX cannot infer the sharding of the result.
-    """
+    """Return the shardings of ``reference(lhs, rhs)``, JAX's operation, without computing it."""
     widened = lambda *arrays: reference(*(x.astype(jnp.float32) for x in arrays))
     data = rhs.data if isinstance(rhs, ScaledArray) else rhs
     # `jax.eval_shape` drops the sharding if other axes of the mesh are not explicit.
@@ -87,12 +81,7 @@ def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) 
 def with_result_like(
     spec: PartitionSpec, function: Callable[..., tuple[jax.Array, Any]], *arguments: Any
 ) -> tuple[jax.Array, Any]:
-    """Return ``function(*arguments)``, with its first result sharded according to `spec`.
-
-    Args:
-      function: function of arrays, whose axes are not explicit inside it.
-      arguments: pytrees.
-    """
-    layouts = spec, PartitionSpec()
-    automatic: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=layouts)
+    """Call `function` without explicit axes inside, and shard its first result as `spec`."""
+    shardings = spec, PartitionSpec()
+    automatic: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=shardings)
     return automatic(*arguments)

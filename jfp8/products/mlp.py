@@ -19,17 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul.bias import plus_bias
-from jfp8.products.operation import Observed
 from jfp8.products.undifferentiated_uses import end_use
-from jfp8.products.vjp import How, backward, begin, forward
+from jfp8.products.vjp import backward, begin, forward
 from jfp8.tracing.compat import same_varying_axes
 
 
 def make_all(make: Callable[..., jax.Array], h: jax.Array) -> jax.Array:
     """Return ``make(h[..., 0, :], h[..., 1, :], ...)`` in f32, rounded to the dtype of `h`.
 
-    Args:
-      make: elementwise function of f32 arrays. Hashable; caches identify it by its ``str``.
+    `make` is elementwise and hashable; caches identify it by its ``str``.
     """
     wide = h.astype(jnp.promote_types(h.dtype, jnp.float32))
     return make(*(wide[..., p, :] for p in range(wide.shape[-2]))).astype(h.dtype)
@@ -64,17 +62,14 @@ def through_both(
         both = make, shape, jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), first_how, how
         arrays = (first_operation, operation), (operands, others._replace(lhs=None), first_bias)
         y, observed = _multiply(both, *same_varying_axes(arrays))
-        begun.append(_end(first_how, observed[0]))
-        return plus_bias(restore(y), bias), _end(how, observed[1])
+        for each, seen in zip((first_how, how), observed, strict=True):
+            if each.use is not None:
+                end_use(each.use, *seen)
+        seen_first, seen = lax.stop_gradient(observed)
+        begun.append(seen_first)
+        return plus_bias(restore(y), bias), seen
 
     return first(multiply=multiply_first)
-
-
-def _end(how: How, observed: Observed) -> Observed:
-    """Return the amaxes of a use, without gradients, and note them."""
-    if how.use is not None:
-        end_use(how.use, *observed)
-    return lax.stop_gradient(observed)
 
 
 def _plus(h: jax.Array, bias: jax.Array | None) -> jax.Array:

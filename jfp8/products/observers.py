@@ -57,11 +57,8 @@ def observing(observer: Observer) -> AbstractContextManager[object]:
 def tap(x: jax.Array, *others: jax.Array, measure: Any, batched: int = 0) -> jax.Array:
     """Return `x`, marked: the reader of the program calls ``measure(x, *others)``.
 
-    Args:
-      x: the value to mark. A tap whose result is not used is dropped.
-      *others: other arrays for `measure`.
-      measure: a hashable function.
-      batched: number of leading dimensions that ``vmap`` added.
+    A tap whose result is not used is dropped. `measure` is hashable, and `batched` the number of
+    leading dimensions that ``vmap`` added.
     """
     return TAP.bind(x, *others, measure=measure, batched=batched)
 

@@ -36,13 +36,9 @@ Operand = ScaledArray | jax.Array
 
 
 class State(NamedTuple):
-    """A product's amax histories, sink and random key; for the fields see `scaled_dot_general`.
+    """A product's amax histories, sink and random key; for the fields see `scaled_dot_general`."""
 
-    Attributes:
-      histories: called ``state`` there.
-    """
-
-    histories: dict[str, AmaxState] | None = None
+    histories: dict[str, AmaxState] | None = None  # called ``state`` there
     sink: jax.Array | None = None
     key: jax.Array | None = None
 
@@ -58,10 +54,6 @@ class Options:
         bf16: a rounding, and a pass over memory. Where the operation casts the kernel, its f32 sums
         are the gradient.
       device: that the program is traced for; operations find it out, see `on_device_of`.
-
-    Raises:
-      TypeError: `recipe` is not a recipe.
-      ValueError: unknown `implementation`.
     """
 
     recipe: Recipe
@@ -112,23 +104,14 @@ class Observed(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One of the two matmuls that a tensor takes part in.
-
-    Attributes:
-      kind: which one.
-      product: the recipe's settings for it.
-      quantizer: the recipe's quantizer for this operand; None leaves it in high precision.
-      contracting: the dimensions of the tensor that the matmul sums over.
-      other: the other operand of a gradient, for kernels that write the product of both scales.
-      rotation_seed: of a random rotation, if the other operand was rotated before this one.
-    """
+    """One of the two matmuls that a tensor takes part in."""
 
     kind: Kind
-    product: Product
-    quantizer: Quantizer | None
-    contracting: tuple[int, ...]
-    other: Operand | None = None
-    rotation_seed: jax.Array | None = None
+    product: Product  # the recipe's settings for it
+    quantizer: Quantizer | None  # of the tensor; None leaves it in high precision
+    contracting: tuple[int, ...]  # the dimensions of the tensor that the matmul sums over
+    other: Operand | None = None  # of a gradient: kernels write the product of both scales
+    rotation_seed: jax.Array | None = None  # if the other operand was rotated before this one
 
     @property
     def other_scale(self) -> jax.Array | None:
@@ -137,6 +120,19 @@ class Use(NamedTuple):
         if not isinstance(scale, jax.Array) or scale.ndim or scale.dtype != jnp.float32:
             return None
         return scale
+
+    def unchanged(self, q: ScaledArray, quantize: Callable[..., Any]) -> ScaledArray | None:
+        """Return `q` as the matmul takes its bytes; None if its values must be quantized again.
+
+        One scale serves any direction; several have to be laid out as those of `quantize`.
+        """
+        quantizer = self.quantizer
+        if quantizer is None or self.product.rotation is not None or quantizer.fmt != q.format:
+            return None
+        one = with_one_scale(q)
+        if one is not None and quantizer.block is None:
+            return one
+        return q if has_scales_of(quantizer, q, self.contracting, quantize) else None
 
 
 @dataclass(frozen=True)
@@ -208,6 +204,7 @@ class Operation:
         second: Use | None,
         state: AmaxState | None,
         dtype: np.dtype | None,
+        /,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         """Return one operand as both of its matmuls take it, and its amax, if one step can do that.
 
@@ -235,21 +232,14 @@ class Operation:
         return operand
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        """Return y, or the gradient of an operand, in the layout that `arrange` is given.
-
-        Args:
-          spec: what `sums` returns.
-        """
+        """Return y, or the gradient of an operand, in the layout given to `arrange`; see `sums`."""
         raise NotImplementedError
 
 
 def plan(spec: Any) -> Operation:
-    """Return the operation that computes what `spec` describes.
+    """Return the operation of the planner for the device or implementation, or the reference.
 
-    It is that of the planner for its device or implementation, or the reference.
-
-    Args:
-      spec: has ``options`` and ``reference()``, such as `DotSpec`.
+    The `spec` has ``options`` and ``reference()``, such as `DotSpec`.
     """
     planner = planner_of(spec.options.device, spec.options.implementation)
     found = None if planner is None else planner.plan(spec)
@@ -261,25 +251,15 @@ ROTATION_NAME = "jfp8_rotation"
 
 @dataclass(frozen=True)
 class QuantizedOperand:
-    """One tensor that takes part in two of the three matmuls.
-
-    Attributes:
-      role: ``"lhs"``, ``"rhs"`` or ``"grad"``.
-      x: as `Operation.arrange` returns it.
-      state: its amax history.
-      seed: the user's.
-      operation: which it is an operand of.
-      dtype: to which it is cast first; None: to none.
-      made: as `Operation.made` returns it; None: it is not made.
-    """
+    """One tensor, ``"lhs"``, ``"rhs"`` or ``"grad"``, that takes part in two of the matmuls."""
 
     role: str
-    x: Operand
+    x: Operand  # as `Operation.arrange` returns it
     state: AmaxState | None
-    seed: jax.Array | None
+    seed: jax.Array | None  # the user's
     operation: Operation
-    dtype: np.dtype | None = None
-    made: Any = None
+    dtype: np.dtype | None = None  # to which it is cast first
+    made: Any = None  # as `Operation.made` returns it
 
     def quantized(
         self, first: Use, second: Use | None
@@ -308,20 +288,14 @@ class QuantizedOperand:
     def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
         """Return the tensor as one product takes it; in high precision if `use.quantizer` is None.
 
-        A quantized tensor is used unchanged if the format is the same and it has one scale, which
-        serves any direction, or scales laid out as the quantizer would. Otherwise its values are
-        quantized like any others.
+        The values of a `ScaledArray` are quantized, too, if its bytes cannot stay unchanged.
         """
         product, quantizer, contracting = use.product, use.quantizer, use.contracting
         x, of_tensor = self.x, largest
         if isinstance(x, ScaledArray):
-            if quantizer is not None and product.rotation is None and quantizer.fmt == x.format:
-                as_it_is = with_one_scale(x)
-                if as_it_is is not None and quantizer.block is None:
-                    return as_it_is
-                quantize = functools.partial(self.operation.quantize, self.role)
-                if has_scales_of(quantizer, x, contracting, quantize):
-                    return x
+            quantize = functools.partial(self.operation.quantize, self.role)
+            if (as_it_is := use.unchanged(x, quantize)) is not None:
+                return as_it_is
             x = scaled_values(x)
         if product.rotation is not None:
             (axis,) = contracting
@@ -354,39 +328,29 @@ def _same(first: Use, second: Use) -> bool:
 # The operands that users pass.
 
 
-def as_lhs(x: jax.typing.ArrayLike) -> jax.Array:
-    """Return `x` as a floating array, or an error."""
-    if isinstance(x, ScaledArray):
+def as_operands(
+    lhs: jax.typing.ArrayLike, rhs: jax.typing.ArrayLike | ScaledArray
+) -> tuple[jax.Array, Operand]:
+    """Return both operands as floating arrays, or rhs as a `ScaledArray` whose scale fits."""
+    if isinstance(lhs, ScaledArray):
         raise TypeError(
             "lhs is a ScaledArray, but only rhs may be one: a weight that is kept in FP8. Pass "
             "lhs.dequantize(), or multiply two ScaledArrays with jfp8.scaled_matmul."
         )
-    return as_float_array(x, "lhs")
+    lhs = as_float_array(lhs, "lhs")
+    if not isinstance(rhs, ScaledArray):
+        return lhs, as_float_array(rhs, "rhs")
+    check_scale_shape(rhs)
+    return lhs, rhs
 
 
-def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:
-    """Return a `ScaledArray` whose scale fits as it is; anything else as a floating array."""
-    if not isinstance(x, ScaledArray):
-        return as_float_array(x, what)
-    check_scale_shape(x)
-    return x
-
-
-def value_dtype(x: Operand) -> np.dtype:
-    """Return the dtype of the gradient with respect to the values of `x`."""
-    if not isinstance(x, ScaledArray):
-        return np.dtype(x.dtype)
-    return np.dtype(np.float32) if x.carrier is None else np.dtype(x.carrier.dtype)
-
-
-def check_out_dtype(
-    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand, options: Options
-) -> np.dtype:
-    """Return the dtype of a result: `preferred`, which must be floating, or the operands'."""
-    of_rhs = [] if isinstance(rhs, ScaledArray) else [options.rhs_dtype or rhs]
-    out_dtype = preferred or jnp.result_type(lhs, *of_rhs)
-    if not jnp.issubdtype(out_dtype, jnp.floating):
-        raise TypeError(
-            f"preferred_element_type must be a floating dtype, got {np.dtype(out_dtype)}."
-        )
-    return np.dtype(out_dtype)
+def dtypes_of(
+    lhs: jax.Array, rhs: Operand, options: Options, preferred: jax.typing.DTypeLike | None
+) -> tuple[np.dtype, np.dtype, np.dtype]:
+    """Return the dtypes of lhs and rhs, or of their gradients, and of y: `preferred` or theirs."""
+    of_rhs = None if isinstance(rhs, ScaledArray) else options.rhs_dtype or rhs
+    y = preferred or jnp.result_type(*(x for x in (lhs, of_rhs) if x is not None))
+    if not jnp.issubdtype(y, jnp.floating):
+        raise TypeError(f"preferred_element_type must be a floating dtype, got {np.dtype(y)}.")
+    values: Any = rhs.carrier if isinstance(rhs, ScaledArray) else rhs
+    return np.dtype(lhs.dtype), np.dtype(getattr(values, "dtype", np.float32)), np.dtype(y)

@@ -30,10 +30,7 @@ def rotation_seed(
 ) -> jax.Array | None:
     """Return the seed of the random rotation of both operands, uint32[2]; None if there is none.
 
-    Args:
-      product: the recipe's settings for the product of this `kind`.
-      amax: f32[], of one of its operands.
-      seed: the user's.
+    The `amax` is that of one of them.
     """
     if product.rotation is None or not product.rotation.random:
         return None

@@ -14,11 +14,7 @@ from jfp8.tracing.devices import Gpu
 
 
 def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: Any, rhs: Any) -> str:
-    """Explain why a layer's matmuls stay in high precision; ``""`` if FP8 is no slower on `gpu`.
-
-    Args:
-      plain: computes the layer's forward matmul of `lhs` and `rhs` in high precision.
-    """
+    """Explain why FP8 is slower on `gpu` than the layer's ``plain()``; ``""`` if it is not."""
     closed = jax.make_jaxpr(plain)()
     sizes = [math.prod(x.shape) for x in (lhs, rhs, closed.out_avals[0])]
     batches = list(_batches_in(closed.jaxpr))

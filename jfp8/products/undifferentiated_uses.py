@@ -27,40 +27,24 @@ from jfp8.scaling.sink import encode_amax
 
 @dataclass(eq=False)
 class ProductUse:
-    """A matmul that was traced with a sink.
-
-    Attributes:
-      sink: the sink of its state.
-      layer: its path in the model; "" if unknown, None if it records by itself.
-      amaxes: amaxes of lhs and rhs, if they can be returned: not from the body of a ``scan`` or
-        the like.
-      is_foreign: True if the loss is not differentiated with respect to its sink.
-      linearized: True once JAX has traced the residuals of its backward pass.
-      differentiated: True once its backward pass has been traced.
-    """
+    """A matmul that was traced with a sink."""
 
     sink: jax.Array
-    layer: str | None
-    amaxes: jax.Array | None = None
-    is_foreign: bool = False
-    linearized: bool = False
-    differentiated: bool = False
+    layer: str | None  # its path in the model; "" if unknown, None if it records by itself
+    amaxes: jax.Array | None = None  # of lhs and rhs, but not from the body of a ``scan``
+    is_foreign: bool = False  # the loss is not differentiated with respect to its sink
+    linearized: bool = False  # JAX has traced the residuals of its backward pass
+    differentiated: bool = False  # JAX has traced its backward pass
 
 
 @dataclass(eq=False)
 class Uses:
-    """The uses of matmuls in one loss.
+    """The uses of matmuls in one loss, in the order of tracing."""
 
-    Attributes:
-      sinks: the sinks with respect to which the loss is differentiated, as tracers of the loss.
-      trace: the trace of the loss.
-      found: the uses, in the order of tracing.
-      inputs: each lhs, its history, and for which other uses of it that history is read, too.
-    """
-
-    sinks: list[jax.Array]
-    trace: Any
+    sinks: list[jax.Array]  # tracers, with respect to which the loss is differentiated
+    trace: Any  # of the loss
     found: list[ProductUse] = field(default_factory=list)
+    # Each lhs, its history, and for which other uses of it that history is read, too.
     inputs: list[tuple[jax.Array, AmaxState, Any]] = field(default_factory=list)
 
     def amaxes(self) -> list[jax.Array]:
@@ -68,11 +52,7 @@ class Uses:
         return [use.amaxes for use in self.found if use.amaxes is not None]
 
     def into(self, cotangents: Any, amaxes: Sequence[jax.Array]) -> Any:
-        """Return `cotangents` of the sinks, with the amaxes that the backward pass did not return.
-
-        Args:
-          amaxes: the result of `amaxes`, after differentiation.
-        """
+        """Return `cotangents` of sinks, with the `amaxes` that the backward pass did not return."""
         leaves, structure = jax.tree.flatten(cotangents)
         able = [use for use in self.found if use.amaxes is not None]
         self._warn_of_lost()

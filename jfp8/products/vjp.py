@@ -63,56 +63,33 @@ Kept = ScaledArray | jax.Array | None
 
 
 class How(NamedTuple):
-    """Hold what is known of a product while JAX traces.
-
-    Attributes:
-      carried: whether rhs is a `ScaledArray` with a carrier.
-      use: this use of the product, if uses are noted.
-    """
+    """Hold what is known of a product while JAX traces."""
 
     options: Options
-    carried: bool
-    use: ProductUse | None
+    carried: bool  # rhs is a `ScaledArray` with a carrier
+    use: ProductUse | None  # if uses are noted
 
 
 class Operands(NamedTuple):
-    """The arrays from which a product is computed; also their cotangents.
-
-    Attributes:
-      lhs: in high precision.
-      rhs: the same, or a weight that is only kept in FP8.
-      carrier: the carrier of such a weight, if it has one, which receives its gradient.
-      histories, sink: see `scaled_dot_general`.
-      seed: uint32[2] for stochastic rounding, if a key was given.
-    """
+    """The arrays from which a product is computed (see `scaled_dot_general`), or cotangents."""
 
     lhs: jax.Array | None
     rhs: Operand | None
-    carrier: jax.Array | None = None
+    carrier: jax.Array | None = None  # of an rhs that is only kept in FP8; receives its gradient
     histories: dict[str, AmaxState] | None = None
     sink: jax.Array | None = None
-    seed: jax.Array | None = None
+    seed: jax.Array | None = None  # uint32[2] for stochastic rounding, if a key was given
 
 
 class Residuals(NamedTuple):
-    """Arrays saved for the backward pass.
+    """The inputs of the backward pass besides the gradient."""
 
-    Attributes:
-      lhs: as wgrad takes it; None if there is none.
-      rhs: as dgrad takes it.
-      history: the gradient's, or None if its scale comes from its own amax.
-      seen: the amaxes of the forward pass, or of parts, if there is a sink for them.
-      seed: see `Operands`.
-      rotation_seeds: of dgrad and wgrad, see `rotation_seed`.
-      operation: with the arrays that it needs.
-    """
-
-    lhs: Kept
-    rhs: Kept
-    history: AmaxState | None
-    seen: Observed | None
+    lhs: Kept  # as wgrad takes it; None if there is none
+    rhs: Kept  # as dgrad takes it
+    history: AmaxState | None  # the gradient's; None: its scale comes from its own amax
+    seen: Observed | None  # in the forward pass, or in parts of it, if there is a sink
     seed: jax.Array | None
-    rotation_seeds: tuple[jax.Array | None, jax.Array | None]
+    rotation_seeds: tuple[jax.Array | None, jax.Array | None]  # of dgrad and wgrad
     operation: Operation
 
 
@@ -162,10 +139,9 @@ def _multiply(how, operation, operands):
 def forward(
     how: How, operation: Operation, operands: Operands, *of: Any, and_backward: bool = True
 ) -> tuple[tuple[jax.Array, Observed], Residuals]:
-    """Return fprop with the amaxes of its operands, and what `backward` takes.
+    """Return fprop with the amaxes of its operands, and the residuals for `backward`.
 
-    Args:
-      of: what lhs is made of, if it is: the arguments of `Operation.made`.
+    If lhs is made of other arrays, `of` has the arguments of `Operation.made`.
     """
     options, carried, use = how
     if use is not None:
@@ -300,9 +276,7 @@ def first_order_only(
 ) -> Any:
     """Return `x`; to differentiate it, as only a second derivative does, raises.
 
-    Args:
-      options: of the product; if it is emulated, to compile it for another platform than a CPU
-        warns.
+    If `options` emulate the product, to compile it for another platform than a CPU warns.
     """
     if isinstance(x, ScaledArray):
         return x
@@ -351,9 +325,7 @@ def _matmul(
 ) -> jax.Array:
     """Return one of the three results, computed under a name that jaxprs and profiles show.
 
-    Args:
-      seed: the user's.
-      stored: whether `second` may be in bytes that somebody else made, with scales of any size.
+    If `second` is `stored`, others may have made its bytes, with scales of any size.
     """
     multiply, spec = _called(kind, operation.terms(kind)), sums(options, kind)
     if stored:

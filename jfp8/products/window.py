@@ -15,20 +15,14 @@ from jfp8.products.operation import Operand
 
 @dataclass(frozen=True)
 class Window:
-    """The movement of the kernel over the image.
-
-    Attributes:
-      strides, padding, lhs_dilation, rhs_dilation: one entry for each spatial dimension.
-      dimension_numbers: positions of the batch, feature and spatial dimensions.
-      groups: number of feature groups.
-    """
+    """The movement of the kernel over the image, with an entry for each spatial dimension."""
 
     strides: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
     lhs_dilation: tuple[int, ...]
     rhs_dilation: tuple[int, ...]
     dimension_numbers: lax.ConvDimensionNumbers
-    groups: int
+    groups: int  # of features
 
     def convolve(self, lhs: jax.Array, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Convolve plain arrays, with f32 sums."""
@@ -61,12 +55,12 @@ class Window:
 def window_of(
     lhs: jax.Array,
     rhs: Operand,
-    strides: Sequence[int],
+    window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None,
     rhs_dilation: Sequence[int] | None,
     dimension_numbers: Any,
-    groups: int = 1,
+    feature_group_count: int = 1,
 ) -> Window:
     """Return the window that the arguments of `scaled_conv_general_dilated` describe."""
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
@@ -82,6 +76,7 @@ def window_of(
         dilated = lambda n, d: 0 if n == 0 else 1 + (n - 1) * d
         image = [dilated(lhs.shape[i], d) for i, d in zip(numbers.lhs_spec[2:], lhs_dilation)]
         kernel = [dilated(rhs.shape[i], d) for i, d in zip(numbers.rhs_spec[2:], rhs_dilation)]
-        padding = lax.padtype_to_pads(image, kernel, strides, padding)
+        padding = lax.padtype_to_pads(image, kernel, window_strides, padding)
     pads = tuple((int(low), int(high)) for low, high in padding)
-    return Window(tuple(strides), pads, lhs_dilation, rhs_dilation, numbers, groups)
+    dilations = lhs_dilation, rhs_dilation
+    return Window(tuple(window_strides), pads, *dilations, numbers, feature_group_count)

@@ -193,12 +193,12 @@ def test_copies_arrive_sorted_by_expert_and_return(capacity_factor):
     assert np.asarray(back)[:, 0].reshape(tokens, k).tolist() == expected_back.tolist()
 
     # The chunks that GPUs exchange bring the same, as ``jax.lax.ragged_all_to_all`` is documented.
-    order, places = np.asarray(plan.chunks.order), np.asarray(plan.chunks.places)
+    order, places = np.asarray(plan.order), np.asarray(plan.places)
     copies = np.repeat(np.arange(1, tokens + 1), k).reshape(n, -1)
     by_expert = np.take_along_axis(copies, order, 1)
-    arrived = ragged_all_to_all(by_expert, tiles[0].size, plan.chunks.there)
+    arrived = ragged_all_to_all(by_expert, tiles[0].size, plan.chunks)
     assert arrived.tolist() == tiles.reshape(n, -1).tolist()
-    returned = ragged_all_to_all(arrived, copies.shape[1], plan.chunks.back)
+    returned = ragged_all_to_all(arrived, copies.shape[1], plan.chunks_back)
     returned = np.take_along_axis(returned, places, 1).reshape(tokens, k)
     assert returned.tolist() == expected_back.tolist()
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jfp8.matmul.spec import Implementation
 from jfp8.products.operation import (
@@ -23,13 +22,12 @@ from jfp8.products.operation import (
     Operand,
     Options,
     State,
-    as_lhs,
-    as_operand,
-    check_out_dtype,
+    Use,
+    as_operands,
+    dtypes_of,
     plan,
-    value_dtype,
 )
-from jfp8.products.quantized_rhs import has_scales_of, values_of, with_one_scale
+from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, quantized_by_group
 from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized
@@ -120,17 +118,16 @@ def observed_ragged_dot(
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, Observed]:
     """Compute `scaled_ragged_dot`, and return the amaxes of its operands without gradients."""
-    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    lhs, rhs = as_operands(lhs, rhs)
     options = options.on_device_of(lhs, rhs)
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
-    return _observed(options, out_dtype, lhs, rhs, sizes, state)
+    dtypes = dtypes_of(lhs, rhs, options, preferred_element_type)
+    return _observed(options, dtypes, lhs, rhs, sizes, state)
 
 
 # Compiled as one program even if its caller is not: it consists of very many operations.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _observed(options, out_dtype, lhs, rhs, sizes, state):
-    dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
+def _observed(options, dtypes, lhs, rhs, sizes, state):
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
     rhs = frozen_groups(rhs, options.recipe)
@@ -146,12 +143,7 @@ def _observed(options, out_dtype, lhs, rhs, sizes, state):
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """The plan of a grouped matmul.
-
-    Attributes:
-      height: rows of a tile.
-      operation: the operation that multiplies tiles of this height.
-    """
+    """The plan of a grouped matmul: the operation that multiplies tiles of a height."""
 
     height: int
     operation: type[Grouped]
@@ -159,20 +151,13 @@ class GroupedPlan:
 
 @dataclass(frozen=True)
 class GroupedSpec:
-    """The static description of a grouped matmul, from which it is planned.
+    """The static description of a grouped matmul, from which it is planned."""
 
-    Attributes:
-      options: options of the operation, including the device.
-      rows, groups: number of rows and of groups.
-      has_quantized_rhs: True if rhs is a `ScaledArray`.
-      height: rows of a tile; None if it is not planned yet.
-    """
-
-    options: Options
+    options: Options  # including the device
     rows: int
     groups: int
     has_quantized_rhs: bool = False
-    height: int | None = None
+    height: int | None = None  # rows of a tile, if they are planned already
 
     def reference(self) -> GroupedPlan:
         """Return the reference plan."""
@@ -210,10 +195,7 @@ def tile_height(recipe: Recipe, m: int, groups: int, *, at_once: bool = False) -
     """Return a height of tiles that no block of scales or of a rotation crosses.
 
     The height changes results only through the order of f32 sums, unless they depend on the length
-    of a sum: then it is 128.
-
-    Args:
-      at_once: True if one tile of each group is multiplied at a time: then tiles may be higher.
+    of a sum: then it is 128. Tiles may be higher if one of each group is multiplied `at_once`.
     """
     products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
@@ -244,18 +226,9 @@ def _quarter(m: int, groups: int) -> int:
 
 
 def frozen_groups(rhs: Operand, recipe: Recipe) -> Operand:
-    """Return `rhs` for `multiply_quantized`: a `ScaledArray` only if its bytes are used.
-
-    They are if they have the format of the forward matmul, and one scale for all or the scales
-    that its quantizer would choose for each group.
-    """
+    """Return `rhs` for `multiply_quantized`: a `ScaledArray` only if its bytes are used."""
     if not isinstance(rhs, ScaledArray):
         return rhs
     fprop = recipe.resolved().fprop
-    quantizer = fprop.rhs
-    if quantizer is None or quantizer.fmt != rhs.format or fprop.rotation is not None:
-        return values_of(rhs)
-    one = with_one_scale(rhs)
-    if one is not None and quantizer.block is None:
-        return one
-    return rhs if has_scales_of(quantizer, rhs, (1,), quantized_by_group) else values_of(rhs)
+    found = Use("fprop", fprop, fprop.rhs, (1,)).unchanged(rhs, quantized_by_group)
+    return values_of(rhs) if found is None else found

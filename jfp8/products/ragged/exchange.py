@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.tiles import Tiles, lay_out
+from jfp8.products.ragged.tiles import Tiles, lay_out, rows_at
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, format_of
 from jfp8.tracing.device import current_gpu
@@ -46,7 +44,11 @@ class Exchange:
       row_of: i32[d, n, b], the row of the tiles for each place of the buckets that arrive; ``m``
         for none.
       place_at: i32[d, m], the inverse; ``n b`` if a tile has no row.
-      chunks: of the ragged exchange; see `_Chunks`.
+      order: i32[d, c], the copies sorted by expert.
+      places: i32[d, c], the inverse.
+      chunks, chunks_back: the rows that a device exchanges with each expert, contiguous on both
+        sides: offsets at the sender, sizes, offsets at the receiver, and sizes that arrive; see
+        ``jax.lax.ragged_all_to_all``.
     """
 
     mesh: ExpertMesh = field(metadata={"static": True})
@@ -60,7 +62,10 @@ class Exchange:
     place_of: jax.Array
     row_of: jax.Array
     place_at: jax.Array
-    chunks: _Chunks
+    order: jax.Array
+    places: jax.Array
+    chunks: tuple[jax.Array, ...]
+    chunks_back: tuple[jax.Array, ...]
 
     @property
     def here(self) -> Exchange:
@@ -81,57 +86,29 @@ class Exchange:
             return codes_to_format(self.send(codes_of(x)), E8M0FNU)
         each = self.copies // x.shape[0] if x.shape[0] else 1  # copies of a row
         if self.mesh.experts == 1:
-            return _rows_at(x, self.places_here()[0] // each)
-
-        def by_buckets(x: jax.Array) -> jax.Array:
-            wire, arrived = _as_bytes(_rows_at(x, self.copy_at // each))
-            return arrived(_rows_at(self.mesh.all_to_all(wire), self.place_at))
-
-        def ragged(x: jax.Array) -> jax.Array:
-            sorted_copies = _rows_at(x, self.chunks.order // each)
-            tiles = jnp.zeros((self.rows, *x.shape[1:]), x.dtype)
-            return self.mesh.ragged(sorted_copies, tiles, *self.chunks.there)
-
+            return rows_at(x, self.places_here()[0] // each)
         with jax.named_scope("jfp8_dispatch"):
-            return ragged(x) if _has_ragged_exchange(x) else by_buckets(x)
+            if _has_ragged_exchange(x):
+                sorted_copies = rows_at(x, self.order // each)
+                tiles = jnp.zeros((self.rows, *x.shape[1:]), x.dtype)
+                return self.mesh.ragged(sorted_copies, tiles, *self.chunks)
+            wire, arrived = _as_bytes(rows_at(x, self.copy_at // each))
+            return arrived(rows_at(self.mesh.all_to_all(wire), self.place_at))
 
     def places_here(self) -> tuple[jax.Array, jax.Array]:
         """Return the copy in each row of the tiles, and the inverse, if nothing leaves a device."""
-        copy = _rows_at(self.copy_at.reshape(-1), self.place_at, fill=self.copies)
-        return copy, _rows_at(self.row_of.reshape(-1), self.place_of, fill=self.rows)
+        copy = rows_at(self.copy_at.reshape(-1), self.place_at, fill=self.copies)
+        return copy, rows_at(self.row_of.reshape(-1), self.place_of, fill=self.rows)
 
     def back(self, y: jax.Array) -> jax.Array:
         """Send rows of tiles, ``[m, ...]``, back to copies, ``[c, ...]``; 0 for dropped ones."""
         if self.mesh.experts == 1:
-            return _rows_at(y, self.places_here()[1])
-
-        def by_buckets(y: jax.Array) -> jax.Array:
-            return _rows_at(self.mesh.all_to_all(_rows_at(y, self.row_of)), self.place_of)
-
-        def ragged(y: jax.Array) -> jax.Array:
-            copies = jnp.zeros((self.copies, *y.shape[1:]), y.dtype)
-            return self.mesh.ragged(y, copies, *self.chunks.back)[self.chunks.places]
-
+            return rows_at(y, self.places_here()[1])
         with jax.named_scope("jfp8_combine"):
-            return ragged(y) if _has_ragged_exchange(y) else by_buckets(y)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Chunks:
-    """The rows that a device exchanges with each expert, contiguous on both sides.
-
-    Attributes:
-      order: i32[c], the copies sorted by expert.
-      places: i32[c], the inverse.
-      there, back: offsets at the sender, sizes, offsets at the receiver, and sizes that arrive; see
-        ``jax.lax.ragged_all_to_all``.
-    """
-
-    order: jax.Array
-    places: jax.Array
-    there: tuple[jax.Array, ...]
-    back: tuple[jax.Array, ...]
+            if _has_ragged_exchange(y):
+                copies = jnp.zeros((self.copies, *y.shape[1:]), y.dtype)
+                return self.mesh.ragged(y, copies, *self.chunks_back)[self.places]
+            return rows_at(self.mesh.all_to_all(rows_at(y, self.row_of)), self.place_of)
 
 
 def plan_exchange(
@@ -165,26 +142,13 @@ def plan_exchange(
             )
         capacity = max(1, int(-(-capacity_factor * everyone // count)))
         rows = min(rows, own * capacity)
-    plan = partial(
-        _plan_here,
-        count=count,
-        mesh=mesh,
-        rows=rows,
-        height=height(rows, own),
-        capacity=capacity,
-    )
-    of_device = mesh.rows
-    found = mesh.run(
-        lambda experts: jax.tree.map(lambda x: x[None], plan(experts)),
-        in_specs=of_device,
-        out_specs=of_device,
-    )(experts)
-    return found
+    options = count, mesh, rows, height(rows, own), capacity
+    on_device = lambda experts: jax.tree.map(lambda x: x[None], _plan_here(experts, *options))
+    return mesh.run(on_device, in_specs=mesh.rows, out_specs=mesh.rows)(experts)
 
 
 def _plan_here(
     experts: jax.Array,
-    *,
     count: int,
     mesh: ExpertMesh,
     rows: int,
@@ -208,13 +172,13 @@ def _plan_here(
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     indices = jnp.arange(copies, dtype=jnp.int32)
     places = jnp.zeros_like(order).at[order].set(indices, unique_indices=True)
-    rank = places - _rows_at(starts[me], chosen)  # among the copies of this device for its expert
-    is_kept = rank < _rows_at(kept[me], chosen)
+    rank = places - rows_at(starts[me], chosen)  # among the copies of this device for its expert
+    is_kept = rank < rows_at(kept[me], chosen)
 
     # Buckets: the one for each device has the copies for its experts, one expert after the other.
     bucket = min(copies, rows)
     in_bucket = _exclusive(kept.reshape(n, n, own), 2).reshape(n, count)
-    place = chosen // own * bucket + _rows_at(in_bucket[me], chosen) + rank
+    place = chosen // own * bucket + rows_at(in_bucket[me], chosen) + rank
     place = jnp.where(is_kept, place, n * bucket).astype(jnp.int32)
     copy_at = jnp.full((n * bucket,), copies, jnp.int32).at[place].set(indices, mode="drop")
 
@@ -226,9 +190,7 @@ def _plan_here(
     # Chunks: one for each pair of a device and an expert.
     tile_starts = _exclusive((-(-sizes // height) * height).reshape(n, own), 1).reshape(count)
     arrive = of_mine(kept).reshape(-1)
-    there = (starts[me], kept[me], tile_starts + before[me], arrive)
     from_tiles = (of_mine(tile_starts)[None] + of_mine(before)).reshape(-1)
-    back = (from_tiles, arrive, of_mine(starts).reshape(-1), kept[me])
     return Exchange(
         mesh=mesh,
         tokens=tokens,
@@ -241,7 +203,10 @@ def _plan_here(
         place_of=place,
         row_of=row_of,
         place_at=place_at,
-        chunks=_Chunks(order, places, there, back),
+        order=order,
+        places=places,
+        chunks=(starts[me], kept[me], tile_starts + before[me], arrive),
+        chunks_back=(from_tiles, arrive, of_mine(starts).reshape(-1), kept[me]),
     )
 
 
@@ -250,8 +215,7 @@ def _rows_that_arrive(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `row_of` and `place_at` of an `Exchange`.
 
-    Args:
-      kept: copies of each device for each expert of this device; `before`: of earlier devices.
+    Each device has `kept` copies for each expert of this device, and earlier ones those `before`.
     """
     n, own = kept.shape
     ends = jnp.cumsum(kept, 1)
@@ -261,7 +225,7 @@ def _rows_that_arrive(
     offset = _exclusive(jnp.sum(kept, 0), 0)[None] + before - (ends - kept)
     position = at[None] + jnp.take_along_axis(offset, inside, 1)  # among the rows of all experts
     total = tiles.rows.size
-    row_of = jnp.where(expert < own, _rows_at(tiles.slots, position), total).astype(jnp.int32)
+    row_of = jnp.where(expert < own, rows_at(tiles.slots, position), total).astype(jnp.int32)
     place_at = jnp.full((total,), n * bucket, jnp.int32)
     all_places = jnp.arange(n * bucket, dtype=jnp.int32)
     return row_of, place_at.at[row_of.reshape(-1)].set(all_places, mode="drop")
@@ -280,14 +244,7 @@ def _exclusive(x: jax.Array, axis: int) -> jax.Array:
     return jnp.cumsum(x, axis) - x
 
 
-def _rows_at(x: jax.Array, index: jax.Array, fill: Any = 0) -> jax.Array:
-    """Return ``x[index]``, and `fill` where `index` is beyond the last row."""
-    if not x.shape[0]:
-        return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
-    return x.at[index].get(mode="fill", fill_value=fill)
-
-
-def _has_ragged_exchange(*arrays: Any) -> bool:
+def _has_ragged_exchange(x: jax.Array) -> bool:
     """Return True if the device that JAX traces for supports ``jax.lax.ragged_all_to_all``."""
-    gpu = current_gpu(*arrays)
+    gpu = current_gpu(x)
     return gpu is not None and gpu.platform == "cuda"

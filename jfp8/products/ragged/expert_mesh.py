@@ -16,19 +16,15 @@ from jfp8.tracing.compat import mesh_in_effect
 
 @dataclass(frozen=True)
 class ExpertMesh:
-    """The partitioning of experts and tokens; without a mesh there is none.
+    """The axes that shard experts and tokens.
 
-    Attributes:
-      mesh: None if everything is on one device, or where the compiler puts it.
-      expert_axis: divides the experts, and tokens.
-      data_axes: divide tokens, too; each part of them has all experts.
-      tensor_axis: shards the matrices of each expert, or None.
+    Without a mesh everything is on one device, or where the compiler puts it.
     """
 
     mesh: Mesh | AbstractMesh | None = None
-    expert_axis: str = "expert"
-    data_axes: tuple[str, ...] = ()
-    tensor_axis: str | None = None
+    expert_axis: str = "expert"  # of experts, and of tokens
+    data_axes: tuple[str, ...] = ()  # of tokens, too; each part of them has all experts
+    tensor_axis: str | None = None  # of the matrices of each expert
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -127,12 +123,9 @@ def expert_mesh(
     tensor_axis: str | None,
     num_experts: int,
 ) -> ExpertMesh:
-    """Return the `ExpertMesh` of the mesh in effect, which ``jax.set_mesh`` sets.
+    """Return those of these axes that the mesh in effect has, the mesh of ``jax.set_mesh``.
 
-    Args:
-      expert_axis: None if experts are not sharded.
-      data_axes, tensor_axis: those that the mesh does not have are left out.
-      num_experts: which have to be divided evenly.
+    Without an `expert_axis` experts are not sharded.
 
     Raises:
       NotImplementedError: the mesh has explicit axes.

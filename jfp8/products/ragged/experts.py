@@ -36,12 +36,9 @@ from jfp8.products.operation import (
     Operation,
     Options,
     State,
-    Use,
-    as_lhs,
-    as_operand,
-    check_out_dtype,
+    as_operands,
+    dtypes_of,
     plan,
-    value_dtype,
 )
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
@@ -53,7 +50,6 @@ from jfp8.products.vjp import multiply_quantized
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import current_device
 
@@ -72,18 +68,13 @@ _TILE = 128  # rows of a tile, as kernels take them
 class ExpertRows:
     """The rows of a matmul of experts, instead of the sizes of groups.
 
-    Attributes:
-      exchange: destinations of the copies of tokens.
-      travels: the tensor that is sent.
-      divided: whether the tensor axis shards the matrices: ``n`` if lhs is sent, else ``k``.
-      projections: number of equal parts of ``n``, concatenated. If it is sharded, the columns of y
-        are sorted by device first, and then by projection.
+    If ``n`` is sharded, the columns of y are sorted by device first, and then by projection.
     """
 
-    exchange: Exchange
-    travels: Travels
-    divided: bool = False
-    projections: int = 1
+    exchange: Exchange  # destinations of the copies of tokens
+    travels: Travels  # the tensor that is sent
+    divided: bool = False  # the tensor axis shards the matrices: ``n`` if lhs is sent, else ``k``
+    projections: int = 1  # equal parts of ``n``, concatenated
 
     def sort_columns(self, rhs: Operand) -> Operand:
         """Return ``[E, k, n]`` with its columns in the same order as y."""
@@ -110,18 +101,13 @@ class ExpertRows:
 class ExpertDot(Operation):
     """Matmuls of tiles with the matrices of experts, with rows sent between devices.
 
-    Attributes:
-      shapes: shapes of lhs, ``[t, 1, k]`` or ``[tiles, height, k]``, and rhs ``[E, k, n]``.
-      exchange: destinations of the rows.
-      travels: ``"lhs"`` (the gradient is sent back) or ``"result"`` (the gradient is sent there).
-      way: plan with which a device multiplies tiles.
-      tensor: see `ExpertRows.divided`.
+    The shape of lhs is ``[t, 1, k]`` or ``[tiles, height, k]``, and that of rhs ``[E, k, n]``.
     """
 
-    exchange: Exchange
-    travels: Travels
-    way: type[Grouped]
-    tensor: bool
+    exchange: Exchange  # destinations of the rows
+    travels: Travels  # the gradient of lhs is sent back, or the gradient of the result there
+    way: type[Grouped]  # plan with which a device multiplies tiles
+    tensor: bool  # see `ExpertRows.divided`
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self._here(self.exchange).contracting(kind)
@@ -140,18 +126,10 @@ class ExpertDot(Operation):
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
         return self._here(self.exchange).quantize(role, x, quantizer, at)
 
-    def quantize_for_both(
-        self,
-        role: str,
-        x: Any,
-        first: Use,
-        second: Use | None,
-        state: AmaxState | None,
-        dtype: np.dtype | None,
-    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+    def quantize_for_both(self, role: str, x: Any, *how: Any) -> Any:
         if role == self._sent_role:
             return None
-        return self._here(self.exchange).quantize_for_both(role, x, first, second, state, dtype)
+        return self._here(self.exchange).quantize_for_both(role, x, *how)
 
     def after_transfer(self, role: str, q: Operand) -> Operand:
         if role != self._sent_role:
@@ -241,31 +219,24 @@ def observed_expert_dot(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     multiply: Callable[..., tuple[jax.Array, Observed]] | None = None,
 ) -> tuple[jax.Array, Observed]:
-    """Multiply each row by the matrix of its expert, and return the amaxes of both operands.
+    """Multiply each row by the matrix of its expert, and return the amaxes of both operands. ::
 
-    Args:
-      lhs: ``[t, k]``, tokens, if `travels` is ``"lhs"``; else ``[tiles, height, k]``, the result
-        of the first matmul.
-      rhs: ``[E, k, n]``.
-      rows: their destinations; see above.
-      options, state, preferred_element_type: as in `observed_ragged_dot`.
-      multiply: called instead of `multiply_quantized`.
+        lhs is sent     lhs [t, k]               rhs [E, k, n]    y [tiles, height, n]
+        y is sent back  lhs [tiles, height, k]   rhs [E, k, n]    y [c, n]
 
-    Returns:
-      ``[tiles, height, n]`` if lhs is sent; else ``[c, n]``, a row for each copy.
+    If `multiply` is given, it is called instead of `multiply_quantized`.
     """
-    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    lhs, rhs = as_operands(lhs, rhs)
     options = options.on_device_of(lhs, rhs)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
+    dtypes = dtypes_of(lhs, rhs, options, preferred_element_type)
     if multiply is not None:  # it may do more, with effects
-        return _observed(options, out_dtype, multiply, lhs, rhs, rows, state)
-    return _compiled(options, out_dtype, multiply_quantized, lhs, rhs, rows, state)
+        return _observed(options, dtypes, multiply, lhs, rhs, rows, state)
+    return _compiled(options, dtypes, multiply_quantized, lhs, rhs, rows, state)
 
 
-def _observed(options, out_dtype, multiply, lhs, rhs, rows, state):
+def _observed(options, dtypes, multiply, lhs, rhs, rows, state):
     exchange, travels = rows.exchange, rows.travels
     recipe = options.recipe
-    dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     lhs, rhs = same_varying_axes((lhs, rhs))
     rhs = rows.sort_columns(frozen_groups(rhs, recipe))
     lhs = lhs[:, None] if travels == "lhs" else lhs
@@ -289,7 +260,7 @@ _compiled = jax.jit(_observed, static_argnums=(0, 1, 2))
 def _serves_both(recipe: Recipe, travels: Travels) -> bool:
     """Return True if both matmuls of the sent tensor take the same bytes."""
     products = recipe.resolved()
-    if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
+    if any(product.rotation for product in vars(products).values()):
         return False
     first, second = products.by_role()[_SENT[travels]]
     return first is not None and first == second and first.one_for_both
@@ -365,10 +336,8 @@ def height_for(
 def can_be_divided(size: int, mesh: ExpertMesh, recipes: Sequence[Recipe]) -> bool:
     """Return True if the tensor axis shards a dimension into whole blocks and whole rotations."""
     units = [b for r in recipes for q in r.resolved().quantizers() if q.block for b in q.block]
-    for recipe in recipes:
-        products = recipe.resolved()
-        rotations = (products.fprop.rotation, products.dgrad.rotation, products.wgrad.rotation)
-        units += [rotation.size for rotation in rotations if rotation is not None]
+    products = [product for recipe in recipes for product in vars(recipe.resolved()).values()]
+    units += [p.rotation.size for p in products if p.rotation is not None]
     return mesh.tensor > 1 and size % (mesh.tensor * math.lcm(*units)) == 0
 
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
 class Tiles(NamedTuple):
-    """Places of the rows of groups in tiles, for ``m`` rows and ``t`` tiles of height ``h``.
+    """Places of the rows of groups in tiles, for ``m`` rows and ``t`` tiles of height ``h``."""
 
-    Attributes:
-      rows: i32[t, h], the row at each place; ``m`` if there is none.
-      slots: i32[m], the place of each row, counted through all tiles; ``t * h`` for rows of no
-        group.
-      group: i32[t], the group of each tile.
-      padded_sizes: i32[g], number of rows in the tiles of each group.
-    """
-
-    rows: jax.Array
-    slots: jax.Array
-    group: jax.Array
-    padded_sizes: jax.Array
+    rows: jax.Array  # i32[t, h], the row at each place; ``m`` if there is none
+    slots: jax.Array  # i32[m], the place of each row in all tiles; ``t * h`` for rows of no group
+    group: jax.Array  # i32[t], the group of each tile
+    padded_sizes: jax.Array  # i32[g], number of rows in the tiles of each group
 
 
 def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
@@ -56,34 +48,30 @@ def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
 
 @jax.custom_vjp
 def take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Return ``x[index]``, zero where `index` is past the last row; its gradient is a gather, too.
+    """Return `rows_at`, whose gradient is a gather, too.
 
     Args:
-      x: ``[rows, ...]``.
-      index: i32 of any shape, in which each row occurs at most once.
-      inverse: i32[rows], the position of each row in the flat `index`; past its end if it does
-        not occur.
-
-    Returns:
-      Array of shape ``[*index.shape, ...]``.
+      index: in which each row occurs at most once.
+      inverse: i32[rows], the position of each row in the flat `index`, else past its end.
     """
-    return _rows_at(x, index)
+    return rows_at(x, index)
 
 
-def _rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
+def rows_at(x: jax.Array, index: jax.Array, fill: Any = 0) -> jax.Array:
+    """Return ``x[index]``, and `fill` where `index` is beyond the last row."""
     if not x.shape[0]:
-        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
-    return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
+        return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
+    return jnp.asarray(x).at[index].get(mode="fill", fill_value=fill)
 
 
 def _take_rows_fwd(x, index, inverse):
-    return _rows_at(x, index), (index, inverse)
+    return rows_at(x, index), (index, inverse)
 
 
 def _take_rows_bwd(residuals, ct):
     index, inverse = residuals
     ct = ct.reshape(index.size, *ct.shape[index.ndim :])
-    return _rows_at(ct, inverse), None, None
+    return rows_at(ct, inverse), None, None
 
 
 take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
