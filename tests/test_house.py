@@ -212,7 +212,7 @@ LINES_OF_ROOMS = {
     "layers": 5524,
     "collectives": 1025,
     "optim": 2560,
-    "training": 3060,
+    "training": 2917,
     "checkpoint": 3530,
     "conversion": 4671,
     "debug": 4352,

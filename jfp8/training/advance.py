@@ -11,13 +11,7 @@ import optax
 from jfp8.optim.finite import keep_unless
 from jfp8.optim.loss_scale_state import find_loss_scale
 from jfp8.scaling.history import CHECK, as_dicts, intact_states, sealed
-from jfp8.training.histories import (
-    Collections,
-    close_step,
-    decode_all,
-    map_products,
-    rescaled,
-)
+from jfp8.training.histories import Collections, close_step, decode_all, map_products, rescaled
 
 
 def advance(
@@ -93,9 +87,8 @@ def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
     """
 
     def rescale(product: Any) -> Any:
-        states = intact_states(product)
-        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), states["grad"])
-        new = {**states, "grad": grad}
+        new = dict(intact_states(product))
+        new["grad"] = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), new["grad"])
         return sealed(new) if CHECK in product else new
 
     return map_products(rescale, fp8)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
+from jfp8.layers.nnx.products import Fp8State
 from jfp8.products.explicit_sharding import check_divided
 from jfp8.scaling.sink import BINS, ROLES, SMALL, WIDTH, decode_amax, encode_amax
 from jfp8.training.advance import rescale_grad_histories
-from jfp8.training.histories import Collections
+from jfp8.training.histories import Collections, rescaled
 from jfp8.training.micro_batches import without_batch_axis
-from jfp8.training.nnx_data_parallel import OfModel, on_arrays, put_into
+from jfp8.training.nnx import training_products
 from jfp8.training.state import Gradients, TrainState
 
 
@@ -130,7 +131,7 @@ def data_parallel(
         whole = without_batch_axis(batch, batch_axes or {}, n, call)
         check_divided(here, names, batch, whole)
         of_batch = jax.tree.map(lambda w: PartitionSpec() if w else PartitionSpec(axis_name), whole)
-        function, state = (grad_fn, state) if model is None else on_arrays(grad_fn, model, n)
+        function, state = (grad_fn, state) if model is None else _on_arrays(grad_fn, model, n)
         # Without check_vma, since loops in `grad_fn` need not know of the axis; and so nothing is
         # summed over devices but what is summed below.
         value, grads = jax.shard_map(
@@ -141,7 +142,7 @@ def data_parallel(
             axis_names=set(names),
             check_vma=False,
         )(state, batch)
-        return value, grads if model is None else put_into(model, grads)
+        return value, grads if model is None else _put_into(model, grads)
 
     return compute
 
@@ -163,8 +164,8 @@ def _on_one_device(
 
     def combined(grads: Any, params: Any) -> Any:
         average = partial(_mean_of_state, axis_name)
-        if isinstance(grads, OfModel):
-            return OfModel(params, grads.histories, jax.tree.map(average, grads.others))
+        if isinstance(grads, _OfModel):
+            return _OfModel(params, grads.histories, jax.tree.map(average, grads.others))
         if not isinstance(grads, Gradients):
             return params
         return replace(
@@ -179,8 +180,8 @@ def _on_one_device(
     value, grads = grad_fn(state, batch)
     parts = zip(jax.tree.leaves(batch), jax.tree.leaves(whole), strict=True)
     _check_value(value, {leaf.shape[0] for leaf, w in parts if not w}, axis_name)
-    value = jax.tree.map(lambda x: _mean_of_value(x, axis_name), value)
-    is_gradients = lambda node: isinstance(node, Gradients | OfModel)
+    value = jax.tree.map(partial(_mean_of_value, axis_name), value)
+    is_gradients = lambda node: isinstance(node, Gradients | _OfModel)
     params_of = lambda node: node.params if is_gradients(node) else node
     params = mean(jax.tree.map(params_of, grads, is_leaf=is_gradients))
     return value, jax.tree.map(combined, grads, params, is_leaf=is_gradients)
@@ -224,7 +225,7 @@ def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
     return stripped, left
 
 
-def _mean_of_value(x: Any, axis_name: AxisName) -> jax.Array:
+def _mean_of_value(axis_name: AxisName, x: Any) -> jax.Array:
     """Average in f32."""
     x = jnp.asarray(x)
     mean = lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis_name)
@@ -233,8 +234,7 @@ def _mean_of_value(x: Any, axis_name: AxisName) -> jax.Array:
 
 def _mean_of_state(axis_name: AxisName, x: jax.Array) -> jax.Array:
     """Average floating arrays; anything else (counters, keys) is the same on all devices."""
-    floating = jnp.issubdtype(x.dtype, jnp.inexact)
-    return _mean_of_value(x, axis_name) if floating else x
+    return _mean_of_value(axis_name, x) if _is_floating(x) else x
 
 
 def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collections:
@@ -266,3 +266,55 @@ def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:
             "one with jax.set_mesh(mesh), and name its axis as axis_name."
         )
     return int(np.prod([mesh.shape[name] for name in names]))
+
+
+# The state of an NNX model: copied to every device, and put together from all.
+
+_OTHERS = nnx.Not((nnx.Param, Fp8State))
+
+
+class _OfModel(NamedTuple):
+    """Hold the results of a step of a model."""
+
+    params: Any  # gradients
+    histories: Any  # the new `Fp8State`, the same on all devices
+    others: Any  # of other Variables the change, or the new value if it is not floating
+
+
+def _on_arrays(
+    grad_fn: Callable[[Any, Any], tuple[Any, Any]], model: nnx.Module, n: int
+) -> tuple[Callable[[Any, Any], tuple[Any, _OfModel]], Any]:
+    """Return `grad_fn` as a function of the arrays of `model`, and these arrays.
+
+    Its gradients are `n` times those of the whole batch, to which the model's histories refer.
+    """
+    graphdef, arrays = nnx.split(model)
+
+    def compute(arrays: Any, batch: Any) -> tuple[Any, _OfModel]:
+        here = nnx.merge(graphdef, arrays)
+        before = nnx.as_pure(nnx.state(here, _OTHERS))
+        _rescale_histories(here, jnp.float32(n))
+        value, grads = grad_fn(here, batch)
+        _rescale_histories(here, 1 / jnp.float32(n))
+        change = lambda new, old: new - old if _is_floating(new) else new
+        others = jax.tree.map(change, nnx.as_pure(nnx.state(here, _OTHERS)), before)
+        return value, _OfModel(grads, nnx.state(here, Fp8State), others)
+
+    return compute, arrays
+
+
+def _put_into(model: nnx.Module, step: _OfModel) -> Any:
+    """Update `model` with the state of a step, and return the gradients."""
+    before = nnx.as_pure(nnx.state(model, _OTHERS))
+    add = lambda x, change: x + change if _is_floating(x) else change
+    nnx.update(model, step.histories, jax.tree.map(add, before, step.others))
+    return step.params
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _rescale_histories(model: nnx.Module, factor: Any) -> None:
+    for product in training_products((model,)).values():
+        product.set_histories({"grad": rescaled(product.intact_histories()["grad"], factor)})

@@ -105,10 +105,8 @@ def gather_weights(
     selection = select(recipe, exempt, only)
     with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled_array)
     leaves = [x for _, x in with_paths]
-    ways = [
-        _way(x, spec, axis_name, gradients_as)
-        for x, spec in zip(leaves, _specs_of(params, specs), strict=True)
-    ]
+    way_of = partial(_way, axis_name=axis_name, gradients_as=gradients_as)
+    ways = list(map(way_of, leaves, _specs_of(params, specs)))
     quantizers = _quantizers(selection, with_paths, ways)
     # One maximum over the devices for all of them.
     amaxes = {i: amax(leaves[i]) for i in quantizers}
@@ -269,16 +267,10 @@ def _carrier(way: _Way, x: jax.Array) -> jax.Array:
     return way.zeros(x)
 
 
-def _carrier_fwd(way: _Way, x: jax.Array) -> tuple[jax.Array, None]:
-    return way.zeros(x), None
-
-
-def _carrier_bwd(way: _Way, residuals: None, whole: jax.Array) -> tuple[jax.Array]:
-    del residuals
-    return (way.scatter(whole),)
-
-
-_carrier.defvjp(_carrier_fwd, _carrier_bwd)
+_carrier.defvjp(
+    lambda way, x: (way.zeros(x), None),
+    lambda way, residuals, whole: (way.scatter(whole),),
+)
 
 
 # How a shard becomes the whole, and the cotangent of the whole the shard's.
@@ -286,15 +278,9 @@ _carrier.defvjp(_carrier_fwd, _carrier_bwd)
 
 @dataclass(frozen=True)
 class _ByCollectives:
-    """Gather in ``jax.shard_map``, where arrays are the shards of this device.
+    """Gather over axes of the mesh in ``jax.shard_map``, where arrays are this device's shards."""
 
-    Attributes:
-      axis: of the array, which is sharded over the devices.
-      gradients_as: see `gather_weights`.
-      names: axes of the mesh.
-    """
-
-    axis: int
+    axis: int  # of the array
     gradients_as: Format | np.dtype | None
     names: tuple[str, ...]
 
@@ -326,17 +312,12 @@ class _ByCollectives:
 
 @dataclass(frozen=True)
 class _ByLayout:
-    """Gather outside it, where arrays are global, and each device has a shard of them.
-
-    Attributes:
-      spread, whole: shardings of the array, before and after.
-      explicit: True if the sharding is part of the type of an array, else the compiler chooses it.
-    """
+    """Gather outside it, where arrays are global, and each device has a shard of them."""
 
     gradients_as: np.dtype | None
-    spread: PartitionSpec | NamedSharding
-    whole: PartitionSpec | NamedSharding
-    explicit: bool
+    spread: PartitionSpec | NamedSharding  # before
+    whole: PartitionSpec | NamedSharding  # after
+    explicit: bool  # the sharding is part of the type of an array, else the compiler chooses it
 
     def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
         return amaxes

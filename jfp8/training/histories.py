@@ -51,12 +51,7 @@ def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
 def close_step(
     fp8: Any, amaxes: Any, finite: jax.Array | None = None, ends: jax.Array | None = None
 ) -> Any:
-    """Advance `fp8` by decoded amaxes.
-
-    Args:
-      finite: bool[]; if False nothing changes.
-      ends: bool[], True if the step ends; if False its maxima are kept.
-    """
+    """Advance `fp8` by decoded amaxes if the step `ends`, else keep its maxima, if `finite`."""
 
     def closed(product: Any, amaxes: Any) -> Any:
         ended = _ended({role: product[role] for role in ROLES}, amaxes.get("amax"), ends)
@@ -119,10 +114,7 @@ def map_products(function: Callable[..., Any], fp8: Any, *others: Any) -> Any:
 
 
 def init_sinks(fp8: Collections) -> Collections:
-    """Return the ``fp8_sink`` collection of an ``fp8`` collection: zeros, same paths.
-
-    Leading axes of the histories (stacked layers) become leading axes of the sinks.
-    """
+    """Return the ``fp8_sink`` collection of an ``fp8`` collection: zeros, same paths."""
     zeros = lambda product: {"amax": zero_sink(product[ROLES[0]]["amax_history"])}
     return map_products(zeros, fp8)
 

@@ -33,15 +33,10 @@ Root = int | None
 def split(
     function: Callable[[Any, Any], Any], known: Any, varying: Any
 ) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """Split ``function(known, varying)`` into the part that depends only on `known`, and the rest.
+    """Split a function of pytrees into the part that depends only on `known`, and the rest.
 
-    Args:
-      function: function of two pytrees of arrays, returning one.
-      known: the arguments that are the same in every iteration of a loop.
-      varying: the other arguments; only their shapes matter.
-
-    Returns:
-      ``(kept, rest)`` with ``rest(kept, varying) == function(known, varying)``.
+    Return ``(kept, rest)`` with ``rest(kept, varying) == function(known, varying)``. Only the
+    shapes of `varying` matter here.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(known, varying)
     structure = jax.tree.structure(shapes)
@@ -61,23 +56,12 @@ def split(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The part of a jaxpr that is computed early.
-
-    Attributes:
-      jaxpr: the program.
-      kept: variables computed early and kept.
-      early: indices of the equations that these need.
-      inner: plans of the bodies of equations (by index) inside which something is kept.
-    """
+    """The part of a jaxpr that is computed early."""
 
     jaxpr: Jaxpr
-    kept: tuple[Var, ...]
-    early: frozenset[int]
-    inner: dict[int, _Plan]
-
-    @property
-    def keeps_any(self) -> bool:
-        return bool(self.kept or self.inner)
+    kept: tuple[Var, ...]  # computed early and kept
+    early: frozenset[int]  # indices of the equations that these need
+    inner: dict[int, _Plan]  # of bodies of equations (by index) inside which something is kept
 
 
 def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
@@ -98,7 +82,7 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
         body = _body_roots(eqn, ins)
         if body is not None and any(body[1]):
             plan = _plan(*body)
-            if plan.keeps_any:
+            if plan.kept or plan.inner:
                 inner[i] = plan
 
     def is_small(v: Var) -> bool:

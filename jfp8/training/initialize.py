@@ -101,42 +101,31 @@ def initialize(
     >>> model, tx = nn.Dense(8), optax.adam(1e-3)
     >>> model, tx = jfp8.initialize(model, tx, {"mixed_precision": "fp8", "recipe": "delayed"})
     """
-    given = {
-        "recipe": recipe,
-        "opt_level": opt_level,
-        "axis_name": axis_name,
-        "exempt": exempt,
-        "only": only,
-        "output_fused": output_fused,
-        "state_collection": state_collection,
-        "verbose": verbose,
-    }
-    settings = _settings(config, given)
-    if settings.pop("mixed_precision") == "no":
-        return model, tx
-    level = settings["opt_level"]
-    if level not in ("O0", "O1", "O2"):
-        raise ValueError(f"opt_level={level!r}: allowed are 'O0', 'O1' and 'O2'.")
-    if level == "O0" and settings["axis_name"] is not None:
+    if config is not None:
+        settings = _settings(config, locals())
+        in_fp8 = settings.pop("mixed_precision") == "fp8"
+        return initialize(model, tx, **settings) if in_fp8 else (model, tx)
+    if opt_level not in ("O0", "O1", "O2"):
+        raise ValueError(f"opt_level={opt_level!r}: allowed are 'O0', 'O1' and 'O2'.")
+    if opt_level == "O0" and axis_name is not None:
         raise ValueError(
-            f"axis_name={settings['axis_name']!r} averages gradients in FP8, which opt_level='O0' "
-            "does not do. Use opt_level='O1', or jax.lax.pmean for a mean in f32."
+            f"axis_name={axis_name!r} averages gradients in FP8, which opt_level='O0' does not do. "
+            "Use opt_level='O1', or jax.lax.pmean for a mean in f32."
         )
-    chosen = _with_fused(_recipes(settings["recipe"]), settings["output_fused"])
-    where = {"state_collection": settings["state_collection"]}
-    selection = select(chosen, settings["exempt"], settings["only"], **where).for_gpu()
-    converted = convert_selected(model, selection, _print_report if settings["verbose"] else None)
-    if settings["verbose"] and isinstance(model, nnx.Module):
+    chosen = _with_fused(_recipes(recipe), output_fused)
+    selection = select(chosen, exempt, only, state_collection=state_collection).for_gpu()
+    converted = convert_selected(model, selection, _print_report if verbose else None)
+    if verbose and isinstance(model, nnx.Module):
         found = decisions(model, selection).items()
         print("\n".join(f"{path}: {repr(d.recipe) if d.recipe else d.reason}" for path, d in found))
-    if level == "O2":
+    if opt_level == "O2":
         tx = _with_stored_moments(tx)
     if chosen.needs_loss_scale:
         tx = skip_on_overflow(optax.chain(loss_scale(), tx))
-    if level != "O0":
+    if opt_level != "O0":
         # In front of the loss scale, which then has the same mean on all devices, and skips the
         # same steps. It is a power of two, so the codes are the same as of unscaled gradients.
-        tx = optax.chain(fp8_gradients(axis_name=settings["axis_name"]), tx)
+        tx = optax.chain(fp8_gradients(axis_name=axis_name), tx)
     return converted, tx
 
 
@@ -170,24 +159,23 @@ def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTran
     return optax.GradientTransformationExtraArgs(init, store_state(tx, _MOMENTS).update)
 
 
-def _settings(config: Mapping[str, Any] | str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given`, replaced by the settings of `config`."""
-    settings = {"mixed_precision": "fp8", **given}
-    if config is None:
-        return settings
+def _settings(config: Mapping[str, Any] | str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `initialize` that are `given`, replaced by the settings of `config`."""
+    parameters = inspect.signature(initialize).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
+    settings = {"mixed_precision": "fp8"} | {name: given[name] for name in defaults}
     parsed = _parsed(config) if isinstance(config, str) else config
     if not isinstance(parsed, Mapping):
         raise TypeError(
             "config must be a dict, or the text of a JSON or YAML file that holds one, such as "
             f'{{"mixed_precision": "fp8", "recipe": "delayed"}}; got {parsed!r}.'
         )
-    defaults = inspect.signature(initialize).parameters
     for name, value in parsed.items():
         if name not in settings:
             close = difflib.get_close_matches(str(name), settings, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"config has no key {name!r}.{hint} Keys: {', '.join(settings)}.")
-        if name in given and given[name] != defaults[name].default:
+        if name in defaults and given[name] != defaults[name]:
             raise ValueError(f"{name} is given twice: in config, and as an argument.")
         settings[name] = value
     if settings["mixed_precision"] not in ("fp8", "no"):

@@ -51,13 +51,10 @@ def over_micro_batches(
     """Average the results of `gradient` over micro-batches, one at a time.
 
     Args:
-      gradient: ``(*known, collections, batch) -> (grads, sinks), (loss, collections, aux)``.
-      micro_batches, batch_axes: see `jfp8.value_and_grad`.
+      gradient: ``(*known, collections, batch) -> (grads, sinks), (loss, collections, aux)``, where
+        `known` is the same for all micro-batches, and each passes `collections` to the next.
       call: the start of the user's call, for errors.
       like: arrays with the shapes of the gradients, and sinks of zeros.
-      known: arguments that are the same for all micro-batches.
-      collections: collections that each micro-batch passes to the next.
-      batch: arrays by name.
     """
     call = f"{call}, micro_batches={micro_batches}"
     whole = jax.tree.leaves(without_batch_axis(batch, batch_axes, micro_batches, call))
@@ -94,15 +91,8 @@ def over_micro_batches(
 def without_batch_axis(batch: Any, batch_axes: Mapping[str, None], parts: int, call: str) -> Any:
     """Return `batch` with True for every array that stays whole, False for every array to split.
 
-    Args:
-      batch: pytree of arrays. Scalars stay whole.
-      batch_axes: names, of keys or attributes in `batch`, whose arrays stay whole.
-      parts: number of micro-batches.
-      call: the start of the suggested call, for errors.
-
-    Raises:
-      ValueError: a name that is not in `batch`; the other arrays differ in their leading axes, or
-        `parts` does not divide the leading axes.
+    Scalars, and arrays under the names in `batch_axes`, stay whole. ``ValueError`` if the other
+    arrays do not have one leading axis that `parts` divides; it suggests a `call`.
     """
     named: set[str] = set()
     sizes: dict[int, str] = {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import flax.linen as nn
@@ -31,6 +31,7 @@ from jfp8.training.state import TrainState
 from jfp8.training.step import check_examples, check_micro_batches, warn_of_float16
 
 Path = tuple[Any, ...]
+_SCALED = "jfp8.nnx.value_and_grad(f, loss_scale=scale)"
 
 
 def value_and_grad(
@@ -88,12 +89,12 @@ def value_and_grad(
     if f is None:
         how: Any = {"argnums": argnums, "has_aux": has_aux, "loss_scale": loss_scale}
         parts: Any = {"micro_batches": micro_batches, "batch_axes": batch_axes}
-        return functools.partial(value_and_grad, **how, **parts)
+        return partial(value_and_grad, **how, **parts)
     check_micro_batches(micro_batches)
     single = isinstance(argnums, int | nnx.DiffState)
     wanted, shifted = _differentiated((argnums,) if single else argnums)
 
-    @functools.wraps(f)
+    @wraps(f)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         args = _checked(_positional(f, args, kwargs), wanted)
         products = training_products(args)
@@ -101,8 +102,8 @@ def value_and_grad(
         kept = [(x, x.get_value()) for x in _statistics(args, wanted)]
         trained = {path[:end] for path in _trained(args, wanted) for end in range(1, len(path))}
         with_sink = [path for path in products if path[:-1] in trained]
-        to_read = functools.partial(_to_read, loss_scale)
-        reads = over_products(to_read, [(before[path],) for path in with_sink])
+        to_read = [(before[path],) for path in with_sink]
+        reads = over_products(partial(_to_read, loss_scale), to_read)
 
         def with_sinks(sinks: list[jax.Array], *args: Any) -> Any:
             here = training_products(args)
@@ -116,10 +117,11 @@ def value_and_grad(
                 for path in with_sink:
                     here[path].fp8_sink = None
             loss, aux = returned if has_aux else (returned, None)
-            _warn_of_float16(loss_scale, loss, args, wanted)
+            params = [variable.get_value() for variable in _trained(args, wanted).values()]
+            warn_of_float16(loss_scale, (loss, params), _SCALED)
             return uses, scaled(loss, loss_scale), (loss, aux)
 
-        gradient = functools.partial(_gradient, with_sinks, (0, *shifted))
+        gradient = partial(_gradient, with_sinks, (0, *shifted))
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
         if micro_batches > 1:
             like = [carriers(nnx.state(args[w.argnum - 1], w.filter)) for w in shifted]
@@ -127,8 +129,7 @@ def value_and_grad(
         (loss, aux), rows, grads = gradient(sinks, *args)
         decoded, overflow = decode_all(rows)
         of_loss = unscaled(grads, None if loss_scale is None else jnp.asarray(loss_scale))
-        finite = all_finite(loss) & all_squares_finite(of_loss)
-        failed = ~finite | overflow
+        failed = overflow | ~(all_finite(loss) & all_squares_finite(of_loss))
         _end_step(products, before, dict(zip(with_sink, decoded)), failed, loss_scale)
         _put_back(kept, failed)
         # A saturating cast may hide an Inf from the gradients, which an optimizer looks at.
@@ -139,13 +140,10 @@ def value_and_grad(
 
 
 def _differentiated(entries: Any) -> tuple[tuple[nnx.DiffState, ...], tuple[nnx.DiffState, ...]]:
-    """Return `entries` of ``argnums`` with filters; and the same behind a first argument of sinks.
-
-    Those leave out histories, which filters by path would take for parameters.
-    """
+    """Return `entries` of ``argnums`` with filters; and the same behind an argument of sinks."""
     filtered = lambda e: e if isinstance(e, nnx.DiffState) else nnx.DiffState(e, nnx.Param)
     wanted = tuple(map(filtered, entries))
-    no_state = nnx.Not((Fp8State, Fp8Sink))
+    no_state = nnx.Not((Fp8State, Fp8Sink))  # filters by path would take it for parameters
     return wanted, tuple(nnx.DiffState(w.argnum + 1, nnx.All(w.filter, no_state)) for w in wanted)
 
 
@@ -179,9 +177,7 @@ def _put_back(kept: Sequence[tuple[nnx.Variable, Any]], failed: jax.Array) -> No
 def _gradient(f: Callable[..., Any], argnums: Any, sinks: list[jax.Array], *args: Any) -> Any:
     """Return ``(loss, aux)``, the sinks with all amaxes, and gradients.
 
-    Args:
-      f: ``(sinks, *args) -> uses, scaled loss, (loss, aux)``.
-      argnums: what to differentiate with respect to: sinks, and arguments.
+    `f` is a function ``(sinks, *args) -> uses, scaled loss, (loss, aux)``.
     """
     noted: list[Uses] = []
     trained = _trained((sinks, *args), argnums[1:])
@@ -263,7 +259,7 @@ def _statistics(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> list[
 def _end_step(products: Any, before: Any, seen: Any, failed: jax.Array, loss_scale: Any) -> None:
     """Give `products` their histories after a step, or those `before` one that failed."""
     ends = [_end_of(p, before[path], seen.get(path), failed) for path, p in products.items()]
-    found = over_products(functools.partial(_ended, loss_scale), ends)
+    found = over_products(partial(_ended, loss_scale), ends)
     # Once more, so that what takes the histories apart is elementwise: one kernel, not one each.
     kept = [(_kept(end[-1], new, end[0]), check) for end, (new, check) in zip(ends, found)]
     _overwrite(products.values(), kept)
@@ -277,10 +273,9 @@ def _end_of(product: Product, before: Any, amaxes: Any, failed: jax.Array) -> tu
 
 
 def _ended(loss_scale: Any, before: Any, after: Any, amaxes: Any, failed: jax.Array) -> Any:
-    """Return histories after a step; and the `fingerprint` of these, or of `before` if it failed.
+    """Return histories after a step, and the `fingerprint` of what is kept.
 
-    Args:
-      after: what calls recorded themselves, where there are no amaxes.
+    Without amaxes the histories are `after`, which calls recorded themselves.
     """
     new = after if amaxes is None else _pushed(before, amaxes, loss_scale)
     return new, fingerprint(_kept(failed, new, before))
@@ -301,10 +296,7 @@ def _on_any_device(flag: jax.Array, like: jax.Array) -> jax.Array:
 def _of_all_examples(amaxes: Any, failed: jax.Array, before: Any) -> tuple[Any, jax.Array]:
     """Return `amaxes` and `failed`; under ``vmap`` of a shared model, the largest of all examples.
 
-    Args:
-      amaxes: f32[..., 3], or None.
-      failed: bool[].
-      before: the histories, batched if the model is.
+    The model is shared if the histories `before` the step are not batched.
     """
     return amaxes, failed
 
@@ -347,11 +339,6 @@ def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
             "position, which the function does not allow. Leave out the * in its signature."
         )
     return bound.args
-
-
-def _warn_of_float16(scale: Any, loss: Any, args: tuple[Any, ...], wanted: Any) -> None:
-    params = [variable.get_value() for variable in _trained(args, wanted).values()]
-    warn_of_float16(scale, (loss, params), "jfp8.nnx.value_and_grad(f, loss_scale=scale)")
 
 
 def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[Any, ...]:

@@ -17,24 +17,14 @@ from jfp8.training.histories import Collections, is_product
 
 
 def histories_for(model: nn.Module, args: Any, kwargs: Any, state: Any) -> Collections:
-    """Return the ``fp8`` collection with which `model` continues after `state`.
-
-    Args:
-      model, args, kwargs: as for ``TrainState.with_model``.
-
-    Raises:
-      ValueError: `model` has other parameters or collections than `state`.
-    """
+    """Return the ``fp8`` collection of ``state.with_model(model, *args, **kwargs)``."""
     shapes = as_dicts(jax.eval_shape(partial(model.init, jax.random.key(0), **kwargs), *args))
     fp8 = shapes.pop("fp8", {})
     shapes.pop("fp8_sink", None)
     given = {"params": state.params, **state.collections}
     found, own = (_shapes_in(tree) for tree in (shapes, given))
-    different = sorted(
-        path for path in found.keys() | own.keys() if found.get(path) != own.get(path)
-    )
-    if different:
-        path = different[0]
+    if different := {path for path, _ in found.items() ^ own.items()}:
+        path = min(different)
         raise ValueError(
             f"with_model got a model of other variables: {path} is {found.get(path, 'missing')}"
             f" in it and {own.get(path, 'missing')} in the state. Pass the same model with "

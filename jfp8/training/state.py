@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -28,22 +27,13 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
 from jfp8.training.advance import rescale_grad_histories
 from jfp8.training.carried import Carried
-from jfp8.training.histories import (
-    Collections,
-    close_step,
-    decode_all,
-    init_sinks,
-)
+from jfp8.training.histories import Collections, close_step, decode_all, init_sinks
 from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state
 from jfp8.training.skipped import paths_not_finite, warn_of_skipped
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["params", "fp8_sink", "collections", "examples"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gradients:
     """Gradients, amaxes and collections: `value_and_grad` returns, `apply_gradients` takes them.
@@ -211,11 +201,6 @@ class TrainState(flax.struct.PyTreeNode):
         """Return True if some parameters are stored as a `ScaledArray`."""
         return _has_stored(self.params)
 
-    @property
-    def stored_params(self) -> Any:
-        """Return the parameters, if some are stored as a `ScaledArray`, else None."""
-        return self.params if self.has_stored_params else None
-
     def apply_gradients(self, grads: Gradients, **extra_args: Any) -> TrainState:
         """Return the state after one optimizer step.
 
@@ -334,10 +319,7 @@ def _has_stored(params: Any) -> bool:
 
 
 def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | None:
-    """Return True for the last update that ``optax.MultiSteps`` accumulates, bool[].
-
-    None if nothing accumulates, so every update is a step.
-    """
+    """Return bool[], True if ``optax.MultiSteps`` ends a step; None if nothing accumulates."""
     states = states_of(optax.MultiStepsState, before), states_of(optax.MultiStepsState, after)
     counted = [old.gradient_step != new.gradient_step for old, new in zip(*states, strict=True)]
     return jnp.any(jnp.stack(counted), axis=0) if counted else None

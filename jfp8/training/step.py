@@ -83,16 +83,14 @@ def value_and_grad(
             raise TypeError(instead_of_state(state))
         check_examples((batch, named), lambda: loss_fn(state.variables, *batch, **named))
         loss_scale = loss_scale_in(state.opt_state)
-        differentiated = state.params
+        differentiated, stored = state.params, None
         if state.has_stored_params:
-            by_values = has_master_weights(state.opt_state)
-            differentiated = (carriers if by_values else without_stored)(state.params)
+            by_values, stored = has_master_weights(state.opt_state), state.params
+            differentiated = (carriers if by_values else without_stored)(stored)
         examples = number_of_examples((batch, named), batch_axes or {}, micro_batches)
         fp8 = foresee(state.fp8, state.examples, examples)
         known = (differentiated, init_sinks(state.fp8), fp8)
-        gradient = _gradient(
-            partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.stored_params)
-        )
+        gradient = _gradient(partial(_scaled_loss, loss_fn, has_aux, loss_scale, stored))
         if micro_batches > 1:
             options = (loss_fn, micro_batches, batch_axes or {})
             gradient = partial(over_parts_of_arguments, gradient, *options)
@@ -159,8 +157,7 @@ def _scaled_loss(
 ) -> tuple[jax.Array, tuple[tuple[jax.Array, Collections, Any], Collections]]:
     """Return the scaled loss, ``(loss, collections, aux)``, and the records of ``fp8``.
 
-    Args:
-      stored: the parameters, if some are stored in FP8; None if `differentiated` are all of them.
+    If parameters are `stored` in FP8, not all of them are `differentiated`.
     """
     args, named = batch
     params = differentiated if stored is None else with_carriers(stored, differentiated)
@@ -195,12 +192,9 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
     if not has_aux and isinstance(returned, jax.Array | np.ndarray | np.generic | int | float):
         return returned, {}, None
     wanted = "(loss, mutated, aux)" if has_aux else "(loss, mutated)"
-    if not isinstance(returned, tuple) or len(returned) != 2 + has_aux:
-        given = (
-            f"a tuple of {len(returned)}"
-            if isinstance(returned, tuple)
-            else type(returned).__name__
-        )
+    is_tuple = isinstance(returned, tuple)
+    if not is_tuple or len(returned) != 2 + has_aux:
+        given = f"a tuple of {len(returned)}" if is_tuple else type(returned).__name__
         raise ValueError(
             f"loss_fn must return {wanted} when has_aux={has_aux}, but returned {given}. mutated "
             "are the collections that model.apply(..., mutable=[...]) returned, {} if none."
