@@ -213,7 +213,7 @@ LINES_OF_ROOMS = {
     "collectives": 1025,
     "optim": 2560,
     "training": 2917,
-    "checkpoint": 3530,
+    "checkpoint": 3487,
     "conversion": 4671,
     "debug": 4352,
     "plot": 1165,

@@ -22,15 +22,10 @@ class CheckpointChange(UserWarning):
 
 @dataclass(frozen=True)
 class Log:
-    """The changes and problems that an upgrade has found so far.
+    """The changes and problems that an upgrade has found so far."""
 
-    Attributes:
-      changes: for each kind of change the affected paths, in order.
-      problems: for each path a mismatch that cannot be converted.
-    """
-
-    changes: dict[str, list[str]] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
+    changes: dict[str, list[str]] = field(default_factory=dict)  # the paths by kind of change
+    problems: dict[str, str] = field(default_factory=dict)  # mismatches by path
 
     def change(self, what: str, path: tuple[str, ...]) -> None:
         """Note that `what` happened to the entry at `path`."""

@@ -86,10 +86,7 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
 
 
 def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
-    """Convert Flax's `collection`, at `path`, to the layout of ``fp8``, with all its entries.
-
-    `target` are collections of the model with jfp8. All are nested dicts.
-    """
+    """Convert Flax's `collection`, at `path`, to the layout of ``fp8`` in the nested `target`."""
     return histories.renamed(_products(collection, path, (), log), target.get("fp8", {}), path, log)
 
 

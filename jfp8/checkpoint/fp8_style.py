@@ -94,11 +94,8 @@ class Fp8Style:
             )
         if self.library not in _MIXED:
             return {**config, **both, "modules_to_not_convert": kept}
-        return {
-            **config,
-            **_mixed(*_MIXED[self.library], entries, list(groups.values())),
-            "ignore": kept,
-        }
+        mixed = _mixed(*_MIXED[self.library], entries, list(groups.values()))
+        return {**config, **mixed, "ignore": kept}
 
 
 def _mixed(key: str, several: str, entries: list[Any], groups: list[list[str]]) -> dict[str, Any]:
@@ -156,11 +153,7 @@ _KNOWN = {
 
 
 def layouts_in(config: Mapping[str, Any]) -> list[Layout]:
-    """Return the layouts of the weights that a ``quantization_config`` describes.
-
-    Raises:
-      ValueError: it describes something else; the message says what.
-    """
+    """Return the layouts of the weights that a ``quantization_config`` describes, or raise."""
     method = _known(config, "quant_method", sorted({x.library for x in styles().values()}))
     layouts = [x for style in styles().values() if style.library == method for x in style.layouts]
     if method == "fp8":

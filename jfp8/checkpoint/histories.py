@@ -141,8 +141,7 @@ def newest_first(history: np.ndarray) -> np.ndarray:
 def unrolled(ring: np.ndarray) -> np.ndarray:
     """Return a history of Flax or Transformer Engine, f32[..., H], newest first.
 
-    They roll by -1 and then write slot 0. So slot 0 is the newest, followed by the last slot and
-    the ones before it, and slot 1 is the oldest. Empty slots go to the end.
+    They roll by -1 and then write slot 0. So slot 1 is the oldest.
     """
     ring = np.asarray(ring, np.float32)
     return newest_first(np.concatenate([ring[..., :1], ring[..., :0:-1]], axis=-1))

@@ -27,19 +27,13 @@ from jfp8.optim.stored_state import is_stored
 
 _LOSS_SCALE = {"loss_scale", "growth_tracker", "grads_finite", "overflow_count"}
 
+# The optimizer's own, or added by jfp8. A count belongs to a wrapper that draws random bits.
 Kind = Literal["own", "loss scale", "masters", "count"]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of an optimizer state.
-
-    Attributes:
-      kind: ``"own"`` for the optimizer's; else a part that jfp8 adds. A ``"count"`` belongs to a
-        wrapper that draws random bits.
-      path: of the part in the state.
-      fields: of the part, without the state that it wraps.
-    """
+    """One part of an optimizer state, at a path, with its fields but for a state that it wraps."""
 
     kind: Kind
     path: Path

@@ -70,8 +70,9 @@ def read(directory: Path) -> dict[str, Any]:
             metadata = checkpointer.metadata(directory.absolute())
             tree: Any = metadata.item_metadata.tree
             _check_memory(tree)
-            how = jax.tree.map(lambda leaf: _restore_args(ocp, leaf), tree)
-            arguments = ocp.args.PyTreeRestore(restore_args=how)
+            scalars = ocp.metadata.ScalarMetadata | ocp.metadata.StringMetadata
+            how = lambda x: ocp.RestoreArgs(None if isinstance(x, scalars) else np.ndarray)
+            arguments = ocp.args.PyTreeRestore(restore_args=jax.tree.map(how, tree))
             restored = state_dict(checkpointer.restore(directory.absolute(), args=arguments))
         except Exception as error:  # of Orbax, TensorStore, JSON, and what hostile data reaches
             raise ValueError(f"Orbax cannot read it: {short(str(error))}") from error
@@ -116,13 +117,6 @@ def _check_storable(state: dict[str, Any]) -> None:
                 f"Orbax would store {spelled(other)} and {spelled(path)} under one name, with '.' "
                 "for '/'. Rename one, or save as .safetensors."
             )
-
-
-def _restore_args(ocp: ModuleType, leaf: Any) -> Any:
-    """Return Orbax's arguments to restore a leaf of this metadata: arrays become NumPy's."""
-    if isinstance(leaf, ocp.metadata.ScalarMetadata | ocp.metadata.StringMetadata):
-        return ocp.RestoreArgs()
-    return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
 def _check_memory(tree: Any) -> None:

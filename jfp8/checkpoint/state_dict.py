@@ -54,13 +54,9 @@ def state_dict(tree: Any) -> Any:
 
 
 def on_host(state: Any) -> dict[str, Any]:
-    """Copy the arrays of a state dict to the host, and check that it can be saved.
+    """Copy the arrays of a state dict to the host, and check that it can be saved, or raise.
 
     Arrays that are sharded over several processes stay on their devices.
-
-    Raises:
-      TypeError: a leaf is neither an array of one of `DTYPES` nor a number, a string or None.
-      ValueError: `state` is empty or too deep.
     """
     if not isinstance(state, dict):
         raise TypeError(

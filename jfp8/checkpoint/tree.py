@@ -25,11 +25,8 @@ Nested: TypeAlias = dict[str, Any]
 def nested(tree: Any, path: Path = ()) -> Any:
     """Convert any pytree to nested dicts without empty ones; return a leaf unchanged.
 
-    NNX variables become their values. Messages name the `path` of the caller's argument.
-
-    Raises:
-      ValueError: a key that is neither a string nor an int, or two of one name; over 100
-        levels.
+    NNX variables become their values. ``ValueError``, which names a `path`, for over 100 levels, a
+    key that is neither a string nor an int, or two of one name.
     """
     if len(path) > MOST_DEPTH:
         raise ValueError(

@@ -246,14 +246,10 @@ def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> A
     Masters start from the `saved` parameters, before they were quantized.
     """
     new: Any = tree.rebuilt(target.replace(opt_state=()), leaves)
-    create = type(target).create
-    if isinstance(target, FlaxTrainState):
-        fresh: Any = create(apply_fn=target.apply_fn, params=new.params, tx=target.tx)
-        return new.replace(opt_state=fresh.opt_state)
-    variables = {"params": new.params}
-    fresh = create(apply_fn=target.apply_fn, variables=variables, tx=target.tx)
-    opt_state = fresh.opt_state
-    if has_master_weights(opt_state):
+    is_flax, given = isinstance(target, FlaxTrainState), {"params": new.params}
+    given = given if is_flax else {"variables": given}
+    opt_state = type(target).create(apply_fn=target.apply_fn, tx=target.tx, **given).opt_state
+    if not is_flax and has_master_weights(opt_state):
         wide = {
             place: values.decoded(tree.at(saved, place)) if is_stored(leaf) else leaf
             for place, leaf in tree.walk(tree.nested(new.params))

@@ -174,11 +174,7 @@ def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
 
 
 def _only_block(stored: ExpandedArray, path: Path, log: Log) -> int | None:
-    """Return the number of elements of a block, from the number of scales.
-
-    It is the size of the dimension divided by the number of scales, or the only power of two
-    that results in as many scales.
-    """
+    """Return the elements per scale, or else the only power of two that gives as many scales."""
     shape, scales = tuple(stored.data.shape), tuple(stored.amax.shape)
     if not scales:
         return None

@@ -55,14 +55,10 @@ class ExpertEinsum(nn.Module):
     """``einsum`` of tokens with the experts' weights in FP8; with a mask in high precision.
 
     MaxText also dispatches and combines tokens by einsums, with masks of the tokens' dimension B.
-
-    Attributes:
-      recipe: for matmuls with weights.
-      dtype: of the operands of those.
     """
 
-    recipe: Recipe
-    dtype: Any
+    recipe: Recipe  # for matmuls with weights
+    dtype: Any  # of their operands
 
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
