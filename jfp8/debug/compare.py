@@ -179,7 +179,9 @@ def product_by(
             return source.quantized(use, None)[0]
         i = OPERANDS["fprop"].index(role)
         before = Use("fprop", fprop, (fprop.lhs, fprop.rhs)[i], of_forward[i])
-        return source.quantized(before, use)[1]
+        again = source.quantized(before, use)[1]
+        assert again is not None
+        return again
 
     q_first, q_second = (operand(*parts) for parts in given)
     y = operation.multiply(kind, q_first, q_second, sums(Options(recipe), kind))
