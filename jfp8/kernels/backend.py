@@ -32,20 +32,15 @@ Blocks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Facts:
-    """Hold the facts on which the choice of a backend depends. Pairs are for lhs and rhs.
-
-    Attributes:
-      granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
-        after the sum; ``"blocks"``: an operand has scales that vary along the contraction.
-      blocks: the number of elements that share a scale, along the contraction and across it:
-        ``(0, 0)`` if all do, None if the operand is neither a matrix nor a batch of matrices, or
-        its scales have two levels whose outer one is not a single scale for each matrix.
-    """
+    """Hold the facts on which the choice of a backend depends. Pairs are for lhs and rhs."""
 
     formats: tuple[Format, Format]
     scale_dtypes: tuple[np.dtype, np.dtype]  # dtypes in which the scales of blocks are stored
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    # One scale for each operand, scales that can be applied after the sum, or others.
     granularity: Granularity
+    # Elements that share a scale, along the contraction and across it: (0, 0) if all do, None for
+    # an operand without matrices, or whose scales' outer level has several for each matrix.
     blocks: tuple[Blocks | None, Blocks | None]
     sizes: tuple[int, int, int]  # (m, n, k)
     accumulation: str

@@ -142,9 +142,7 @@ def expected_attention(
 ) -> Times:
     """Return the times of a pass: in FP8 by kernels on Hopper, in bf16 by cuDNN.
 
-    Args:
-      sizes: ``(heads, groups, queries, keys, depth)``, with the heads of all sequences.
-      scores: see `rates.SCORES`.
+    `sizes` are ``(heads, groups, queries, keys, depth)``, with the heads of all sequences.
     """
     heads, groups, queries, keys, depth = sizes
     work, backward = PASSES[which], which == "backward"

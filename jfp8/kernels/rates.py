@@ -17,21 +17,13 @@ import numpy as np
 
 
 class Matmul(NamedTuple):
-    """Hold the parameters of the time of one kind of matmul.
+    """Hold the parameters of the time of one kind of matmul."""
 
-    Attributes:
-      launch: minimum time in microseconds.
-      peak: TFLOP/s of long sums.
-      memory: TB/s of operands and result.
-      ramp: terms of a sum in whose time a tile of results starts and ends.
-      activation: TB/s of the cast of the activation, included in these timings, but not in
-        `seconds`; None if it is not included.
-    """
-
-    launch: float
-    peak: float
-    memory: float
-    ramp: float
+    launch: float  # minimum time in microseconds
+    peak: float  # TFLOP/s of long sums
+    memory: float  # TB/s of operands and result
+    ramp: float  # terms of a sum in whose time a tile of results starts and ends
+    # TB/s of the cast of the activation, if these timings include it; `seconds` does not.
     activation: float | None = None
 
     def seconds(self, multiplications: Any, results: Any, moved: Any) -> Any:
@@ -41,20 +33,13 @@ class Matmul(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Hold the rates of one GPU.
+    """Hold the rates of one GPU."""
 
-    Attributes:
-      bf16, fp8: matmuls of cuBLASLt, FP8 with one scale for each operand.
-      blocks: FP8 with scales of blocks of 128.
-      nvfp4: None if there are no tensor cores for it.
-      cast: TB/s of a pass that reads bf16 and writes FP8, neither of which is cached.
-    """
-
-    bf16: Matmul
-    fp8: Matmul
-    blocks: Matmul
-    cast: float
-    nvfp4: Matmul | None = None
+    bf16: Matmul  # of cuBLASLt
+    fp8: Matmul  # of cuBLASLt, with one scale for each operand
+    blocks: Matmul  # FP8 with scales of blocks of 128
+    cast: float  # TB/s of a pass that reads bf16 and writes FP8, neither of which is cached
+    nvfp4: Matmul | None = None  # None if there are no tensor cores for it
 
 
 class Peak(NamedTuple):
