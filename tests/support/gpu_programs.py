@@ -314,7 +314,8 @@ def compile_divided(
     memory = of.argument_size_in_bytes + of.output_size_in_bytes - of.alias_size_in_bytes
     memory += of.temp_size_in_bytes
     multiplying = {kernel.name for kernel in kernels if kernel.qgmma}
-    assert bool(hlo.pallas_products) == bool(multiplying)
+    # Kernels that this process has compiled before are not written again.
+    assert hlo.pallas_products or not multiplying
     return Program(hlo, kernels, audit_of(hlo), memory)
 
 
