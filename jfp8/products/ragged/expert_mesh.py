@@ -123,7 +123,7 @@ def expert_mesh(
     tensor_axis: str | None,
     num_experts: int,
 ) -> ExpertMesh:
-    """Return those of these axes that the mesh in effect has, the mesh of ``jax.set_mesh``.
+    """Return an `ExpertMesh` of the given axes that the mesh of ``jax.set_mesh`` has.
 
     Without an `expert_axis` experts are not sharded.
 
