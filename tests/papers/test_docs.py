@@ -379,7 +379,6 @@ OTHERS = (
     *("haiku", "equinox", "keras", "haliax"),
     *("Flax's examples", "gemma", "tunix", "bonsai", "big_vision", "transformers", "diffusers"),
 )
-NEWER = "# JAX 0.11.2 or later\n"
 
 
 TABS = ("NNX", "Linen")  # one program, twice: docs/conf.py shows one of them at a time
@@ -447,7 +446,7 @@ def test_pages_have_code():
 def test_tabs_come_in_pairs():
     tabs = {page.name: tabs_of(page) for page in RUNNING if tabs_of(page)}
     first = ("index", "quickstart", "state", "loss_scaling", "converting", "debugging")
-    assert {f"{page}.md" for page in (*first, "checkpoints", "decoding", "gpus")} <= {*tabs}
+    assert {f"{page}.md" for page in (*first, "checkpoints", "decoding")} <= {*tabs}
     assert all(found == [*TABS] * (len(found) // 2) for found in tabs.values())
 
 
@@ -458,7 +457,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tab, tmp_path, monkeyp
     with jax.numpy_rank_promotion("allow"):  # as for whoever copies it
         scope = {"__name__": page.stem}
         for number, (code, output) in enumerate(programs_of(page, tab)):
-            if is_ours(code) and not (code.startswith(NEWER) and jax.__version_info__ < (0, 11, 2)):
+            if is_ours(code):
                 printed = run(code, scope, f"{page.name}, block {number}")
                 assert shows(output, printed), f"block {number} prints\n{printed}"
 
