@@ -375,7 +375,6 @@ OTHERS = (
     "FP8 Emulation Toolkit",
     "Accelerate",
     "MaxText",
-    "libtpu",
     *("haiku", "equinox", "keras", "haliax"),
     *("Flax's examples", "gemma", "tunix", "bonsai", "big_vision", "transformers", "diffusers"),
 )

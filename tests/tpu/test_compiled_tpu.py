@@ -37,8 +37,8 @@ if reason := why_not():
 ONE, FSDP, TENSOR = WAYS
 IN_F8 = ("delayed", "current", "rowwise")
 RECIPES = (*IN_F8, "block", "mxfp8")
-# Current scaling is close to delayed, tensor parallelism to FSDP, and bf16 is 1 by definition.
-ON_THE_PAGE = ((ONE, FSDP), ("delayed", "rowwise", "block", "mxfp8"))
+# The others are close to these, tensor parallelism to FSDP, and bf16 is 1 by definition.
+ON_THE_PAGE = ((ONE, FSDP), ("delayed", "block"))
 PAGE = (Path(__file__).parents[2] / "docs" / "tpus.md").read_text(encoding="utf-8")
 
 
