@@ -263,7 +263,7 @@ def case_of(values: str, length: int, depth: int, causal: bool) -> str:
 
 
 def table(errors: dict, length: int, depth: int, causal: bool) -> str:
-    """Return the table: errors in percent, unquantized; and of O from rounding P alone.
+    """Return the table: errors in percent against attention of unquantized operands.
 
     Implementations with equal figures share a row. For gradients, the largest error.
     """
@@ -273,9 +273,9 @@ def table(errors: dict, length: int, depth: int, causal: bool) -> str:
         figures = []
         for of in (case[name] for case in cases):
             out, *gradients = (of["unquantized"][output] for output in OUTPUTS)
-            figures += [out, max(gradients), of["dequantized"]["O"]]
+            figures += [out, max(gradients)]
         rows.setdefault(tuple(figures), []).append(name)
-    heads = [f"{values}: {what}" for values in VALUES for what in ("O", "gradients", "P alone")]
+    heads = [f"{values}: {what}" for values in VALUES for what in ("O", "gradients")]
     lines = ["| " + " | ".join(("", *heads)) + " |", "| --- |" + " ---: |" * len(heads)]
     for figures, names in rows.items():
         cells = (f"{100 * x:.2g}" for x in figures)

@@ -69,7 +69,8 @@ class Change:
 def cases() -> dict[str, tuple[Recipe, bool]]:
     """Return all recipes, and True if histories have an entry, by their names in the table."""
     found = {f"`{recipe.__name__}`": (recipe(), True) for recipe in jfp8.recipes.RECIPES}
-    first = {"the same, in its first step or without state": (jfp8.recipes.DelayedScaling(), False)}
+    name = "`DelayedScaling` in its first step or without state"
+    first = {name: (jfp8.recipes.DelayedScaling(), False)}
     (delayed, *others) = found.items()
     return dict([delayed, *first.items(), *others])
 
@@ -130,8 +131,9 @@ def _change(old: np.ndarray, new: np.ndarray) -> float:
 
 
 def table(measured: dict[str, dict[str, Change]]) -> str:
-    """Return Markdown: a check mark if a recipe promises no change, else the change."""
+    """Return Markdown: a recipe's change, and in the last row those that promise none."""
     lines = [["recipe", "later tokens", "other sequences"], ["---"] * 3]
+    unchanged = []
     for name, (recipe, history) in cases().items():
         row = [name]
         for promise, field in (("is_causal", "later"), ("is_batch_invariant", "others")):
@@ -139,7 +141,9 @@ def table(measured: dict[str, dict[str, Change]]) -> str:
             kept = all(ask(LAYERS[layer][0], history=history) for layer in IN_TABLE)
             found = [getattr(measured[name][x], field) for x in IN_TABLE if name in measured]
             row.append("✓" if kept else _percent(found))
-        lines.append(row)
+        unchanged += [name] if row == [name, "✓", "✓"] else []
+        lines += [row] if name not in unchanged else []
+    lines.append([", ".join(unchanged), "✓", "✓"])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

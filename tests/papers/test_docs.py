@@ -560,7 +560,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert notebooks
     assert notebooks <= pages
     switched = (tmp_path / "quickstart.html").read_text()
-    assert switched.count('data-sync-id="NNX"') == switched.count('data-sync-id="Linen"') == 5
+    assert switched.count('data-sync-id="NNX"') == switched.count('data-sync-id="Linen"') == 4
     dense = (tmp_path / "api/objects/jfp8.Dense.html").read_text()
     assert 'id="jfp8.Dense"' in dense
     assert "_modules/jfp8/layers/linen/layers.html#Dense" in dense  # its source
