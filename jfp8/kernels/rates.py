@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from pathlib import Path
+from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +51,7 @@ class Peak(NamedTuple):
     nvfp4: float = 0.0
 
 
-_DATA = tomllib.loads(Path(__file__).with_name("rates.toml").read_text("utf-8"))
+_DATA = tomllib.loads(resources.files("jfp8.kernels").joinpath("rates.toml").read_text("utf-8"))
 PEAKS = {name: Peak(*numbers) for name, numbers in _DATA["peaks"].items()}
 SCORES: dict[str, tuple[float, float]] = {name: (*x,) for name, x in _DATA["scores"].items()}
 _rate: Any = lambda x: Matmul(*x) if isinstance(x, list) else x

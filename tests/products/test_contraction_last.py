@@ -233,7 +233,7 @@ def test_layers_of_the_same_shapes_share_their_kernels():
 @needs_mosaic
 def test_weights_are_quantized_once_for_all_micro_batches():
     layer = jfp8.Dense(1280, dtype=jnp.bfloat16)
-    x = jnp.zeros((4 * 1024, 1024), jnp.bfloat16)
+    x = jnp.zeros((4 * 2048, 1024), jnp.bfloat16)
     variables = layer.init(jax.random.key(0), x)
     state = jfp8.TrainState.create(apply_fn=layer.apply, variables=variables, tx=optax.sgd(0.1))
 
@@ -252,7 +252,7 @@ def test_weights_are_quantized_once_for_all_micro_batches():
     with use_abstract_mesh(mesh_of("NVIDIA H200")):
         closed = without_dead_code(jax.make_jaxpr(step)(state, x))
     found = set(quantized(closed.jaxpr))
-    assert {((1024, 1024), True), ((1024, 1280), False)} <= found
+    assert {((2048, 1024), True), ((2048, 1280), True), ((1024, 1280), False)} <= found
     assert ((1024, 1280), True) not in found
 
 
