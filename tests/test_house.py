@@ -207,7 +207,7 @@ LINES_OF_ROOMS = {
     "quantizers": 808,
     "matmul": 993,
     "recipes": 1576,
-    "products": 5124,
+    "products": 5130,
     "kernels": 8999,
     "layers": 5524,
     "collectives": 1022,

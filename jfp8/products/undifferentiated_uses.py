@@ -47,6 +47,11 @@ class Uses:
     # Each lhs, its history, and for which other uses of it that history is read, too.
     inputs: list[tuple[jax.Array, AmaxState, Any]] = field(default_factory=list)
 
+    def may_record(self, sink: jax.Array | None) -> bool:
+        """Return False if the loss is known not to be differentiated with respect to `sink`."""
+        inside = get_opaque_trace_state() != self.trace  # where sinks are other tracers
+        return sink is not None and (inside or any(sink is known for known in self.sinks))
+
     def amaxes(self) -> list[jax.Array]:
         """Return the amaxes that can be returned next to the loss, f32[2] each."""
         return [use.amaxes for use in self.found if use.amaxes is not None]
@@ -109,10 +114,11 @@ def uses_of(layer: str | None, lhs: jax.Array, recipe: Recipe, state: State) -> 
     """Return a context whose uses belong to `layer`; None if the layer records by itself.
 
     It gives the state to quantize with: layers with one `lhs` read the history that the first of
-    them has of it, so that their scales are one, and the compiler quantizes that array once.
+    them has of it, so that their scales are one, and the compiler quantizes that array once. Only
+    histories that this step records are shared, not, for example, a frozen teacher's.
     """
     uses, histories = _noting.get(), state.histories
-    if uses is not None and histories is not None:
+    if uses is not None and histories is not None and uses.may_record(state.sink):
         like = get_opaque_trace_state(), recipe, jax.typeof(histories["lhs"]["amax_history"])
         uses.inputs.append((lhs, histories["lhs"], like))
         first = next(own for x, own, other in uses.inputs if x is lhs and other == like)

@@ -107,7 +107,48 @@ def test_layers_with_different_histories_of_one_input():
 
     (_, trained), _ = jfp8.nnx.value_and_grad(loss, has_aux=True)(model, x)
     for y in trained:  # no value is cut: scales are those of q
-        np.testing.assert_array_equal(y, x[:, :8])
+        np.testing.assert_allclose(y, x[:, :8], rtol=1e-6)
     for name, amax in histories.items():
         recorded = getattr(model, name).dot_general.histories()["lhs"]
         np.testing.assert_array_equal(recorded[:3], [4.0, amax, 0.0])
+
+
+@pytest.mark.parametrize("name", ["nnx", "linen"])
+def test_a_frozen_teacher_keeps_its_history_for_itself(name):
+    """Nobody updates that history, so a student that read it would cut its own inputs for ever."""
+    x = jnp.full((ROWS, WIDTH), 2.0, jnp.float32).at[0, 0].set(-4.0)
+    if name == "nnx":
+        teacher, student = (
+            jfp8.nnx.Linear(WIDTH, 8, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)
+        )
+        for layer, amax in ((teacher, 0.5), (student, 448.0)):
+            layer.kernel[...] = jnp.eye(WIDTH, 8)
+            past = layer.dot_general.histories()["lhs"].at[0].set(amax)
+            layer.dot_general.set_histories({"lhs": past})
+        teacher.eval()
+
+        def loss(student, x):
+            results = teacher(x), student(x)
+            return sum(map(jnp.sum, results)), results
+
+        (_, (cut, y)), _ = jfp8.nnx.value_and_grad(loss, has_aux=True)(student, x)
+    else:
+        layer = jfp8.Dense(8, use_bias=False, kernel_init=lambda *_: jnp.eye(WIDTH, 8))
+
+        def trained(x):
+            variables = layer.init(jax.random.key(0), x)
+            state = jfp8.TrainState.create(
+                apply_fn=layer.apply, variables=variables, tx=optax.sgd(0.0)
+            )
+            _, grads = jfp8.value_and_grad(lambda v, x: jnp.sum(layer.apply(v, x)))(state, x)
+            return state.apply_gradients(grads)
+
+        teacher, student = trained(x / 8).variables, trained(x)
+
+        def loss(variables, x):
+            results = layer.apply(teacher, x), layer.apply(variables, x)
+            return sum(map(jnp.sum, results)), {}, results
+
+        (_, (cut, y)), _ = jfp8.value_and_grad(loss, has_aux=True)(student, x)
+    assert jnp.max(jnp.abs(cut)) < 4
+    np.testing.assert_allclose(y, x[:, :8], rtol=1e-6)

@@ -323,7 +323,7 @@ LISTED = re.compile(
 
 
 def documented() -> dict[str, Any]:
-    """What the pages of the API document, by name: the entries of their tables, and data."""
+    """Return the documented objects by name: entries of the tables of the API, and data."""
     found: dict[str, Any] = {}
     for page in DOCS.glob("api/*.md"):
         module = ""
