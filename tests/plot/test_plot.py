@@ -14,6 +14,7 @@ import pytest
 import jfp8
 from jfp8 import plot
 from jfp8.plot import style
+from support.arrays import values_of
 from support.rows import row
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -21,9 +22,7 @@ matplotlib = pytest.importorskip("matplotlib")
 from matplotlib import colors, image  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
-E8M0 = ml_dtypes.float8_e8m0fnu
-
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 MATRIX = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 
@@ -107,16 +106,6 @@ def luminance(colour):
     return 116 * np.cbrt(y) - 16 if y > (6 / 29) ** 3 else (29 / 3) ** 3 * y
 
 
-def test_lines_differ_in_print():
-    lines = [style.line(i) for i in range(36)]
-    assert len({(each["color"], str(each["linestyle"])) for each in lines}) == 36
-    assert len({str(each["linestyle"]) for each in lines[:6]}) == 6
-    lightness = [luminance(each["color"]) for each in lines[:6]]
-    # 10 of 100 steps of grey between neighbours, which lie on each other most often.
-    assert np.all(np.abs(np.diff(lightness)) > 10)
-    assert max(lightness) < 75  # seen on paper
-
-
 def test_percent():
     texts = {0.0: "0 %", 1.0: "100 %", 0.12345: "12.3 %", 0.00123: "0.12 %", 2**-16: "0.0015 %"}
     texts |= {3e-6: "0.0003 %", 1e-9: "< 0.0001 %"}
@@ -126,25 +115,13 @@ def test_percent():
 # number_line
 
 
-def finite_values(dtype):
-    values = np.arange(2 ** jnp.finfo(dtype).bits, dtype=np.uint8).view(dtype).astype(np.float64)
+def finite_values(fmt):
+    codes = np.arange(16 if fmt is jfp8.E2M1FN else 256, dtype=np.uint8)
+    values = values_of(codes.view(fmt.dtype), fmt)
     return np.unique(values[np.isfinite(values)] + 0.0)
 
 
-def e3m4_values():
-    """As ml_dtypes' float8_e3m4, whose largest exponent is kept for Inf and NaN; Intel's is not."""
-    below = finite_values(ml_dtypes.float8_e3m4)
-    above = 16.0 + np.arange(15)  # 30 is the largest, the next code is NaN
-    return np.concatenate([-above[::-1], below, above])
-
-
-VALUES = {
-    jfp8.E4M3FN: finite_values(E4M3),
-    jfp8.E5M2: finite_values(E5M2),
-    jfp8.E2M1FN: finite_values(E2M1),
-    jfp8.E3M4: e3m4_values(),
-    jfp8.E8M0FNU: finite_values(E8M0),
-}
+FORMATS = (jfp8.E4M3FN, jfp8.E5M2, jfp8.E2M1FN, jfp8.E3M4, jfp8.E8M0FNU)
 
 
 def strokes(ax, i):
@@ -157,22 +134,18 @@ def strokes(ax, i):
 
 @pytest.mark.parametrize("limit", [None, 0.25, 8, 1e6])
 def test_number_line_has_every_value_within_a_limit(limit):
-    """Without one, every positive value."""
-    ax = plot.number_line(*VALUES, limit=limit)
-    assert [label.get_text() for label in ax.get_yticklabels()] == [fmt.name for fmt in VALUES]
+    """Without one, every positive value; subnormals are drawn half as high."""
+    ax = plot.number_line(*FORMATS, limit=limit)
+    assert [label.get_text() for label in ax.get_yticklabels()] == [fmt.name for fmt in FORMATS]
     assert ax.get_xscale() == ("log" if limit is None else "linear")
-    for i, values in enumerate(VALUES.values()):
+    for i, values in enumerate(map(finite_values, FORMATS)):
         inside = values > 0 if limit is None else np.abs(values) <= limit
         np.testing.assert_array_equal(strokes(ax, i)[0], values[inside])
-
-
-@pytest.mark.parametrize("limit", [None, 1.0])
-def test_number_line_draws_subnormals_half_as_high(limit):
-    positions, half = strokes(plot.number_line(jfp8.E4M3FN, limit=limit), 0)
-    normal = (np.abs(positions) >= float(ml_dtypes.finfo(E4M3).smallest_normal)) | (positions == 0)
-    assert (~normal).sum() == (7 if limit is None else 14)
-    np.testing.assert_allclose(half[normal], 2 * half[~normal][0])
-    np.testing.assert_allclose(half[~normal], half[~normal][0])
+    positions, half = strokes(ax, 0)
+    subnormal = (np.abs(positions) < 2.0**-6) & (positions != 0)
+    assert subnormal.sum() == (7 if limit is None else 14)
+    np.testing.assert_allclose(half[~subnormal], 2 * half[subnormal][0])
+    np.testing.assert_allclose(half[subnormal], half[subnormal][0])
 
 
 def test_number_line_refuses():
@@ -215,17 +188,10 @@ def skewed(shape, dtype=np.float32):
 def test_histogram_counts_powers_of_two(dtype):
     x = skewed((40, 50), dtype)
     x[:3] = 0
-    counted = np.abs(x.astype(np.float64))
-    expected = {}
-    for value in counted[counted > 0]:
-        e = int(np.floor(np.log2(value)))
-        expected[e] = expected.get(e, 0) + 100 / x.size
+    nonzero = np.abs(x.astype(np.float64))[x != 0]
+    exponents, counts = np.unique(np.floor(np.log2(nonzero)), return_counts=True)
     ax = plot.histogram(jnp.asarray(x))
-    drawn = bars(ax)
-    assert drawn.keys() == expected.keys()
-    np.testing.assert_allclose(
-        [drawn[e] for e in sorted(drawn)], [expected[e] for e in sorted(expected)], rtol=1e-12
-    )
+    assert bars(ax) == pytest.approx(dict(zip(exponents, counts * 100 / x.size)), rel=1e-12)
     assert "zeros: 7.5 %" in legend(ax)
     assert ax.get_xscale() == "log"
 
@@ -235,7 +201,7 @@ def test_histogram_of_f32_subnormals_is_that_of_the_statistics():
     assert bars(plot.histogram(x)) == {-126: 25.0, -127: 50.0, 0: 25.0}
 
 
-@pytest.mark.parametrize("exponent", [-12, -3, 0])
+@pytest.mark.parametrize("exponent", [-12, 0])
 @pytest.mark.parametrize(("fmt", "dtype"), [(jfp8.E4M3FN, E4M3), (jfp8.E5M2, E5M2)])
 def test_histogram_says_what_is_lost(fmt, dtype, exponent):
     # A power of two, by which ml_dtypes sees exactly what the format would.
@@ -269,23 +235,11 @@ def test_histogram_shades_what_is_lost():
     assert high < right <= span(ax, "overflow")[1]
 
 
-def test_histogram_of_four_bits():
-    x = np.float32([0.25, 0.26, 6.0, 6.9, 7.0, 7.1, 1.0, 1.0])
-    # To nearest even: 7 lies between 6 (odd mantissa) and what would be 8 (even).
-    ax = plot.histogram(x, jfp8.E2M1FN, 1.0)
-    assert legend(ax)[1:3] == ["underflow, becomes 0: 12.5 %", "overflow, saturates: 25.0 %"]
-
-
-def test_histogram_marks_the_largest_magnitude():
-    x = np.concatenate([np.full(10**6, 0.5, np.float32), np.float32([-3000.0])])
-    (line,) = (line for line in plot.histogram(x).lines if line.get_label() == "amax")
-    assert set(line.get_xdata()) == {3000.0}
-
-
 def test_histogram_of_nan_and_inf():
-    x = np.float32([np.nan, np.inf, -np.inf, 1.0, 1e9, 0.0, 0.0, 0.0])
+    x = np.float32([np.nan, np.inf, -np.inf, 1.0, -1e9, 0.0, 0.0, 0.0])
     ax = plot.histogram(x, jfp8.E4M3FN, 1.0)
     assert bars(ax) == {0: 12.5, 29: 12.5}
+    assert set(labelled(ax, "amax")[0]) == {1e9}
     assert legend(ax)[1:] == [
         "underflow, becomes 0: 0 %",
         "overflow, saturates: 12.5 %",
@@ -309,6 +263,9 @@ def test_histogram_of_a_row():
     ]
     assert span(ax, "underflow")[1] == 2.0**-8 * 2.0**-17
     assert "not zero" in ax.get_ylabel()
+    zeros = plot.histogram(row(exponents={}, amax=0.0, sqnr=np.nan, headroom=np.inf))
+    assert len(zeros.containers[0]) == 0
+    assert zeros._repr_png_()
 
 
 def test_histogram_of_a_row_with_many_scales():
@@ -318,12 +275,6 @@ def test_histogram_of_a_row_with_many_scales():
     assert span(ax, "some blocks") == (2.0**-10 * 2.0**-10, 2.0**-4 * 2.0**-10)
     ends = [(p.get_x(), p.get_x() + p.get_width()) for p in ax.patches]
     assert (2.0**-10 * 464, 2.0**-4 * 464) in ends
-
-
-def test_histogram_of_a_row_of_zeros():
-    ax = plot.histogram(row(exponents={}, amax=0.0, sqnr=np.nan, headroom=np.inf))
-    assert len(ax.containers[0]) == 0
-    assert ax._repr_png_()
 
 
 def test_histogram_refuses():
@@ -374,12 +325,7 @@ def test_amax_history_marks_zeros_and_nonfinite():
     assert list(labelled(ax, "NaN or Inf")[0]) == [2, 3]
     assert "saturates" not in "".join(legend(ax))
     assert ax._repr_png_()
-
-
-def test_amax_history_of_nothing_finite():
-    ax = plot.amax_history([0.0, np.nan])
-    assert list(labelled(ax, "NaN or Inf")[0]) == [1]
-    assert ax._repr_png_()
+    assert list(labelled(plot.amax_history([0.0, np.nan]), "NaN or Inf")[0]) == [1]
 
 
 def test_amax_history_of_rows():
@@ -498,16 +444,6 @@ def test_heat_map_is_dark_where_the_sqnr_is_low():
     assert not np.ma.is_masked(mapped(ax))
 
 
-def test_heat_map_leaves_nan_out():
-    ax = plot.heat_map([row(0, headroom=np.nan), row(1, headroom=3.0)], "headroom")
-    assert mapped(ax).tolist() == [[None, 3.0]]
-    assert marked(ax) == {"no number": {(0, 0)}}
-    for value in ("underflow", "amax"):
-        ax = plot.heat_map([row(0, **{value: np.nan}), row(1, **{value: 0.0})], value)
-        assert mapped(ax).tolist() == [[None, 0.0]]
-        assert ax._repr_png_()
-
-
 def test_heat_map_marks_dead_tensors():
     """Nothing of zeros underflows: without a mark a dead gradient would look like a good one."""
     zeros = {"amax": 0.0, "rms": 0.0, "exponents": {}}
@@ -517,7 +453,7 @@ def test_heat_map_marks_dead_tensors():
         row(0, "b", order=1),
         row(10, "b", order=1, underflow=1.0),  # is not zero until it is rounded
     ]
-    for value in ("underflow", "overflow", "sqnr", "amax"):
+    for value in ("underflow", "sqnr", "amax"):
         assert marked(plot.heat_map(rows, value)) == {"dead: all zeros": {(0, 1)}}
     assert mapped(plot.heat_map(rows)).tolist() == [[50.0, 0.0], [0.0, 100.0]]
     assert marked(plot.heat_map([row(), row(10)])) == {}
@@ -544,22 +480,16 @@ def test_heat_map_of_amax_spans_its_decades():
     assert ticks == ["0.01", "0.1", "1", "10", "100", "1000"]
 
 
-def test_heat_map_of_several_tensors_and_products():
+def test_heat_map_of_several_tensors_products_and_stacked_layers():
     rows = [
         row(0, "a", "lhs", order=0),
         row(0, "a", "grad", order=1, products="dgrad"),
         row(0, "a", "grad", order=2, products="wgrad"),
     ]
-    assert labels_of(plot.heat_map(rows, tensor=None)) == [
-        "a lhs",
-        "a grad (dgrad)",
-        "a grad (wgrad)",
-    ]
+    names = ["a lhs", "a grad (dgrad)", "a grad (wgrad)"]
+    assert labels_of(plot.heat_map(rows, tensor=None)) == names
     assert labels_of(plot.heat_map(rows, tensor="grad")) == ["a (dgrad)", "a (wgrad)"]
-
-
-def test_heat_map_of_stacked_layers():
-    rows = [row(0, "model/blocks/mlp", index=(i,), order=7, sqnr=float(i)) for i in range(3)]
+    rows = [row(0, "model/blocks/mlp", index=(i,), sqnr=float(i)) for i in range(3)]
     ax = plot.heat_map(rows, "sqnr")
     assert labels_of(ax) == ["mlp[0]", "mlp[1]", "mlp[2]"]  # without what they have in common
     assert mapped(ax).tolist() == [[0.0], [1.0], [2.0]]
@@ -571,55 +501,41 @@ def test_heat_map_counts_the_last_of_several_rows_for_a_step():
         assert mapped(ax).tolist() == [[2.0]]
 
 
-def many_rows(layers=100, steps=3):
-    for step in range(steps):
-        for i in range(layers):
-            path = f"transformer/decoder/blocks_{i // 4}/self_attention/query_key_value_{i % 4}"
-            yield row(10 * step, path, order=i, underflow=i / layers)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [3, 32, 33, 65, 400])
+@pytest.mark.parametrize("layers", [8, 33, 65, 400])
 def test_heat_map_labels_do_not_touch(layers):
-    ax = plot.heat_map(list(many_rows(layers)))
-    figure = ax.figure
-    figure.draw_without_rendering()
-    boxes = [label.get_window_extent() for label in ax.get_yticklabels()]
-    assert layers / 8 <= len(boxes) <= 64
-    for upper, lower in zip(boxes, boxes[1:]):
-        assert upper.y0 >= lower.y1
-    page = figure.bbox
+    names = [
+        f"transformer/decoder/blocks_{i // 4}/self_attention/query_key_value_{i % 4}"
+        for i in range(layers)
+    ]
+    ax = plot.heat_map([row(0, name, order=i) for i, name in enumerate(names)])
+    ax.figure.draw_without_rendering()
+    labels = ax.get_yticklabels()
+    boxes = [label.get_window_extent() for label in labels]
+    assert layers / 8 <= len(set(labels_of(ax))) == len(boxes) <= 64
+    assert max(map(len, labels_of(ax))) <= 34  # shortened in the middle
+    assert all(text.startswith("blocks_") for text in labels_of(ax))
+    assert labels_of(ax)[0].endswith("query_key_value_0")
+    page, dots = ax.figure.bbox, ax.figure.dpi
+    assert all(upper.y0 >= lower.y1 for upper, lower in zip(boxes, boxes[1:]))
     assert all(box.x0 >= page.x0 for box in boxes)
-    assert page.height / figure.dpi <= 11
-    height = boxes[0].height / figure.dpi * 72
-    assert height >= 6  # points
-    wide = ax.get_window_extent().width
-    assert wide > page.width / 4  # what is left for the map
-    assert mapped(ax).shape == (layers, 3)
-
-
-def test_heat_map_shortens_long_names_in_the_middle():
-    labels = labels_of(plot.heat_map(list(many_rows(8))))
-    assert len(set(labels)) == 8
-    assert max(map(len, labels)) <= 34
-    assert all(label.startswith("blocks_") for label in labels)
-    assert labels[3].endswith("query_key_value_3")
+    assert page.height / dots <= 11
+    assert boxes[0].height / dots * 72 >= 6  # points
+    assert ax.get_window_extent().width > page.width / 4  # what is left for the map
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last", [5, 19, 200, 10**6])
-@pytest.mark.parametrize("count", [2, 11, 57, 200])
+@pytest.mark.parametrize("last", [5, 10**6])
+@pytest.mark.parametrize("count", [2, 57, 200])
 def test_heat_map_steps_do_not_touch(count, last):
     steps = [last + 10 * i for i in range(count)]
     ax = plot.heat_map([row(step) for step in steps])
     ax.figure.draw_without_rendering()
     ticks = ax.get_xticklabels()
-    for tick in ticks:
-        assert steps[int(tick.get_position()[0])] == int(tick.get_text())
+    assert all(steps[int(tick.get_position()[0])] == int(tick.get_text()) for tick in ticks)
     boxes = [tick.get_window_extent() for tick in ticks]
     assert len(boxes) >= 2
-    for left, right in zip(boxes, boxes[1:]):
-        assert left.x1 + 2 < right.x0
+    assert all(left.x1 + 2 < right.x0 for left, right in zip(boxes, boxes[1:]))
 
 
 @pytest.mark.parametrize(("value", "worst"), [("underflow", "max"), ("sqnr", "min")])
@@ -683,11 +599,8 @@ def test_loss_curves_say_what_diverged():
     losses = np.array([[4.0, 3.0, 2.0, 1.0], [5.0, 4.0, np.nan, np.nan]])
     dead = [np.inf] * 4
     ax = plot.loss_curves({"a": losses, "b": losses[1], "dead": dead})
-    assert legend(ax) == [
-        "a (1 of 2 not finite)",
-        "b (1 of 1 not finite)",
-        "dead (1 of 1 not finite)",
-    ]
+    counts = {"a": "1 of 2", "b": "1 of 1", "dead": "1 of 1"}
+    assert legend(ax) == [f"{name} ({count} not finite)" for name, count in counts.items()]
     a, a_mark, b, b_mark, c = ax.lines
     assert a.get_ydata().tolist() == [4.5, 3.5, 2.0, 1.0]
     np.testing.assert_array_equal(b.get_ydata(), [5.0, 4.0, np.nan, np.nan])
@@ -697,10 +610,15 @@ def test_loss_curves_say_what_diverged():
     assert ax._repr_png_()
 
 
-def test_loss_curves_go_on_with_the_next_style():
+def test_loss_curves_differ_in_print():
+    """The next call on the same axes goes on with the next style."""
     ax = plot.loss_curves({"a": [1.0, 2.0]})
-    plot.loss_curves({"b": [1.0, 2.0, 3.0]}, ax=ax)
-    assert ax.lines[0].get_color() != ax.lines[1].get_color()
+    plot.loss_curves({str(i): [1.0, 2.0, 3.0] for i in range(5)}, ax=ax)
+    assert len({str(style.line(i)["linestyle"]) for i in range(6)}) == 6
+    lightness = [luminance(line.get_color()) for line in ax.lines]
+    # 10 of 100 steps of grey between neighbours, which lie on each other most often.
+    assert np.all(np.abs(np.diff(lightness)) > 10)
+    assert max(lightness) < 75  # seen on paper
 
 
 def test_loss_curves_refuse():
@@ -723,38 +641,28 @@ def corners(ax):
     return coordinates[0, :, 0].tolist(), coordinates[:, 0, 1].tolist()
 
 
-def test_block_scales_are_those_of_the_blocks():
-    x = np.random.default_rng(4).normal(size=(4, 96)).astype(np.float32)
-    x[1, 40] = 1000.0
-    q = jfp8.quantize(x, granularity=jfp8.Block((1, 32)), scale_rounding="rceil")
+@pytest.mark.parametrize(
+    ("granularity", "rounding", "rows", "columns"),
+    [
+        (jfp8.Block((3, 16)), None, [0, 3, 6, 8], [0, 16, 32, 48, 50]),  # cut short
+        (jfp8.Block((8, 32)), "rceil", [0, 8], [0, 32, 50]),
+        (jfp8.PerTensor(), None, [0, 8], [0, 50]),
+        (jfp8.PerAxis(0), None, list(range(9)), [0, 50]),
+    ],
+)
+def test_block_scales_are_those_of_the_blocks(granularity, rounding, rows, columns):
+    x = MATRIX[:, :50]
+    q = jfp8.quantize(x, granularity=granularity, scale_rounding=rounding)
     ax = plot.block_scales(q)
-    amax = np.abs(x).reshape(4, 3, 32).max(axis=2)
-    np.testing.assert_array_equal(mapped(ax), np.ceil(np.log2(amax / 448)))
-    assert corners(ax) == ([0, 32, 64, 96], [0, 1, 2, 3, 4])
-    assert ax.get_ylim() == (4, 0)
-    assert ax.get_xlabel() == "column (blocks of 1 × 32)"
+    assert corners(ax) == (columns, rows)
+    assert ax.get_ylim() == (8, 0)
     assert ax.figure.axes[1].get_ylabel() == "log2(scale)"
-
-
-def test_block_scales_of_blocks_cut_short():
-    q = jfp8.quantize(MATRIX[:, :50], granularity=jfp8.Block((3, 16)))
-    ax = plot.block_scales(q)
-    assert corners(ax) == ([0, 16, 32, 48, 50], [0, 3, 6, 8])
-    ends = [
-        (r, c) for r in ((0, 3), (3, 6), (6, 8)) for c in ((0, 16), (16, 32), (32, 48), (48, 50))
-    ]
-    amax = [np.abs(MATRIX[r[0] : r[1], c[0] : c[1]]).max() for r, c in ends]
-    np.testing.assert_allclose(mapped(ax).ravel(), np.log2(np.array(amax) / 448), rtol=1e-6)
-
-
-@pytest.mark.parametrize("granularity", [jfp8.PerTensor(), jfp8.PerAxis(0), jfp8.PerAxis(1)])
-def test_block_scales_of_other_granularities(granularity):
-    ax = plot.block_scales(jfp8.quantize(MATRIX, granularity=granularity))
-    axis = {jfp8.PerAxis(0): 1, jfp8.PerAxis(1): 0}.get(granularity)
-    amax = np.abs(MATRIX).max(axis=axis, keepdims=True)
-    np.testing.assert_allclose(mapped(ax), np.log2(amax / 448), rtol=1e-6)
-    assert corners(ax)[0][-1] == 64
-    assert corners(ax)[1][-1] == 8
+    amax = np.maximum.reduceat(np.maximum.reduceat(np.abs(x), rows[:-1]), columns[:-1], axis=1)
+    exponents = np.log2(amax / 448)
+    expected = np.ceil(exponents) if rounding else exponents
+    np.testing.assert_allclose(mapped(ax), expected, rtol=1e-6)
+    size = f"{rows[1]} × {columns[1]}"
+    assert size == "8 × 50" or ax.get_xlabel() == f"column (blocks of {size})"
 
 
 @pytest.mark.slow
@@ -790,7 +698,9 @@ def test_block_scales_refuse():
     ],
 )
 def test_heat_map_of_each_value_has_its_own_colours(value, label, low, high):
-    ax = plot.heat_map([row(step, **{value: 0.25 * step}) for step in range(1, 3)], value)
+    ax = plot.heat_map([row(0, **{value: 0.25}), row(1, **{value: np.nan})], value)
+    assert mapped(ax).tolist() == [[25.0 if high == 100 else 0.25, None]]
+    assert marked(ax) == {"no number": {(0, 1)}}
     (mesh,) = (c for c in ax.collections if c.colorbar is not None)
     assert " ".join(mesh.colorbar.ax.get_ylabel().split()) == label
     assert (mesh.norm.vmin, mesh.norm.vmax) == pytest.approx((low, high))
