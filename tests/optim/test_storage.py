@@ -169,19 +169,6 @@ def test_coat_expansion_in_float64(fmt, square):
 
 
 @pytest.mark.slow
-def test_trap_a_zero_is_no_minimum():
-    """In COAT's kernel one zero in a group takes k from 1.9 to 0.1, and the error up tenfold."""
-    storage = Blocks(transform="expand")
-    x = np.geomspace(1e-3, 1.0, 128, dtype=np.float32)[None]
-    with_zero = x.copy()
-    with_zero[0, 0] = 0
-    powers = [float(encode(storage, v).power[0, 0]) for v in (x, with_zero)]
-    assert powers[0] > 1.6
-    assert abs(powers[1] - powers[0]) < 0.1
-    assert round_trip(storage, with_zero)[0, 0] == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("value", [1.0, 0.75, -3e-12, 2.0**-60])
 def test_trap_expansion_of_equal_elements(fmt, value):
@@ -310,13 +297,9 @@ def test_stochastic_rounding_is_right_on_average(storage):
 ODD = np.broadcast_to(np.arange(128) % 2 == 1, (16, 128))
 
 
-@functools.cache
-def second_moment(storage, start, square_of_odd, steps=4000):
-    """``v = 0.999 v + 0.001 g^2`` over `steps`, stored and read back in between.
-
-    In each block ``g^2`` is 1 and `square_of_odd` in turn.
-    """
-    squares = jnp.asarray(np.where(ODD, square_of_odd, 1), jnp.float32)
+def second_moment(storage, steps=4000):
+    """``v = 0.999 v + 0.001 g^2`` from 1 on, where ``g^2`` is 1 and 0.01 in turn in each block."""
+    squares = jnp.asarray(np.where(ODD, 0.01, 1), jnp.float32)
 
     @jax.jit
     def run(v):
@@ -328,7 +311,7 @@ def second_moment(storage, start, square_of_odd, steps=4000):
             jax.lax.scan(step, storage.encode(v, SEED), np.arange(steps, dtype=np.uint32))[0]
         )
 
-    return np.asarray(run(jnp.full(squares.shape, start, jnp.float32)))
+    return np.asarray(run(jnp.ones_like(squares)))
 
 
 EXACT_DECAY = 0.999**4000 + 0.01 * (1 - 0.999**4000)
@@ -339,30 +322,13 @@ EXACT_DECAY = 0.999**4000 + 0.01 * (1 - 0.999**4000)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_trap_a_second_moment_freezes_when_rounded_to_nearest(fmt, transform):
     """It has to decay by a factor of 30 beside an amax that stays."""
-    frozen = second_moment(Blocks(fmt, rounding="nearest_even", transform=transform), 1, 0.01)
+    frozen = second_moment(Blocks(fmt, rounding="nearest_even", transform=transform))
     np.testing.assert_array_equal(frozen, 1)
-    moved = second_moment(Blocks(fmt, rounding="stochastic", transform=transform), 1, 0.01)
+    moved = second_moment(Blocks(fmt, rounding="stochastic", transform=transform))
     np.testing.assert_allclose(moved[~ODD], 1, rtol=1e-3)
     # 1024 elements, whose standard deviation is 30 to 100 % of the mean.
     np.testing.assert_allclose(moved[ODD].mean(), EXACT_DECAY, rtol=0.12)
     assert moved[ODD].max() < 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-def test_trap_a_block_that_spans_two_gradient_scales(rounding):
-    """Plain E4M3 stores a second moment of zero, beside a first one that is not."""
-    for storage, survives in (
-        (Blocks(rounding=rounding), False),
-        (Blocks(E5M2, rounding=rounding), True),
-        (Blocks(rounding=rounding, transform="sqrt"), True),
-        (Blocks(rounding=rounding, transform="expand"), True),
-    ):
-        v = second_moment(storage, 0, 1e-8)
-        assert np.mean(v[ODD] > 0) == 1 if survives else np.mean(v[ODD] > 0) < 0.1
-        if survives:
-            np.testing.assert_allclose(v[ODD].mean(), 1e-8 * (1 - 0.999**4000), rtol=0.1)
-        np.testing.assert_allclose(v[~ODD].mean(), 1 - 0.999**4000, rtol=0.03)
 
 
 @pytest.mark.parametrize(
