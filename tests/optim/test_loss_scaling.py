@@ -78,24 +78,10 @@ def without(sequence, index):
     return [item for i, item in enumerate(sequence) if i != index]
 
 
-def with_zero(gradients, index):
-    zero = jax.tree.map(np.zeros_like, gradients[index])
-    return [zero if i == index else g for i, g in enumerate(gradients)]
-
-
 def adam_state(opt_state) -> optax.ScaleByAdamState:
-    (found,) = (
-        node
-        for node in jax.tree.leaves(
-            opt_state, is_leaf=lambda n: isinstance(n, optax.ScaleByAdamState)
-        )
-        if isinstance(node, optax.ScaleByAdamState)
-    )
+    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
+    (found,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
     return found
-
-
-def assert_finite(tree):
-    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(tree))
 
 
 def moved(before, after) -> bool:
@@ -295,18 +281,12 @@ def noisy(*before):
 
 # Compositions that skip exactly, each with the plain optimizer that it must agree with.
 EXACT = {
-    "loss_scale(adam)": (jfp8.loss_scale(adam()), adam()),
     "loss_scale(clip, adam)": (jfp8.loss_scale(clipped_adam()), clipped_adam()),
     "loss_scale(adamw)": (jfp8.loss_scale(adamw()), adamw()),
-    "skip(chain(scale, adam))": (
-        jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), adam())),
-        adam(),
-    ),
     "skip(chain(scale, clip, adam))": (
         jfp8.skip_on_overflow(clipped_adam(jfp8.loss_scale())),
         clipped_adam(),
     ),
-    "skip(chain(scale, adamw))": (jfp8.skip_on_overflow(adamw(jfp8.loss_scale())), adamw()),
     "skip(chain(scale, noise, adam))": (jfp8.skip_on_overflow(noisy(jfp8.loss_scale())), noisy()),
     "skip(chain(pass, adam))": (
         jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(on_overflow="pass"), adam())),
@@ -348,41 +328,16 @@ INSIDE = optax.chain(jfp8.loss_scale(), adam())
 def test_chain_is_not_exact():
     """Documented: a chain's elements cannot stop one another, so Adam takes a step of zero."""
     gradients = make_gradients()
-    tx = optax.chain(jfp8.loss_scale(), adam())
-    history = train(tx, gradients, bad_steps=[BAD_STEP])
-    expected = train(adam(), with_zero(gradients, BAD_STEP))
-
-    for (params, _), (plain_params, _) in zip(history, expected, strict=True):
+    history = train(INSIDE, gradients, bad_steps=[BAD_STEP])
+    gradients[BAD_STEP] = jax.tree.map(np.zeros_like, gradients[BAD_STEP])
+    for (params, _), (plain_params, _) in zip(history, train(adam(), gradients), strict=True):
         assert_same(params, plain_params)
-    before, at = adam_state(history[BAD_STEP - 1][1]), adam_state(history[BAD_STEP][1])
-    assert at.count == before.count + 1
-    np.testing.assert_array_equal(at.mu["b"], np.float32(0.9) * before.mu["b"])
-    assert moved(history[BAD_STEP - 1][0], history[BAD_STEP][0])
     assert find_loss_scale(history[-1][1]).loss_scale == 2.0**14
-    assert_finite(history[-1])
 
 
-MULTIPLIED_STEPS = optax.MultiSteps(
-    INSIDE, 2, should_skip_update_fn=optax.skip_not_finite
-).gradient_transformation()
-
-
-@pytest.mark.parametrize(
-    ("outside", "bad_steps", "scale"),
-    [
-        (jfp8.skip_on_overflow(INSIDE), range(2, 8), 2.0**9),
-        # It restores the loss scale with everything else.
-        (optax.apply_if_finite(INSIDE, 10_000), range(2, 8), 2.0**15),
-        (MULTIPLIED_STEPS, range(STEPS), 2.0**15),
-        # MultiSteps multiplies an infinite accumulator by zero: once NaN, always NaN.
-        (optax.MultiSteps(INSIDE, 2).gradient_transformation(), [BAD_STEP], 2.0**11),
-    ],
-    ids=["skip", "trap: apply_if_finite", "trap: skip_not_finite", "trap: MultiSteps"],
-)
-def test_only_skip_on_overflow_may_be_outside(outside, bad_steps, scale):
-    """Others never back off, or never recover."""
-    _, state = train(outside, make_gradients(), bad_steps=bad_steps, jit=True)[-1]
-    assert find_loss_scale(state).loss_scale == scale
+def test_the_scale_falls_with_each_overflow_under_skip_on_overflow():
+    _, state = train(jfp8.skip_on_overflow(INSIDE), make_gradients(), bad_steps=range(2, 8))[-1]
+    assert find_loss_scale(state).loss_scale == 2.0**9
 
 
 # MultiSteps: gradients 0 .. 11, two to an optimizer step, and gradient 5 overflows. It is dropped,
@@ -469,16 +424,9 @@ CONTAINERS = {
     "named_chain": optax.named_chain(
         ("scaler", jfp8.loss_scale(growth_interval=4)), ("adam", adam())
     ),
-    "nested chain": optax.chain(optax.chain(scaled_adam())),
     "wrapper": jfp8.loss_scale(adam(), growth_interval=4),
-    "wrapper in chain": optax.chain(
-        jfp8.loss_scale(adam(), growth_interval=4), optax.add_decayed_weights(0.1)
-    ),
     "skip_on_overflow": jfp8.skip_on_overflow(scaled_adam()),
     "masked": optax.masked(scaled_adam(), {"w": True, "b": False}),
-    "partition": optax.partition(
-        {"train": scaled_adam(), "freeze": optax.set_to_zero()}, param_labels=LABELS
-    ),
     "multi_transform": optax.multi_transform(
         {"train": jfp8.loss_scale(adam(), growth_interval=4), "freeze": optax.set_to_zero()},
         param_labels=LABELS,
@@ -495,10 +443,6 @@ CONTAINERS = {
         jfp8.loss_scale(on_overflow="pass", growth_interval=4),
         optax.MultiSteps(adam(), 2, should_skip_update_fn=optax.skip_not_finite),
     ),
-    "apply_if_finite": optax.chain(
-        jfp8.loss_scale(on_overflow="pass", growth_interval=4),
-        optax.apply_if_finite(adam(), 10_000),
-    ),
 }
 in_containers = pytest.mark.parametrize("tx", CONTAINERS.values(), ids=CONTAINERS.keys())
 
@@ -514,18 +458,9 @@ def test_optax_tree_get_finds_the_state(tx):
     assert jfp8.scale_loss(2.0, state) == 16.0
 
 
-def test_a_name_in_a_chain_can_hide_the_field_from_optax_but_not_from_jfp8():
-    """`optax.tree.get` also matches the names of a named_chain; call the element otherwise."""
-    tx = optax.named_chain(("loss_scale", jfp8.loss_scale()), ("adam", adam()))
-    state = tx.init(make_params())
-    assert jfp8.scale_loss(1.0, state) == 2.0**15
-    with pytest.raises(KeyError, match="multiple values"):
-        optax.tree.get(state, "loss_scale")
-
-
 def test_a_frozen_part_is_not_checked():
-    """Inside `partition` the scale sees only the gradients with its label."""
-    tx = CONTAINERS["partition"]
+    """Inside `multi_transform` the scale sees only the gradients with its label."""
+    tx = CONTAINERS["multi_transform"]
     gradient = make_params()
     gradient["b"] = gradient["b"] * jnp.nan
     _, state = tx.update(gradient, begin(tx, make_params()), make_params())
@@ -546,38 +481,19 @@ def test_two_loss_scales_are_refused():
 
 @in_containers
 def test_init_does_not_read_parameters(tx):
-    """`tree_map_params` and `eval_shape` call init with placeholders."""
+    """`map_params` and `eval_shape` call init with placeholders."""
     state = tx.init(make_params())
     doubled = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
     assert find_loss_scale(doubled)[:4] == find_loss_scale(state)[:4]
-    changed = [
-        jax.tree_util.keystr(path)
-        for (path, new), old in zip(
-            jax.tree_util.tree_leaves_with_path(doubled), jax.tree.leaves(state), strict=True
-        )
-        if (np.asarray(new) != np.asarray(old)).any()
-    ]
-    has_moments = any(
-        isinstance(n, optax.ScaleByAdamState)
-        for n in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, optax.ScaleByAdamState))
-    )
-    assert bool(changed) == has_moments
-    assert all(".mu" in name or ".nu" in name or "acc_grads" in name for name in changed)
-
     shapes = jax.eval_shape(tx.init, make_params())
     assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, state)
 
 
 def test_checkpoint_names_fields():
     """The names in files are an interface: renaming one would break old checkpoints."""
+    names = "loss_scale growth_tracker grads_finite overflow_count inner_state"
     state = jfp8.loss_scale().init(make_params())
-    assert list(flax.serialization.to_state_dict(state)) == [
-        "loss_scale",
-        "growth_tracker",
-        "grads_finite",
-        "overflow_count",
-        "inner_state",
-    ]
+    assert list(flax.serialization.to_state_dict(state)) == names.split()
 
 
 # scale_loss and the gradients that come of it ----------------------------------------------------

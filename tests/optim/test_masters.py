@@ -88,15 +88,8 @@ def ascend(tx, params, state, steps):
     grads = carriers(params)
     grads = jax.tree.map(lambda g: -jnp.ones(g.shape, jnp.float32), grads)
 
-    @jax.jit
-    def loop(params, state):
-        def body(_, carry):
-            updates, state = tx.update(grads, carry[1], carry[0])
-            return apply_updates(carry[0], updates), state
-
-        return jax.lax.fori_loop(0, steps, body, (params, state))
-
-    return loop(params, state)
+    body = lambda _, carry: stepping(tx)(*carry, grads)
+    return jax.jit(lambda carry: jax.lax.fori_loop(0, steps, body, carry))((params, state))
 
 
 class TestWhatArrives:
@@ -116,17 +109,6 @@ class TestWhatArrives:
         error_of_mean = gained.std() / np.sqrt(gained.size)
         assert error_of_mean < 2e-4
         assert abs(gained.mean() - self.STEPS * self.RATE) < 5 * error_of_mean
-
-    @pytest.mark.slow
-    def test_float16_scaled_loses_steps_below_half_its_spacing(self):
-        """As MS-AMP does: weights of 2^-7 and more do not move by 2^-20, smaller ones do."""
-        w = np.repeat(np.float32([1.0, 2.0**-7, 2.0**-9]), 40)
-        params = {"w": quantized(w)}
-        tx = master_weights(optax.sgd(-(2.0**-20)), "float16_scaled")
-        _, state = ascend(tx, params, tx.init(params), 100)
-        m = np.asarray(state.masters["w"].data, np.float32) * np.asarray(state.masters["w"].scale)
-        moved = (values(params["w"]) - m).reshape(3, 40) * 2**20
-        np.testing.assert_array_equal(moved, np.repeat([[0], [0], [100]], 40, axis=1))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2])
@@ -242,17 +224,6 @@ class TestMasters:
         assert np.all(ours["w"] != 0)
 
     @pytest.mark.slow
-    def test_what_is_stored_beside(self):
-        """Bytes of a weight and its master, for each of them."""
-        size = 64 * 64
-        for master, beside in zip(MASTERS, (0, 2, 2, 4), strict=True):
-            params = {"w": quantized(normal((64, 64)))}
-            state = master_weights(optax.sgd(1.0), master).init(params)
-            large = [x for x in jax.tree.leaves(state) if x.size > 1]
-            assert sum(x.nbytes for x in large) == beside * size
-            assert params["w"].data.nbytes == size
-
-    @pytest.mark.slow
     @pytest.mark.parametrize("master", ["bfloat16", "float16_scaled", "float32"])
     def test_masters_start_from_what_was_there_before_rounding(self, master):
         w = {"w": jnp.asarray(normal((32, 16))), "b": jnp.zeros(16)}
@@ -365,12 +336,6 @@ class TestUpdates:
         assert_same(apply_updates({"w": q}, {"w": optax.MaskedNode()}), {"w": q})
 
 
-def bad_gradient(shape):
-    grads = normal(shape)
-    grads[1, 1] = np.inf
-    return {"w": jnp.asarray(grads), "b": jnp.ones(shape[1])}
-
-
 def working(master_dtype=jnp.float32):
     return {"w": quantized(normal((64, 32))), "b": jnp.zeros(32, master_dtype)}
 
@@ -393,21 +358,15 @@ class TestComposition:
         optax.tree.get_all_with_path(tx.init(params), "loss_scale")  # gradients are scaled by hand
         good = {"w": jnp.asarray(normal((64, 32), 5)), "b": jnp.ones(32)}
         params, state = run(tx, params, [good])
-        after, new_state = stepping(tx)(params, state, bad_gradient((64, 32)))
+        bad = {**good, "w": good["w"].at[1, 1].set(jnp.inf)}
+        after, new_state = stepping(tx)(params, state, bad)
         assert_same(after, params)
-        find = lambda s: [
-            x
-            for x in jax.tree.leaves(s, is_leaf=lambda n: isinstance(n, MasterWeightsState))
-            if isinstance(x, MasterWeightsState)
-        ]
+        is_ours = lambda s: isinstance(s, MasterWeightsState)
+        find = lambda s: list(filter(is_ours, jax.tree.leaves(s, is_leaf=is_ours)))
         assert_same(find(new_state), find(state))
+        assert len(find(state)) == 1
         moved, _ = stepping(tx)(after, new_state, good)
         assert np.any(values(moved["w"]) != values(params["w"]))
-
-    def test_loss_scale_takes_parameters_in_fp8(self):
-        inner = master_weights(optax.sgd(1.0), "float16_scaled")
-        params = working()
-        assert_same(jfp8.loss_scale(inner).init(params).inner_state, inner.init(params))
 
     def test_loss_scale_around_wider_masters_of_16_bits_is_refused(self):
         tx = jfp8.loss_scale(master_weights(optax.sgd(1.0), "float32"))
@@ -416,18 +375,6 @@ class TestComposition:
         grads = {"w": jfp8.scale_loss(1.0, state) * jnp.ones(3)}
         with pytest.raises(ValueError, match=r"bfloat16 array of shape \(3,\).*skip_on_overflow"):
             tx.update(grads, state, params)
-
-    @pytest.mark.slow
-    def test_micro_steps_inside_leave_every_bit_until_the_last(self):
-        tx = master_weights(optax.MultiSteps(optax.adam(1e-2), 3))
-        params = working()
-        state, step = tx.init(params), stepping(tx)
-        grads = {"w": jnp.asarray(normal((64, 32), 5)), "b": jnp.ones(32)}
-        for turn in range(3):
-            new, state = step(params, state, grads)
-            changed = np.any(values(new["w"]) != values(params["w"]))
-            assert changed == (turn == 2)
-            params = new
 
     @pytest.mark.representative(2)
     @all_masters
