@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8 import ScaledArray, checkpoint
+from jfp8 import checkpoint
 from jfp8.checkpoint.fp8_style import styles
 from jfp8.checkpoint.torch_layout import Place
 from jfp8.products import dot_general
-from support.checkpoints import assert_same, dequantized
+from support.checkpoints import assert_same, published, raw
 
 FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
-CHECKSUMS = json.loads((FOLDER / "checksums.json").read_text())
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 UP, DOWN, QUERY, OUT, NORM = (
     "model.layers.0." + name
@@ -37,76 +36,6 @@ UP, DOWN, QUERY, OUT, NORM = (
         "input_layernorm.weight",
     )
 )
-
-
-def raw(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of a folder, read by a few lines of this test."""
-    dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": E4M3}
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        content = file.read_bytes()
-        start = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:start])
-        assert header.pop("__metadata__") == {"format": "pt"}
-        for name, entry in header.items():
-            begin, end = (start + n for n in entry["data_offsets"])
-            array = np.frombuffer(content[begin:end], dtypes[entry["dtype"]])
-            found[name] = array.reshape(entry["shape"])
-    return found
-
-
-def values_of(data: np.ndarray, scale: np.ndarray, block: int | None) -> np.ndarray:
-    """What stored bytes and scales stand for, in numpy."""
-    scale = scale.astype(np.float32)
-    if block is not None:
-        scale = np.kron(scale, np.ones((block, block), np.float32))
-        scale = scale[: data.shape[0], : data.shape[1]]
-    return data.astype(np.float32) * scale
-
-
-@pytest.mark.parametrize("name", CHECKSUMS)
-def test_values_are_those_of_the_library_that_wrote_them(name):
-    tensors, style = checkpoint.load_fp8_safetensors(FOLDER / name)
-    stored, suffix = raw(FOLDER / name), style.layouts[0].suffixes[1]
-    weights = {name for name, x in tensors.items() if isinstance(x, ScaledArray)}
-    assert weights == CHECKSUMS[name].keys()
-    for weight, checksum in CHECKSUMS[name].items():
-        values = np.asarray(dequantized(tensors[weight]))
-        places = np.arange(1, values.size + 1, dtype=np.float64)
-        # Some libraries dequantize in bf16.
-        assert np.sum(values.reshape(-1) * places) == pytest.approx(checksum, rel=1e-5, abs=1e-3)
-        block = 16 if "block" in name else None
-        expected = values_of(stored[weight], stored[weight + suffix], block)
-        np.testing.assert_array_equal(values, expected)
-    others = stored.keys() - weights - {weight + suffix for weight in weights}
-    assert others == tensors.keys() - weights
-    for other in others:
-        np.testing.assert_array_equal(tensors[other], stored[other])
-        assert tensors[other].dtype == stored[other].dtype
-
-
-@pytest.mark.parametrize("name", CHECKSUMS)
-def test_what_was_read_is_written_byte_for_byte(name, tmp_path):
-    tensors, style = checkpoint.load_fp8_safetensors(FOLDER / name)
-    shutil.copy(FOLDER / name / "config.json", tmp_path)
-    checkpoint.save_fp8_safetensors(tmp_path, tensors, style)
-    read = lambda folder, file: json.loads((folder / file).read_text())
-    assert read(tmp_path, "config.json") == read(FOLDER / name, "config.json")
-    single = FOLDER / name / "model.safetensors"
-    if single.exists():
-        assert (tmp_path / "model.safetensors").read_bytes() == single.read_bytes()
-    assert_same(raw(tmp_path), raw(FOLDER / name))
-
-
-def test_several_files_and_their_index(tmp_path):
-    tensors, style = checkpoint.load_fp8_safetensors(FOLDER / "transformers_block")
-    checkpoint.save_fp8_safetensors(tmp_path, tensors, style, max_shard_size=3500)
-    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
-    assert files[0] == "model-00001-of-00003.safetensors"
-    assert len(files) == 3
-    again, same = checkpoint.load_fp8_safetensors(tmp_path)
-    assert same == style
-    assert_same(dict(again), dict(tensors))
 
 
 # In a model.
@@ -137,11 +66,6 @@ def test_kernels_are_transposed_reshaped_and_stacked_without_rounding():
     assert_same(dict(checkpoint.from_flax_params(params, names)), tensors)
 
 
-def test_a_layer_multiplies_the_stored_bytes():
-    tensors, _ = checkpoint.load_fp8_safetensors(FOLDER / "compressed_channel")
-    check_layer(tensors[UP], "rowwise")
-
-
 def check_layer(weight, recipe):
     """The product of jfp8's layer is that of its quantized input and of the stored values."""
     values = np.asarray(weight, np.float64).T
@@ -160,41 +84,27 @@ def check_layer(weight, recipe):
         assert np.abs(again - exact).max() > 1e-3 * np.abs(exact).max()
 
 
-def deepseek_file(folder: Path, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Write `weights` by DeepSeek's rule, in blocks of 128 x 128; returns what is in the file."""
-    arrays = {}
-    for name, w in weights.items():
-        rows, columns = (-(-n // 128) for n in w.shape)
-        padded = np.zeros((128 * rows, 128 * columns), np.float32)
-        padded[: w.shape[0], : w.shape[1]] = np.abs(w)
-        scale = padded.reshape(rows, 128, columns, 128).max((1, 3)) / np.float32(448)
-        each = np.kron(scale, np.ones((128, 128), np.float32))[: w.shape[0], : w.shape[1]]
-        arrays |= {name: (w / each).astype(E4M3), name + "_scale_inv": scale}
-    header, data = {"__metadata__": {"format": "pt"}}, b""
-    for name, x in arrays.items():
-        offsets = [len(data), len(data) + x.nbytes]
-        dtype = "F32" if x.dtype == np.float32 else "F8_E4M3"
-        header[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": offsets}
-        data += x.tobytes()
-    text = json.dumps(header).encode()
-    content = len(text).to_bytes(8, "little") + text + data
-    (folder / "model.safetensors").write_bytes(content)
-    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
-    return arrays
+def test_a_layer_multiplies_the_stored_bytes_of_rows():
+    tensors, _ = checkpoint.load_fp8_safetensors(FOLDER / "compressed_channel")
+    check_layer(tensors[UP], "rowwise")
 
 
-def test_blocks_of_128_that_are_cut_short(tmp_path):
+def test_a_layer_multiplies_the_stored_bytes_of_blocks_that_are_cut_short(tmp_path):
     """DeepSeek-V3's kv_a_proj has 576 rows, 4.5 blocks."""
-    w = np.random.default_rng(0).normal(size=(200, 300)).astype(np.float32)
-    stored = deepseek_file(tmp_path, {"a.weight": w})
+    rng = np.random.default_rng(0)
+    stored = {
+        "a.weight": rng.normal(size=(200, 300)).astype(E4M3),
+        "a.weight_scale_inv": rng.uniform(1, 2, (2, 3)).astype(np.float32),
+    }
+    checkpoint.save(tmp_path / "model.safetensors", stored)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     tensors, style = checkpoint.load_fp8_safetensors(tmp_path)
     (layout,) = style.layouts
     assert (layout.block, layout.suffixes) == ((128, 128), ("", "_scale_inv"))
     q = tensors["a.weight"]
     assert (q.scale.shape, q.block) == ((2, 3), (128, 128))
-    expected = values_of(stored["a.weight"], stored["a.weight_scale_inv"], 128)
-    np.testing.assert_array_equal(q, expected)
+    np.testing.assert_array_equal(q, published(stored, "a.weight", (128, 128)))
     check_layer(q, "block")
     checkpoint.save_fp8_safetensors(tmp_path / "again", tensors, "deepseek")
     assert_same(raw(tmp_path / "again"), stored)
@@ -222,21 +132,6 @@ def test_trap_scales_of_others_are_no_powers_of_two(monkeypatch):
 
 
 # Styles of one's own.
-
-
-def test_scales_that_are_stored_as_powers_of_two(tmp_path):
-    """As transformers does with scale_fmt="ue8m0"."""
-    w = jax.random.normal(jax.random.key(0), (130, 200))
-    blocks = jfp8.Block((128, 128))
-    q = jfp8.quantize(w, granularity=blocks, scale_rounding="power_of_two")
-    (layout,) = styles()["deepseek"].layouts
-    layout = dataclasses.replace(layout, scale_dtype="float8_e8m0fnu")
-    style = dataclasses.replace(styles()["deepseek"], layouts=(layout,))
-    checkpoint.save_fp8_safetensors(tmp_path, {"w": q}, style)
-    again, found = checkpoint.load_fp8_safetensors(tmp_path)
-    assert found.layouts == style.layouts
-    assert again["w"].scale.dtype == np.float32
-    np.testing.assert_array_equal(again["w"], q)
 
 
 # Mistakes.

@@ -5,9 +5,6 @@ This file is also the program that runs in each process.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,10 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jfp8
 from jfp8 import checkpoint
 from jfp8.optim.masters import master_weights
-from support.checkpoints import assert_same
+from support.checkpoints import assert_same, in_two_processes
 
-PROCESSES, WIDTH = 2, 64
-TESTS = Path(__file__).parents[1]
+WIDTH = 64
 
 
 def create() -> jfp8.TrainState:
@@ -58,8 +54,7 @@ def assert_same_parts(found: Any, expected: Any) -> None:
 def main(directory: Path, address: str, process: int) -> None:
     import orbax.checkpoint as ocp
 
-    jax.distributed.initialize(address, PROCESSES, process)
-    assert jax.process_count() == PROCESSES
+    jax.distributed.initialize(address, 2, process)
     state = sharded_state()
     stored = state.params["kernel"].data
     assert not stored.is_fully_addressable
@@ -84,28 +79,7 @@ def main(directory: Path, address: str, process: int) -> None:
 @pytest.mark.slow
 def test_several_processes_save_and_restore_together(tmp_path):
     pytest.importorskip("orbax.checkpoint")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": os.pathsep.join([str(Path(jfp8.__file__).parents[1]), str(TESTS)]),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, tmp_path, address, str(i)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(PROCESSES)
-    ]
-    for process in processes:
-        out, error = process.communicate(timeout=300)
-        assert "all is there" in out, error[-3000:]
+    in_two_processes(__file__, tmp_path, devices=2)
     # One process with other devices.
     state = jax.jit(create)()
     for saved in (
