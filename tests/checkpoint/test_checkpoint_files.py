@@ -13,8 +13,7 @@ import sys
 import tempfile
 import tracemalloc
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -145,17 +144,13 @@ def assert_same_bits(found: Any, expected: Any) -> None:
             assert leaf == wanted or (leaf != leaf and wanted != wanted), path
 
 
-def array_paths(tree: Any) -> int:
-    return sum(isinstance(leaf, np.ndarray) for leaf in by_path(tree).values())
-
-
 @each_format
 @pytest.mark.parametrize("make", [train_state, nnx_states, scaled_arrays])
 def test_every_state_comes_back_bit_for_bit(directory, make, name):
     tree = filled(make)
     checkpoint.save(directory / name, tree)
     saved = checkpoint.load(directory / name)
-    assert array_paths(saved) >= 4
+    assert sum(isinstance(leaf, np.ndarray) for leaf in by_path(saved).values()) >= 4
     assert_same_bits(saved, expected_state(tree))
     restored = checkpoint.restore(directory / name, tree)
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
@@ -264,11 +259,6 @@ def test_the_safetensors_library_reads_what_is_written(directory):
         assert (entry["dtype"], entry["shape"]) == (name, [256, 256])
         assert bytes(entry["data"]) == array.tobytes()
     assert (found["codes"]["dtype"], bytes(found["codes"]["data"])) == ("U8", b"\x30\x30\x30")
-    with safetensors.safe_open(directory / "x.safetensors", framework="numpy") as opened:
-        np.testing.assert_array_equal(
-            opened.get_tensor("layer/float32").view(np.uint32),
-            tree["layer"]["float32"].view(np.uint32),
-        )
 
 
 def test_what_the_safetensors_library_writes_is_read(directory):
@@ -327,14 +317,13 @@ def small_file() -> bytes:
         return (Path(directory) / FILE).read_bytes()
 
 
-def refusal(path: Path, content: bytes) -> str | None:
-    """What `load` says of a file with this content; None if it takes it."""
-    path.write_bytes(content)
+def refusal(path: Path, expected: Any) -> str | None:
+    """Return the error of `load`; None if it loads, and then it is `expected`."""
     try:
         loaded = checkpoint.load(path)
     except ValueError as error:
         return checked(str(error), path)
-    assert_same_bits(loaded, expected_state(SMALL))  # a space became a tab, or so
+    assert_same_bits(loaded, expected_state(expected))  # a space became a tab, or so
     return None
 
 
@@ -344,25 +333,30 @@ def checked(message: str, path: Path) -> str:
     return message
 
 
+def refusals(path: Path, contents: Iterable[bytes]) -> Iterator[str | None]:
+    """Yield what `load` says of a file with each of `contents`; `SMALL` is allowed."""
+    for content in contents:
+        path.write_bytes(content)
+        yield refusal(path, SMALL)
+
+
 def test_every_truncation_is_refused(directory):
     content = small_file()
-    refused = [refusal(directory / FILE, content[:end]) for end in range(len(content))]
-    print(f"{len(refused)} truncations refused")
-    assert None not in refused
-    assert refusal(directory / FILE, content + b"\0") is not None
-    assert refusal(directory / FILE, content) is None
+    bad = [*(content[:end] for end in range(len(content))), content + b"\0"]
+    assert None not in list(refusals(directory / FILE, bad))
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
 
 
 def test_every_flipped_bit_of_a_safetensors_file_is_refused_or_changes_nothing(directory):
     """Of header and data; what changes nothing is white space that became other white space."""
     content = small_file()
-    refused = 0
-    for bit in range(8 * len(content)):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        refused += refusal(directory / "x.safetensors", bytes(flipped)) is not None
-    print(f"{refused} of {8 * len(content)} flipped bits refused")
-    assert refused >= 8 * len(content) - 10
+    bad = (flipped(content, bit) for bit in range(8 * len(content)))
+    assert list(refusals(directory / FILE, bad)).count(None) <= 10
 
 
 # Safetensors by hand
@@ -397,7 +391,6 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "0 bytes"),
     "seven bytes": (b"\x00" * 7, "7 bytes"),
     "header of 16 exabytes": (tensors({}, length=2**64 - 1), "fewer than its header"),
-    "half a JSON": (tensors(b'{"a":'), "not JSON"),
     "no text": (tensors(b'{"\xff":{}}'), "not JSON"),
     "a list": (tensors([]), "not a dict"),
     "nested too deep": (tensors(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "too deep"),
@@ -407,15 +400,13 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "more than three fields": (single(x=1), "not a dict of dtype"),
     "dtype that is a list": (single(["U8"]), "is unknown"),
     "objects of Python": (single("O"), "dtype 'O' is unknown"),
-    "negative size": (single(shape=[-1, -1]), "not a list of sizes"),
-    "true as a size": (single(shape=[True]), "not a list of sizes"),
+    "sizes that are none": (single(shape=[-1, True]), "not a list of sizes"),
     "shape that is text": (single(shape="1"), "not a list of sizes"),
     "65 dimensions": (single(shape=[1] * 65), "65 dimensions"),
     "shape of 2^100 bytes": (single(shape=[2**50, 2**50]), "does not match 1 bytes"),
     "empty but absurd": (tensors({"a": tensor(shape=[0, 2**70], offsets=[0, 0])}), "a"),
     "half a byte": (tensors({"a": tensor("F4", shape=[3], offsets=[0, 2])}, b"\0\0"), "not match"),
     "one offset": (single(offsets=[0]), "not two ints"),
-    "offsets that are text": (single(offsets=["0", "1"]), "not two ints"),
     "data of 2^60 bytes": (single(shape=[2**60], offsets=[0, 2**60]), "bytes 0 to"),
     "data that ends before it begins": (single(shape=[0], offsets=[1, 0]), "bytes 1 to 0"),
     "data before the file": (single(offsets=[-1, 0]), "bytes -1 to 0"),
@@ -435,7 +426,6 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "a thousand levels": (tensors({"/".join("a" * 1000): tensor()}, b"\0"), "nested deeper"),
     "bool that is neither": (tensors({"a": tensor("BOOL")}, b"\2"), "no bool"),
     "metadata that is a list": (tensors({"__metadata__": []}), "not a dict of strings"),
-    "metadata that is a number": (tensors({"__metadata__": {"a": 1}}), "not a dict of strings"),
     "our metadata without checksum": (tensors({"__metadata__": {"jfp8": "{}"}}), "damaged"),
     "our metadata is no JSON": (
         tensors({"__metadata__": {"jfp8": "{", "jfp8_crc32": str(zlib.crc32(b"{"))}}),
@@ -448,14 +438,6 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "hidden dtype is unknown": (
         single(metadata=ours({"dtypes": {"a": "object"}})),
         "its dtype in __metadata__ is 'object'",
-    ),
-    "hidden dtype is a dict": (
-        single(metadata=ours({"dtypes": {"a": {}}})),
-        "its dtype in __metadata__",
-    ),
-    "hidden dtype of four bytes": (
-        single(metadata=ours({"dtypes": {"a": "float32"}})),
-        "its dtype in __metadata__",
     ),
     "hidden dtype over a real one": (
         single("I8", metadata=ours({"dtypes": {"a": "int4"}})),
@@ -486,6 +468,7 @@ def test_bad_files_are_refused_before_memory_is_taken(directory):
         tracemalloc.stop()
 
 
+UNPICKLING = {"msgpack", "pickle", "cloudpickle", "dill", "marshal", "shelve", "importlib"}
 RUNNING = {"eval", "exec", "__import__", "import_module"}
 
 
@@ -503,22 +486,12 @@ def test_nothing_here_can_run_what_is_in_a_file():
             if isinstance(node, ast.Call):
                 called.add(getattr(node.func, "id", getattr(node.func, "attr", "")))
     assert {"json", "numpy"} <= imported
-    assert (
-        not {"msgpack", "pickle", "cloudpickle", "dill", "marshal", "shelve", "importlib"}
-        & imported
-    )
     assert "loads" in called
+    assert not UNPICKLING & imported
     assert not RUNNING & called
 
 
 # Folders of Orbax
-
-
-def copy_of_folder(source: Path, target: Path) -> Path:
-    if target.exists():
-        shutil.rmtree(target)
-    shutil.copytree(source, target)
-    return target
 
 
 # Orbax has checksums of numbers and of arrays of some bytes, but none of larger ones and strings.
@@ -529,24 +502,12 @@ LARGE = {
 }
 
 
-def folder_refusal(path: Path) -> str | None:
-    """Return the error of `load` for a folder; None if it loads, and then it is `LARGE`."""
-    try:
-        loaded = checkpoint.load(path)
-    except ValueError as error:
-        return checked(str(error), path)
-    assert_same_bits(loaded, expected_state(LARGE))
-    return None
-
-
 def damaged(content: bytes) -> Iterator[bytes]:
     """Cut off at some places, and with one of some bits flipped."""
     yield from (content[:end] for end in {0, len(content) // 2, len(content) - 1})
     yield b"[" * 100_000
     for bit in range(0, 8 * len(content), 8 * len(content) // 10 or 1):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        yield bytes(flipped)
+        yield flipped(content, bit)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
@@ -556,15 +517,14 @@ def test_every_damage_to_a_folder_is_refused_or_changes_nothing(directory):
     checkpoint.save(directory / "x", LARGE)
     files = sorted(file for file in (directory / "x").rglob("*") if file.is_file())
     assert len(files) >= 6
-    refused, taken = Counter(), Counter()
+    refused = 0
     for file in files:
-        name = file.relative_to(directory / "x")
         for bad in damaged(file.read_bytes()):
-            copy_of_folder(directory / "x", directory / "copy")
-            (directory / "copy" / name).write_bytes(bad)
-            (taken if folder_refusal(directory / "copy") is None else refused)[str(name)] += 1
-    print(f"refused: {dict(refused)}, changed nothing: {dict(taken)}")
-    assert refused.total() > 50
+            shutil.rmtree(directory / "copy", ignore_errors=True)
+            copy = shutil.copytree(directory / "x", directory / "copy")
+            (copy / file.relative_to(directory / "x")).write_bytes(bad)
+            refused += refusal(copy, LARGE) is not None
+    assert refused > 50
     gc.collect()
 
 
@@ -573,19 +533,15 @@ def test_folders_that_are_traps(directory):
     checkpoint.save(directory / "x", SMALL)
     outside = directory / "outside"
     outside.write_bytes(b"secret")
-    make = (
-        lambda path: path.symlink_to(outside),
-        lambda path: path.symlink_to(directory),
-        os.mkfifo,
-    )
-    for make_trap in make:
-        trap = copy_of_folder(directory / "x", directory / "trap")
+    link = lambda to: lambda path: path.symlink_to(to)
+    for i, make_trap in enumerate((link(outside), link(directory), os.mkfifo)):
+        trap = shutil.copytree(directory / "x", directory / f"trap{i}")
         make_trap(trap / "entry")
-        assert "neither a file nor a folder" in folder_refusal(trap)
+        assert "neither a file nor a folder" in refusal(trap, SMALL)
     (directory / "empty").mkdir()
-    assert "For a CheckpointManager, pass the folder" in folder_refusal(directory / "empty")
+    assert "For a CheckpointManager, pass the folder" in refusal(directory / "empty", SMALL)
     (directory / "file").write_bytes(b"")
-    assert "is a file" in folder_refusal(directory / "file")
+    assert "is a file" in refusal(directory / "file", SMALL)
 
 
 def test_a_folder_that_claims_more_than_the_memory(directory):
@@ -599,8 +555,7 @@ def test_a_folder_that_claims_more_than_the_memory(directory):
     (description,) = (directory / "x").rglob(".zarray")
     claim = json.loads(description.read_text()) | {"shape": [2**40, 2**10]}
     description.write_text(json.dumps(claim))
-    said = folder_refusal(directory / "x")
-    assert f"its arrays take {2**52} bytes" in said
+    assert f"its arrays take {2**52} bytes" in refusal(directory / "x", SMALL)
 
 
 # Mistakes in calls
