@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import inspect
 import itertools
@@ -25,8 +26,8 @@ from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.rowwise import RowwiseScaling
-from jfp8.tracing import notes as explain
 from support.devices import traced_for
+from support.models import Model
 
 KEY = jax.random.key(0)
 CURRENT = Float8CurrentScaling()
@@ -37,6 +38,24 @@ X = jnp.ones((4, 8))
 
 def report(model, *inputs, **kwargs):
     return jfp8.report(model, jax.eval_shape(model.init, KEY, *inputs), *inputs, **kwargs)
+
+
+def product(path: str, kind: str = "fprop", fp8: bool = True, **other) -> ProductRow:
+    """A product of a layer of 8 features, as the report finds it."""
+    lhs, rhs = ("e4m3fn[4,8]", "e4m3fn[8,8]") if fp8 else ("bf16[4,8]", "bf16[8,8]")
+    fields = {
+        "layer": "Dense",
+        "lhs": lhs,
+        "rhs": rhs,
+        "out": "f32[4,8]",
+        "times": 1,
+        "flops": 512,
+        "recipe": "current" if fp8 else "",
+        "implementation": "emulate",
+        "reason": "",
+        "cuda": "xla" if fp8 else "",
+    }
+    return ProductRow(path=path, kind=kind, fp8=fp8, **{**fields, **other})
 
 
 def counted(r, *fields) -> Counter:
@@ -57,29 +76,10 @@ class Mlp(nn.Module):
 def test_rows_of_an_mlp():
     """x f32[4, 8] -> 16 -> 3: 1024 FLOPs for each product of the first layer, 384 of the second."""
 
-    def fp8(kind, lhs, rhs, out):
-        return ProductRow(
-            *("Dense_0", "Dense", kind, lhs, rhs, out),
-            fp8=True,
-            recipe="current",
-            implementation="emulate",
-            cuda="xla",
-            reason="",
-            times=1,
-            flops=2 * 4 * 8 * 16,
-        )
-
-    def plain(kind, lhs, rhs, out):
-        return ProductRow(
-            *("Dense_1", "Dense", kind, lhs, rhs, out),
-            fp8=False,
-            recipe="",
-            implementation="jax",
-            reason=LOGITS,
-            times=1,
-            flops=2 * 4 * 16 * 3,
-        )
-
+    names = ("lhs", "rhs", "out")
+    fp8 = lambda kind, *of: product("Dense_0", kind, flops=1024, **dict(zip(names, of)))
+    how = {"implementation": "jax", "reason": LOGITS, "flops": 384}
+    plain = lambda kind, *of: product("Dense_1", kind, False, **how, **dict(zip(names, of)))
     r = report(jfp8.convert(Mlp(), CURRENT), X)
     assert r.rows[0] == fp8("fprop", "e4m3fn[4,8]", "e4m3fn[8,16]", "f32[4,16]")
     assert r.rows[1] == plain("forward", "f32[4,16]", "f32[16,3]", "f32[4,3]")
@@ -107,74 +107,15 @@ def test_an_unconverted_model_has_no_fp8():
     }
 
 
-@pytest.mark.slow
-def test_gradients_are_counted_where_the_input_has_parameters_before_it():
-    r = report(jfp8.convert(Mlp(), DelayedScaling(), exempt=()), X)
-    assert counted(r, "path", "kind", "recipe") == {
-        ("Dense_0", "fprop", "delayed"): 1,
-        ("Dense_0", "wgrad", "delayed"): 1,
-        ("Dense_1", "fprop", "delayed"): 1,
-        ("Dense_1", "dgrad", "delayed"): 1,
-        ("Dense_1", "wgrad", "delayed"): 1,
-    }
-    assert r.fp8_fraction == 1
-    assert r.unconverted == ()
-
-
-class Deep(nn.Module):
-    lift: str = "scan"
-
-    @nn.compact
-    def __call__(self, x):
-        def block(layer, h, _):
-            return nn.relu(layer(h)), None
-
-        shared = self.lift == "shared"
-        scan = nn.scan(
-            block,
-            variable_axes={} if shared else {"params": 0},
-            variable_broadcast="params" if shared else False,
-            split_rngs={"params": not shared},
-            length=5,
-        )
-        x, _ = scan(nn.Dense(8, name="deep"), x, None)
-        return nn.Dense(3, name="head")(x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lift", ["scan", "shared"])
-def test_products_in_loops_count_as_often_as_they_run(lift):
-    r = report(jfp8.convert(Deep(lift), CURRENT), X)
-    rows = {row.kind: row for row in r.rows if row.path == "deep"}
-    assert set(rows) == {"fprop", "dgrad", "wgrad"}
-    for row in rows.values():
-        assert (row.times, row.flops, row.fp8) == (5, 5 * 2 * 4 * 8 * 8, True)
-    assert r.fp8_fraction == 15 * 512 / (15 * 512 + 3 * 2 * 4 * 8 * 3)
-    assert "15 of 18 products" in r.summary()
-
-
 def test_loops_in_loops_multiply():
-    class Inner(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            dense = nn.jit(nn.Dense)(8, name="dense")
-            return nn.relu(dense(x)), None
-
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return scanned(Inner, 2)(name="inner")(x, None)[0], None
-
-    def scanned(block, length):
+    def scanned(run, length, name):
         stacked = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        return nn.scan(block, length=length, **stacked)
+        return nn.scan(Model, length=length, **stacked)(run, name=name)
 
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return scanned(Outer, 3)(name="outer")(x, None)[0]
-
-    r = report(jfp8.convert(Model(), CURRENT, exempt=()), X)
+    inner = lambda module, x, _: (nn.relu(nn.jit(nn.Dense)(8, name="dense")(x)), None)
+    outer = lambda module, x, _: scanned(inner, 2, "inner")(x, None)
+    model = Model(lambda module, x: scanned(outer, 3, "outer")(x, None)[0])
+    r = report(jfp8.convert(model, CURRENT, exempt=()), X)
     assert {row.kind: (row.times, row.flops) for row in r.rows} == {
         "fprop": (6, 6 * 512),
         "dgrad": (6, 6 * 512),
@@ -185,73 +126,24 @@ def test_loops_in_loops_multiply():
 
 @pytest.mark.slow
 def test_rematerialised_products_run_again():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(3)(nn.remat(Mlp)()(x))
-
-    r = report(jfp8.convert(Model(), CURRENT), X)
+    r = report(jfp8.convert(nn.Sequential([nn.remat(Mlp)(), nn.Dense(3)]), CURRENT), X)
     found = counted(r, "path", "kind")
-    assert found["CheckpointMlp_0/Dense_0", "fprop"] == 2
-    assert found["CheckpointMlp_0/Dense_1", "wgrad"] == 1
-    assert found["Dense_0", "forward"] == 1
+    assert found["layers_0/Dense_0", "fprop"] == 2
+    assert found["layers_0/Dense_1", "wgrad"] == 1
+    assert found["layers_1", "forward"] == 1
 
 
 @pytest.mark.slow
 def test_vmap_multiplies_flops():
-    class Experts(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dense = nn.vmap(
-                nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=6
-            )
-            return nn.relu(dense(16, name="experts")(x)).sum()
-
+    lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "axis_size": 6}
+    experts = Model(lambda module, x: nn.relu(nn.vmap(nn.Dense, **lifted)(16)(x)).sum())
     x = jnp.ones((6, 4, 8))
-    r = report(jfp8.convert(Experts(), CURRENT, exempt=()), x)
+    r = report(jfp8.convert(experts, CURRENT, exempt=()), x)
     assert {row.kind: (row.times, row.flops) for row in r.rows} == {
         "fprop": (1, 6 * 2 * 4 * 8 * 16),
         "wgrad": (1, 6 * 2 * 4 * 8 * 16),
     }
-    assert r.fp8_fraction == 1
-
-    rows = jfp8.report(Experts(), jax.eval_shape(Experts().init, KEY, x), x).rows
-    assert [row.flops for row in rows] == [6 * 2 * 4 * 8 * 16] * 2
-
-
-def test_convolutions():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.relu(nn.Conv(8, (3, 3))(x))
-            x = nn.relu(nn.Conv(8, (3, 3), feature_group_count=4)(x))
-            return nn.Dense(5)(x.mean((1, 2)))
-
-    r = report(jfp8.convert(Net(), CURRENT), jnp.ones((2, 6, 6, 3)))
-    image = "exempt: the first convolution of an image model (at most 4 input channels)"
-    assert counted(r, "path", "kind", "reason") == {
-        ("Conv_0", "forward", image): 1,
-        ("Conv_0", "backward", image): 1,
-        ("Conv_1", "fprop", ""): 1,
-        ("Conv_1", "dgrad", ""): 1,
-        ("Conv_1", "wgrad", ""): 1,
-        ("Dense_0", "forward", LOGITS): 1,
-        ("Dense_0", "backward", LOGITS): 2,
-    }
-    flops = {(row.path, row.kind): row.flops for row in r.rows}
-    assert flops["Conv_0", "forward"] == 2 * 2 * 36 * 8 * 27
-    assert flops["Conv_1", "fprop"] == 2 * 2 * 36 * 8 * 18  # 2 channels of 8 for each result
-    assert flops["Conv_1", "wgrad"] == flops["Conv_1", "fprop"]
-
-
-class Windows(nn.Module):
-    """A convolution, in high precision or FP8, after something that makes its dgrad necessary."""
-
-    layer: nn.Module
-
-    @nn.compact
-    def __call__(self, x):
-        return self.layer(nn.LayerNorm()(x)).sum()
+    assert [row.flops for row in report(experts, x).rows] == [6 * 2 * 4 * 8 * 16] * 2
 
 
 @pytest.mark.parametrize(
@@ -273,11 +165,11 @@ def test_the_three_products_of_a_convolution_count_alike(layer, windows):
     """
     x = jnp.ones((1, 8, 8, 8))
     layer = layer.clone(use_bias=False)
-    model = Windows(layer)
+    model = nn.Sequential([nn.LayerNorm(), layer, jnp.sum])  # whose parameters need a dgrad
     variables = jax.eval_shape(model.init, KEY, x)
     expected = 2 * windows * 16 * 9 * 8
     if layer.padding == "VALID":
-        alone = jax.jit(layer.apply).lower({"params": variables["params"]["layer"]}, x)
+        alone = jax.jit(layer.apply).lower({"params": variables["params"]["layers_1"]}, x)
         assert alone.cost_analysis()["flops"] == expected
     rows = jfp8.report(model, variables, x).rows
     assert [row.flops for row in rows] == [expected] * 3
@@ -288,41 +180,6 @@ def test_the_three_products_of_a_convolution_count_alike(layer, windows):
 
 
 SLOWER = pytest.mark.filterwarnings("ignore:On NVIDIA .*, FP8 is expected to have:UserWarning")
-
-
-@SLOWER
-@pytest.mark.slow
-def test_what_a_gpu_computes_products_with():
-    """Also where there is none: the one that an abstract mesh describes, or any."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = jfp8.Conv(8, (3, 3))(x)
-            x = jfp8.Conv(1024, (1, 1))(x).reshape(1024, -1)
-            x = jfp8.Dense(2048)(x)
-            x = jfp8.Dense(2048, recipe=MXFP8BlockScaling())(x)
-            return jfp8.Dense(8)(x)
-
-    x = jnp.zeros((1, 32, 32, 8))
-    variables = jax.eval_shape(Net().init, KEY, x)
-
-    def seen():
-        rows = jfp8.report(Net(), variables, x).rows
-        return {r.path: r.cuda.split(":")[0] for r in rows if r.kind == "fprop"}
-
-    blocks = {"Dense_1": "bf16", "Conv_0": "bf16"}
-    large = {"Conv_1": "xla", "Dense_0": "xla", "Dense_2": "xla"}
-    assert seen() == large | blocks
-    with traced_for():
-        # Where there are kernels, small products pay as well.
-        pays = jax.__version_info__ >= (0, 11, 2)
-        small = {} if pays else {"Conv_1": "bf16", "Dense_2": "bf16"}
-        assert seen() == large | small | blocks
-        text = jfp8.report(Net(), variables, x).verbose()
-    assert "emulate; on CUDA xla" in text
-    reason = "emulate; on CUDA bf16: FP8 does not pay for a product this small"
-    assert (reason in text) == (not pays)
 
 
 def test_expected_times_of_a_known_gpu():
@@ -446,13 +303,9 @@ def test_raw_products_are_listed_with_their_place_and_never_as_fp8():
 
 
 def test_products_of_quantized_values_in_the_users_own_code_are_not_fp8():
-    class Fake(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            w = self.param("w", nn.initializers.ones, (8, 8))
-            return jfp8.round_to_format(x, jfp8.E4M3FN) @ w
-
-    assert report(Fake(), X).fp8_fraction == 0
+    weight = lambda module: module.param("w", nn.initializers.ones, (8, 8))
+    fake = Model(lambda module, x: jfp8.round_to_format(x, jfp8.E4M3FN) @ weight(module))
+    assert report(fake, X).fp8_fraction == 0
 
 
 @pytest.mark.slow
@@ -460,20 +313,11 @@ def test_products_of_quantized_values_in_the_users_own_code_are_not_fp8():
 def test_remat_in_a_loop_brings_constants_as_large_as_operands(name):
     """Partial evaluation hands a product what it was compiled with as further operands."""
 
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + nn.Dense(8)(nn.relu(nn.Dense(32)(x))), None
-
-    class Stack(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            block = nn.remat(Block, prevent_cse=False)
-            scanned = nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=3)
-            return scanned()(x, None)[0]
-
-    model = jfp8.convert(Stack(), jfp8.recipes.get(name), exempt=())
-    r = report(model, jnp.ones((64, 8)))
+    layers = lambda module, x, _: (x + nn.Dense(8)(nn.relu(nn.Dense(32)(x))), None)
+    block = nn.remat(Model, prevent_cse=False)
+    scanned = nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=3)
+    stack = Model(lambda module, x: scanned(layers)(x, None)[0])
+    r = report(jfp8.convert(stack, name, exempt=()), jnp.ones((64, 8)))
     assert r.fp8_fraction == 1
     forward = [row for row in r.rows if row.kind == "fprop"]
     assert forward
@@ -482,17 +326,12 @@ def test_remat_in_a_loop_brings_constants_as_large_as_operands(name):
         assert row.rhs.partition("[")[2] in ("8,32]", "32,8]", "1,8,32]", "1,32,8]"), row
 
 
-class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4)(nn.MultiHeadDotProductAttention(num_heads=2)(x))
-
-
 @pytest.mark.parametrize("products", [False, True])
 def test_attention(products):
     x = jnp.ones((2, 5, 8))
-    r = report(jfp8.convert(Attention(), CURRENT, attention=products), x)
-    path = "MultiHeadDotProductAttention_0" + ("/attention" if products else "")
+    model = nn.Sequential([nn.MultiHeadDotProductAttention(num_heads=2), nn.Dense(4)])
+    r = report(jfp8.convert(model, CURRENT, attention=products), x)
+    path = "layers_0" + ("/attention" if products else "")
     inside = [row for row in r.rows if row.path == path]
     assert sum(row.times for row in inside) == 6
     for row in inside:
@@ -501,14 +340,11 @@ def test_attention(products):
         assert row.flops // row.times == 2 * (2 * 2 * 5 * 5) * 4
     projections = counted(r, "path", "fp8", "kind")
     for name in ("query", "key", "value", "out"):
-        assert projections[f"MultiHeadDotProductAttention_0/{name}", True, "fprop"] == 1
-        assert projections[f"MultiHeadDotProductAttention_0/{name}", True, "wgrad"] == 1
-
-
-def test_an_attention_of_jfp8_that_is_the_whole_model():
-    r = report(jfp8.MultiHeadDotProductAttention(num_heads=2), jnp.ones((2, 5, 8)))
-    assert {row.path for row in r.rows if row.fp8} == {"query", "key", "value", "out"}
-    assert all("attention_products=True" in row.reason for row in r.unconverted)
+        assert projections[f"layers_0/{name}", True, "fprop"] == 1
+        assert projections[f"layers_0/{name}", True, "wgrad"] == 1
+    ours = report(jfp8.MultiHeadDotProductAttention(num_heads=2), x)
+    assert {row.path for row in ours.rows if row.fp8} == {"query", "key", "value", "out"}
+    assert all("attention_products=True" in row.reason for row in ours.unconverted)
 
 
 def test_products_of_the_library_itself_are_not_blamed_on_its_files():
@@ -521,38 +357,20 @@ def test_products_of_the_library_itself_are_not_blamed_on_its_files():
 
 @pytest.mark.slow
 def test_why_layers_are_not_converted():
-    class Own(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(8, dot_general=jax.lax.dot_general)(x)
-            x = nn.Dense(8)(x)
-            return nn.Dense(8)(x)
-
-    r = report(jfp8.convert(Own(), CURRENT, exempt="Dense_1"), X)
-    reasons = {row.path: row.reason for row in r.rows}
-    assert reasons == {
-        "Dense_0": "the layer was given its own dot_general",
-        "Dense_1": "exempt: 'Dense_1'",
-        "Dense_2": "",
+    own = nn.Dense(8, dot_general=jax.lax.dot_general)
+    model = nn.Sequential([own, nn.Dense(8), nn.Dense(8)])
+    reasons = lambda **choice: {
+        row.path: row.reason for row in report(jfp8.convert(model, CURRENT, **choice), X).rows
     }
-    r = report(jfp8.convert(Own(), CURRENT, only="Dense_1"), X)
-    assert {row.path: row.reason for row in r.rows}["Dense_2"] == "not among only='Dense_1'"
+    assert reasons(exempt="layers_1") == {
+        "layers_0": "the layer was given its own dot_general",
+        "layers_1": "exempt: 'layers_1'",
+        "layers_2": "",
+    }
+    assert reasons(only="layers_1")["layers_2"] == "not among only='layers_1'"
 
 
-@pytest.mark.slow
-def test_disabled_region():
-    model = jfp8.convert(nn.Sequential([nn.Dense(8), jfp8.Dense(8), nn.Dense(4)]), CURRENT)
-    assert report(model, X).fp8_fraction > 0.5
-    variables = jax.eval_shape(model.init, KEY, X)
-    with jfp8.autocast(enabled=False):
-        r = jfp8.report(model, variables, X)
-    assert r.fp8_fraction == 0
-    reasons = {row.path: row.reason for row in r.rows}
-    assert reasons["layers_0"] == reasons["layers_1"] == "FP8 is disabled in this region"
-
-
-@pytest.mark.slow
-def test_region():
+def test_regions():
     model = nn.Sequential([nn.Dense(8), jfp8.Dense(8), jfp8.Dense(8, recipe=RowwiseScaling())])
     variables = jax.eval_shape(model.init, KEY, X)
     assert {row.path for row in jfp8.report(model, variables, X).rows if row.fp8} == {
@@ -564,6 +382,9 @@ def test_region():
     assert r.fp8_fraction == 1
     recipes = {row.path: row.recipe for row in r.rows}
     assert recipes == {"layers_0": "current", "layers_1": "current", "layers_2": "rowwise"}
+    with jfp8.autocast(enabled=False):
+        r = jfp8.report(jfp8.convert(model, CURRENT), variables, X)
+    assert {row.reason for row in r.rows} == {"FP8 is disabled in this region"}
 
 
 @pytest.mark.slow
@@ -584,12 +405,9 @@ def test_a_product_counts_as_fp8_only_if_both_operands_are_narrow():
 @pytest.mark.parametrize("half", ["lhs", "rhs"])
 def test_one_operand_in_high_precision_beside_scales_that_are_narrow(half):
     """The E8M0 scales of the other operand are no operand."""
-    from jfp8.recipes.per_operand import PerOperand
-    from jfp8.recipes.product import Product
-
     mx = MXFP8BlockScaling().products()
-    operands = {"lhs": mx.fprop.lhs, "rhs": mx.fprop.rhs, half: None}
-    recipe = PerOperand(fprop=Product(**operands), dgrad=mx.dgrad, wgrad=mx.wgrad)
+    fprop = dataclasses.replace(mx.fprop, **{half: None})
+    recipe = jfp8.recipes.PerOperand(fprop=fprop, dgrad=mx.dgrad, wgrad=mx.wgrad)
     row = report(jfp8.convert(Mlp(), recipe, exempt=()), jnp.ones((32, 32))).rows[0]
     assert (row.kind, row.fp8) == ("fprop", False)
     shapes = {"lhs": "e4m3fn[32,32]", "rhs": "e4m3fn[32,16]"}
@@ -648,7 +466,7 @@ def test_nothing_is_left_behind():
 
 @pytest.mark.slow
 def test_static_arguments_rngs_methods_and_other_collections():
-    class Model(nn.Module):
+    class Net(nn.Module):
         def setup(self):
             self.dense, self.norm, self.head = nn.Dense(8), nn.BatchNorm(), nn.Dense(2)
             self.drop = nn.Dropout(0.5)
@@ -661,30 +479,22 @@ def test_static_arguments_rngs_methods_and_other_collections():
             noise = jax.random.normal(self.make_rng("noise"), x.shape) if train else 0.0
             return self.drop(nn.relu(x) + noise, deterministic=not train)
 
-    model = jfp8.convert(Model(), DelayedScaling())
+    model = jfp8.convert(Net(), DelayedScaling())
     variables = model.init(KEY, X, False)
-    assert report_of(model, variables, X, train=True, rngs={"noise": KEY}) == ["dense", "head"]
-    assert report_of(model, variables, X, False) == ["dense", "head"]
-    assert report_of(model, variables, X, False, method="encode") == ["dense"]
-    assert report_of(model, variables, X, False, method=Model.encode) == ["dense"]
-
-
-def report_of(model, variables, *args, **kwargs):
-    rows = jfp8.report(model, variables, *args, **kwargs).rows
-    return sorted({row.path for row in rows})
+    layers = lambda *args, **kwargs: sorted(
+        {row.path for row in jfp8.report(model, variables, *args, **kwargs).rows}
+    )
+    assert layers(X, train=True, rngs={"noise": KEY}) == ["dense", "head"]
+    assert layers(X, False) == ["dense", "head"]
+    assert layers(X, False, method="encode") == layers(X, False, method=Net.encode) == ["dense"]
 
 
 @pytest.mark.slow
 def test_a_jitted_block_used_twice_is_counted_twice():
     """Where the first one is: Flax traces its class once."""
 
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            block = nn.jit(nn.Dense)
-            return nn.Dense(2, name="head")(block(8, name="two")(block(8, name="one")(x)))
-
-    rows = report(jfp8.convert(Model(), CURRENT), X).rows
+    block = nn.jit(nn.Dense)
+    rows = report(jfp8.convert(nn.Sequential([block(8), block(8), nn.Dense(2)]), CURRENT), X).rows
     assert sum(row.times for row in rows if row.fp8 and row.kind == "fprop") == 2
 
 
@@ -724,24 +534,6 @@ def test_verbose_text_has_a_line_for_each_product():
     assert lines[3].endswith(f"high precision: {LOGITS}")
     assert lines[-1] == "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products."
     assert len(lines) == 2 + 5 + 1
-
-
-def product(path: str, kind: str = "fprop", fp8: bool = True, **other) -> ProductRow:
-    """A product of a layer of 8 features, as the report finds it."""
-    lhs, rhs = ("e4m3fn[4,8]", "e4m3fn[8,8]") if fp8 else ("bf16[4,8]", "bf16[8,8]")
-    fields = {
-        "layer": "Dense",
-        "lhs": lhs,
-        "rhs": rhs,
-        "out": "f32[4,8]",
-        "times": 1,
-        "flops": 512,
-        "recipe": "current" if fp8 else "",
-        "implementation": "emulate",
-        "reason": "",
-        "cuda": "xla" if fp8 else "",
-    }
-    return ProductRow(path=path, kind=kind, fp8=fp8, **{**fields, **other})
 
 
 def test_layers_that_are_alike_are_one_line():
@@ -819,15 +611,7 @@ def test_text_is_at_most_100_columns_wide():
 
 
 def test_html_is_escaped():
-    row = ProductRow(
-        *("<b>layer</b>", "Dense", "forward", "f32[2]", "f32[2]", "f32[]"),
-        fp8=False,
-        recipe="",
-        implementation="jax",
-        reason="a & b <script>",
-        times=1,
-        flops=4,
-    )
+    row = product("<b>layer</b>", "forward", False, reason="a & b <script>")
     text = jfp8.Report((row,))._repr_html_()
     layers, products = text.split("<details>")
     for part in (layers, products):
@@ -840,12 +624,7 @@ def test_html_is_escaped():
 
 
 def test_a_model_without_products():
-    class Scale(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x * self.param("s", nn.initializers.ones, ())
-
-    r = report(Scale(), X)
+    r = report(Model(lambda module, x: x * module.param("s", nn.initializers.ones, ())), X)
     assert r.rows == ()
     assert (r.flops, r.fp8_fraction) == (0, 0)
     assert str(r) == "0.0 % of 0 FLOPs are FP8: 0 of 0 products."
@@ -877,31 +656,6 @@ def test_forgotten_inputs_are_asked_for():
         jfp8.report(nn.Dense(2), {"params": {}}, X, train=True)
 
 
-def test_notes_of_a_name_stack():
-    """The innermost note of each kind; a new path forgets what was noted about another layer."""
-    stack = "jit(f)/path=A;/layer=Dense;/recipe=current;/dot/path=A/b;/layer=Conv;/reason=no, it;/x"
-    assert explain.notes_of(stack) == {"path": "A/b", "layer": "Conv", "reason": "no, it"}
-    assert explain.notes_of("jit(f)/transpose(jvp(path=A;))/recipe=delayed;") == {
-        "path": "A",
-        "recipe": "delayed",
-    }
-    assert explain.notes_of("jit(f)/xpath=A;/dot") == {}
-
-
-def test_notes_are_only_written_while_explaining():
-    def stack():
-        def f(x):
-            with explain.note("path", "A;B"), explain.note("reason", ""):
-                return jnp.sin(x)
-
-        return str(jax.make_jaxpr(f)(1.0).eqns[0].source_info.name_stack)
-
-    assert stack() == ""
-    with explain.explaining():
-        assert explain.notes_of(stack()) == {"path": "A,B"}
-    assert stack() == ""
-
-
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_operands_are_told_from_their_scales(name):
     """Of four products of blocks, each operand comes with scales of one byte."""
@@ -909,24 +663,3 @@ def test_operands_are_told_from_their_scales(name):
     rows = report(layer, jax.ShapeDtypeStruct((128, 64), jnp.float32)).rows
     shapes = {row.kind: [x.partition("[")[2] for x in (row.lhs, row.rhs)] for row in rows}
     assert shapes == {"fprop": ["128,64]", "64,96]"], "wgrad": ["128,64]", "128,96]"]}
-
-
-def test_paths_name_the_modules_around_a_layer():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4)(nn.Dense(4)(x))
-
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Block(name="block")(x)
-
-    rows = report(jfp8.convert(Outer(), exempt=()), jnp.ones((2, 4))).rows
-    assert {row.path for row in rows} == {"block/Dense_0", "block/Dense_1"}
-    assert all(row.fp8 for row in rows)
-    rows = report(jfp8.convert(Outer(), only=["block/Dense_0"], exempt=()), jnp.ones((2, 4))).rows
-    assert {(row.path, row.fp8) for row in rows} == {
-        ("block/Dense_0", True),
-        ("block/Dense_1", False),
-    }

@@ -4,8 +4,8 @@ import flax.linen as nn
 import pytest
 
 import jfp8
-from jfp8.conversion.selection import EDGES, Edge, Selection, select
-from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.conversion.selection import EDGES, Edge, select
+from jfp8.recipes.per_tensor import Float8CurrentScaling
 
 RECIPE = Float8CurrentScaling()
 DENSE, CONV = nn.Dense(4), nn.Conv(4, (3,))
@@ -60,14 +60,6 @@ def test_each_kind_of_choice_and_its_reason(choice, reason):
     assert refused.reason == f"not among only={reason.removeprefix('exempt: ')}"
 
 
-def test_subclasses_are_of_the_type():
-    class MyDense(nn.Dense):
-        pass
-
-    assert decide(layer=MyDense(4), exempt=nn.Dense).recipe is None
-    assert decide(layer=DENSE, exempt=MyDense).recipe is RECIPE
-
-
 def test_exempt_goes_before_only():
     assert decide("a/Dense_0", only="a/*", exempt="*/Dense_0").reason == "exempt: '*/Dense_0'"
     assert decide("a/Dense_1", only="a/*", exempt="*/Dense_0").recipe == RECIPE
@@ -76,7 +68,7 @@ def test_exempt_goes_before_only():
 @pytest.mark.parametrize("edge", Edge)
 def test_edges_are_exempt_by_default_but_not_where_only_names_layers(edge):
     assert tuple(Edge) == EDGES
-    assert decide(edge=edge, exempt=None).recipe is None
+    assert decide(edge=edge, exempt=None).reason == f"exempt: {edge.value}"
     assert decide(edge=None, exempt=None).recipe == RECIPE
     assert decide(edge=edge, exempt=()).recipe == RECIPE
     assert decide(edge=edge, exempt=None, only="*").recipe == RECIPE
@@ -84,61 +76,3 @@ def test_edges_are_exempt_by_default_but_not_where_only_names_layers(edge):
     assert decide(edge=edge, exempt=(*EDGES, "Decoder_0/*")).recipe is None
     other = next(e for e in Edge if e is not edge)
     assert decide(edge=edge, exempt=other).recipe == RECIPE
-
-
-@pytest.mark.parametrize("several", [list, tuple])
-def test_several_choices(several):
-    chosen = select(RECIPE, several(["a", nn.Conv]), None)
-    assert set(chosen.exempt) == {"a", nn.Conv}
-    assert chosen.decide("a/x", DENSE, None).recipe is None
-    assert chosen.decide("b", CONV, None).recipe is None
-    assert chosen.decide("b", DENSE, None).recipe == RECIPE
-
-
-def test_nothing_chosen_with_only():
-    assert decide(only=()).reason == "not among only="
-
-
-def test_a_selection_is_a_value():
-    make = lambda: select(RECIPE, ["a", nn.Conv], "b", attention=True)
-    assert make() == make() == Selection(RECIPE, ("a", nn.Conv), ("b",), True)
-    assert hash(make()) == hash(make())
-    assert make() != select(DelayedScaling(), ["a", nn.Conv], "b", attention=True)
-
-
-@pytest.mark.parametrize("name", ["exempt", "only"])
-@pytest.mark.parametrize("bad", [3, ["a", 3], None, {"a": 1}])
-def test_what_is_no_choice(name, bad):
-    if bad is None:
-        bad = [None]
-    words = rf"{name}=.*patterns of paths such as 'decoder/\*', types such as nn.Conv"
-    with pytest.raises(TypeError, match=words):
-        select(RECIPE, **{"exempt": (), "only": None, name: bad})
-
-
-def test_a_recipe_is_needed():
-    with pytest.raises(TypeError, match="a model, which comes first"):
-        jfp8.convert("delayed", DENSE)
-    with pytest.raises(TypeError, match="recipe"):
-        select(DelayedScaling, None, None)
-    assert select("delayed", None, None).recipe == DelayedScaling()
-
-
-@pytest.mark.parametrize("name", ["exempt", "only"])
-def test_a_pattern_that_matches_nothing(name):
-    chosen = select(RECIPE, **{"exempt": (), "only": None, name: ["Dense_*", "encoder/*"]})
-    chosen.check_patterns(["Dense_0", "encoder/Dense_0"])
-    with pytest.raises(ValueError, match=r"'encoder/\*' matches no layer.*Layers: Dense_0, dec"):
-        chosen.check_patterns(["decoder", "Dense_0"])
-    with pytest.raises(ValueError, match=r"'Dense_\*' matches no layer.*Layers: none"):
-        chosen.check_patterns([])
-
-
-@pytest.mark.parametrize("name", ["exempt", "only"])
-def test_a_type_that_no_layer_has(name):
-    chosen = select(RECIPE, **{"exempt": (), "only": None, name: [nn.Conv]})
-    chosen.check_types([DENSE, CONV])
-    with pytest.raises(ValueError, match=r"no layer of type Conv.*It has: Dense\."):
-        chosen.check_types([DENSE, DENSE])
-    with pytest.raises(ValueError, match=r"no layer of type Conv.*It has: none\."):
-        chosen.check_types(x for x in ())
