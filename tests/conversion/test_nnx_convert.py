@@ -15,6 +15,7 @@ import jfp8
 import jfp8.nnx
 from jfp8.nnx import Fp8State, convert_module, layers_of
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from support.arrays import normal
 
 D = 16
 RECIPE = DelayedScaling()
@@ -24,10 +25,6 @@ call = nnx.jit(lambda model, x: model(x))
 def everything(path, layer):
     del path, layer
     return RECIPE
-
-
-def normal(seed, shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def loss_of(model, x):
@@ -65,19 +62,6 @@ class EncoderLayer(nnx.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class LanguageModel(nnx.Module):
-    def __init__(self, rngs, layers=2, vocabulary=16):
-        self.embed = nnx.Embed(vocabulary, D, rngs=rngs)
-        self.layers = nnx.List([EncoderLayer(rngs) for _ in range(layers)])
-        self.head = nnx.Linear(D, vocabulary, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 IN_A_LAYER = [f"attention/{name}" for name in ("query", "key", "value", "out")] + [
     "mlp/layers/0",
     "mlp/layers/2",
@@ -85,16 +69,6 @@ IN_A_LAYER = [f"attention/{name}" for name in ("query", "key", "value", "out")] 
 
 
 # What is listed, and what is asked for.
-
-
-@pytest.mark.slow
-def test_layers_in_the_order_of_definition():
-    model = LanguageModel(nnx.Rngs(0))
-    found = layers_of(model)
-    wanted = [f"layers/{i}/{name}" for i in range(2) for name in IN_A_LAYER] + ["head"]
-    assert [path for path, _ in found] == wanted
-    assert found[-1][1] is model.head
-    assert found[4][1] is model.layers[0].mlp.layers[0]
 
 
 @pytest.mark.slow
@@ -120,7 +94,7 @@ def test_containers():
             (first, (second,)), third = self.plain["y"], self.plain["x"]
             return self.shared(third(second(first(self.z["a"](self.z["b"](x))))))
 
-    model, x = Model(nnx.Rngs(0)), normal(0, (3, D))
+    model, x = Model(nnx.Rngs(0)), normal((3, D))
     paths = ["z/a", "z/b", "plain/x", "plain/y/0", "plain/y/1/0"]
     assert [path for path, _ in layers_of(model)] == paths
     converted = convert_module(model, everything)
@@ -131,22 +105,6 @@ def test_containers():
     converted.eval()
     y, reference = call(converted, x), call(model, x)
     assert 1e-3 < np.linalg.norm(y - reference) / np.linalg.norm(reference) < 0.15
-
-
-@pytest.mark.slow
-def test_decide_is_asked_for_each_layer_and_obeyed():
-    model, asked = Block(nnx.Rngs(0)), []
-
-    def decide(path, layer):
-        asked.append((path, layer))
-        return Float8CurrentScaling() if path == "up" else None
-
-    converted = convert_module(model, decide)
-    assert asked == [("up", model.up), ("down", model.down)]
-    assert converted.up.dot_general.recipe == Float8CurrentScaling()
-    assert converted.down.dot_general is jax.lax.dot_general
-    by_type = convert_module(model, lambda _, layer: RECIPE if layer.out_features == D else None)
-    assert [path[0] for path in histories(by_type)] == ["down"] * 3
 
 
 def test_layers_that_are_none():
@@ -189,11 +147,8 @@ def test_layers_that_are_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made_by", ["constructor", "nnx.jit"])
-def test_it_is_the_hand_made_model_and_the_original_is_untouched(made_by):
-    make = lambda: Block(nnx.Rngs(0))
-    model = make() if made_by == "constructor" else nnx.jit(make)()
-    x = normal(0, (4, D))
+def test_it_is_the_hand_made_model_and_the_original_is_untouched():
+    model, x = nnx.jit(lambda: Block(nnx.Rngs(0)))(), normal((4, D))
     reference = call(model, x)
     graphdef, state = nnx.split(model)
     arrays = [v.get_value() for _, v in nnx.to_flat_state(state)]
@@ -225,20 +180,6 @@ def test_it_is_the_hand_made_model_and_the_original_is_untouched(made_by):
 
 
 @pytest.mark.slow
-def test_checkpoints_interchange():
-    model, x = LanguageModel(nnx.Rngs(0)), jnp.arange(6).reshape(1, 6)
-    converted = convert_module(LanguageModel(nnx.Rngs(1)), everything)
-    saved = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    state = nnx.state(converted, nnx.Param)
-    nnx.replace_by_pure_dict(state, saved)
-    nnx.update(converted, state)
-    back = nnx.clone(LanguageModel(nnx.Rngs(2)))
-    nnx.update(back, nnx.state(converted, nnx.Param))
-    np.testing.assert_array_equal(call(back, x), call(model, x))
-    assert nnx.to_pure_dict(nnx.state(back)).keys() == saved.keys()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [
@@ -250,7 +191,7 @@ def test_checkpoints_interchange():
     ids=["LinearGeneral", "Conv", "ConvTranspose", "Einsum"],
 )
 def test_each_kind(layer):
-    stock, x = layer(nnx.Rngs(0)), normal(0, (2, 6, 4))
+    stock, x = layer(nnx.Rngs(0)), normal((2, 6, 4))
     ours = convert_module(stock, everything)
     assert isinstance(ours, type(stock))
     y, reference = call(ours, x), call(stock, x)
@@ -258,7 +199,6 @@ def test_each_kind(layer):
     assert (
         histories(ours)[next(p for p in histories(ours) if p[-1] == "lhs")][0] == jnp.abs(x).max()
     )
-    assert call(stock, x).shape == reference.shape
     assert layers_of(stock)
     assert not layers_of(ours)
     copy = nnx.clone(ours)
@@ -279,7 +219,7 @@ def test_products_inside_of_attention_are_opt_in():
     assert asked[0] == ("attention", "MultiHeadAttention")
     assert converted.attention.attention_fn.path == "attention/attention_fn"
     assert model.attention.attention_fn is nnx.dot_product_attention
-    x = normal(0, (2, 5, D))
+    x = normal((2, 5, D))
     by_fp8, by_model = call(converted, x), call(convert_module(model, decide), x)
     assert 1e-3 < np.linalg.norm(by_fp8 - by_model) / np.linalg.norm(by_model) < 0.1
     refused = convert_module(
@@ -288,54 +228,13 @@ def test_products_inside_of_attention_are_opt_in():
     assert refused.attention.attention_fn is nnx.dot_product_attention
 
 
-def test_every_product_is_fp8_and_carries_its_path():
-    model, tokens = LanguageModel(nnx.Rngs(0), layers=1), jnp.arange(6).reshape(1, 6)
-    converted = convert_module(model, everything, attention=True)
-    graphdef, state = nnx.split(converted)
-
-    def run(state, tokens):
-        f = lambda model, tokens: model(tokens).sum()
-        return jfp8.nnx.value_and_grad(f)(nnx.merge(graphdef, state), tokens)
-
-    text = jax.jit(run).lower(state, tokens).as_text(debug_info=True)
-    paths = [f"layers/0/{name}" for name in IN_A_LAYER]
-    paths += ["head"]
-    for path in (*paths, "layers/0/attention/attention_fn"):
-        assert path in text, path
-    products = [m.path for _, m in nnx.iter_modules(converted) if isinstance(m, jfp8.nnx.Product)]
-    assert sorted(products) == sorted(paths)
-
-
-def stacked(*sizes):
-    make = lambda rngs: Block(rngs)
-    for _ in sizes:
-        make = nnx.vmap(make, in_axes=0, out_axes=0)
-    return nnx.split_rngs(splits=sizes)(make)(nnx.Rngs(0))
-
-
 @pytest.mark.slow
-def test_stacked_layers():
+def test_stacks_of_stacks():
     """Histories get the leading axes of the kernels, so that whatever lifts these lifts them."""
-    blocks = stacked(3)
-    converted = convert_module(blocks, everything)
-    assert {h.shape for h in histories(converted).values()} == {(3, 16)}
-
-    def f(blocks, x):
-        body = lambda x, block: block(x)
-        y = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, blocks)
-        return (y**2).mean()
-
-    x = normal(0, (4, D))
-    loss, grads = nnx.jit(jfp8.nnx.value_and_grad(f))(converted, x)
-    wanted, reference = nnx.jit(nnx.value_and_grad(f))(blocks, x)
-    assert float(loss) == pytest.approx(float(wanted), rel=0.1)
-    assert jax.tree.structure(grads) == jax.tree.structure(reference)
-    for key, h in histories(converted).items():
-        assert np.all(h[..., 0] > 0), key
-        assert not h[..., 1:].any(), key
-
-    converted = convert_module(stacked(2, 3), everything)
+    make = nnx.vmap(nnx.vmap(lambda rngs: Block(rngs)))
+    converted = convert_module(nnx.split_rngs(splits=(2, 3))(make)(nnx.Rngs(0)), everything)
     assert {h.shape for h in histories(converted).values()} == {(2, 3, 16)}
+    x = normal((4, D))
     twice = nnx.vmap(nnx.vmap(lambda block, x: block(x), in_axes=(0, None)), in_axes=(0, None))
     assert nnx.jit(twice)(converted, x).shape == (2, 3, 4, D)
     found = histories(converted)["up", "dot_general", "lhs"]
@@ -362,7 +261,7 @@ def test_a_stack_of_layers_is_no_edge_of_a_model():
     The oracle is the same model unrolled, in f32: a weight's amax is exact, and what comes into the
     first layer is; in the others an error of at most 2^-4 of each product's operands adds up.
     """
-    model, x = Scanned(nnx.Rngs(0)), normal(0, (4, D))
+    model, x = Scanned(nnx.Rngs(0)), normal((4, D))
     weights = model.layers.kernel.get_value()
 
     def unrolled(weights, x):
@@ -429,7 +328,7 @@ class Mixed(nnx.Module):
 
 
 def test_a_report_has_a_reason_for_every_product():
-    model, x = Mixed(nnx.Rngs(0)), normal(0, (3, D))
+    model, x = Mixed(nnx.Rngs(0)), normal((3, D))
     before = nnx.graphdef(model)
     converted = jfp8.convert(model, exempt=(*jfp8.EDGES, "transposed", "up"))
     r = jfp8.report(converted, x)
@@ -459,16 +358,9 @@ def test_a_report_has_a_reason_for_every_product():
 
 def test_a_conversion_that_finds_nothing_to_wait_for_says_so_at_once():
     """Without parameters of its own, whose products are found when it is called."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.head = nnx.Linear(D, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.head(x)
-
-    with pytest.warns(UserWarning, match="No product of Model is FP8") as caught:
-        jfp8.convert(Model(nnx.Rngs(0)))
+    model = nnx.Dict(head=nnx.Linear(D, 4, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match="No product of Dict is FP8") as caught:
+        jfp8.convert(model)
     (warning,) = caught
     assert warning.filename == __file__
     assert "Linear at 'head': exempt" in str(warning.message)
@@ -489,7 +381,7 @@ def test_a_conversion_of_nothing_says_what_it_saw():
     model = Model(nnx.Rngs(0))
     converted = jfp8.convert(model)
     with pytest.warns(UserWarning, match="No product of Model is FP8") as caught:
-        converted(normal(0, (3, D)))
+        converted(normal((3, D)))
     (warning,) = caught
     text = str(warning.message)
     assert warning.filename == __file__
@@ -509,14 +401,6 @@ def test_layers_stacked_along_another_axis_are_refused():
         convert_module(nnx.split_rngs(splits=3)(make)(nnx.Rngs(0)), everything)
 
 
-def test_an_abstract_model():
-    """As for restoring a checkpoint into it."""
-    abstract = nnx.eval_shape(lambda: convert_module(Block(nnx.Rngs(0)), everything))
-    state = jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(nnx.state(abstract)))
-    assert state["up"]["kernel"] == (D, 2 * D)
-    assert state["up"]["dot_general"]["fp8"]["grad"] == (16,)
-
-
 def test_layers_keep_their_own_promotion_and_dtypes():
     seen = []
 
@@ -526,62 +410,15 @@ def test_layers_keep_their_own_promotion_and_dtypes():
 
     model = nnx.Linear(D, D, promote_dtype=promote, rngs=nnx.Rngs(0))
     converted = convert_module(model, everything)
-    assert converted(normal(0, (2, D))).dtype == jnp.bfloat16
+    assert converted(normal((2, D))).dtype == jnp.bfloat16
     assert seen == [3]
     twice = (nnx.graphdef(convert_module(model, everything)) for _ in range(2))
     assert len(set(twice)) == 1  # equal, so compiled once
 
 
-@pytest.mark.slow
-def test_training_a_converted_language_model():
-    """Tens of steps, unedited but for the line that converts: within 1 % of the loss of float32."""
-    tokens = jax.random.randint(jax.random.key(0), (8, 12), 0, 16)
-    tokens = jnp.cumsum(tokens % 3, axis=1) % 16  # which has something to learn
-
-    def loss(model, tokens):
-        logits = model(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    def train(model, differentiate):
-        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, tokens):
-            value, grads = differentiate(loss)(model, tokens)
-            optimizer.update(model, grads)
-            return value
-
-        return [float(step(model, optimizer, tokens)) for _ in range(40)]
-
-    model = LanguageModel(nnx.Rngs(0), layers=1)
-    converted = convert_module(model, lambda path, _: None if path == "head" else RECIPE)
-    fp8, reference = train(converted, jfp8.nnx.value_and_grad), train(model, nnx.value_and_grad)
-    assert reference[-1] < 0.8 * reference[0]
-    assert np.mean(np.abs(np.divide(fp8, reference) - 1)) < 0.01
-    assert fp8 != reference
-    for key, history in histories(converted).items():
-        assert np.all(history > 0), key
-
-
-class Images(nnx.Module):
-    def __init__(self, channels, rngs):
-        self.stem = nnx.Conv(channels, D, 3, rngs=rngs)
-        self.body = nnx.Conv(D, D, 3, rngs=rngs)
-        self.hidden = nnx.Linear(D, D, rngs=rngs)
-        self.logits = nnx.Linear(D, 10, rngs=rngs)
-
-
-@pytest.mark.parametrize(("channels", "first"), [(4, []), (5, ["stem"])])
-def test_the_layers_at_the_edges_stay(channels, first):
-    """The convolution of an image, of at most four channels, and the last linear layer."""
-    converted = nnx.eval_shape(lambda: jfp8.convert(Images(channels, nnx.Rngs(0))))
-    histories = nnx.to_pure_dict(nnx.state(converted, jfp8.nnx.Fp8State))
-    assert sorted(histories) == sorted(["body", "hidden", *first])
-
-
 class Matrix(nnx.Module):
     def __init__(self, rngs):
-        self.w = nnx.Param(normal(1, (D, D)))
+        self.w = nnx.Param(jnp.ones((D, D)))
         self.up = nnx.Linear(D, D, rngs=rngs)
 
     def __call__(self, x):
