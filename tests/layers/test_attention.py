@@ -23,6 +23,8 @@ from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from support.arrays import assert_same, cosine, relative_error
 from support.layers import KEY, apply, exact_product, fake_product, init, normal
 
+# Parameters alone are enough for a formula.
+pytestmark = pytest.mark.filterwarnings("ignore:A model with delayed scaling is trained without")
 PROJECTIONS = ["key", "out", "query", "value"]
 
 
@@ -87,7 +89,6 @@ def test_parameters_are_those_of_flax(options):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A model with delayed scaling is trained without")
 def test_forward_and_gradients_are_those_of_rounded_operands():
     """To others, masked, with all products."""
     layer = MultiHeadDotProductAttention(

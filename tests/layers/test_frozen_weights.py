@@ -44,31 +44,11 @@ def values(q) -> np.ndarray:
     return np.asarray(q.data).astype(np.float32) * np.asarray(q.scale, np.float32)
 
 
-def on_grid(w, dtype=ml_dtypes.float8_e4m3fn):
-    """`w` rounded to `dtype` with a scale that is a power of two and reaches the format's maximum:
-    current scaling of these values gives just this scale and these bytes again."""
-    largest = float(ml_dtypes.finfo(dtype).max)
-    scale = np.float32(2.0**-7)
-    data = np.asarray(w / np.abs(w).max() * largest).astype(dtype)
-    assert np.abs(data.astype(np.float32)).max() == largest
-    return ScaledArray(jnp.asarray(data), jnp.float32(scale))
-
-
 def value_and_gradient(function, x, *args):
     """``y`` and the gradient by `x` for a gradient of `y` with all magnitudes."""
     y, vjp = jax.vjp(lambda x: function(x, *args), x)
     dy = jax.random.normal(jax.random.key(9), y.shape)
     return y, vjp(dy.astype(y.dtype))[0]
-
-
-@pytest.mark.slow
-def test_same_numbers_as_its_values_where_format_and_scale_agree(product):
-    function, x, w = product
-    q = on_grid(w)
-    run = jax.jit(lambda w: value_and_gradient(function, x, w))
-    for ours, theirs in zip(run(q), run(jnp.asarray(values(q))), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        assert np.any(ours)
 
 
 @pytest.mark.slow
@@ -93,34 +73,17 @@ def test_gradient_by_the_input_is_that_of_quantized_operands(product):
     assert relative_error(grad, vjp(dy)[0]) > 1e-2
 
 
-@pytest.mark.slow
-def test_no_gradient_by_the_weight_and_no_product_for_one(product):
+def test_bytes_are_used_as_they_are_and_have_no_gradient(product):
+    """Nothing rounds the weight again: its bytes go into both products, and there is no third."""
     function, x, w = product
     q = jfp8.quantize(w)
-
-    def loss(x, scale):
-        return jnp.sin(function(x, ScaledArray(q.data, scale))).sum()
-
-    d_x, d_scale = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, q.scale)
-    assert np.any(d_x)
-    assert not np.any(d_scale)
-    text = str(jax.make_jaxpr(jax.grad(loss))(x, q.scale))
-    assert "jfp8_dgrad" in text
-    assert "jfp8_wgrad" not in text
-    assert "jfp8_wgrad" in str(jax.make_jaxpr(jax.grad(lambda w: function(x, w).sum()))(w))
-
-
-def test_bytes_are_used_as_they_are(product):
-    """Nothing rounds the weight again: its bytes go into both products."""
-    function, x, w = product
-    q = jfp8.quantize(w)
-    grad = jax.make_jaxpr(lambda x, q: jax.grad(lambda x: function(x, q).sum())(x))(x, q)
+    loss = lambda x, scale: jnp.sum(function(x, ScaledArray(q.data, scale)))
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, q.scale))
+    again = str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(function(x, w))))(w))
     shape = ",".join(map(str, w.shape))
-    text = str(grad)
     assert f"f8_e4m3fn[{shape}]" in text
-    again = str(
-        jax.make_jaxpr(lambda x, w: jax.grad(lambda x: function(x, w).sum())(x))(x, jnp.asarray(w))
-    )
+    assert "jfp8_dgrad" in text
+    assert ("jfp8_wgrad" in text, "jfp8_wgrad" in again) == (False, True)
     shifts = lambda text: len(
         [t for t in text.splitlines() if f"u32[{shape}]" in t and "shift_right" in t]
     )

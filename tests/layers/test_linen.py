@@ -62,46 +62,29 @@ def kernel_of(variables) -> jax.Array:
 
 # Drop-in.
 
-f16, bf16 = jnp.float16, jnp.bfloat16
-HALF_WEIGHTS = {"param_dtype": f16, "dtype": jnp.float32}
-OTHER_INITS = {"kernel_init": nn.initializers.normal(), "bias_init": nn.initializers.ones}
+bf16 = jnp.bfloat16
+HALF_WEIGHTS = {"param_dtype": jnp.float16, "dtype": jnp.float32}
 
 # layer, arguments, keyword arguments, shape of the input, and the equation that the layer computes
 CASES = [
     ("Dense", (8,), {}, (4, 16), MATRIX),
     ("Dense", (8,), {"use_bias": False}, (4, 16), MATRIX),
     ("Dense", (8,), {"dtype": bf16}, (4, 16), MATRIX),
-    ("Dense", (8,), {"dtype": f16}, (4, 16), MATRIX),
-    ("Dense", (8,), {"param_dtype": bf16}, (4, 16), MATRIX),
     ("Dense", (8,), {"param_dtype": bf16, "dtype": bf16, "precision": "highest"}, (4, 16), MATRIX),
     ("Dense", (8,), HALF_WEIGHTS, (4, 16), MATRIX),
-    ("Dense", (8,), OTHER_INITS, (4, 16), MATRIX),
     ("Dense", (8,), {}, (16,), "i,ij->j"),
     ("Dense", (8,), {}, (2, 3, 16), "abi,ij->abj"),
-    ("Dense", (1,), {}, (4, 1), MATRIX),
     ("DenseGeneral", ((2, 4),), {}, (4, 16), "ai,ijk->ajk"),
     ("DenseGeneral", (8,), {"axis": (-2, -1)}, (3, 4, 5), "aij,ijk->ak"),
-    ("DenseGeneral", (8,), {"axis": (1, 2)}, (2, 3, 4, 5), "aijc,ijk->ack"),
     ("DenseGeneral", ((2, 3),), {"axis": (1, 3), "dtype": bf16}, (2, 3, 4, 5), "aicj,ijkl->ackl"),
     ("DenseGeneral", (7,), {"batch_dims": (0,)}, (3, 4, 5), "gai,gij->gaj"),
-    ("DenseGeneral", (7,), {"batch_dims": (0,), "use_bias": False}, (3, 4, 5), "gai,gij->gaj"),
-    (
-        *("DenseGeneral", ((2, 7),), {"batch_dims": (0, 1), "axis": (-1, 2)}),
-        *((2, 3, 4, 5), "ghij,ghijkl->ghkl"),
-    ),
-    ("DenseGeneral", (8,), {"param_dtype": bf16, "dtype": f16}, (4, 16), MATRIX),
     ("Einsum", ((5, 6, 7), "abc,cde->abde"), {}, (3, 4, 5), "abc,cde->abde"),
     ("Einsum", ((5, 6), "...c,cd->...d"), {}, (2, 3, 5), "abc,cd->abd"),
     ("Einsum", ((5, 6), "...c,cd->d..."), {}, (2, 3, 5), "abc,cd->dab"),
-    ("Einsum", ((5, 6), "...c,cd->...d"), {}, (5,), "c,cd->d"),
     ("Einsum", ((3, 5, 6), "...ab,...bc->...ac"), {}, (2, 3, 4, 5), "xyab,ybc->xyac"),
-    ("Einsum", ((5, 2, 3), "ab,b...->a..."), {}, (4, 5), "ab,bxy->axy"),
-    ("Einsum", ((16, 2, 8), "bsd,dnh->bnsh"), {}, (2, 3, 16), "bsd,dnh->bnsh"),
-    ("Einsum", ((2, 8, 16), "bqnh,nhd->bqd"), {"dtype": bf16}, (2, 3, 2, 8), "bqnh,nhd->bqd"),
     ("Einsum", ((3, 5, 6), "bgi,gij->jbg"), {}, (4, 3, 5), "bgi,gij->jbg"),
     ("Einsum", ((3, 5, 6), " g b i , g i j -> g b j "), {}, (3, 4, 5), "gbi,gij->gbj"),
     ("Einsum", ((6, 7), "ab,cd->abcd"), {"use_bias": False}, (4, 5), "ab,cd->abcd"),
-    ("Einsum", ((5, 6), "ab,bc->abc"), HALF_WEIGHTS, (4, 5), "ab,bc->abc"),
     (
         *("Einsum", ((5, 6), "ab,bc->ca"), {"preferred_element_type": jnp.float32, "dtype": bf16}),
         *((4, 5), "ab,bc->ca"),
@@ -148,53 +131,11 @@ def test_layer_is_flax_with_quantized_operands(case):
     assert_is_product(y, equation, fake_quantize(x, E4M3), fake_quantize(kernel, E4M3), plus=bias)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in CASES if c[0] != "Einsum"][::5], ids=case_id)
-def test_dot_general_cls_is_the_same_layer(case):
-    name, args, kwargs, shape, _ = case
-    hooked = getattr(nn, name)(*args, **kwargs, dot_general_cls=DotGeneral)
-    ours = getattr(jfp8, name)(*args, **kwargs)
-
-    @jax.jit
-    def run(x):
-        return [(m.init(KEY, x), m.init_with_output(KEY, x)[0]) for m in (hooked, ours)]
-
-    (variables, y), (expected_variables, expected) = run(normal(shape))
-    assert_same(variables, expected_variables)
-    assert_same(y, expected)
-    assert amax(y) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "equation", "x_shape", "sum_lhs", "sum_rhs", "rest"),
-    [
-        ((5, 6), "abc,cd->ad", (3, 4, 5), (1,), (), "ac,cd->ad"),
-        ((5, 6, 7), "ac,cde->ad", (3, 5), (), (2,), "ac,cd->ad"),
-        ((5, 6), "abc,cd->d", (3, 4, 5), (0, 1), (), "c,cd->d"),
-        ((5, 6), "ab,bc->b", (3, 5), (0,), (1,), "b,b->b"),
-        ((5, 6), "ab,cd->ad", (3, 4), (1,), (0,), "a,d->ad"),
-    ],
-)
-def test_einsum_sums_letters_of_one_operand_before_it_quantizes(
-    shape, equation, x_shape, sum_lhs, sum_rhs, rest
-):
-    stock, ours = nn.Einsum(shape, equation), jfp8.Einsum(shape, equation)
-    x = normal(x_shape)
-    initial = jax.eval_shape(stock.init, KEY, x)["params"]
-    assert jax.eval_shape(ours.init, KEY, x)["params"] == initial
-    params = {"kernel": normal(shape, 1), "bias": normal(initial["bias"].shape, 2)}
-    no_kernel = {**params, "kernel": jnp.zeros(shape)}
-    y, expected, bias = jax.jit(
-        lambda x: [
-            m.apply({"params": p}, x)
-            for m, p in ((ours, params), (stock, params), (stock, no_kernel))
-        ]
-    )(x)
-    a = fake_quantize(np.asarray(x).sum(sum_lhs), E4M3)
-    b = fake_quantize(np.asarray(params["kernel"]).sum(sum_rhs), E4M3)
-    assert relative_error(y, expected) < 0.06
-    assert_is_product(y, rest, a, b, plus=np.asarray(bias, np.float64))
+def test_dot_general_cls_is_the_same_layer():
+    """Also with a recipe by name."""
+    product = functools.partial(DotGeneral, recipe="delayed")
+    layers = nn.Dense(4, dot_general_cls=product), jfp8.Dense(4)
+    assert_same(*jax.jit(lambda x: [layer.init_with_output(KEY, x) for layer in layers])(X))
 
 
 def test_einsum_equation_may_come_with_the_call():
@@ -203,24 +144,8 @@ def test_einsum_equation_may_come_with_the_call():
     variables = late.init(KEY, X, equation)
     assert_same(variables, early.init(KEY, X))
     assert_same(late.apply(variables, X, equation), early.apply(variables, X))
-
-
-@pytest.mark.parametrize(
-    ("equation", "words"),
-    [
-        ("ab,bc", "two operands and '->'.*got 'ab,bc'"),
-        ("ab->a", "two operands"),
-        ("ab,bc,cd->ad", "two operands"),
-        ("abc,cd->abd", "'abc' does not name 2 dimensions"),
-        ("a,ab->b", "'a' does not name 2 dimensions"),
-        ("ab,b->a", "'b' does not name 2 dimensions"),
-        ("aa,ab->b", "repeats a letter within a term"),
-        ("ab,bc->az", r"\['z'\] of the result are in no operand"),
-    ],
-)
-def test_einsum_refuses_what_is_no_product(equation, words):
-    with pytest.raises(ValueError, match=words):
-        jfp8.Einsum((5, 5), equation).init(KEY, jnp.ones((5, 5)))
+    with pytest.raises(ValueError, match="'a' does not name 2 dimensions"):
+        late.init(KEY, X, "a,ab->b")
 
 
 # Recipes and arguments.
@@ -271,25 +196,6 @@ def test_a_recipe_by_name(layer):
         layer(recipe="delaid").init(KEY, X)
 
 
-def test_a_recipe_by_name_in_dot_general():
-    product = functools.partial(DotGeneral, recipe="delayed")
-    assert "fp8" in jax.eval_shape(nn.Dense(4, dot_general_cls=product).init, KEY, X)
-
-
-def test_an_unknown_implementation_is_refused():
-    words = "implementation='cuda' is unknown. Allowed: 'emulate', 'bf16'"
-    with pytest.raises(ValueError, match=words):
-        jfp8.Dense(4, implementation="cuda").init(KEY, normal((8, 16)))
-
-
-@pytest.mark.parametrize("implementation", ["emulate", "xla"])
-def test_an_implementation_does_not_change_numbers(implementation):
-    x = normal((8, 16))
-    params = jfp8.Dense(4).init(KEY, x)["params"]
-    y = jfp8.Dense(4, implementation=implementation).apply({"params": params}, x)
-    assert_is_product(y, "ab,bc->ac", fake_quantize(x, E4M3), fake_quantize(params["kernel"], E4M3))
-
-
 def test_state_of_another_recipe_is_refused():
     x = normal((8, 16))
     variables = jfp8.Dense(4).init(KEY, x)
@@ -320,59 +226,24 @@ def test_frozen_and_boxed_state_is_read_as_what_is_in_it():
     np.testing.assert_array_equal(*map(np.hstack, map(jax.tree.leaves, (new, expected))))
 
 
-def test_a_lifted_while_loop_equals_the_loop():
-    """It hands its body FrozenDicts."""
-    x, layer = normal((8, 16)), jfp8.Dense(16)
-
-    class Looped(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dense = jfp8.Dense(16)
-            if self.is_initializing():
-                return dense(x)
-            body = lambda dense, carry: (carry[0] + 1, dense(carry[1]))
-            return nn.while_loop(lambda _, carry: carry[0] < 3, body, dense, (0, x))[1]
-
-    variables = Looped().init(KEY, x)
-    own = {name: tree["Dense_0"] for name, tree in variables.items()}
-    y = x
-    for _ in range(3):
-        y = layer.apply(own, y)
-    np.testing.assert_allclose(Looped().apply(variables, x), y, rtol=1e-5)  # compiled apart
-
-
-def test_a_sink_of_another_shape_is_refused():
-    x = normal((8, 16))
-    variables = jfp8.Dense(4).init(KEY, x)
-    sink = {"DotGeneral_0": {"amax": jnp.zeros((3, 256))}}
-    words = r"sink must be float32 zeros of shape \(3, 2050\).*\(3, 256\)"
-    with pytest.raises(ValueError, match=words):
-        jfp8.Dense(4).apply({**variables, "fp8_sink": sink}, x)
-
-
-class Mlp(nn.Module):
-    hidden: int = 8
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.gelu(jfp8.Dense(self.hidden)(x))
-        return jfp8.Dense(4)(x)
-
-
 def test_tabulate():
-    table = Mlp().tabulate(KEY, normal((8, 16)), console_kwargs={"width": 200})
-    assert "Dense_0" in table
-    assert "fp8_sink" in table
-    assert "amax_history" in table
+    table = nn.Sequential([jfp8.Dense(4)]).tabulate(KEY, X, console_kwargs={"width": 200})
+    assert all(name in table for name in ("layers_0", "fp8_sink", "amax_history"))
 
 
 def test_modules_are_values():
     """Equal modules compare and hash alike, which nn.jit's and jax.jit's caches need."""
-    for make in (lambda **k: jfp8.Dense(4, **k), lambda **k: jfp8.DenseGeneral((2, 4), **k)):
+    for layer in (
+        functools.partial(jfp8.Dense, 4),
+        functools.partial(jfp8.LayerNormMLP, 8),
+        functools.partial(jfp8.MultiHeadDotProductAttention, 2, attention_products=True),
+        functools.partial(jfp8.TransformerLayer, 16, 24, 4),
+    ):
+        make = functools.partial(layer, implementation="emulate")
         assert make() == make()
         assert hash(make()) == hash(make())
         assert make() != make(recipe=Float8CurrentScaling())
-        assert make() != make(implementation="emulate")
+        assert make() != layer()
 
 
 # The promises of the design about state.
@@ -422,6 +293,7 @@ class TestPromise1TwoCollections:
         assert sorted(jfp8.Dense(4, recipe=recipe).init(KEY, X)) == ["params"]
 
 
+@pytest.mark.filterwarnings("ignore:A loss is differentiated with respect to a weight")
 class TestPromise2CollectionsDecideWhatIsDelayed:
     """{params}: current; {params, fp8}: delayed x and w; and fp8_sink: delayed gradients too."""
 
@@ -451,10 +323,6 @@ class TestPromise2CollectionsDecideWhatIsDelayed:
             current, delayed = fake_quantize(t, fmt), fake_quantize(t, fmt, self.AMAX[role])
             assert relative_error(delayed, current) > 0.02
 
-    @pytest.mark.slow
-    def test_params_alone_is_current_scaling(self):
-        self.check(["params"], delayed=())
-
     def test_with_fp8_activations_and_weights_are_delayed(self):
         self.check(["params", "fp8"], delayed=("lhs", "rhs"))
 
@@ -462,9 +330,10 @@ class TestPromise2CollectionsDecideWhatIsDelayed:
     def test_with_the_sink_gradients_are_delayed_too(self):
         self.check(["params", "fp8", "fp8_sink"], delayed=ROLES)
 
-    def test_a_sink_without_histories_is_current_scaling(self):
+    @pytest.mark.parametrize("collections", [["params"], ["params", "fp8_sink"]])
+    def test_without_histories_it_is_current_scaling(self, collections):
         with pytest.warns(UserWarning, match="trained without its 'fp8' collection"):
-            self.check(["params", "fp8_sink"], delayed=())
+            self.check(collections, delayed=())
 
     @pytest.mark.slow
     def test_recipe_fields_reach_the_layer(self):
@@ -472,30 +341,9 @@ class TestPromise2CollectionsDecideWhatIsDelayed:
         # "most_recent" sees an eighth of the maximum, the margin doubles it.
         self.check(["params", "fp8", "fp8_sink"], ROLES, recipe, (E5M2,) * 3, factor=2 / 8)
 
-    def test_an_empty_history_means_current_scaling(self):
-        variables = dense_variables()
-        q_x, q_w = fake_quantize(X, E4M3), fake_quantize(kernel_of(variables), E4M3)
-        assert_is_product(DENSE.apply(variables, X), MATRIX, q_x, q_w)
-
-    def test_apply_without_mutable_writes_nothing(self):
-        variables = with_history(dense_variables(), lhs=[1.0])
-        before = jax.tree.map(np.array, variables)
-        DENSE.apply(variables, X)
-        assert_same(variables, before)
-
-
-def only_fp8(params, state, x):
-    y, updates = DENSE.apply({"params": params, "fp8": state["fp8"]}, x, mutable=["fp8"])
-    return y, {**state, **updates}
-
 
 def all_collections(params, state, x):
     return DENSE.apply({"params": params, **state}, x, mutable=list(state.keys()))
-
-
-def everything_mutable(params, state, x):
-    y, variables = DENSE.apply({"params": params, **state}, x, mutable=True)
-    return y, {name: c for name, c in variables.items() if name != "params"}
 
 
 @jax.jit
@@ -512,9 +360,7 @@ class TestPromise3LikeBatchStats:
     PEAKS = (2.0, 3.0, 50.0, 4.0, 5.0, 1.5, 6.0, 2.5, 3.5)  # a spike; histories hold four entries
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "loop", [only_fp8, all_collections, everything_mutable, jitted_with_gradient]
-    )
+    @pytest.mark.parametrize("loop", [all_collections, jitted_with_gradient])
     def test_histories_fill_one_entry_per_apply_and_are_used(self, loop):
         state, params = flax.core.pop(dense_variables(), "params")
         seen: tuple[list[float], list[float]] = ([], [])
@@ -550,19 +396,3 @@ class TestPromise3LikeBatchStats:
         y, after = all_collections(params, state, jnp.zeros_like(X))
         assert not np.any(y)
         np.testing.assert_array_equal(history(after["fp8"], "lhs"), [amax(X), 0, 0, 0])
-
-    def test_a_sink_that_nobody_differentiates_by_neither_saturates_nor_rolls(self):
-        """{params, fp8, fp8_sink} with mutable=["fp8"]: `advance` would close the step.
-
-        Without that call the running maximum stands in for the history: safe, but spikes stay.
-        """
-        variables, largest = dense_variables(), np.float32(0)
-        for step, peak in enumerate(self.PEAKS[:5]):
-            x = peaking((8, 16), peak, step)
-            y, updates = DENSE.apply(variables, x, mutable=["fp8"])
-            largest = max(largest, amax(x))
-            q_w = fake_quantize(kernel_of(variables), E4M3)
-            assert_is_product(y, MATRIX, fake_quantize(x, E4M3, largest), q_w)
-            variables = {**variables, **updates}
-            assert only_product(updates["fp8"])["lhs"]["amax"] == largest
-            assert not np.any(history(updates["fp8"], "lhs"))
