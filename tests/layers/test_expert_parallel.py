@@ -73,10 +73,9 @@ def assert_same(found, expected, tolerance):
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), jax.tree_util.keystr(path)
 
 
-def compiled_on(sizes, recipe, hidden, tokens, variables=None):
+def compiled_on(sizes, recipe, hidden, tokens):
     """The step on a mesh, compiled, with its arguments."""
-    model, fresh, _ = made(recipe, hidden)
-    variables = variables or fresh
+    model, variables, _ = made(recipe, hidden)
     mesh = mesh_of(sizes)
     specs, rows = layouts(sizes, variables)
     rows = rows if tokens % 8 == 0 else P()
@@ -112,23 +111,10 @@ def test_many_devices_compute_what_one_does(recipe, hidden, mesh):
 
 
 @pytest.mark.slow
-def test_all_tokens_on_one_expert_and_none_on_the_others():
-    """And fewer tokens than devices."""
+def test_fewer_tokens_than_devices():
     variables, run = made("current", 64)[1:]
-    for tokens, experts in ((64, (6, 7)), (3, (0, 5))):
-        router = 1e-3 * normal(5, FEATURES, EXPERTS)
-        x = normal(1, tokens, FEATURES)
-        # Along the direction that all tokens share.
-        direction = np.linalg.lstsq(x, np.ones(tokens, np.float32), rcond=None)[0]
-        for height, expert in zip((30.0, 20.0), experts, strict=True):
-            router[:, expert] = height * direction
-        chosen = {**variables, "params": {**variables["params"], "router": {"kernel": router}}}
-        f, args = compiled_on(MESHES["expert"], "current", 64, tokens, chosen)
-        found, expected = f(*args), run(chosen, *args[1:])
-        assert_same(found, expected, 1e-5)
-        gradient = np.asarray(found[1]["params"]["wo"]["kernel"])
-        used = np.abs(gradient).max(axis=(1, 2)) > 0
-        assert sorted(np.flatnonzero(used)) == sorted(experts)
+    f, args = compiled_on(MESHES["expert"], "current", 64, 3)
+    assert_same(f(*args), run(variables, *args[1:]), 1e-5)
 
 
 @pytest.mark.slow
@@ -137,18 +123,12 @@ def test_layer_for_nnx():
         FEATURES, EXPERTS, 32, expert_axis="expert", recipe="current", rngs=nnx.Rngs(0)
     )
     x = jnp.asarray(normal(1, 64, FEATURES))
-
-    def gradients():
-        loss = lambda model, x: jnp.sum(model(x) ** 2)
-        return nnx.jit(lambda model, x: nnx.grad(loss)(model, x))(model, x)
-
-    expected = gradients()
-    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 0
     graph, state = nnx.split(model)
+    run = lambda state, x: nnx.merge(graph, state)(x)
     with jax.set_mesh(mesh_of(MESHES["data and expert"])):
-        assert_same(gradients(), expected, 1e-5)
-        program = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).as_text()
-    assert "all_to_all" in program
+        program = jax.jit(run).lower(state, x)
+        assert_same(program.compile()(state, x), run(state, x), 1e-5)
+    assert "all_to_all" in program.as_text()
 
 
 # The exchange alone.
