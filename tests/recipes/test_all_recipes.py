@@ -55,13 +55,6 @@ def test_the_suite_covers_every_recipe():
 # Data and the code under test
 
 
-def normal(shape, seed, size=1.0) -> np.ndarray:
-    """Normal numbers in 256ths (times `size`), outliers among them: f32 rotates them exactly."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=shape) * rng.choice([0.25, 1, 1, 8], size=shape)
-    return (np.round(x * 256) / 256 * size).astype(np.float32)
-
-
 def integers(shape, seed) -> np.ndarray:
     """From -56 to 56, with 56 or -56 in each row and column of each matrix.
 
@@ -97,21 +90,6 @@ def value_and_grads(lhs, rhs, dy, numbers=PLAIN, *, recipe, implementation=None,
     return y, *vjp(dy)
 
 
-def assert_matches(results, expected):
-    """Within the bounds, plus half a unit in the last place of the result's own dtype."""
-    for name, result in zip(NAMES, results, strict=True):
-        exact, bound = expected[name]
-        assert result.shape == exact.shape, name
-        if result.dtype != jnp.float32:
-            bound = bound + float(jnp.finfo(result.dtype).eps) / 2 * (abs(exact) + bound)
-        wrong = ~(abs(f64(result) - exact) <= bound)
-        assert not wrong.any(), (
-            f"{name}: {wrong.sum()} of {wrong.size} wrong, first at {np.argwhere(wrong)[0]}: "
-            f"{f64(result)[wrong][0]}, not {exact[wrong][0]}"
-        )
-        assert not exact.size or abs(exact).max() > 0, name
-
-
 def assert_agree(results, expected, recipe):
     """Bitwise if the sums of `integers` are exact; else the order of f32 additions may show.
 
@@ -131,34 +109,21 @@ def assert_agree(results, expected, recipe):
 # a. Numbers
 
 
-def check_against_oracle(variant, m, k, n, dtype):
+@pytest.mark.parametrize(
+    "variant", [name for name, (_, rules) in VARIANTS.items() if rules.outputs is not None]
+)
+def test_results_that_are_rounded(variant):
+    """Those of others, in any dtype and layout, are in tests/properties."""
     recipe, rules = VARIANTS[variant]
-    shapes = ((m, k), (k, n), (m, n))
-    if rules.outputs is None:
-        arrays = [normal(shape, seed, 2.0**-seed) for seed, shape in enumerate(shapes)]
-    else:
-        arrays = [integers(shape, seed) for seed, shape in enumerate(shapes)]
-    arrays = [np.asarray(x).astype(dtype) for x in arrays]
+    arrays = [integers(shape, i) for i, shape in enumerate(((50, 200), (200, 91), (50, 91)))]
     results = value_and_grads(*arrays, recipe=recipe)
-    assert [r.dtype for r in results] == [dtype] * 3
-    expected = oracle(rules, *(x.astype(np.float32)[None] for x in arrays))
-    if rules.outputs is None:
-        expected = {name: (exact[0], bound[0]) for name, (exact, bound) in expected.items()}
-        assert_matches(results, expected)
-        return
+    expected = oracle(rules, *(x[None] for x in arrays))
     for name, result, output in zip(NAMES, results, rules.outputs, strict=True):
-        exact = expected[name][0]
-        assert (exact == exact.astype(np.float32)).all()  # f32 sums are exact
-        rounded = output(exact.astype(dtype).astype(np.float32), 2).astype(np.float32)
-        np.testing.assert_array_equal(f64(result), f64(rounded.astype(dtype))[0], err_msg=name)
+        exact = expected[name][0].astype(np.float32)
+        assert (exact == expected[name][0]).all()  # f32 sums are exact
+        rounded = output(exact, 2).astype(np.float32)
+        np.testing.assert_array_equal(result, rounded[0], err_msg=name)
         assert len(np.unique(rounded)) > 20
-
-
-@pytest.mark.slow
-@variants
-def test_ragged_matrices(variant):
-    """Sizes that no block divides, some over and some below 128."""
-    check_against_oracle(variant, 150, 200, 91, np.float32)
 
 
 # b. Transformations
@@ -281,20 +246,6 @@ def test_zeros_give_zeros(recipe, tensor):
         assert (abs(result).max() == 0) == (i in vanish), NAMES[i]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [(name, (4, 0, 3)) for name in ALL]
-    + [(name, sizes) for name in ("rowwise", "nvfp4") for sizes in ((0, 5, 3), (4, 5, 0))],
-)
-def test_empty_dimensions(name, sizes):
-    recipe, (m, k, n) = ALL[name], sizes
-    operands = [np.ones(shape, np.float32) for shape in ((m, k), (k, n), (m, n))]
-    results = value_and_grads(*operands, recipe=recipe)
-    for result, shape in zip(results, ((m, n), (m, k), (k, n)), strict=True):
-        np.testing.assert_array_equal(result, np.zeros(shape))
-
-
 # d. What is quantized how often, and from what
 
 QUANTIZATIONS = {  # of lhs, rhs and grad
@@ -339,97 +290,25 @@ def test_residuals_are_bytes_but_for_what_stays_in_high_precision(variant):
     assert rest <= (lhs.size + rhs.size) / 16 + 16  # scales
 
 
-@pytest.mark.parametrize("tensor", ["lhs", "rhs", "grad"])
-@pytest.mark.parametrize("variant", ["rowwise", "mxfp8", "block", "nvfp4, options off"])
-def test_both_directions_are_quantized_from_high_precision(variant, tensor):
-    """An outlier flushes what shares its scale along one direction, and must not in the other."""
-    if (variant, tensor) == ("block", "rhs"):
-        pytest.skip("weights have square blocks, quantized once")
-    recipe, _ = VARIANTS[variant]
-    size = 256 if variant == "block" else 64
-    x = np.zeros((size, size), np.float32)
-    x[0, 0] = 2.0**20  # row 0 and column 0
-    small = 2.0**7 if variant.startswith("nvfp4") else 1.0  # of NVFP4 tiny blocks vanish, by S
-    x[0, 1] = x[1, 0] = small
-    eye = np.eye(size, dtype=np.float32)
-    zero = np.zeros_like(x)
-    # Results that show the tensor itself, quantized along one direction and along the other.
-    if tensor == "lhs":
-        y, _, d_rhs = value_and_grads(x, eye, eye, recipe=recipe)
-        along_rows, along_columns = y, d_rhs.T
-    elif tensor == "rhs":
-        y, d_lhs, _ = value_and_grads(eye, x, eye, recipe=recipe)
-        along_rows, along_columns = d_lhs.T, y
-    else:
-        _, d_lhs, d_rhs = value_and_grads(eye, eye, x, recipe=recipe)
-        along_rows, along_columns = d_lhs, d_rhs
-    expected = zero.copy()
-    expected[0, 0] = x[0, 0]
-    for result, kept in ((along_rows, (1, 0)), (along_columns, (0, 1))):
-        expected[kept] = small
-        np.testing.assert_allclose(result, expected, rtol=1e-6)
-        expected[kept] = 0
-
-
 # e. Layers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [recipes.Hybrid, recipes.DirectE5M2], ids=lambda r: r.name)
-def test_fused_layers_keep_their_outputs(recipe):
+class Fused(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name in ("hidden", "head"):
+            recipe = recipes.Hybrid(fused=("*_0/head",))
+            x = jfp8.Dense(64, use_bias=False, recipe=recipe, name=name)(x)
+            self.sow("intermediates", f"after_{name}", x)
+        return x
+
+
+def test_fused_layers_keep_their_outputs():
     """Only layers whose path fits a pattern; a quantized output has few values."""
-
-    class Block(nn.Module):
-        recipe: recipes.Recipe
-
-        @nn.compact
-        def __call__(self, x):
-            for name in ("hidden", "head"):
-                x = jfp8.Dense(64, use_bias=False, recipe=self.recipe, name=name)(x)
-                self.sow("intermediates", f"after_{name}", x)
-            return x
-
-    class Model(nn.Module):
-        recipe: recipes.Recipe
-
-        @nn.compact
-        def __call__(self, x):
-            return Block(self.recipe, name="block")(x)
-
     x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-    variables = Model(recipe()).init(jax.random.key(0), x)
-
-    def number_of_values(fused):
-        _, seen = Model(recipe(fused=fused)).apply(variables, x, mutable="intermediates")
-        seen = seen["intermediates"]["block"]
-        return {name: len(np.unique(seen[f"after_{name}"][0])) for name in ("hidden", "head")}
-
-    everything = 64 * 64 / 2
-    for patterns, fused in (
-        ((), ()),
-        (("*/head",), ("head",)),
-        (("block/hidden",), ("hidden",)),
-        (("*",), ("hidden", "head")),
-        (("head", "*/hea", "other/*"), ()),
-    ):
-        for name, count in number_of_values(patterns).items():
-            assert count > everything if name in fused else count < 256, (patterns, name)
-
-
-# f. Backends
-
-
-@pytest.mark.parametrize(
-    ("variant", "reason"),
-    [
-        ("block", "accumulation='f32_every_128'"),
-        ("mxfp8", "scales that vary along the contraction"),
-        ("mxfp8, 2d, hybrid", "scales that vary along the contraction"),
-        ("nvfp4, nearest", "operands in e2m1"),
-    ],
-)
-def test_xla_refuses_with_a_reason(variant, reason):
-    recipe, _ = VARIANTS[variant]
-    words = rf"(?i)implementation='xla' does not support.*{reason}.*None or 'emulate'"
-    with pytest.raises(NotImplementedError, match=words):
-        value_and_grads.lower(*layer_operands(), recipe=recipe, implementation="xla")
+    model = nn.Sequential([Fused()])
+    variables = model.init(jax.random.key(0), x)
+    _, seen = model.apply(variables, x, mutable="intermediates")
+    seen = seen["intermediates"]["layers_0"]
+    assert len(np.unique(seen["after_hidden"][0])) < 256
+    assert len(np.unique(seen["after_head"][0])) > 64 * 64 / 2

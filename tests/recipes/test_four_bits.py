@@ -18,29 +18,27 @@ NVFP4 = TwoLevel(E2M1FN, (16, 1))
 FOUR_OVER_SIX = TwoLevel(E2M1FN, (16, 1), targets=(6.0, 4.0), reach=1536.0)
 
 
-def nvfp4_products(fprop_lhs, others, *, stochastic, hadamard, square):
-    weights = dataclasses.replace(others, block_size=(16, 16 if square else 1))
-    rounding = "stochastic" if stochastic else "nearest_even"
-    grad = dataclasses.replace(others, rounding=rounding)
-    return Products(
-        fprop=Product(fprop_lhs, weights, fast_accumulation=True),
-        dgrad=Product(grad, weights),
-        wgrad=Product(others, grad, rotation=Hadamard() if hadamard else None),
-    )
-
-
-@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize(
+    "options", [(True, False, False), (False, True, False), (False, False, True)]
+)
 @pytest.mark.parametrize(
     ("cls", "fprop_lhs", "others"),
     [
+        (recipes.NVFP4BlockScaling, NVFP4, NVFP4),
         (recipes.NVFP4FourOverSix, FOUR_OVER_SIX, FOUR_OVER_SIX),
         (recipes.NVFP4RowScaling, TwoLevel(E2M1FN, (16, 1), outer="row"), NVFP4),
     ],
 )
-def test_variants_of_nvfp4(cls, fprop_lhs, others, on):
+def test_variants_of_nvfp4(cls, fprop_lhs, others, options):
     """4/6 for every operand; a scale for each row of the activations, forward only."""
-    expected = nvfp4_products(fprop_lhs, others, stochastic=on, hadamard=on, square=on)
-    assert cls(on, on, on).products() == expected
+    stochastic, hadamard, square = options
+    weights = dataclasses.replace(others, block_size=(16, 16 if square else 1))
+    grad = dataclasses.replace(others, rounding="stochastic" if stochastic else "nearest_even")
+    assert cls(*options).products() == Products(
+        fprop=Product(fprop_lhs, weights, fast_accumulation=True),
+        dgrad=Product(grad, weights),
+        wgrad=Product(others, grad, rotation=Hadamard() if hadamard else None),
+    )
 
 
 @pytest.mark.parametrize("stochastic", [True, False])

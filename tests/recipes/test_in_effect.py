@@ -146,20 +146,6 @@ def test_each_thread_has_its_own_regions():
     }
 
 
-def test_around_a_part_of_a_jitted_function():
-    class Two(nn.Module):
-        def setup(self):
-            self.a, self.b = nn.Dense(8), nn.Dense(8)
-
-        def __call__(self, x):
-            with jfp8.autocast(CURRENT):
-                x = self.a(x)
-            return self.b(x)
-
-    shapes = jax.eval_shape(Two().init, KEY, X)
-    assert recipes_of(Two(), shapes) == {"a": "current", "b": ""}
-
-
 def test_layers_of_jfp8():
     """Without a recipe they use the region's, with one they keep it."""
     model = nn.Sequential(
@@ -227,15 +213,3 @@ def test_a_region_inside_of_a_converted_model():
         "Dense_2": "",
         "Dense_3": "current",
     }
-
-
-def test_the_function_that_layers_ask():
-    assert region.current() is None
-    assert region.recipe_in_effect(None, "") == DELAYED
-    assert region.recipe_in_effect(CURRENT, "") is CURRENT
-    with region.entered(region.Region(ROWWISE, enabled=True)):
-        assert region.recipe_in_effect(None, "") is ROWWISE
-        assert region.recipe_in_effect(CURRENT, "") is CURRENT
-    with region.entered(region.Region(ROWWISE, enabled=False)):
-        assert region.recipe_in_effect(None, "") is None
-        assert region.recipe_in_effect(CURRENT, "") is None

@@ -23,7 +23,6 @@ from jfp8.recipes import PerOperand, Product, QuantizationAware
 from jfp8.tracing.devices import Gpu
 from support.fake_quantization import E2M1, E4M3, mx, nvfp4, per_row, tiles
 
-KEY = jax.random.key(0)
 RULES = {
     "block": tiles(E4M3, 128),
     "rowwise": per_row(E4M3, None),

@@ -146,29 +146,6 @@ def test_defaults():
         assert cls().fast_accumulation is None
 
 
-def test_equal_if_and_only_if_of_one_class_with_equal_fields():
-    assert len(set(SAMPLES)) == len(SAMPLES)
-    for i, one in enumerate(SAMPLES):
-        for other in SAMPLES[i:]:
-            same = type(one) is type(other) and vars(one) == vars(other)
-            assert (one == other) == same
-            assert hash(one) == hash(other) or not same
-        rebuilt = type(one)(**vars(one))
-        assert rebuilt is not one
-        assert rebuilt == one
-        assert hash(rebuilt) == hash(one)
-
-
-def positional(recipe) -> list:
-    """The values of all fields but those that are for keywords only."""
-    return [getattr(recipe, f.name) for f in dataclasses.fields(recipe) if not f.kw_only]
-
-
-def keywords(recipe) -> dict:
-    """The fields that are for keywords only."""
-    return {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.kw_only}
-
-
 def test_print_says_what_a_recipe_does():
     """Lines that are written by hand, from the page about recipes."""
     text = str(recipes.NVFP4BlockScaling())
@@ -205,145 +182,53 @@ def test_print_is_short_and_begins_with_the_call():
         assert recipe._repr_html_() == f"<pre>{html.escape(str(recipe))}</pre>"
 
 
-def test_what_is_abstract_prints_as_its_call():
-    assert str(recipes.Recipe()) == "Recipe()"
-
-
 # What a recipe means
 
 
-FORMATS = {"HYBRID": (E4M3FN, E5M2), "E4M3": (E4M3FN, E4M3FN), "E5M2": (E5M2, E5M2)}
+E4M3_POWERS, E5M2_POWERS = (Current(fmt, "power_of_two") for fmt in (E4M3FN, E5M2))
 DELAYED = {"margin": 2, "algo": "most_recent", "scale_rounding": "power_of_two", "length": 7}
-
-
-def quantizers_of(lhs, rhs, grad):
-    """Quantizers of one recipe, given how each tensor is quantized in a format."""
-
-    def in_formats(fp8_format):
-        forward, backward = FORMATS[fp8_format]
-        return lhs(forward), rhs(forward), grad(backward)
-
-    return in_formats
-
-
-def alike(quantizer):
-    return quantizers_of(quantizer, quantizer, quantizer)
-
-
-IN_BLOCKS = lambda *args: lambda fmt: Blockwise(fmt, *args)
-UNIFORM = {
-    "delayed": (DelayedScaling, {}, alike(Delayed)),
-    "delayed, all fields": (
-        DelayedScaling,
-        {
-            "margin": 2,
-            "amax_compute_algo": "most_recent",
-            "scale_rounding": "power_of_two",
-            "amax_history_len": 7,
-        },
-        alike(partial(Delayed, **DELAYED)),
+ROWS = Rowwise(E5M2, scale_rounding=None)
+STRETCH, TILE = (Blockwise(E4M3FN, (128, n), "power_of_two") for n in (1, 128))
+MX, MX_TILE = (Blockwise(E5M2, (32, n), "floor") for n in (1, 32))
+E5M2_UNIT = Unit(E5M2)
+# A recipe, and the quantizers of activations, weights and gradients.
+UNIFORM = [
+    (
+        DelayedScaling(2, "HYBRID", 7, "most_recent", "power_of_two"),
+        (Delayed(E4M3FN, **DELAYED), Delayed(E4M3FN, **DELAYED), Delayed(E5M2, **DELAYED)),
     ),
-    "current": (Float8CurrentScaling, {}, alike(Current)),
-    "current, power of two": (
-        Float8CurrentScaling,
-        {"scale_rounding": "power_of_two"},
-        alike(partial(Current, scale_rounding="power_of_two")),
-    ),
-    "rowwise": (RowwiseScaling, {}, alike(partial(Rowwise, scale_rounding="power_of_two"))),
-    "rowwise, f32": (RowwiseScaling, {"scale_rounding": None}, alike(Rowwise)),
-    "block": (
-        Float8BlockScaling,
-        {},
-        quantizers_of(
-            IN_BLOCKS((128, 1), "power_of_two"),
-            IN_BLOCKS((128, 128), "power_of_two"),
-            IN_BLOCKS((128, 1), "power_of_two"),
-        ),
-    ),
-    "block, f32": (
-        Float8BlockScaling,
-        {"scale_rounding": None},
-        quantizers_of(IN_BLOCKS((128, 1)), IN_BLOCKS((128, 128)), IN_BLOCKS((128, 1))),
-    ),
-    "mxfp8": (MXFP8BlockScaling, {}, alike(IN_BLOCKS((32, 1), "rceil"))),
-    "mxfp8, floor": (
-        MXFP8BlockScaling,
-        {"scale_rounding": "floor"},
-        alike(IN_BLOCKS((32, 1), "floor")),
-    ),
-    "mxfp8, 2d": (
-        MXFP8BlockScaling,
-        {"two_dimensional_weights": True},
-        quantizers_of(
-            IN_BLOCKS((32, 1), "rceil"), IN_BLOCKS((32, 32), "rceil"), IN_BLOCKS((32, 1), "rceil")
-        ),
-    ),
-    "unscaled": (Unscaled, {}, alike(Unit)),
-}
+    (Float8CurrentScaling("HYBRID", "power_of_two"), (E4M3_POWERS, E4M3_POWERS, E5M2_POWERS)),
+    (RowwiseScaling("E5M2", None), (ROWS,) * 3),
+    (Float8BlockScaling(), (STRETCH, TILE, STRETCH)),
+    (MXFP8BlockScaling("E5M2", "floor", True), (MX, MX_TILE, MX)),
+    (MXFP8BlockScaling("E5M2", "floor"), (MX,) * 3),
+    (Unscaled("E5M2"), (E5M2_UNIT,) * 3),
+]
 
 
-@pytest.mark.parametrize("fp8_format", FORMATS)
-@pytest.mark.parametrize("case", UNIFORM)
-def test_each_tensor_has_its_quantizer_in_both_products(case, fp8_format):
-    cls, fields, expected = UNIFORM[case]
-    lhs, rhs, grad = expected(fp8_format)
-    assert cls(fp8_format=fp8_format, **fields).products() == Products(
+@pytest.mark.parametrize(("recipe", "quantizers"), UNIFORM, ids=repr)
+def test_each_tensor_has_its_quantizer_in_both_products(recipe, quantizers):
+    lhs, rhs, grad = quantizers
+    assert recipe.products() == Products(
         fprop=Product(lhs, rhs, fast_accumulation=True),
         dgrad=Product(grad, rhs),
         wgrad=Product(lhs, grad),
     )
-    default = "HYBRID" if cls in (DelayedScaling, Float8CurrentScaling, Unscaled) else "E4M3"
-    assert cls().fp8_format == default
-
-
-@pytest.mark.parametrize("fp8_format", FORMATS)
-@pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
-def test_rowwise_with_a_weight_gradient_in_high_precision(fp8_format, scale_rounding):
-    forward, backward = FORMATS[fp8_format]
-    recipe = RowwiseScaling(fp8_format, scale_rounding, high_precision_wgrad=True)
-    x, g = Rowwise(forward, scale_rounding), Rowwise(backward, scale_rounding)
-    assert recipe.products() == Products(
-        fprop=Product(x, x, fast_accumulation=True),
-        dgrad=Product(g, Current(forward, scale_rounding)),
-        wgrad=Product(None, None),
-    )
-
-
-@pytest.mark.parametrize("stochastic", [True, False])
-@pytest.mark.parametrize("hadamard", [True, False])
-@pytest.mark.parametrize("two_dimensional", [True, False])
-def test_nvfp4(stochastic, hadamard, two_dimensional):
-    """Stochastic rounding of gradients only; the rotation in wgrad only; blocks of 16."""
-    x = TwoLevel(E2M1FN, (16, 1), scale_fmt=E4M3FN)
-    w = dataclasses.replace(x, block_size=(16, 16 if two_dimensional else 1))
-    g = dataclasses.replace(x, rounding="stochastic" if stochastic else "nearest_even")
-    products = NVFP4BlockScaling(stochastic, hadamard, two_dimensional).products()
-    assert products == Products(
-        fprop=Product(x, w, fast_accumulation=True),
-        dgrad=Product(g, w),
-        wgrad=Product(x, g, rotation=Hadamard() if hadamard else None),
-    )
-    assert products.stochastic == stochastic
-    assert products.matrices
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize("outputs", [True, False])
-@pytest.mark.parametrize(
-    ("cls", "forward"), [(DirectE5M2, Unit(E5M2)), (Hybrid, Current(E4M3FN))], ids=str
-)
-def test_recipes_of_the_toolkit(cls, forward, outputs, stochastic):
+def test_recipes_of_the_toolkit(outputs, stochastic):
     """Outputs are rounded like activations, the results of dgrad and wgrad like gradients."""
     grad = Unit(E5M2, rounding="stochastic" if stochastic else "nearest_even")
-    y, d = (forward, grad) if outputs else (None, None)
-    products = cls(quantize_outputs=outputs, stochastic_gradients=stochastic).products()
-    assert products == Products(
-        fprop=Product(forward, forward, output=y, fast_accumulation=True),
-        dgrad=Product(grad, forward, output=d),
-        wgrad=Product(forward, grad, output=d),
-    )
-    assert products.stochastic == stochastic
-    assert not products.matrices
+    for cls, forward in ((DirectE5M2, Unit(E5M2)), (Hybrid, Current(E4M3FN))):
+        y, d = (forward, grad) if outputs else (None, None)
+        products = cls(quantize_outputs=outputs, stochastic_gradients=stochastic).products()
+        assert products == Products(
+            fprop=Product(forward, forward, output=y, fast_accumulation=True),
+            dgrad=Product(grad, forward, output=d),
+            wgrad=Product(forward, grad, output=d),
+        )
 
 
 def test_what_holds_for_every_recipe():
@@ -363,28 +248,27 @@ def test_what_holds_for_every_recipe():
         assert recipe.needs_loss_scale == isinstance(recipe, DirectE5M2 | Hybrid | Unscaled)
 
 
-@pytest.mark.parametrize("cls", [DirectE5M2, Hybrid])
 @pytest.mark.parametrize(
     ("patterns", "path", "fused"),
     [
         ((), "logits", False),
-        (("logits",), "logits", True),
         (("logits",), "Block_0/logits", False),
-        (("*/logits",), "Block_0/logits", True),
         (("*/logits",), "a/b/logits", True),
         (("*/logits",), "logits", False),
         (("*/Logits",), "Block_0/logits", False),
-        (("Block_*/query", "head"), "Block_11/query", True),
         (("Block_*/query", "head"), "head", True),
         (("Block_[01]/*",), "Block_2/query", False),
-        (("*",), "anything", True),
     ],
 )
-def test_fused_layers_keep_their_results(cls, patterns, path, fused):
-    recipe = cls(fused=patterns, accumulation="f32_every_128")
-    of_layer = recipe.for_layer(path)
-    assert of_layer.products() == cls(quantize_outputs=not fused).products()
-    assert of_layer == dataclasses.replace(recipe, quantize_outputs=not fused)
+def test_fused_layers_keep_their_results(patterns, path, fused):
+    for cls in CLASSES:
+        recipe = cls(**OTHER[cls])
+        if cls in (DirectE5M2, Hybrid):
+            recipe = dataclasses.replace(recipe, fused=patterns, quantize_outputs=True)
+            expected = dataclasses.replace(recipe, quantize_outputs=not fused)
+            assert recipe.for_layer(path) == expected
+        else:
+            assert recipe.for_layer(path) is recipe
 
 
 @pytest.mark.parametrize(
@@ -397,35 +281,26 @@ def test_patterns_of_recipes_for_layers(pattern, matches):
     assert found == (Float8CurrentScaling() if matches else None)
 
 
-@pytest.mark.parametrize("cls", [c for c in CLASSES if c not in (DirectE5M2, Hybrid)])
-def test_other_recipes_treat_all_layers_alike(cls):
-    recipe = cls(**OTHER[cls])
-    assert recipe.for_layer("Block_0/logits") is recipe
-
-
 def test_the_base_class_is_abstract():
     with pytest.raises(TypeError, match=r"Recipe is abstract.*recipes\.DelayedScaling\(\)"):
         Recipe().products()
+    assert str(Recipe()) == "Recipe()"
 
 
 # Names
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_get(name):
-    cls = NAMES[name]
-    assert recipes.get(name) == recipes.get(cls.__name__) == cls()
-    assert recipes.get(name, **OTHER[cls]) == cls(**OTHER[cls])
-    assert cls.name == name
+def test_get():
+    for name, cls in NAMES.items():
+        assert recipes.get(name) == recipes.get(cls.__name__) == cls()
+        assert recipes.get(name, **OTHER[cls]) == cls(**OTHER[cls])
+        assert cls.name == name
 
 
-@pytest.mark.parametrize(
-    "name", ["Delayed", "mx", "", "Recipe", "per_operand", "PerOperand", "_Toolkit", None, 3]
-)
+@pytest.mark.parametrize("name", ["Delayed", "", "Recipe", "PerOperand", "_Toolkit", None])
 def test_get_unknown_name_lists_the_known_ones(name):
-    with pytest.raises(ValueError, match="no recipe called") as error:
+    with pytest.raises(ValueError, match=f"no recipe called {name!r}") as error:
         recipes.get(name)
-    assert repr(name) in str(error.value)
     for short, cls in NAMES.items():
         assert f'"{short}" ({cls.__name__})' in str(error.value)
 
@@ -434,6 +309,8 @@ def test_get_unknown_name_lists_the_known_ones(name):
 
 
 def test_json_is_a_flat_object():
+    for name, cls in NAMES.items():
+        assert recipes.from_json(json.dumps({"recipe": name})) == cls()
     for recipe in SAMPLES:
         fields = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(recipe).items()}
         if isinstance(fields.get("weights"), Blockwise):
@@ -442,34 +319,17 @@ def test_json_is_a_flat_object():
         assert json.loads(recipe.to_json()) == {"recipe": type(recipe).__name__, **fields}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_from_json_takes_short_names_and_omitted_fields(name):
-    assert recipes.from_json(json.dumps({"recipe": name})) == NAMES[name]()
-    text = json.dumps({"accumulation": "hopper", "recipe": NAMES[name].__name__})
-    assert recipes.from_json(text) == NAMES[name](accumulation="hopper")
-
-
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("", ValueError, r"Not JSON.*to_json\(\)"),
-        ("DelayedScaling", ValueError, "Not JSON"),
-        ("{'recipe': 'delayed'}", ValueError, "Not JSON"),
+        ("DelayedScaling", ValueError, r"Not JSON.*to_json\(\)"),
         ("[]", ValueError, r'object such as \{"recipe": "DelayedScaling".*got'),
-        ('"delayed"', ValueError, "object such as"),
-        ("{}", ValueError, "object such as"),
         pytest.param('{"a":' * 100_000 + "1" + "}" * 100_000, ValueError, "deep", id="deep"),
         ('{"recipe": 3}', ValueError, "object such as"),
         ('{"recipe": "fp4"}', ValueError, "no recipe called 'fp4'.*DelayedScaling"),
         ('{"recipe": "delayed", "history": 3}', TypeError, "no field 'history'.*Fields: .*margin"),
-        ('{"recipe": "delayed", "margin": 0.5}', TypeError, "margin=0.5.*must be an int"),
         ('{"recipe": "delayed", "margin": true}', TypeError, "margin=True.*must be an int"),
-        ('{"recipe": "delayed", "amax_history_len": 16.0}', TypeError, "=16.0.*must be an int"),
-        ('{"recipe": "delayed", "amax_history_len": 0}', ValueError, "=0.*from 1 to"),
-        ('{"recipe": "current", "fp8_format": "fp8"}', ValueError, "'fp8'.*'HYBRID'"),
         ('{"recipe": "current", "fp8_format": ["E4M3"]}', ValueError, "allowed are 'HYBRID'"),
-        ('{"recipe": "hybrid", "fused": "logits"}', TypeError, "fused='logits'.*a tuple of"),
-        ('{"recipe": "nvfp4", "random_hadamard": 1}', TypeError, "=1.*must be True or False"),
         ('{"recipe": "PerOperand"}', TypeError, "missing 3 required .*fprop"),
         ('{"recipe": "PerOperand", "fprop": 3, "dgrad": 3, "wgrad": 3}', TypeError, "Product"),
     ],
@@ -486,74 +346,51 @@ def test_from_json_errors(text, error, words):
     ("cls", "field", "suggestion"),
     [
         (DelayedScaling, "amax_histroy_len", "amax_history_len"),
-        (RowwiseScaling, "high_precison_wgrad", "high_precision_wgrad"),
         (NVFP4BlockScaling, "hadamard_random", None),
-        (Unscaled, "margin", None),
     ],
 )
 def test_unknown_field(cls, field, suggestion):
-    for make in (
-        cls,
-        partial(recipes.get, cls.name),
-        partial(dataclasses.replace, cls()),
-        lambda **fields: recipes.from_json(json.dumps({"recipe": cls.name, **fields})),
-    ):
+    for make in (cls, partial(recipes.get, cls.name), partial(dataclasses.replace, cls())):
         with pytest.raises(TypeError, match=f"{cls.__name__} has no field {field!r}") as error:
             make(**{field: 1})
-        message = str(error.value)
-        assert ("Did you mean" in message) == (suggestion is not None)
-        assert suggestion is None or f"Did you mean {suggestion!r}?" in message
-        assert all(f.name in message.split("Fields: ")[1] for f in dataclasses.fields(cls))
+        before, _, fields = str(error.value).partition("Fields: ")
+        assert ("Did you mean" in before) == (suggestion is not None)
+        assert suggestion is None or f"Did you mean {suggestion!r}?" in before
+        assert all(f.name in fields for f in dataclasses.fields(cls))
 
 
-NO_INT = (TypeError, "must be an int", [True, False, 16.0, 0.5, "16", None, (16,)])
-NO_BOOL = (TypeError, "must be True or False", [1, 0, None, "True", np.bool_(True)])
 NO_CHOICE = ["hybrid", "RCEIL", 0, False, "", jfp8.E4M3FN]
+NO_INT = (TypeError, "must be an int", [True, 16.0, "16", None])
+OF_QAT = "allowed are 'block', 'rowwise', 'mxfp8'"
+# Errors, their words, and what is refused, of each field that is not True or False.
 WRONG = {
-    "amax_history_len": [NO_INT, (ValueError, "from 1 to 1048576", [0, -1, 2**20 + 1])],
+    "amax_history_len": [NO_INT, (ValueError, "from 1 to 1048576", [0, 2**20 + 1])],
     "margin": [NO_INT, (ValueError, "from 0 to 32", [-1, 33])],
     "fp8_format": [(ValueError, "allowed are 'HYBRID', 'E4M3', 'E5M2'", NO_CHOICE)],
     "amax_compute_algo": [(ValueError, "allowed are 'max', 'most_recent'", NO_CHOICE)],
     "scale_rounding": [(ValueError, "allowed are None, 'power_of_two'", ["rceil", *NO_CHOICE])],
-    "weights": [(ValueError, "allowed are 'block', 'rowwise', 'mxfp8'", [None, *NO_CHOICE])],
-    "activations": [(ValueError, "allowed are 'block', 'rowwise', 'mxfp8'", NO_CHOICE)],
+    "weights": [(ValueError, OF_QAT, [None, *NO_CHOICE])],
+    "activations": [(ValueError, OF_QAT, NO_CHOICE)],
     "backward": [(ValueError, "allowed are 'dequantized', 'high_precision'", NO_CHOICE)],
     "accumulation": [
-        (
-            ValueError,
-            "allowed are 'f32', 'f32_every_128', 'hopper', 'hopper_every_128'",
-            ["F32", "fast", None, 128, True],
-        )
+        (ValueError, "allowed are 'f32', 'f32_every_128', 'hopper', 'hopper_every_128'", NO_CHOICE)
     ],
     "fast_accumulation": [
-        (
-            ValueError,
-            "None or a tuple with any of 'fprop', 'dgrad', 'wgrad'",
-            ["fprop", ["fprop"], ("forward",), ({},), True, 1],
-        )
+        (ValueError, "None or a tuple with any of 'fprop', 'dgrad', 'wgrad'", ["fprop", ({},), 1])
     ],
-    "fused": [
-        (
-            TypeError,
-            "must be a tuple of patterns, such as (",
-            ["*/logits", ["*/logits"], (1,), None, ("a", None)],
-        )
-    ],
-    **{
-        name: [NO_BOOL]
-        for fields in OTHER.values()
-        for name, v in fields.items()
-        if isinstance(v, bool)
-    },
+    "fused": [(TypeError, "must be a tuple of patterns, such as (", ["*/logits", (1,), None])],
 }
-MX = [(ValueError, "allowed are 'rceil', 'floor', 'ceil', 'even'", [None, "nearest", *NO_CHOICE])]
+MX_ROUNDING = [(ValueError, "allowed are 'rceil', 'floor', 'ceil', 'even'", [None, *NO_CHOICE])]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_field_refuses_what_is_no_value_of_it(cls):
+    wrong = dict(WRONG)
+    if cls in (MXFP8BlockScaling, MXFP4BlockScaling):
+        wrong["scale_rounding"] = MX_ROUNDING
+    no_bool = [(TypeError, "must be True or False", [1, None, "True", np.bool_(True)])]
     for field in OTHER[cls]:
-        is_mx = field == "scale_rounding" and cls in (MXFP8BlockScaling, MXFP4BlockScaling)
-        for error, words, values in MX if is_mx else WRONG[field]:
+        for error, words, values in wrong.get(field, no_bool):
             for value in values:
                 with pytest.raises(error, match=re.escape(words)) as raised:
                     cls(**{field: value})
@@ -571,14 +408,6 @@ def test_fast_accumulation_overrides_each_product(fast):
             assert dataclasses.replace(product, fast_accumulation=kept.fast_accumulation) == kept
 
 
-def test_accumulation_is_for_keywords_only():
-    for cls in CLASSES:
-        count = len(dataclasses.fields(cls))
-        with pytest.raises(TypeError, match="positional"):
-            cls(*positional(cls()), "hopper")
-        assert len(positional(cls())) == count - 2
-
-
 # Products of one's own
 
 
@@ -588,19 +417,6 @@ PLAIN = Product(Q, Q)
 
 def per_operand(fprop=PLAIN, dgrad=PLAIN, wgrad=PLAIN, **fields):
     return PerOperand(fprop, dgrad, wgrad, **fields)
-
-
-def test_products_know_both_quantizers_of_each_tensor():
-    a, c, e = Current(E4M3FN), Current(E5M2), Current(E5M2, "power_of_two")
-    b, d, f = Unit(E5M2), Rowwise(E4M3FN), Blockwise(E4M3FN)
-    products = Products(Product(a, b), Product(c, d), Product(e, f))
-    assert products.by_role() == {"lhs": (a, e), "rhs": (b, d), "grad": (c, f)}
-    assert products.quantizers() == [a, b, c, d, e, f]
-    assert products.matrices
-    assert not products.stochastic
-    output = Unit(E5M2, rounding="stochastic")
-    assert Products(Product(a, a, output=output), PLAIN, PLAIN).stochastic
-    assert Products(Product(a, a, rotation=Hadamard()), PLAIN, PLAIN).matrices
 
 
 def test_histories_of_the_tensors_that_want_one():
@@ -617,21 +433,19 @@ def test_histories_of_the_tensors_that_want_one():
     assert per_operand().init_state() is None
 
 
-@pytest.mark.parametrize("what", ["lhs", "rhs", "output"])
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
         ("current", TypeError, r"must be a quantizer such as jfp8\.quantizers\.Current.*'current'"),
-        (E4M3FN, TypeError, r"must be a quantizer such as .*got Format\(E4M3FN\)"),
         (Current, TypeError, r"must be a quantizer such as .*got <class"),
-        (DelayedScaling(), TypeError, r"must be a quantizer such as .*got DelayedScaling"),
         (Current(jfp8.E8M0FNU), ValueError, "E8M0FNU has no sign and no zero: it holds scales"),
     ],
     ids=repr,
 )
-def test_error_no_quantizer(what, given, error, words):
-    with pytest.raises(error, match=rf"^{what}.*{words}"):
-        Product(**({"lhs": Q, "rhs": Q} | {what: given}))
+def test_error_no_quantizer(given, error, words):
+    for what in ("lhs", "rhs", "output"):
+        with pytest.raises(error, match=rf"^{what}.*{words}"):
+            Product(**({"lhs": Q, "rhs": Q} | {what: given}))
 
 
 REFUSED = {
@@ -677,35 +491,24 @@ def test_error_product(case):
         Product(**({"lhs": Q, "rhs": Q} | fields))
 
 
+def test_products_that_are_allowed():
+    tile, stretch = Blockwise(E4M3FN, (128, 128)), Blockwise(E4M3FN, (128, 1))
+    for allowed in ((tile, stretch), (stretch, tile), (tile, Q), (None, tile), (stretch, stretch)):
+        Product(*allowed, output=Unit(E5M2), rotation=None)
+
+
 @pytest.mark.parametrize("rotation", [True, "hadamard", Hadamard, (1, -1)], ids=str)
 def test_error_no_rotation(rotation):
     with pytest.raises(TypeError, match=r"rotation must be a Hadamard\(\), a Ran.* or None, got"):
         Product(Q, Q, rotation=rotation)
 
 
-def test_products_that_are_allowed():
-    """What stands next to the refusals."""
-    tile, stretch = Blockwise(E4M3FN, (128, 128)), Blockwise(E4M3FN, (128, 1))
-    for lhs, rhs in ((tile, stretch), (stretch, tile), (tile, Q), (None, tile), (stretch, stretch)):
-        assert Product(lhs, rhs).rhs == rhs
-    assert Product(TwoLevel(E2M1FN, (16, 1)), Blockwise(E4M3FN, (16, 16))).output is None
-    assert Product(None, Q, rotation=Hadamard()).rotation == Hadamard()
-    assert Product(None, None).lhs is None
-    for output in (Q, Unit(E5M2), Current(E3M4)):
-        assert Product(Q, Q, output=output).output == output
-
-
-@pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("make", [Products, per_operand])
-def test_error_no_product(make, which):
-    products = {"fprop": PLAIN, "dgrad": PLAIN, "wgrad": PLAIN}
-    for wrong in (None, Q, (Q, Q)):
+def test_error_no_product(make):
+    for which in ("fprop", "dgrad", "wgrad"):
+        products = {"fprop": PLAIN, "dgrad": PLAIN, "wgrad": PLAIN}
         with pytest.raises(TypeError, match=rf"^{which} must be a recipes\.Product, got"):
-            make(**(products | {which: wrong}))
-
-
-@pytest.mark.parametrize("make", [Products, per_operand])
-def test_error_nothing_is_quantized(make):
+            make(**(products | {which: Q}))
     nothing = Product(None, None)
     with pytest.raises(ValueError, match=r"Nothing is quantized.*without jfp8"):
         make(nothing, nothing, nothing)
