@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -28,7 +27,6 @@ from jfp8 import (
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.scaling.history import init_amax_state
 from jfp8.scaling.quantization import two_level_scale
 from jfp8.scaling.scales import amax
 from support.arrays import assert_same, spread
@@ -312,47 +310,15 @@ def test_scales_have_no_gradient():
     assert float(d_scale) == 0
 
 
-@pytest.mark.slow
-def test_jvp_of_quantize_rounds_the_tangent():
-    x, dx = jnp.array([1.0, 7.0, -3.0]), jnp.array([0.3, -2.0, 1.0])
-    q, tangent = jax.jvp(quantize, (x,), (dx,))
-    assert_bitwise(q.data, quantize(x).data)
-    assert np.asarray(tangent.data).astype(np.float32).tolist() == [0.3125, -2, 1]
-    assert float(tangent.scale) == 0
-
-
 # The quantizers of recipes.
 
 
 X = sample(shape=(4, 16))
-AMAX = np.max(np.abs(X))
-
-
-def state_of(*history, running=0.0):
-    state = {"amax_history": np.float32(history), "amax": np.float32(running)}
-    assert jax.tree.map(np.shape, state) == jax.tree.map(np.shape, init_amax_state(len(history)))
-    return state
 
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "contracting"))
-def call(quantizer, x, observed=None, state=None, contracting=(1,), seed=None):
-    observed = amax(x) if observed is None else jnp.asarray(observed)
-    return quantizer(x, Context(contracting, observed, state, seed))
-
-
-def test_delayed_rounds_its_scale():
-    q = call(Delayed(E4M3FN, scale_rounding="power_of_two"), X, AMAX, state_of(449.0))
-    assert float(q.scale) == 2
-
-
-@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda f: f.name)
-def test_unit_scales_by_one(fmt):
-    q = call(Unit(fmt), X, AMAX, state_of(7.0))
-    assert_bitwise(q.scale, np.float32(1))
-    assert_bitwise(q.data, expected_data(X, fmt, np.float32(1)))
-
-
-# The quantizers of recipes, in blocks.
+def call(quantizer, x, contracting=(1,)):
+    return quantizer(x, Context(contracting, amax(x)))
 
 
 def test_rowwise_has_a_scale_for_whatever_is_not_summed_over():
@@ -393,48 +359,23 @@ def test_blockwise_turns_its_blocks_along_the_contraction(size, scale_rounding):
         assert_bitwise(q.data, expected.data)
 
 
-ALL_QUANTIZERS = [
-    Current(E4M3FN),
-    Delayed(E5M2),
-    Unit(E4M3FN),
-    Rowwise(E4M3FN),
-    Blockwise(E4M3FN, (32, 1), "rceil"),
-    Blockwise(E4M3FN, (32, 32), "rceil"),
-    Blockwise(E4M3FN, (128, 128)),
-    TwoLevel(E2M1FN, (16, 1)),
-    TwoLevel(E2M1FN, (16, 16)),
-    TwoLevel(E2M1FN, (16, 1), targets=(6.0, 4.0), reach=1536.0),
-    TwoLevel(E2M1FN, (16, 1), outer="row"),
-]
-all_quantizers = pytest.mark.parametrize("quantizer", ALL_QUANTIZERS, ids=str)
-
-
-@all_quantizers
-def test_properties_of_quantizers(quantizer):
-    assert quantizer.block == getattr(quantizer, "block_size", None)
-    assert quantizer.history_len == (16 if isinstance(quantizer, Delayed) else 0)
-    assert not quantizer.stochastic
-    assert type(quantizer)(quantizer.fmt, rounding="stochastic").stochastic
-    square = quantizer.block is not None and quantizer.block[0] == quantizer.block[1]
-    per_tensor = isinstance(quantizer, Current | Delayed | Unit)
-    assert quantizer.one_for_both == (square or per_tensor)
-
-
 # Blocks that are cut short.
-
-CUT = {
-    (1, 32): [(3, 40), (2, 5), (1, 1), (0, 33), (3, 0)],
-    (32, 1): [(40, 3), (5, 2), (1, 1), (33, 0)],
-    (128, 128): [(130, 129), (5, 300), (1, 1), (0, 5)],
-    (1, 128): [(3, 130), (2, 127), (0, 129)],
-    (16, 16): [(17, 33), (5, 16), (16, 1), (33, 0)],
-    (1, 16): [(3, 17), (2, 15), (4, 0)],
-}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("block", "shape"), [(block, shape) for block in CUT for shape in CUT[block]], ids=str
+    ("block", "shape"),
+    [
+        ((1, 32), (3, 40)),
+        ((1, 32), (3, 0)),
+        ((32, 1), (40, 3)),
+        ((128, 128), (5, 300)),
+        ((128, 128), (1, 1)),
+        ((1, 128), (2, 127)),
+        ((16, 16), (17, 33)),
+        ((1, 16), (4, 0)),
+    ],
+    ids=str,
 )
 def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
     """Data, scales and values are those of the array with zeros up to whole blocks, cut off."""
@@ -459,7 +400,7 @@ def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
 
 
 def nvfp4(x, block):
-    """Data, block scales, the tensor's scale, and values, in numpy's f32, operation by operation.
+    """Data, block scales and the tensor's scale, in numpy's f32, operation by operation.
 
     ``S = 448 * 6 / amax``, ``s = e4m3(amax_block / 6 * S)``, ``q = e2m1(x / (s / S))``.
     """
@@ -473,9 +414,7 @@ def nvfp4(x, block):
         wide = narrow.astype(f32)
         m = np.minimum(f32(1) / (wide / tensor), np.finfo(f32).max)
         scaled = x.astype(f32) * spread(m, x.shape, block)
-        data = np.clip(scaled, -6, 6).astype(E2M1FN.dtype)
-        scale = wide * (f32(1) / tensor)
-        return data, narrow, tensor, data.astype(f32) * spread(scale, x.shape, block)
+        return np.clip(scaled, -6, 6).astype(E2M1FN.dtype), narrow, tensor
 
 
 def test_trap_two_level_data_is_divided_by_the_rounded_scale():
@@ -484,7 +423,7 @@ def test_trap_two_level_data_is_divided_by_the_rounded_scale():
     And by no other number than that quotient in f32: half of the elements are next to ties.
     """
     x = sample(shape=(4, 1024))
-    data, narrow, tensor, _ = nvfp4(x, (1, 16))
+    data, narrow, tensor = nvfp4(x, (1, 16))
     largest = block_amax(x, Block((1, 16)))
     unrounded = x * spread(np.float32(6) / largest, x.shape, (1, 16))
     naive = np.clip(unrounded, -6, 6).astype(E2M1FN.dtype)
@@ -521,57 +460,24 @@ def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
     assert_bitwise(inverse, np.float32(1) / (narrow / tensor))
 
 
-# Stochastic rounding.
-
-STOCHASTIC = [
-    Current(E5M2, rounding="stochastic"),
-    Unit(E5M2, rounding="stochastic"),
-    Rowwise(E4M3FN, "power_of_two", rounding="stochastic"),
-    Blockwise(E4M3FN, (32, 1), "rceil", rounding="stochastic"),
-    TwoLevel(E2M1FN, (16, 1), rounding="stochastic"),
-]
-stochastic = pytest.mark.parametrize("quantizer", STOCHASTIC, ids=str)
-
-
-def seeds(n) -> np.ndarray:
-    return np.random.default_rng(7).integers(0, 2**32, (n, 2)).astype(np.uint32)
-
-
-@pytest.mark.slow
-@stochastic
-def test_stochastic_quantizers_follow_their_seed(quantizer):
-    """Equal bytes from an equal seed, eagerly, compiled and mapped; others from another."""
-    x = sample()
-    a, b = seeds(2)
-    one, again, other = (codes(call(quantizer, x, seed=seed).data) for seed in (a, a, b))
-    np.testing.assert_array_equal(one, again)
-    assert 0.1 < np.mean(one != other) < 0.6
-    context = Context((1,), amax(x), None, jnp.asarray(a))
-    np.testing.assert_array_equal(codes(quantizer(jnp.asarray(x), context).data), one)
-    mapped = jax.vmap(lambda seed: call(quantizer, x, seed=seed))(jnp.stack([a, b]))
-    np.testing.assert_array_equal(codes(mapped.data), np.stack([one, other]))
-    nearest = call(dataclasses.replace(quantizer, rounding="nearest_even"), x)
-    assert 0.1 < np.mean(codes(nearest.data) != one) < 0.6
-
-
 # Errors of quantizers.
 
 
-@pytest.mark.parametrize("cls", [Current, Delayed, Unit, Rowwise, Blockwise, TwoLevel])
-def test_quantizers_check_format_and_rounding(cls):
-    for wrong in (8, None, jnp.uint8):
+def test_quantizers_check_their_fields():
+    for cls in (Current, Delayed, Unit, Rowwise, Blockwise, TwoLevel):
         with pytest.raises(TypeError, match=r"fmt must be a jfp8\.Format, one of jfp8\.E4M3FN"):
-            cls(wrong)
-    assert cls("e4m3") == cls(jnp.float8_e4m3fn) == cls(E4M3FN)
-    with pytest.raises(ValueError, match="rounding='up' is unknown.*nearest_even, toward_zero"):
-        cls(E4M3FN, rounding="up")
-
-
-@pytest.mark.parametrize("cls", [Current, Delayed, Rowwise, Blockwise])
-def test_quantizers_check_how_scales_are_rounded(cls):
-    for wrong in ("pow2", 1, []):
+            cls(8)
+        assert cls("e4m3") == cls(jnp.float8_e4m3fn) == cls(E4M3FN)
+        with pytest.raises(ValueError, match="rounding='up' is unknown.*nearest_even, toward_zero"):
+            cls(E4M3FN, rounding="up")
+    for cls in (Current, Delayed, Rowwise, Blockwise):
         with pytest.raises(ValueError, match=r"scale_rounding=.* is unknown.*'power_of_two'"):
-            cls(E4M3FN, scale_rounding=wrong)
+            cls(E4M3FN, scale_rounding=[])
+    for cls in (Unit, Delayed):
+        with pytest.raises(ValueError, match=rf"{cls.__name__}\(E2M1FN\).*no NaN.*would vanish"):
+            cls(E2M1FN)
+    with pytest.raises(NotImplementedError, match="Quantizer does not override __call__"):
+        call(Quantizer(E4M3FN), X)
 
 
 @pytest.mark.parametrize(
@@ -579,9 +485,7 @@ def test_quantizers_check_how_scales_are_rounded(cls):
     [
         ({"algo": "mean"}, "algo='mean'.*'max', 'most_recent'"),
         ({"margin": -1}, "margin=-1.*at least 0"),
-        ({"margin": "a"}, "margin='a'.*an int"),
         ({"length": 0}, "length=0.*at least 1"),
-        ({"length": True}, "length=True.*an int"),
     ],
 )
 def test_delayed_checks_its_fields(fields, words):
@@ -590,7 +494,7 @@ def test_delayed_checks_its_fields(fields, words):
 
 
 @pytest.mark.parametrize("cls", [Blockwise, TwoLevel])
-@pytest.mark.parametrize("size", [32, (32,), (32, 0), (32, 1, 1), [32, 1], (32, True), (32.0, 1)])
+@pytest.mark.parametrize("size", [32, (32, 0), (32, 1, 1), [32, 1], (32, True)])
 def test_block_sizes_are_checked(cls, size):
     with pytest.raises(ValueError, match=r"two positive ints.*like \(32, 1\) or \(128, 128\)"):
         cls(E4M3FN, size)
@@ -603,29 +507,13 @@ def test_scale_formats_are_checked(wrong):
         TwoLevel(E2M1FN, scale_fmt=wrong)
 
 
-@pytest.mark.parametrize("cls", [Unit, Delayed])
-def test_trap_formats_without_nan_need_a_scale_that_sees_it(cls):
-    with pytest.raises(ValueError, match=rf"{cls.__name__}\(E2M1FN\).*no NaN.*would vanish"):
-        cls(E2M1FN)
-
-
-def test_the_base_class_does_not_quantize():
-    with pytest.raises(NotImplementedError, match="Quantizer does not override __call__"):
-        call(Quantizer(E4M3FN), X)
-
-
 # Errors.
 
 
-@pytest.mark.parametrize(
-    ("x", "dtype"), [(np.arange(3), "int32"), (1j * np.ones(3), "complex64"), (True, "bool")]
-)
-def test_errors_name_the_dtype(x, dtype):
-    with pytest.raises(TypeError, match=rf"dtype {dtype}.*floating"):
-        quantize(x)
-
-
-def test_float64_is_refused():
+def test_errors_name_the_dtype():
+    for x, dtype in ((np.arange(3), "int32"), (True, "bool")):
+        with pytest.raises(TypeError, match=rf"dtype {dtype}.*floating"):
+            quantize(x)
     with jax.enable_x64(True), pytest.raises(TypeError, match="float64.*rounded twice"):
         quantize(jnp.ones(3, jnp.float64))
 
@@ -641,7 +529,6 @@ def test_float64_is_refused():
         ({"scale": 2.0, "scale_rounding": "floor"}, ValueError, "scale= was given.*one of the two"),
         ({"scale": np.int32(2)}, TypeError, "scale must be floating, got dtype int32"),
         ({"scale": np.ones(3, np.float32)}, ValueError, r"shape \(4, 6\).*scale of shape \(3,\)"),
-        ({"scale": np.ones((4, 4), np.float32)}, ValueError, r"scale of shape \(4, 4\)"),
         ({"granularity": "row"}, TypeError, r"PerTensor\(\), PerAxis\(axis\) or Block.*'row'"),
         ({"granularity": PerAxis(2)}, ValueError, r"PerAxis\(axis=2\).*\(4, 6\).*-2 to 1"),
         ({"granularity": Block((1, 1, 4))}, ValueError, r"Block\(shape=\(1, 1, 4\)\).*only 2"),
