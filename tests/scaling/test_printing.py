@@ -11,22 +11,17 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jfp8
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, Block, PerAxis, ScaledArray, recipes
 from jfp8.optim.blocks import ExpandedArray
 from jfp8.optim.storage import HalfArray
-from jfp8.quantizers.blocks import TwoLevel
-from jfp8.quantizers.quantizer import Context
 from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.product import Product
 from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.scaling.printing import number
-from jfp8.scaling.scales import amax
 
 # 448 = 7 * 64 is the largest value of e4m3fn: the scale is exactly 1/64, and so are the values.
 X = jnp.array([[-3.5, 1.0], [0.5, 7.0]])
@@ -35,11 +30,8 @@ X = jnp.array([[-3.5, 1.0], [0.5, 7.0]])
 # Scaled arrays
 
 
-def test_one_scale():
+def test_a_scale_for_all_and_for_each_row():
     assert repr(jfp8.quantize(X)) == "ScaledArray(E4M3FN[2,2], scale 0.01562, values -3.5 to 7)"
-
-
-def test_a_scale_for_each_row():
     q = jfp8.quantize(X, granularity=PerAxis(0))
     assert repr(q) == (
         "ScaledArray(E4M3FN[2,2], scales f32[2,1] for [1,2] each, 0.007812 to 0.01562, "
@@ -53,15 +45,6 @@ def test_blocks_cut_short():
     assert repr(q) == (
         "ScaledArray(E4M3FN[3,37], scales E8M0FNU[2,2] for [2,32] each, 0.5 to 1, "
         "values 224 to 448)"
-    )
-
-
-@pytest.mark.slow
-def test_two_levels_of_scales():
-    x = jnp.tile(jnp.array([6.0, 3.0]), 16)[None]
-    q = TwoLevel(E2M1FN, (16, 1))(x, Context((1,), amax(x)))
-    assert repr(q) == (
-        "ScaledArray(E2M1FN[1,32], scales E4M3FN[1,2] for [1,16] each, all 1, values 3 to 6)"
     )
 
 
@@ -117,11 +100,8 @@ def test_nothing_is_traced():
     [
         (lambda x: np.asarray(x), "ScaledArray(E4M3FN[2,2], scale 0.01562, values -3.5 to 7)"),
         (lambda x: None, "ScaledArray(None, scale None)"),
-        (lambda x: object(), "ScaledArray(object, scale object)"),
         (lambda x: PartitionSpec(), f"ScaledArray({PartitionSpec.__name__}, scale P"),
-        (lambda x: "data", "ScaledArray(str, scale str)"),
         (lambda x: 0, "ScaledArray(0, scale 0)"),
-        (lambda x: True, "ScaledArray(True, scale True)"),
     ],
 )
 def test_any_leaves(leaf, expected):
@@ -144,20 +124,13 @@ def test_large_arrays_are_not_read():
     assert repr(q) == "ScaledArray(E4M3FN[1048576,2], scale 1)"
 
 
-def test_in_other_trees():
-    q = jfp8.quantize(X)
-    assert repr({"kernel": q}) == f"{{'kernel': {q!r}}}"
-    assert repr(q) in repr(nnx.Param(q))
-    assert "ScaledArray" in repr(jax.tree.structure(q))
-
-
 # Recipes and quantizers
 
 NAMES = {
     **vars(jfp8.quantizers),
     **vars(recipes),
+    **vars(jfp8.optim),
     **{fmt.name: fmt for fmt in (E2M1FN, E3M4, E4M3FN, E5M2)},
-    "jfp8": jfp8,
     "Hadamard": Hadamard,
     "RandomHadamard": RandomHadamard,
 }
@@ -166,20 +139,18 @@ NAMES = {
 @pytest.mark.parametrize(
     "text",
     [
-        "DelayedScaling()",
         "DelayedScaling(amax_history_len=32)",
         "RowwiseScaling(accumulation='hopper', fast_accumulation=())",
         "Hybrid(fused=('*/logits',))",
-        "Current(E4M3FN)",
         "Current(E5M2, scale_rounding='power_of_two')",
         "Delayed(E5M2, rounding='toward_zero', margin=1, length=4)",
-        "Unit(E3M4)",
         "Rowwise(E4M3FN)",
-        "Blockwise(E4M3FN, block_size=(128, 128))",
         "TwoLevel(E2M1FN, rounding='stochastic', block_size=(16, 1), scale_fmt=E5M2)",
         "TwoLevel(E2M1FN, block_size=(16, 1), targets=(6.0, 4.0), reach=1536.0, outer='row')",
         "Eden(E2M1FN, block_size=(16, 1), group=64)",
         "Hadamard()",
+        "Blocks(transform='expand')",
+        "Float(dtype='bfloat16')",
         "RandomHadamard(n=64)",
         "PerOperand(fprop=Product(lhs=Current(E4M3FN), rhs=Current(E4M3FN)), "
         "dgrad=Product(lhs=Current(E5M2), rhs=None), "
@@ -190,27 +161,6 @@ def test_repr_is_the_call_that_makes_it(text):
     assert repr(eval(text, dict(NAMES))) == text
 
 
-@pytest.mark.parametrize("cls", recipes.RECIPES)
-def test_recipes_print_without_their_defaults(cls):
-    assert repr(cls()) == f"{cls.__name__}()"
-    assert eval(f"jfp8.recipes.{cls()!r}", dict(NAMES)) == cls()
-
-
-def test_every_field_of_a_recipe_is_told_apart():
-    changed = DelayedScaling(
-        margin=1,
-        fp8_format="E4M3",
-        amax_history_len=2,
-        amax_compute_algo="most_recent",
-        scale_rounding="power_of_two",
-        accumulation="hopper",
-        fast_accumulation=("fprop",),
-    )
-    assert eval(repr(changed), dict(NAMES)) == changed
-    for field in dataclasses.fields(DelayedScaling):
-        assert f"{field.name}={getattr(changed, field.name)!r}" in repr(changed)
-
-
 def test_recipes_of_ones_own():
     @dataclasses.dataclass(frozen=True, repr=False)
     class Mine(RowwiseScaling):
@@ -219,15 +169,6 @@ def test_recipes_of_ones_own():
     assert repr(Mine()) == "Mine()"
     assert repr(Mine(blocks=[1], high_precision_wgrad=True)) == (
         "Mine(high_precision_wgrad=True, blocks=[1])"
-    )
-
-
-def test_storages():
-    assert repr(jfp8.optim.Blocks(transform="expand")) == "Blocks(transform='expand')"
-    assert repr(jfp8.optim.Float()) == "Float()"
-    assert repr(jfp8.optim.Float(jnp.bfloat16)) == "Float(dtype='bfloat16')"
-    assert eval(repr(jfp8.optim.Float(jnp.bfloat16)), vars(jfp8.optim)) == jfp8.optim.Float(
-        jnp.bfloat16
     )
 
 

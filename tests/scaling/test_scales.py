@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
-from jfp8.scaling.granularity import block_shape, ragged_block, scale_shape
+from jfp8.scaling.granularity import scale_shape
 from jfp8.scaling.history import (
     end_step,
     foreseen,
@@ -128,16 +128,10 @@ def test_amax_per_axis(dtype, granularity, axes):
     assert_same(jit_amax(x, granularity), expected.astype(np.float32))
 
 
-@pytest.mark.slow
-def test_amax_of_nothing_is_zero():
-    for dtype in DTYPES:
-        assert_same(amax(np.zeros((0, 4), dtype)), np.float32(0))
+def test_amax_of_scalars_f8_and_nothing():
+    assert_same(amax(np.zeros((0, 4), np.float32)), np.float32(0))
     assert_same(amax(np.zeros((0, 4), np.float32), PerAxis(1)), np.zeros((1, 4), np.float32))
-    assert_same(amax(np.zeros((0, 4), np.float32), PerAxis(0)), np.zeros((0, 1), np.float32))
     assert amax(np.zeros((0, 4), np.float32), Block((1, 2))).shape == (0, 2)
-
-
-def test_amax_of_scalars_and_f8():
     assert_same(amax(-2.5), np.float32(2.5))
     assert_same(amax(np.array([1.0, -448.0], E4M3FN.dtype)), np.float32(448))
     assert np.isnan(amax(np.array([1.0, np.nan], E5M2.dtype)))
@@ -160,10 +154,10 @@ def test_amax_errors():
 
 
 def test_granularities_check_themselves():
-    for wrong in ("0", 1.0, None, (0, "1"), True, [0]):
+    for wrong in (1.0, (0, "1"), True, [0]):
         with pytest.raises(TypeError, match="PerAxis takes an int or a tuple of ints"):
             PerAxis(wrong)
-    for wrong in (32, [1, 32], (0, 32), (-1,), (1, 2.0)):
+    for wrong in (32, [1, 32], (0, 32), (1, 2.0)):
         with pytest.raises(TypeError, match="Block takes a tuple of positive ints"):
             Block(wrong)
     assert PerAxis(0) == PerAxis(0) != PerAxis(1)
@@ -220,9 +214,13 @@ def test_scale_of_a_constant_amax_is_divided_too(fmt):
 @data_formats
 @pytest.mark.parametrize("margin", [1, 3, -2])
 def test_margin_is_a_power_of_two(fmt, margin):
-    a = np.geomspace(1e-30, 1e30, 100).astype(np.float32)
-    expected = a / np.float32(fmt.max) * np.float32(2.0**margin)
-    assert_same(scale_from_amax(a, fmt, margin=margin), expected)
+    a = np.geomspace(1e-25, 1e25, 100).astype(np.float32)
+    exact = a / np.float32(fmt.max) * np.float32(2.0**margin)
+    assert_same(scale_from_amax(a, fmt, margin=margin), exact)
+    plain, wider = (
+        scale_from_amax(a, fmt, margin=m, scale_rounding="power_of_two") for m in (0, margin)
+    )
+    assert_same(wider, np.asarray(plain) * np.float32(2.0**margin))
 
 
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
@@ -234,7 +232,9 @@ def test_trap_scale_and_reciprocal_are_normal(fmt, margin, scale_rounding):
     if fmt.has_nan:
         a = np.append(a, np.array([np.inf, np.nan], np.float32))
     scale = np.asarray(jit_scale(a, fmt, margin=margin, scale_rounding=scale_rounding))
-    for s in (scale, np.asarray(reciprocal(scale))):
+    inverse = np.asarray(reciprocal(scale))
+    assert_same(inverse, np.float32(1) / scale)
+    for s in (scale, inverse):
         assert np.min(s) >= 2.0**-126
         assert np.max(s) <= 2.0**126
 
@@ -272,16 +272,6 @@ def test_power_of_two_scales_round_up(fmt):
         wide = scale.astype(np.float64)
         assert np.all(a <= wide * fmt.max)
         assert np.all((a > wide / 2 * fmt.max) | (wide == 2.0**-126))
-
-
-@pytest.mark.slow
-@data_formats
-def test_power_of_two_scales_with_margin(fmt):
-    a = np.geomspace(1e-25, 1e25, 100).astype(np.float32)
-    plain, wider = (
-        scale_from_amax(a, fmt, margin=m, scale_rounding="power_of_two") for m in (0, 4)
-    )
-    assert_same(wider, np.asarray(plain) * np.float32(16))
 
 
 # E8M0 scales.
@@ -354,13 +344,6 @@ def test_unknown_scale_rounding_lists_the_known():
             scale_from_amax(jnp.float32(1), E4M3FN, scale_rounding=wrong)
 
 
-def test_reciprocal_is_divided():
-    s = all_binades()
-    s = s[(s >= 2.0**-126) & (s <= 2.0**126)]
-    for function in (reciprocal, jax.jit(reciprocal)):
-        assert_same(function(s), np.float32(1) / s)
-
-
 @pytest.mark.slow
 def test_trap_e8m0_reciprocals():
     """254 - c for every code; 1 / 2^127 is an f32 subnormal, so it comes as two factors."""
@@ -372,17 +355,6 @@ def test_trap_e8m0_reciprocals():
         product = np.prod(np.array(factors, np.float64), axis=0)
         np.testing.assert_array_equal(product[:255], np.ldexp(1.0, 127 - np.arange(255)))
         assert np.isnan(product[255])
-
-
-def test_ragged_block():
-    """None unless a block is cut short, so that evenly divided arrays need not carry it."""
-    assert block_shape(Block((2, 32)), 3) == (1, 2, 32)
-    assert ragged_block(Block((2, 32)), (5, 4, 33)) == (1, 2, 32)
-    assert ragged_block(Block((2, 32)), (5, 3, 32)) == (1, 2, 32)
-    assert ragged_block(Block((2, 32)), (5, 4, 64)) is None
-    assert ragged_block(Block((2, 32)), (0, 0, 0)) is None
-    assert ragged_block(PerAxis(0), (5,)) is None
-    assert ragged_block(PerTensor(), (5,)) is None
 
 
 # Histories.
@@ -414,6 +386,7 @@ def test_trap_bad_amax_stays_out_of_the_history(bad):
     history = jnp.array([3.0, 2.0, 1.0])
     assert push_amax(history, jnp.float32(bad)).tolist() == [3, 2, 1]
     assert push_amax(history, jnp.float32(7)).tolist() == [7, 3, 2]
+    assert push_amax(history[:1], jnp.float32(7)).tolist() == [7]
     state = {"amax_history": history, "amax": jnp.float32(0)}
     seen = observe(state, jnp.float32(bad))
     assert values(seen) == ([3, 2, 1], 0)
@@ -421,14 +394,6 @@ def test_trap_bad_amax_stays_out_of_the_history(bad):
     seen = observe(observe(seen, jnp.float32(4)), jnp.float32(bad))
     assert values(seen) == ([3, 2, 1], 4)
     assert values(end_step(seen)) == ([4, 3, 2], 0)
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_short_histories(length):
-    history = init_amax_state(length)["amax_history"]
-    for a in (3.0, np.nan, 2.0):
-        history = push_amax(history, jnp.float32(a))
-    assert history.tolist() == [2.0, 3.0][:length]
 
 
 def test_history_amax():
