@@ -137,29 +137,9 @@ def test_all_devices_get_the_same_bits():
         assert np.abs(result).max() > 1
 
 
-@pytest.mark.slow
-def test_iid_gaussian_gradients_keep_28_decibels():
-    x = gaussian(65536)
-    assert decibels(x.astype(np.float64).mean(0), on_devices(pmean)(x)[0]) >= 28
-
-
-@pytest.mark.slow
-def test_heavy_tailed_gradients_of_varying_magnitude_keep_40_decibels():
-    """The energy is in the largest elements of blocks, which the scales of blocks keep exact."""
-    rng = np.random.default_rng(0)
-    shared = rng.normal(size=65536) * np.exp(3 * rng.normal(size=65536))
-    magnitude = (10 ** rng.uniform(-4, 0, 512)).repeat(128)
-    x = shared * magnitude * (1 + 0.5 * rng.normal(size=(N, 65536)))
-    x = x.astype(np.float32)
-    exact = x.astype(np.float64).mean(0)
-    assert decibels(exact, on_devices(pmean)(x)[0]) >= 40
-    one_scale = rounded(rounded(x, block=65536).mean(0), block=65536)
-    assert decibels(exact, one_scale) < 35  # what blocks are for
-
-
 def normal_in_blocks(rng):
-    """Each block normal, over four orders of magnitude from block to block, as between layers."""
-    magnitude = (10 ** rng.uniform(-4, 0, 512)).repeat(128)
+    """Each block normal, over many orders of magnitude from block to block, as between layers."""
+    magnitude = 1e-30 * (10 ** rng.uniform(-4, 0, 512)).repeat(128)
     return rng.normal(size=(N, 65536)) * magnitude
 
 
@@ -169,14 +149,7 @@ def heavy_tails(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "gradients",
-    [
-        lambda rng: rng.normal(size=(N, 65536)),
-        lambda rng: 1e-30 * normal_in_blocks(rng),
-        heavy_tails,
-    ],
-)
+@pytest.mark.parametrize("gradients", [normal_in_blocks, heavy_tails])
 def test_the_finest_formats_keep_40_decibels(gradients):
     """Wherever the energy is; and neither of the two does it alone."""
     x = gradients(np.random.default_rng(0)).astype(np.float32)
@@ -193,13 +166,6 @@ def test_the_finest_formats_keep_40_decibels(gradients):
     assert gradients is not heavy_tails or fine < 40
 
 
-@pytest.mark.slow
-def test_the_finest_formats_send_as_much_as_one():
-    x = jnp.zeros((N, 65536))
-    found = collective_bytes(on_devices(lambda x: collectives.pmean(x, "d")).lower(x).compile())
-    assert found.by_dtype() == {"u8": 2 * 7 / 8 * 512 * 132}
-
-
 def test_every_code_of_e2m5():
     codes = jnp.arange(256, dtype=jnp.uint8)
     values = np.asarray(_values(codes, collectives.E2M5))
@@ -207,20 +173,21 @@ def test_every_code_of_e2m5():
     grid[-1] = np.nan
     np.testing.assert_array_equal(values, [*grid, *(-x for x in grid)])
     assert np.signbit(values[128])
-    assert np.nanmax(values) == collectives.E2M5.max
+    assert np.nanmax(values) == collectives.E2M5.max == 7.75
+    assert collectives.E2M5.nan_code == collectives.E2M5.max_code + 1 == 127
 
 
 @pytest.mark.slow
 def test_bytes_are_a_quarter_of_f32_in_one_exchange_and_one_gather():
     x = {"w": jnp.zeros((N, 512, 384)), "b": jnp.zeros((N, 384))}
-    compiled = on_devices(pmean).lower(x).compile()
-    in_f32 = on_devices(lambda x: lax.pmean(x, "d")).lower(x).compile()
-    found, exact = collective_bytes(compiled), collective_bytes(in_f32)
-    assert [c.op for c in found.collectives] == ["all-to-all", "all-gather"]
-    assert {c.dtype for c in found.collectives} == {"u8"}
+    sent = lambda mean: collective_bytes(on_devices(mean).lower(x).compile())
     records = 512 * 384 // 128 + 3
     records += -records % N
-    assert found.total == 2 * 7 / 8 * records * 132
+    for fmt in (jfp8.E4M3FN, collectives.FINEST):  # two formats are as many bytes as one
+        found = sent(functools.partial(pmean, fmt=fmt))
+        assert [c.op for c in found.collectives] == ["all-to-all", "all-gather"]
+        assert found.by_dtype() == {"u8": 2 * 7 / 8 * records * 132}
+    exact = sent(lambda x: lax.pmean(x, "d"))
     assert exact.total == 2 * 7 / 8 * (512 * 384 + 384) * 4
     assert found.total <= 0.27 * exact.total
 
@@ -256,30 +223,6 @@ def test_trap_what_is_not_finite_on_one_device_reaches_all(bad, fmt, check_vma):
     assert not np.isfinite(result[:, 1000]).any()
     elsewhere = np.delete(np.arange(20000), np.s_[1000 // 128 * 128 : 1000 // 128 * 128 + 128])
     np.testing.assert_array_equal(result[:, elsewhere], np.tile(clean[elsewhere], (len(result), 1)))
-
-
-@pytest.mark.slow
-def test_a_sum_beyond_f32_shows():
-    x = np.full((N, 4096), 3e38, np.float32)
-    assert not np.isfinite(on_devices(pmean)(x)).any()
-
-
-@pytest.mark.slow
-def test_trap_saturation_when_devices_agree():
-    """Sums of codes saturate when all devices hold the same; sums in f32 do not."""
-    x = np.tile(integers(4096)[:1], (N, 1))
-    x[:, ::2] = np.abs(x).reshape(N, -1, 128).max(-1).repeat(64, axis=1)
-    result = np.asarray(on_devices(pmean)(x))[0]
-    np.testing.assert_array_equal(result[::2], x[0, ::2])
-
-
-@pytest.mark.slow
-def test_trap_a_small_gradient_keeps_its_precision_beside_a_large_one():
-    """No block crosses from one leaf into the next."""
-    x = {"a": 1e6 * gaussian(1000), "b": 1e-6 * gaussian(1000, 1), "c": 1e6 * gaussian(1000, 2)}
-    result = on_devices(pmean)(x)
-    for name, leaf in x.items():
-        assert decibels(leaf.astype(np.float64).mean(0), result[name][0]) > 27, name
 
 
 @pytest.mark.slow
@@ -354,12 +297,8 @@ def test_leaves_too_small_for_a_block_travel_in_f32():
     result = mean({**small, "w": gaussian(8192)})
     for name, leaf in small.items():
         np.testing.assert_allclose(result[name][0], leaf.mean(0), rtol=1e-6, atol=1e-7)
-
-
-def test_never_more_bytes_than_f32():
-    """Few blocks among many devices would be padded to more than they hold."""
-    x = {"w": jnp.zeros((N, 130))}
-    found = collective_bytes(on_devices(pmean).lower(x).compile())
+    # Few blocks among many devices would be padded to more than they hold.
+    found = collective_bytes(mean.lower({"w": jnp.zeros((N, 130))}).compile())
     assert found.total <= 2 * 7 / 8 * 130 * 4
 
 
@@ -448,26 +387,6 @@ def test_leaves_that_vary_over_different_axes():
     np.testing.assert_array_equal(result[1], halves.reshape(-1))
 
 
-@pytest.mark.slow
-def test_trap_check_vma_sums_gradients_by_shared_parameters_by_itself():
-    """Such a gradient is a sum that f32 carried; with pcast it is the device's own."""
-    w, x = jnp.ones(8192), jnp.asarray(integers(8192))
-
-    def gradient(w, x):
-        return jax.grad(lambda w: jnp.sum(w * x[0]))(w)
-
-    def by_itself(w, x):
-        return pmean(gradient(lax.pcast(w, "d", to="varying"), x))
-
-    run = functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
-    np.testing.assert_array_equal(jax.jit(run(gradient))(w, x), np.asarray(x).sum(0))
-    mean = jax.jit(run(by_itself))
-    np.testing.assert_array_equal(
-        mean(w, x), rounded(rounded(np.asarray(x)).sum(0) / np.float32(N))
-    )
-    assert set(collective_bytes(mean.lower(w, x).compile()).by_dtype()) == {"u8"}
-
-
 @both_modes
 def test_derivatives_are_those_of_lax(check_vma):
     x, weights = jnp.asarray(gaussian(2 * 4096)), jnp.asarray(gaussian(2 * 4096, 1)[0])
@@ -493,13 +412,9 @@ def test_derivatives_are_those_of_lax(check_vma):
     expected = gradient(theirs)
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(gradient(ours), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_cotangents_travel_in_their_own_dtype():
-    def loss(x):
-        return jnp.sum(all_gather(x, "d", tiled=True, min_size=0) ** 2)
-
-    found = collective_bytes(on_devices(jax.grad(loss)).lower(jnp.zeros((N, 4096))).compile())
+    # Cotangents travel in their own dtype.
+    whole = lambda x: jnp.sum(all_gather(x, "d", tiled=True, min_size=0) ** 2)
+    found = collective_bytes(on_devices(jax.grad(whole)).lower(x).compile())
     assert {(c.op, c.dtype) for c in found.collectives} == {
         ("all-gather", "u8"),
         ("reduce-scatter", "f32"),
@@ -610,10 +525,3 @@ def test_explicit_axes():
 def test_errors_teach(call, error, words):
     with pytest.raises(error, match=words):
         on_devices(call)(gaussian(64))
-
-
-def test_the_largest_code_of_e2m5_is_that_of_its_largest_number():
-    """Two bits of exponent, with a bias of 1, and five of mantissa; the last code is NaN."""
-    exponent, mantissa = divmod(collectives.E2M5.max_code, 32)
-    assert collectives.E2M5.max == (1 + mantissa / 32) * 2.0 ** (exponent - 1) == 7.75
-    assert collectives.E2M5.nan_code == 127

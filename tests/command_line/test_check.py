@@ -13,6 +13,7 @@ import pytest
 
 import jfp8
 from jfp8.command_line import cases, check
+from jfp8.command_line.child import ask
 from jfp8.command_line.exactness import product_error
 from jfp8.command_line.parser import main
 from jfp8.kernels.blackwell.matmul import MX, NVFP4
@@ -64,6 +65,11 @@ def test_what_is_wrong_hangs_or_crashes_is_left_out_afterwards():
         *(f"{H200}: {n} failed `python -m jfp8 check`" for n in ("wrong", "hanging", "crashing")),
     ]
     assert len(said) == 3
+
+
+def test_a_process_that_never_starts_is_ended():
+    answer = ask("time:sleep", 1000, starting=1, running=100)
+    assert (answer.kind, answer.failure) == ("hang", "no answer within 1 s to start and compile")
 
 
 @pytest.mark.slow
