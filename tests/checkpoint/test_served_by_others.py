@@ -89,29 +89,6 @@ def test_a_model_that_others_open_has_our_values(case, qwen3, tmp_path):
         assert np.count_nonzero(theirs[name]) > (1000 if name == EXTREMES else np.size(x) / 2)
 
 
-def test_gpt_oss(tmp_path):
-    pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    plain = transformers.GptOssForCausalLM(transformers.GptOssConfig(**others.GPT_OSS))
-    rng = np.random.default_rng(0)
-    tensors: dict[str, Any] = {}
-    for name, x in plain.state_dict().items():
-        shape = tuple(x.mT.shape) if name.endswith("_proj") else tuple(x.shape)
-        w = rng.normal(size=shape).astype(np.float32)
-        tensors[name] = w
-        if name.endswith("_proj"):
-            w[0] *= np.exp2(rng.integers(-60, 60, size=(shape[1], 1)))
-            w[1] = 0
-            tensors[name] = mxfp4(w)
-    (tmp_path / "config.json").write_text(json.dumps(others.GPT_OSS | {"dtype": "float32"}))
-    checkpoint.save_fp8_safetensors(tmp_path, tensors, "gpt-oss")
-    theirs = others.opened_by_transformers(tmp_path, plain)
-    for name, x in tensors.items():
-        values = np.asarray(x).mT if isinstance(x, ScaledArray) else x
-        assert others.different(values, theirs[name]) == 0, name
-    assert theirs["model.layers.1.mlp.experts.down_proj"].any()
-
-
 def test_deepseek_v4(tmp_path):
     torch = pytest.importorskip("torch")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -127,38 +104,6 @@ def test_deepseek_v4(tmp_path):
         scale = stored[name.replace("weight", "scale")]
         assert others.different(ours[name], dequantize(stored[name], scale, torch.float32)) == 0
         assert np.count_nonzero(ours[name]) > 1000
-
-
-def mxfp4(x: Any) -> ScaledArray:
-    return jfp8.quantize(x, "e2m1", granularity=jfp8.Block((1, 32)), scale_rounding="floor")
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_modelopt(recipe, tmp_path):
-    torch = pytest.importorskip("torch")
-    modelopt = pytest.importorskip("modelopt.torch.quantization.qtensor")
-    from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
-    from safetensors.torch import load_file
-
-    w = weights_of({"a.weight": (64, 96), EXTREMES: (256, 128), "lm_head.weight": (8, 96)})
-    checkpoint.save_fp8_safetensors(tmp_path, w, "modelopt", recipe={"lm_head": None, "*": recipe})
-    ours, _ = checkpoint.load_fp8_safetensors(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    for name in ("a.weight", EXTREMES):
-        shape, scale = w[name].shape, stored[name + "_scale"]
-        if recipe == "mxfp8":
-            tensor = modelopt.MXFP8QTensor(shape, torch.float32, stored[name])
-            theirs = tensor.dequantize(torch.float32, scale=scale)
-        else:
-            tensor = modelopt.NVFP4QTensor(shape, torch.float32, stored[name])
-            outer = stored[name + "_scale_2"]
-            theirs = tensor.dequantize(
-                torch.float32, scale=scale, double_scale=outer, block_sizes={-1: 16}
-            )
-        assert others.different(ours[name], theirs) == 0
-    if recipe == "nvfp4":  # names and dtypes, as its converter checks them
-        converter = ModelOptNvfp4Converter(ignore=["lm_head"], targets=["re:.*"])
-        assert "a.weight_packed" in converter.validate(stored)
 
 
 def test_nvfp4_of_compressed_tensors_is_exact_where_the_outer_scale_is_a_power_of_two(tmp_path):

@@ -1,7 +1,6 @@
 """`python -m jfp8 bench`, rehearsed: one file with every rate, and what failed."""
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,7 @@ DONE = ("copy", "layer, delayed")
 
 
 @pytest.fixture(autouse=True)
-def _few(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def few(monkeypatch):
     monkeypatch.setattr(bench, "WORK", {name: bench.WORK[name] for name in DONE})
 
 

@@ -20,17 +20,10 @@ from jfp8.kernels.blackwell.matmul import MX, NVFP4
 from jfp8.kernels.verdicts import verdict_file, why_failed
 from jfp8.tracing.devices import Gpu
 
-HERE, H200 = Path(__file__).parent, "NVIDIA H200"
+H200 = "NVIDIA H200"
 needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2 or later"
 )
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def checked(table, seconds=60.0, kernels=None):

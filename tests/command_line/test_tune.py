@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from pathlib import Path
 
 import jax
 import pytest
@@ -10,16 +9,9 @@ import pytest
 from jfp8.command_line import tune
 from jfp8.command_line.parser import main, make_parser
 
-HERE = Path(__file__).parent
 needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2 or later"
 )
-
-
-@pytest.fixture(autouse=True)
-def _found(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
 
 @needs_kernels

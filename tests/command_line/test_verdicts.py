@@ -26,12 +26,6 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 def judge(kind, **kernels):
     """Write a verdict, with the format that the page on GPUs shows, not by the command."""
     path = verdicts.verdict_file(kind)

@@ -124,16 +124,6 @@ def test_reading_and_comparing_do_not_count():
     other.update(gradient, used)
 
 
-def test_a_state_with_other_fields_remembers():
-    """As an optimizer's next state is made of the one before."""
-    state = jfp8.loss_scale().init({})
-    jfp8.scale_loss(1.0, state)
-    other = state._replace(loss_scale=2 * state.loss_scale)
-    assert float(other.loss_scale) == 2 * float(state.loss_scale)
-    assert other.mark is state.mark
-    assert other.mark.multiplied
-
-
 def test_a_function_compiled_for_another_optimizer_may_have_scaled_the_loss():
     """It is not traced again, so nobody can know, and the warning says so."""
     params = begin("compiled before")
