@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jfp8.layers import norm_math
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from support.arrays import cosine, relative_error
 from support.layers import (
@@ -49,16 +50,11 @@ def assert_as_written(layer, written_out, params, x, dy):
         assert relative_error(plain, expected) > 1e-2 or y.ndim == 1, "the oracle tells"
 
 
-def normalized(x, params, kind, zero_centered, epsilon, axes=(-1,)):
-    center = jnp.mean(x, axes, keepdims=True) if kind == "layernorm" else 0.0
-    spread = jnp.sqrt(jnp.mean((x - center) ** 2, axes, keepdims=True) + epsilon)
-    # The axes of the tests are the last ones, in order.
-    pad = (1,) * (x.ndim - len(axes))
-    scale = params["scale"].reshape(*pad, *params["scale"].shape)
-    y = (x - center) / spread * (1 + scale if zero_centered else scale)
-    if kind == "layernorm":
-        y = y + params["ln_bias"].reshape(*pad, *scale.shape[len(pad) :])
-    return y
+def normalized(x, params, layer, axes=(-1,)):
+    """By the function that `test_transformer_math` compares with float64."""
+    options = {"epsilon": layer.epsilon, "layernorm_type": layer.layernorm_type}
+    options |= {"zero_centered_gamma": layer.zero_centered_gamma, "axes": axes}
+    return norm_math.normalize(x, params["scale"], params.get("ln_bias"), **options)
 
 
 # LayerNormDense.
@@ -92,12 +88,7 @@ def test_dense_is_normalisation_and_product_of_rounded_operands(case):
     axes = fields.get("axis", (-1,))
 
     def written_out(product, params, x):
-        kind, zero_centered = layer.layernorm_type, layer.zero_centered_gamma
-        y = product(
-            equation,
-            normalized(x, params, kind, zero_centered, layer.epsilon, axes),
-            params["kernel"],
-        )
+        y = product(equation, normalized(x, params, layer, axes), params["kernel"])
         bias = params.get("bias", jnp.zeros(()))
         return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
@@ -148,7 +139,7 @@ def test_mlp_is_its_formula_with_rounded_operands(activation):
 
     def written_out(product, params, x):
         wi, wo = params["wi"], params["wo"]
-        y = normalized(x, wi, mlp.layernorm_type, mlp.zero_centered_gamma, mlp.epsilon)
+        y = normalized(x, wi, mlp)
         hidden = product("ai,inj->anj", y, wi["kernel"]) + wi["bias"][None]
         return product("aj,jo->ao", FORMULAS[activation](hidden), wo["kernel"]) + wo["bias"][None]
 

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8 import ScaledArray, recipes
+from jfp8 import ScaledArray
 from jfp8.layers.linen.moe import ExpertDense, MoE, Router
-from jfp8.products.ragged import routing
-from jfp8.products.ragged.tiles import take_rows
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from support.arrays import relative_error
 from support.layers import on_grid
@@ -96,7 +94,7 @@ def applied(model):
     return jax.jit(lambda params, x: model.apply({"params": params}, x))
 
 
-@pytest.mark.slow
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(("k", "activation"), [(2, "swiglu"), (1, "relu")])
 def test_block_is_that_of_every_expert_for_every_token(k, activation):
     """y, the loss, and the gradients of both by all parameters and the tokens."""
@@ -137,65 +135,6 @@ def test_a_disabled_region_computes_in_high_precision():
 
 
 # Routing.
-
-
-def to_experts(x, routed):
-    """A copy of each token for each expert it chose, sorted by expert."""
-    copies = jnp.repeat(x, routed.experts.shape[1], axis=0)
-    return take_rows(copies, routed.order, routed.places)
-
-
-def from_experts(y, routed):
-    """For each token, the weighted sum of its experts' results."""
-    back = take_rows(y, routed.places, routed.order).reshape(*routed.experts.shape, y.shape[-1])
-    return jnp.sum(back.astype(jnp.float32) * routed.weights[:, :, None], axis=1)
-
-
-def test_routing():
-    logits = np.log(np.float32([[0.1, 0.6, 0.3], [0.7, 0.2, 0.1], [0.2, 0.3, 0.5]]))
-    routed = routing.route(jnp.asarray(logits), 2, renormalize=False)
-    assert routed.experts.tolist() == [[1, 2], [0, 1], [2, 1]]
-    assert routed.group_sizes.tolist() == [1, 3, 2]
-    np.testing.assert_allclose(routed.weights, [[0.6, 0.3], [0.7, 0.2], [0.5, 0.3]], rtol=1e-6)
-    # Copies 0 to 5 are of tokens 0, 0, 1, 1, 2, 2; within an expert they keep their order.
-    assert routed.order.tolist() == [2, 0, 3, 5, 1, 4]
-    assert routed.places.tolist() == [1, 4, 0, 2, 5, 3]
-    x = jnp.arange(3.0)[:, None] + jnp.array([[10.0, 20.0]])
-    copies = to_experts(x, routed)
-    assert copies[:, 0].tolist() == [11, 10, 11, 12, 10, 12]
-    np.testing.assert_allclose(
-        from_experts(copies, routed)[:, 0], [10 * 0.9, 11 * 0.9, 12 * 0.8], rtol=1e-6
-    )
-    renormalized = routing.route(jnp.asarray(logits), 2, renormalize=True)
-    np.testing.assert_allclose(renormalized.weights[0], [2 / 3, 1 / 3], rtol=1e-6)
-    with pytest.raises(ValueError, match="experts_per_token=4 must be from 1 to .* experts, 3"):
-        routing.route(jnp.asarray(logits), 4, renormalize=True)
-
-
-def test_gradients_of_the_way_there_and_back_are_exact():
-    """Against JAX's own gradient of indexing."""
-    rng = np.random.default_rng(1)
-    logits = rng.standard_normal((11, 4)).astype(np.float32)
-    x, ct = tokens((11, 3)), tokens((11, 3), seed=2)
-    routed = routing.route(jnp.asarray(logits), 2, renormalize=True)
-    double = jnp.asarray(rng.standard_normal((22, 3)).astype(np.float32))
-
-    def there_and_back(x, weights):
-        r = routed._replace(weights=weights)
-        return from_experts(to_experts(x, r) * double, r)
-
-    def indexed(x, weights):
-        back = ((x[routed.order // 2]) * double)[routed.places].reshape(11, 2, 3)
-        return jnp.sum(back * weights[..., None], axis=1)
-
-    for a, b in zip(
-        *(
-            jax.jit(lambda *args, f=f: jax.vjp(f, *args)[1](ct))(x, routed.weights)
-            for f in (there_and_back, indexed)
-        ),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -287,29 +226,6 @@ def test_saved_activations():
     np.testing.assert_array_equal(saving.apply(variables, x), model.apply(variables, x))
     ours, theirs = gradient(saving), gradient(model)
     assert 0 < relative_error(ours["wi"]["kernel"], theirs["wi"]["kernel"]) < 0.1
-
-
-@pytest.mark.slow
-def test_on_one_device_nothing_is_rounded_twice():
-    """Rows are sorted first, and quantized in both directions: scales are no powers of two."""
-    recipe = recipes.Float8BlockScaling(scale_rounding=None)
-    model, params = made(recipe=recipe)
-    x, dy = tokens(), tokens(seed=1)
-
-    def sorted_first(params, x):
-        logits = jnp.dot(x, params["router"]["kernel"], precision="highest")
-        routed = routing.route(logits, 2, renormalize=True)
-        product = lambda x, layer: jfp8.scaled_ragged_dot(
-            x, params[layer]["kernel"], routed.group_sizes, recipe=recipe
-        )
-        gate, up = jnp.split(product(to_experts(x, routed), "wi"), 2, axis=-1)
-        return from_experts(product(jax.nn.silu(gate) * up, "wo"), routed)
-
-    run = jax.jit(lambda f, p, x: jax.vjp(f, p, x)[1](dy), static_argnums=0)
-    found = run(lambda p, x: model.apply({"params": p}, x), params, x)
-    for a, b in zip(*map(jax.tree.leaves, (found, run(sorted_first, params, x))), strict=True):
-        assert np.abs(b).max() > 0
-        assert relative_error(a, b) < 1e-5
 
 
 @pytest.mark.slow

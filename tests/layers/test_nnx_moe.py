@@ -140,6 +140,12 @@ def test_losses_are_captured():
     assert_same(nnx.to_pure_dict(captured), dict(mutated["intermediates"]))
 
 
+def test_precision_of_experts_in_high_precision():
+    layer = jfp8.nnx.ExpertDense(2, 8, 4, precision="highest", rngs=nnx.Rngs(0))
+    with jfp8.autocast(enabled=False):
+        assert "HIGHEST" in str(jax.make_jaxpr(layer)(jnp.ones((6, 8)), jnp.array([2, 4])))
+
+
 def test_a_bias_that_cannot_be_kept_raises():
     model = jfp8.nnx.MoE(FEATURES, EXPERTS, HIDDEN, bias_update_rate=0.1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="updates its bias in training.*\n?.*model.eval"):

@@ -85,9 +85,10 @@ class DotProductAttention(PrintsRecipe):
             return pass_on(nnx.dot_product_attention, locals())
         check_weights_stay_inside(dropped, kept)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        return self.attend(query, key, value, bias, mask, is_causal=is_causal, **options)
+        return self._attend(query, key, value, bias, mask, is_causal=is_causal, **options)
 
-    def attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
+    # Flax's `nnx.tabulate` has a row for each called method without an underscore.
+    def _attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
         """Compute `jfp8.layers.attention.attend` by the recipe in effect.
 
         Args:

@@ -142,7 +142,7 @@ class LayerNormAttention(nnx.Module):
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
-            attention=own.attend if in_fp8 else plain,
+            attention=own._attend if in_fp8 else plain,
             in_fp8=in_fp8,
             qkv=qkv,
             rotary=self.rotary,
