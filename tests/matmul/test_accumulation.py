@@ -68,23 +68,16 @@ def f32_scale(q) -> np.ndarray:
     return scale
 
 
-def every_128(lhs, rhs, scale_first=False) -> np.ndarray:
+def every_128(lhs, rhs) -> np.ndarray:
     """The oracle, for operands [..., m, k] and [..., k, n]; f32.
 
-    ``sum_c f32(scale_c * sum_{k in c} a_k b_k)``, one addition in f32 after the other; or, where a
-    scale is finer than a chunk, with the scales multiplied into the elements first.
+    ``sum_c f32(scale_c * sum_{k in c} a_k b_k)``, one addition in f32 after the other.
     """
     a, b = (np.asarray(q.data).astype(np.float64) for q in (lhs, rhs))
     a_scale, b_scale = f32_scale(lhs), f32_scale(rhs)
     total = np.zeros(np.matmul(a, b).shape, np.float32)
     for start in range(0, a.shape[-1], 128):
         c = slice(start, start + 128)
-        if scale_first:
-            x, y = a[..., c] * a_scale[..., c], b[..., c, :] * b_scale[..., c, :]
-            partial_sum = np.matmul(x, y)
-            assert (partial_sum == partial_sum.astype(np.float32)).all()
-            total = total + partial_sum.astype(np.float32)
-            continue
         partial_sum = np.matmul(a[..., c], b[..., c, :])
         assert abs(partial_sum).max(initial=0) < 2**24
         scale = a_scale[..., start, None] * b_scale[..., start, None, :]  # constant in the chunk
@@ -240,30 +233,6 @@ def test_hopper_is_promoted_every_128_and_wherever_a_scale_changes(k, length):
     for accumulation in modes:
         y = matmul(a, ScaledArray(rhs, jnp.float32(1)), PLAIN, accumulation=accumulation)
         np.testing.assert_array_equal(y, total)
-
-
-@pytest.mark.slow
-def test_errors_of_the_modes_are_those_measured():
-    """N(0, 40^2) in E4M3, K = 1024: at most 2.8e-4 of sum|ab| fast, 4e-5 promoted, 2e-8 in f32.
-
-    And all-positive data are biased low, since bits are cut off and not rounded.
-    """
-    lhs, rhs = random_f8((32, 1024), 6), random_f8((1024, 32), 7)
-    errors = {}
-    for accumulation in ("hopper", "hopper_every_128", "f32"):
-        results = []
-        for sign in (lambda x: x, abs):
-            a, b = (sign(np.asarray(x).astype(np.float64)) for x in (lhs, rhs))
-            q = [ScaledArray(jnp.asarray(x.astype(E4M3)), jnp.float32(1)) for x in (a, b)]
-            y = np.asarray(matmul(*q, PLAIN, accumulation=accumulation), np.float64)
-            results.append((y - a @ b) / (abs(a) @ abs(b)))
-        errors[accumulation] = abs(results[0]).max(), np.mean(results[1])
-    assert 1e-4 < errors["hopper"][0] < 6e-4
-    assert 1.5e-5 < errors["hopper_every_128"][0] < 1e-4
-    assert errors["f32"][0] < 1e-7
-    assert -0.02 < errors["hopper"][1] < -0.002
-    assert -0.004 < errors["hopper_every_128"][1] < -1e-4
-    assert abs(errors["f32"][1]) < 1e-6
 
 
 @pytest.mark.slow

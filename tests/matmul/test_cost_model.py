@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from jfp8.kernels import cost_model
 from jfp8.kernels.cost_model import (
     BY_XLA,
     ON_ADA,
@@ -112,14 +111,9 @@ def test_cards_that_were_not_timed_are_scaled_by_data_sheets():
     ("kind", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA B200", "B200"),
         ("NVIDIA B300 SXM6 AC", "B300"),
-        ("NVIDIA GB200", "GB200"),
         ("NVIDIA GB300", "GB300"),
-        ("NVIDIA L40S", "L40S"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 5090", "RTX 5090"),
     ],
 )
@@ -170,11 +164,6 @@ def test_a_product_of_arithmetic_alone(scales, costs, us):
     assert times.fp8 == pytest.approx(1e-6 * (4 + us + others))
     assert times.rounded == pytest.approx(1e-6 * (104 + (ROUNDED[scales].launches - 3) * 2 / 3))
     assert times.gain == pytest.approx(times.bf16 / min(times.fp8, times.rounded))
-
-
-def test_four_bits_without_tensor_cores_for_them():
-    times = expected(LARGE, ROUND._replace(nvfp4=None), "nvfp4", ON_BLACKWELL)
-    assert times.fp8 == pytest.approx(1e-6 * (104 + 55 * 2 / 3))
 
 
 def test_a_product_of_bytes_alone():
@@ -235,17 +224,3 @@ def test_three_products_of_a_layer_take_the_same_time():
 )
 def test_kinds_of_scales(blocks, kind):
     assert scales_of(blocks) == kind
-
-
-def test_gains_near_those_estimated_from_other_rates():
-    """Of an H100 with 700 TFLOP/s in bf16, 1300 in FP8, 3 TB/s and 2.5 µs for a launch."""
-    estimated = {
-        "one": {(4096, 4096, 4096): 1.38, (8192, 8192, 8192): 1.63, (8192, 1024, 1024): 0.81},
-        "rows": {(4096, 4096, 4096): 1.05, (8192, 8192, 8192): 1.27, (8192, 1024, 1024): 0.57},
-        "blocks": {(4096, 4096, 4096): 1.15, (8192, 8192, 8192): 1.27, (8192, 1024, 1024): 0.81},
-        "mx": {(4096, 4096, 4096): 0.71, (8192, 8192, 8192): 0.85, (8192, 1024, 1024): 0.42},
-    }
-    for scales, by_sizes in estimated.items():
-        for sizes, gain in by_sizes.items():
-            found = cost_model.expected(work_of(sizes), RATES["H100"], scales, ON_HOPPER).gain
-            assert found == pytest.approx(gain, rel=0.15), (scales, sizes)

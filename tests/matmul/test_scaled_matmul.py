@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import string
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,49 +18,11 @@ implementations = pytest.mark.parametrize("implementation", ["emulate", "xla", N
 pairs = pytest.mark.parametrize("formats", PAIRS, ids=lambda p: f"{p[0].name}x{p[1].name}")
 
 
-# Dimension numbers: the corners, by name. Others, and other scales and formats, are drawn in
-# tests/properties.
-
-
-CASES = {
-    "outer product": ((3, 2), (5,), (((), ()), ((), ()))),
-    "full contraction": ((3, 4, 5), (5, 3, 4), (((1, 2, 0), (2, 0, 1)), ((), ()))),
-    "scalars": ((), (), (((), ()), ((), ()))),
-    "only batch": ((4, 3), (3, 4), (((), ()), ((0, 1), (1, 0)))),
-    "no rows": ((0, 5), (5, 3), PLAIN),
-    "no columns": ((4, 5), (5, 0), PLAIN),
-    "empty contraction": ((4, 0), (0, 3), PLAIN),
-    "empty batch": ((0, 4, 2), (2, 3, 0), (((2,), (0,)), ((0,), (2,)))),
-    "lists and numpy integers": ((4, 6), (6, 5), [[[np.int64(1)], np.array([0])], [[], []]]),
-}
-cases = pytest.mark.parametrize("case", CASES)
-
-
-def equation(lhs_ndim, rhs_ndim, numbers):
-    """Dimension numbers as an einsum, which numpy computes in any dtype."""
-    (lc, rc), (lb, rb) = (tuple(tuple(int(d) for d in side) for side in pair) for pair in numbers)
-    lhs = list(string.ascii_lowercase[:lhs_ndim])
-    rhs = list(string.ascii_uppercase[:rhs_ndim])
-    for a, b in zip(lc + lb, rc + rb, strict=True):
-        rhs[b] = lhs[a]
-    out = [lhs[a] for a in lb]
-    out += [c for i, c in enumerate(lhs) if i not in lc + lb]
-    out += [c for i, c in enumerate(rhs) if i not in rc + rb]
-    return f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}"
-
-
-def oracle(lhs, rhs, numbers):
-    """float64 (or int64) product of two numpy arrays."""
-    return np.einsum(equation(lhs.ndim, rhs.ndim, numbers), lhs, rhs)
+# Dimension numbers, scales and formats are drawn in tests/properties.
 
 
 def matmul(lhs, rhs, numbers=PLAIN, **options):
     return jax.jit(lambda l, r: scaled_matmul(l, r, numbers, **options))(lhs, rhs)
-
-
-def random_integers(rng, shape, fmt):
-    """Integers that both formats hold exactly: their products and sums are exact in f32."""
-    return jnp.asarray(rng.integers(-8, 9, shape), jnp.float32).astype(fmt.dtype)
 
 
 def e8m0(codes):
@@ -72,21 +32,11 @@ def e8m0(codes):
 # Numbers
 
 
-@pytest.mark.slow
-@implementations
-@cases
-def test_any_dimension_numbers_exactly(case, implementation):
-    """On small integers every order of summation is exact, so bitwise equality is owed."""
-    lhs_shape, rhs_shape, numbers = CASES[case]
-    rng = np.random.default_rng(1)
-    fmt_lhs, fmt_rhs = PAIRS[len(case) % 3]
-    lhs = ScaledArray(random_integers(rng, lhs_shape, fmt_lhs), jnp.float32(2.0**-3))
-    rhs = ScaledArray(random_integers(rng, rhs_shape, fmt_rhs), jnp.float32(2.0**5))
-    y = matmul(lhs, rhs, numbers, implementation=implementation)
-    expected = oracle(*(np.asarray(q.data).astype(np.int64) for q in (lhs, rhs)), numbers) * 4
-    assert y.dtype == jnp.float32
-    assert y.shape == expected.shape
-    np.testing.assert_array_equal(y, expected)
+def test_dimension_numbers_may_be_lists_of_numpy_integers():
+    whole = {"scale_rounding": "power_of_two"}
+    lhs, rhs = (quantize(x, **whole) for x in np.float32([np.eye(3), [[1, 2, 4]] * 3]))
+    numbers = [[[np.int64(1)], np.array([0])], [[], []]]
+    np.testing.assert_array_equal(scaled_matmul(lhs, rhs, numbers), rhs.dequantize())
 
 
 @pytest.mark.slow
@@ -101,18 +51,6 @@ def test_every_product_of_two_codes(formats, implementation):
         expected = np.multiply.outer(*(np.asarray(c).astype(np.float64) for c in codes))
     np.testing.assert_array_equal(y, expected)
     assert np.isfinite(y).sum() >= (256 - 8) ** 2
-
-
-@pytest.mark.slow
-@implementations
-@pytest.mark.parametrize("fast", [True, False])
-def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
-    """65536 + 4095 * 1: an accumulator of 14 bits would lose each of the ones."""
-    ones = jnp.full((1, 4096), 1, E4M3.dtype).at[0, 0].set(256)
-    lhs = ScaledArray(ones, jnp.float32(1))
-    rhs = ScaledArray(ones.T, jnp.float32(1))
-    y = matmul(lhs, rhs, implementation=implementation, fast_accumulation=fast)
-    assert y.item() == 256 * 256 + 4095
 
 
 @pytest.mark.slow
@@ -146,18 +84,6 @@ def test_trap_f16_accumulator_overflow(implementation):
     np.testing.assert_array_equal(y, np.full((2, 2), 784, np.float16))
 
 
-@pytest.mark.slow
-@implementations
-@pairs
-def test_trap_product_of_f8_arrays_is_f32(formats, implementation):
-    """``f8 @ f8`` gives f8 in JAX, and mixed formats a TypePromotionError."""
-    lhs = ScaledArray(jnp.full((1, 100), 16, formats[0].dtype), jnp.float32(1))
-    rhs = ScaledArray(jnp.full((100, 1), 16, formats[1].dtype), jnp.float32(1))
-    y = scaled_matmul(lhs, rhs, PLAIN, implementation=implementation)
-    assert y.dtype == jnp.float32
-    assert y.item() == 25600  # neither saturated at 448 nor rounded to two bits
-
-
 # Scales
 
 
@@ -186,15 +112,6 @@ def test_e8m0_nan_scale_is_nan_where_it_applies(implementation):
     np.testing.assert_array_equal(y, [[4, 4], [np.nan, np.nan], [8, 8]])
 
 
-@pytest.mark.slow
-@implementations
-def test_nan_stays_in_its_row(implementation):
-    lhs = ScaledArray(jnp.ones((3, 70), E4M3.dtype).at[1, 50].set(jnp.nan), jnp.float32(1))
-    rhs = ScaledArray(jnp.ones((70, 2), E4M3.dtype), jnp.float32(1))
-    y = matmul(lhs, rhs, implementation=implementation)
-    np.testing.assert_array_equal(y, [[70, 70], [np.nan, np.nan], [70, 70]])
-
-
 # Errors
 
 
@@ -217,11 +134,6 @@ def test_error_unknown_implementation_lists_the_known_ones():
         scaled_matmul(*operands(), PLAIN, implementation="cuda")
 
 
-def test_error_unknown_accumulation_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"accumulation='f16' is unknown.*'f32'"):
-        scaled_matmul(*operands(), PLAIN, accumulation="f16")
-
-
 @pytest.mark.parametrize("kind", ["contracting", "batch"])
 def test_error_sizes_name_both(kind):
     lhs, rhs = quantize(jnp.ones((2, 7))), quantize(jnp.ones((5, 3)))
@@ -238,7 +150,6 @@ def test_error_sizes_name_both(kind):
     [
         (None, "must be.*lhs_contracting.*got None"),
         (((1,), (0,)), "must be.*four sequences of ints"),
-        ((((1.5,), (0,)), ((), ())), "must be.*four sequences of ints"),
         (((("a",), (0,)), ((), ())), "must be.*four sequences of ints"),
         ((((-1,), (0,)), ((), ())), r"lhs dimensions \(-1,\).*from 0 to 1"),
         ((((1,), (2,)), ((), ())), r"rhs dimensions \(2,\).*from 0 to 1"),
@@ -259,7 +170,7 @@ def test_error_dimension_numbers(numbers, words):
 
 @pytest.mark.slow
 @implementations
-@pytest.mark.parametrize("scale_shape", [(3, 1), (4,), (1, 4), (4, 1, 1), (0, 1)])
+@pytest.mark.parametrize("scale_shape", [(3, 1), (4,), (0, 1)])
 def test_error_scale_shape(scale_shape, implementation):
     lhs = ScaledArray(jnp.ones((4, 6), E4M3.dtype), jnp.ones(scale_shape))
     with pytest.raises(ValueError, match=r"data of shape \(4, 6\) cannot have a scale of shape"):
