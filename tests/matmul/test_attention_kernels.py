@@ -128,7 +128,7 @@ BACKWARD = {
 }
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @on_each_gpu(BACKWARD)
 def test_gradients(gpu, case):
     sizes, options, formats, out_dtype = BACKWARD[case]

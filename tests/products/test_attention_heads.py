@@ -6,11 +6,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
-import jfp8
 from jfp8 import recipes
 from jfp8.kernels.cast_heads import cast_heads
 from jfp8.layers.transformer_math import projected_attention
@@ -61,48 +59,6 @@ def test_the_kernel_quantizes_heads_of_a_projection(which):
         np.testing.assert_array_equal(
             np.asarray(q.transposed).astype("f4"), transposed.astype("f4")
         )
-
-
-@needs_mosaic
-def test_the_bytes_of_the_kernel():
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    x = np.random.default_rng(1).normal(size=(1, 2, 128, 64)).astype(np.float32)
-    inverse = np.linspace(0.5, 8, 256, dtype=np.float32).reshape(1, 2, 128)
-    with plgpu.force_gpu_interpret_mode():
-        both = cast_heads(jnp.asarray(x), jnp.asarray(inverse), jfp8.E4M3FN)
-    straight, transposed = both
-    expected = (x * inverse[..., None]).astype(ml_dtypes.float8_e4m3fn)
-    assert np.unique(expected.view(np.uint8)).size > 100
-    np.testing.assert_array_equal(np.asarray(straight).view(np.uint8), expected.view(np.uint8))
-    turned = np.ascontiguousarray(expected.swapaxes(-1, -2))
-    np.testing.assert_array_equal(np.asarray(transposed).view(np.uint8), turned.view(np.uint8))
-
-
-@needs_mosaic
-@pytest.mark.slow
-def test_attention_of_heads_by_kernels():
-    """All kernels, forward and backward, against the reference of the heads alone."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    qkv, *alone = projection()
-    dy = jnp.asarray(np.random.default_rng(1).normal(size=alone[0].shape), jnp.bfloat16)
-
-    def run(implementation, projections=SEPARATE):
-        how = AttentionOptions(None, True, None, recipes.Float8CurrentScaling(), implementation)
-
-        def attend(*x):
-            arrays = (*x, None, None, None)
-            return attention_of_projections(how, arrays, (None,) * 4, None, None, projections)
-
-        y, back = jax.vjp(attend, *alone)
-        return y, *back(dy)
-
-    with plgpu.force_gpu_interpret_mode():
-        found = run("mosaic_gpu", (qkv,) * 3)
-    for x, expected in zip(found, run("emulate"), strict=True):
-        x, expected = (np.asarray(each, np.float64) for each in (x, expected))
-        assert np.linalg.norm(x - expected) < 0.02 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("rotary", [None, ((1, 10_000), "consecutive")])

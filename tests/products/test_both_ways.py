@@ -155,12 +155,3 @@ def test_a_quantizer_derived_from_one_with_a_kernel_has_none():
 
     assert has_kernel(Current(E4M3))
     assert not has_kernel(Halved(E4M3))
-
-
-@pytest.mark.representative(1)
-@pytest.mark.parametrize("scale_rounding", [None, "rceil"])
-def test_transposed(scale_rounding):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 70)), jnp.float32)
-    block = jfp8.Block((1, 32))
-    q = jfp8.quantize(x, granularity=block, scale_rounding=scale_rounding)
-    np.testing.assert_array_equal(q.T.dequantize(), q.dequantize().T)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from fractions import Fraction
 from functools import partial
 
@@ -55,46 +54,25 @@ def fake_quantize(x, fmt, scale):
     return np.where(np.isfinite(x), data, np.nan), scale
 
 
-def letters(lhs_ndim, rhs_ndim, numbers):
-    """Dimension numbers as einsum terms: lhs, rhs, result."""
-    (lc, rc), (lb, rb) = numbers
-    lhs = list(string.ascii_lowercase[:lhs_ndim])
-    rhs = list(string.ascii_uppercase[:rhs_ndim])
-    for a, b in zip(lc + lb, rc + rb, strict=True):
-        rhs[b] = lhs[a]
-    out = [lhs[a] for a in lb]
-    out += [c for i, c in enumerate(lhs) if i not in lc + lb]
-    out += [c for i, c in enumerate(rhs) if i not in rc + rb]
-    return "".join(lhs), "".join(rhs), "".join(out)
-
-
-def product(equation, a, b):
-    """Exact product of two quantized arrays, and how far f32 may be from it.
+def product(a, b):
+    """Exact product of two quantized matrices, and how far f32 may be from it.
 
     |error| <= (K + 2) u sum|a b|: K - 1 additions, the product of the scales, the multiplication by
     it, and one for the terms of higher order. Below the normal numbers XLA:CPU flushes.
     """
     (x, x_scale), (y, y_scale) = a, b
     scale = np.float64(x_scale) * np.float64(y_scale)
-    terms, out = equation.split("->")
-    sizes = dict(zip(terms.replace(",", ""), x.shape + y.shape, strict=True))
-    k = np.prod([n for c, n in sizes.items() if c not in out], initial=1)
-    exact = np.einsum(equation, x, y) * scale
-    magnitude = np.einsum(equation, abs(x), abs(y)) * scale
-    return exact, (k + 2) * UNIT * magnitude + np.finfo(np.float32).tiny
+    bound = (x.shape[1] + 2) * UNIT * (abs(x) @ abs(y)) * scale
+    return x @ y * scale, bound + np.finfo(np.float32).tiny
 
 
-def oracle(lhs, rhs, dy, numbers, formats, scales):
+def oracle(operands, formats, scales):
     """y, d_lhs and d_rhs, each with its bound, from `scales` of lhs, rhs and dy."""
-    term_l, term_r, term_y = letters(np.ndim(lhs), np.ndim(rhs), numbers)
-    q_l, q_r, q_y = (
-        fake_quantize(x, fmt, s) for x, fmt, s in zip((lhs, rhs, dy), formats, scales, strict=True)
+    lhs, rhs, dy = (
+        fake_quantize(x, fmt, s) for x, fmt, s in zip(operands, formats, scales, strict=True)
     )
-    return (
-        product(f"{term_l},{term_r}->{term_y}", q_l, q_r),
-        product(f"{term_y},{term_r}->{term_l}", q_y, q_r),
-        product(f"{term_l},{term_y}->{term_r}", q_l, q_y),
-    )
+    turned = lambda q: (q[0].T, q[1])
+    return product(lhs, rhs), product(dy, turned(rhs)), product(turned(lhs), dy)
 
 
 def current_scales(operands, formats, **options):
@@ -102,19 +80,12 @@ def current_scales(operands, formats, **options):
 
 
 def assert_matches(results, expected):
-    """Each result lies within its bound, plus half an ulp of its own dtype; NaN where it should."""
-    if not isinstance(results, dict):
-        names = ("y", "d_lhs", "d_rhs")
-        results = dict(zip(names, results, strict=True))
-        expected = dict(zip(names, expected, strict=True))
-    for name, result in results.items():
-        exact, bound = expected[name]
+    """Each result lies within its bound; NaN where it should."""
+    for name, result, (exact, bound) in zip(
+        ("y", "d_lhs", "d_rhs"), results, expected, strict=True
+    ):
         assert result.shape == exact.shape, name
         value = np.asarray(result, np.float64)
-        if result.dtype != jnp.float32:
-            info = jnp.finfo(result.dtype)
-            half_ulp = float(info.eps) / 2 * (abs(exact) + bound)
-            bound = bound + half_ulp + float(info.smallest_subnormal)
         np.testing.assert_array_equal(np.isnan(value), np.isnan(exact), err_msg=name)
         wrong = abs(value - exact) > bound  # NaN compares as false
         assert not wrong.any(), f"{name}: {np.argwhere(wrong)[:5]}, {value[wrong]}, {exact[wrong]}"
@@ -123,34 +94,19 @@ def assert_matches(results, expected):
 # The code under test, and data for it
 
 
-STATIC = ("recipe", "implementation", "preferred_element_type")
-
-
-@partial(jax.jit, static_argnames=("numbers", *STATIC))
-def value_and_grads(lhs, rhs, dy, numbers=PLAIN, *, sink=None, **options):
+@partial(jax.jit, static_argnames="recipe")
+def value_and_grads(lhs, rhs, dy, *, recipe, state=None, sink=None):
     """y, d_lhs, d_rhs and, if there is a sink, its cotangent; compiled."""
 
     def f(lhs, rhs, sink):
-        return scaled_dot_general(lhs, rhs, numbers, sink=sink, **options)
+        return scaled_dot_general(lhs, rhs, PLAIN, recipe=recipe, state=state, sink=sink)
 
     y, vjp = jax.vjp(f, lhs, rhs, sink)
     d_lhs, d_rhs, d_sink = vjp(dy)
     return (y, d_lhs, d_rhs) if sink is None else (y, d_lhs, d_rhs, d_sink)
 
 
-CASES = {
-    "dense": ((2, 9, 33), (33, 17), (((2,), (0,)), ((), ()))),
-    "transposed": ((33, 9), (17, 33), (((0,), (1,)), ((), ()))),
-    "permuted contraction": ((3, 4, 5, 2), (5, 3, 4, 6), (((1, 2, 0), (2, 0, 1)), ((), ()))),
-    "attention": ((2, 7, 3, 5), (2, 6, 3, 5), (((3,), (3,)), ((0, 2), (0, 2)))),
-    "outer product": ((3, 2), (5,), (((), ()), ((), ()))),
-    "full contraction": ((3, 4, 5), (5, 3, 4), (((1, 2, 0), (2, 0, 1)), ((), ()))),
-    "scalars": ((), (), (((), ()), ((), ()))),
-    "no rows": ((0, 5), (5, 3), PLAIN),
-    "no columns": ((4, 5), (5, 0), PLAIN),
-    "empty contraction": ((4, 0), (0, 3), PLAIN),
-}
-# Every recipe and every format choice meets every kind of dimension numbers in turn.
+# Other recipes, and other dimension numbers, are drawn in tests/properties.
 RECIPES = [
     recipes.Float8CurrentScaling(),
     recipes.DelayedScaling(amax_history_len=3),
@@ -164,16 +120,13 @@ RECIPES = [
 ]
 
 
-def random_operands(shapes_and_numbers, seed=0, dtypes=(jnp.float32,) * 3, sizes=(3.0, 0.02, 1e-6)):
+def random_operands(m=5, k=7, n=4, seed=0, sizes=(3.0, 0.02, 1e-6)):
     """lhs, rhs and dy of normal numbers: activations, weights, small gradients."""
-    lhs_shape, rhs_shape, numbers = shapes_and_numbers
     rng = np.random.default_rng(seed)
-    out = jax.eval_shape(
-        lambda l, r: jax.lax.dot_general(l, r, numbers), jnp.zeros(lhs_shape), jnp.zeros(rhs_shape)
-    )
+    shapes = (m, k), (k, n), (m, n)
     return [
-        jnp.asarray(rng.normal(size=shape) * size, dtype)
-        for shape, size, dtype in zip((lhs_shape, rhs_shape, out.shape), sizes, dtypes, strict=True)
+        jnp.asarray(rng.normal(size=shape) * size, jnp.float32)
+        for shape, size in zip(shapes, sizes, strict=True)
     ]
 
 
@@ -204,38 +157,37 @@ def expected_scales(recipe, operands, state):
 # Value and gradients
 
 
-@pytest.mark.representative(6)
-@pytest.mark.parametrize("case", CASES)
-def test_fake_quantization_oracle(case):
-    """Value and both gradients, for any dimension numbers, with every recipe in turn."""
-    index = list(CASES).index(case)
-    recipe, numbers = RECIPES[index % len(RECIPES)], CASES[case][2]
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_fake_quantization_oracle(recipe):
     small = isinstance(recipe, recipes.Unscaled)
-    operands = random_operands(CASES[case], seed=index, sizes=(3.0, 0.02, 1.0 if small else 1e-6))
+    operands = random_operands(9, 33, 17, sizes=(3.0, 0.02, 1.0 if small else 1e-6))
     delayed = isinstance(recipe, recipes.DelayedScaling)
     state = random_state(recipe, operands) if delayed else None
     sink = init_sink() if delayed else None
-    results = value_and_grads(*operands, numbers, recipe=recipe, state=state, sink=sink)
+    results = value_and_grads(*operands, recipe=recipe, state=state, sink=sink)
     scales = expected_scales(recipe, operands, state)
-    expected = oracle(*operands, numbers, FORMATS[recipe.fp8_format], scales)
-    assert_matches(results[:3], expected)
-    if all(x.size for x in operands):
-        assert all(abs(result).max() > 0 for result in results[:3])
+    assert_matches(results[:3], oracle(operands, FORMATS[recipe.fp8_format], scales))
+    assert all(abs(result).max() > 0 for result in results[:3])
+    if delayed:
+        amaxes, overflow = decode_amax(results[3])
+        np.testing.assert_array_equal(amaxes, [amax_of(x) for x in operands])
+        assert not overflow.any()
 
 
 def test_state_without_sink_uses_current_scaling_for_gradients():
-    """Nobody keeps the gradient's history up then; the state carries a poisonous one."""
+    """Nobody keeps the gradient's history up then; the state carries a poisonous one.
+
+    An empty history still has the running maximum, so a later micro-batch scales no finer.
+    """
     recipe = recipes.DelayedScaling(amax_history_len=3)
-    operands = random_operands(CASES["dense"])
+    operands = random_operands()
     state = random_state(recipe, operands)
     state["grad"]["amax_history"] = jnp.full((3,), 1e30)
-    results = value_and_grads(*operands, CASES["dense"][2], recipe=recipe, state=state)
-    delayed = expected_scales(recipe, operands, state)
-    scales = [*delayed[:2], scale_for(amax_of(operands[2]), E5M2)]
-    assert_matches(results, oracle(*operands, CASES["dense"][2], FORMATS["HYBRID"], scales))
-
-
-# Values at the ends of the range
+    state["rhs"] = {"amax_history": jnp.zeros((3,)), "amax": jnp.float32(8)}
+    results = value_and_grads(*operands, recipe=recipe, state=state)
+    scales = expected_scales(recipe, operands, state)[0], scale_for(8.0, E4M3)
+    scales = *scales, scale_for(amax_of(operands[2]), E5M2)
+    assert_matches(results, oracle(operands, FORMATS["HYBRID"], scales))
 
 
 def test_state_may_be_in_any_mapping():
@@ -290,7 +242,7 @@ def test_delayed_scaling_over_steps():
     recipe = recipes.DelayedScaling(amax_history_len=3)
     step, state = make_step(recipe), recipe.init_state()
     model = {role: NumpyDelayed(3) for role in ROLES}
-    base = random_operands(((5, 7), (7, 4), PLAIN), seed=12, sizes=(1.0, 0.1, 1e-6))
+    base = random_operands(seed=12, sizes=(1.0, 0.1, 1e-6))
     factors = {
         "lhs": [1, 30, 0.1, 0.1, 0.1, 0, np.inf, 5, 1],
         "rhs": [1, 1, 1, 2, 2, 2, 2, 0.01, 0.01],
@@ -308,7 +260,7 @@ def test_delayed_scaling_over_steps():
             for role, x, fmt in zip(ROLES, operands, FORMATS["HYBRID"], strict=True)
         ]
         results, state = step(*operands, state)
-        assert_matches(results, oracle(*operands, PLAIN, FORMATS["HYBRID"], scales))
+        assert_matches(results, oracle(operands, FORMATS["HYBRID"], scales))
         saturated += amax_of(operands[0]) > 448 * scales[0]
         for role, x in zip(ROLES, operands, strict=True):
             model[role].step(x)
@@ -330,29 +282,6 @@ def test_trap_cold_start():
     unscaled = value_and_grads(x, w, dy, recipe=recipes.Unscaled())
     np.testing.assert_array_equal(unscaled[0], 4 * 448)
     np.testing.assert_array_equal(unscaled[1], 0)
-
-
-@pytest.mark.slow
-def test_cold_start_knows_the_step_under_way():
-    """An empty history still has the running maximum, so a later micro-batch scales no finer."""
-    recipe = recipes.DelayedScaling()
-    state = recipe.init_state()
-    state["lhs"]["amax"] = jnp.float32(8.0)
-    x, w, dy = random_operands(((5, 7), (7, 4), PLAIN), seed=14, sizes=(0.1, 1.0, 1.0))
-    results = value_and_grads(x, w, dy, recipe=recipe, state=state)
-    scales = [scale_for(8.0, E4M3), *current_scales((w, dy), (E4M3, E5M2))]
-    assert_matches(results, oracle(x, w, dy, PLAIN, FORMATS["HYBRID"], scales))
-
-
-# The sink
-
-
-def test_sink_tells_the_three_amaxes_exactly():
-    operands = random_operands(CASES["attention"], seed=15)
-    results = value_and_grads(*operands, CASES["attention"][2], sink=init_sink())
-    amaxes, overflow = decode_amax(results[3])
-    np.testing.assert_array_equal(amaxes, [amax_of(x) for x in operands])
-    assert not overflow.any()
 
 
 # What the backward pass keeps
@@ -381,19 +310,13 @@ LHS, RHS = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
 
 
 @pytest.mark.parametrize("which", ["lhs", "rhs"])
-@pytest.mark.parametrize("dtype", [np.complex64, np.int32, np.int8, np.bool_])
-def test_error_operand_dtype(which, dtype):
+def test_error_operand_dtype(which):
     operands = {"lhs": LHS, "rhs": RHS}
-    operands[which] = operands[which].astype(dtype)
-    words = rf"{which} has dtype {np.dtype(dtype).name}.*real floating.*astype\(jnp\.float32\)"
-    with pytest.raises(TypeError, match=words):
-        scaled_dot_general(**operands, dimension_numbers=PLAIN)
-
-
-@pytest.mark.parametrize("which", ["lhs", "rhs"])
-def test_error_float64(which):
-    """Only with x64 does JAX have float64 at all."""
-    operands = {"lhs": LHS, "rhs": RHS}
+    for dtype in (np.complex64, np.int32, np.bool_):
+        wrong = operands | {which: operands[which].astype(dtype)}
+        words = rf"{which} has dtype {np.dtype(dtype).name}.*real floating.*astype\(jnp\.float32\)"
+        with pytest.raises(TypeError, match=words):
+            scaled_dot_general(**wrong, dimension_numbers=PLAIN)
     with jax.enable_x64(True):
         operands[which] = jnp.asarray(operands[which], jnp.float64)
         with pytest.raises(TypeError, match=rf"{which} has dtype float64.*rounded twice.*astype"):
@@ -406,13 +329,10 @@ def test_error_contracting_sizes_name_both():
         scaled_dot_general(LHS, np.ones((5, 4), np.float32), PLAIN)
 
 
-@pytest.mark.parametrize(
-    "recipe", [recipes.Float8CurrentScaling(), recipes.Unscaled()], ids=lambda r: r.name
-)
-def test_error_state_for_a_recipe_without(recipe):
+def test_error_state_for_a_recipe_without():
     state = recipes.DelayedScaling().init_state()
-    with pytest.raises(ValueError, match=rf"{type(recipe).__name__}.*keeps no state.*state=None"):
-        scaled_dot_general(LHS, RHS, PLAIN, recipe=recipe, state=state)
+    with pytest.raises(ValueError, match=r"Float8CurrentScaling.*keeps no state.*state=None"):
+        scaled_dot_general(LHS, RHS, PLAIN, recipe=recipes.Float8CurrentScaling(), state=state)
 
 
 @pytest.mark.parametrize(
@@ -447,16 +367,15 @@ def test_error_sink(sink):
         scaled_dot_general(LHS, RHS, PLAIN, sink=sink)
 
 
-def test_error_unknown_implementation():
+def test_error_other_arguments():
     with pytest.raises(ValueError, match=r"'mosaic' is unknown.*'emulate', 'bf16', 'xla'.*None"):
         scaled_dot_general(LHS, RHS, PLAIN, implementation="mosaic")
-
-
-@pytest.mark.parametrize("recipe", [None, recipes.DelayedScaling], ids=str)
-def test_error_recipe_is_no_recipe(recipe):
+    with pytest.raises(TypeError, match="preferred_element_type must be a floating dtype.*int32"):
+        scaled_dot_general(LHS, RHS, PLAIN, preferred_element_type=jnp.int32)
     words = r'must be a recipe object.*recipes\.get\("delayed"\).*"current"'
-    with pytest.raises(TypeError, match=words):
-        scaled_dot_general(LHS, RHS, PLAIN, recipe=recipe)
+    for recipe in (None, recipes.DelayedScaling):
+        with pytest.raises(TypeError, match=words):
+            scaled_dot_general(LHS, RHS, PLAIN, recipe=recipe)
 
 
 def test_error_a_gradient_inside_of_what_is_differentiated():
@@ -477,8 +396,3 @@ def test_error_a_gradient_inside_of_what_is_differentiated():
     alone = lambda lhs: jnp.sum(product(lhs))
     both = jax.jit(lambda lhs: (jax.grad(outside)(lhs), jax.grad(alone)(lhs)))
     np.testing.assert_array_equal(*both(LHS))
-
-
-def test_error_result_dtype():
-    with pytest.raises(TypeError, match="preferred_element_type must be a floating dtype.*int32"):
-        scaled_dot_general(LHS, RHS, PLAIN, preferred_element_type=jnp.int32)

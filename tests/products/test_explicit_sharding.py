@@ -91,15 +91,6 @@ def test_arrays_that_nobody_has_laid_out(wrap):
         assert relative(ours, theirs) < 1e-3
 
 
-@pytest.mark.slow
-@explicit_mesh
-def test_the_layout_is_inferred_as_jax_does():
-    x = spread(normal(0, (32, 64)), P("data", None))
-    w = spread(normal(1, (64, 16)), P(None, "model"))
-    y = jfp8.scaled_dot_general(x, w, MATRICES)
-    assert y.sharding == lax.dot_general(x, w, MATRICES).sharding
-
-
 def test_a_mesh_that_only_arrays_name():
     """jax.jit compiles without jax.set_mesh, and Flax's layers have gradients there."""
     mesh = jax.make_mesh((8,), ("data",))

@@ -10,14 +10,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels.grouped import why_not_grouped_kernels
-from jfp8.tracing.devices import Gpu
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
 )
-
-HOPPER = Gpu("NVIDIA H200", (9, 0))
 
 
 def value_and_gradients(recipe, implementation=None, state=None, sink=None):
@@ -91,27 +87,6 @@ def test_kernels_compute_what_the_reference_does(recipe, sizes):
         assert (a != b).mean() < 0.01
     assert not np.asarray(found[0], np.float32)[190:].any()
     assert not np.asarray(found[2], np.float32)[list(sizes).index(0)].any()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "reason"),
-    [
-        (recipes.RowwiseScaling(), "whose lhs is quantized as Rowwise"),
-        (recipes.MXFP8BlockScaling(), "whose lhs is quantized as Blockwise"),
-        (recipes.NVFP4BlockScaling(), "rotated"),
-        (recipes.DelayedScaling(accumulation="hopper"), "accumulation='hopper'"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_what_they_do_not_compute_is_refused_by_name(recipe, reason):
-    x, w, dy = operands(64, 2, 64, 64)
-    assert reason in why_not_grouped_kernels(recipe, False, HOPPER)
-    with pytest.raises(NotImplementedError, match=reason):
-        value_and_gradients(recipe, "mosaic_gpu")(x, w, dy, jnp.array([32, 32]))
-
-
-def test_matrices_kept_in_fp8_are_left_to_the_others():
-    assert "stored in FP8" in why_not_grouped_kernels(recipes.DelayedScaling(), True, HOPPER)
 
 
 @pytest.mark.representative(1)

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.kernels import quantize_and_transpose as both_ways
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.quantize_and_transpose import Gradient, Made, quantize_both_ways
 from jfp8.layers import transformer_math
@@ -90,11 +89,6 @@ def test_gradients_for_kernels(name):
         want = slope * np.asarray(dy, np.float64)
         np.testing.assert_allclose(np.asarray(found[:, p], np.float64), want, rtol=6e-3, atol=3e-5)
     assert "add_any" not in str(jax.make_jaxpr(for_kernels)(*wide, wide[0]))
-
-
-def test_loops_run_as_often_as_they_say():
-    halved = elementary(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x / 2, x))
-    assert halved(8.0) == 1.0
 
 
 @pytest.mark.representative(1)
@@ -193,13 +187,6 @@ def test_an_amax_beforehand_is_taken_of_the_array():
     np.testing.assert_array_equal(found.straight.dequantize(), array)
 
 
-def forward_and_backward(layer, variables, x, dy):
-    histories = {"fp8": variables.get("fp8", {})}
-    others = {name: v for name, v in variables.items() if name != "fp8"}
-    y, back = jax.vjp(lambda v, x: layer.apply({**v, **histories}, x), others, x)
-    return y, back(dy)
-
-
 def noted_makes(monkeypatch):
     """What is made by kernels, as of now."""
     makes = set()
@@ -213,12 +200,6 @@ def noted_makes(monkeypatch):
     for module in ("k_major", "grouped"):
         monkeypatch.setattr(f"jfp8.kernels.{module}.quantize_both_ways", quantize)
     return makes
-
-
-LAYERS = {
-    "LayerNormMLP": lambda **how: jfp8.LayerNormMLP(128, use_bias=False, **how),
-    "MoE": lambda **how: jfp8.linen.MoE(2, 128, **how),
-}
 
 
 VALUE, GRADIENT = Activation("swiglu"), Gradient(Activation("swiglu"))
@@ -278,31 +259,6 @@ def test_captured_intermediates_are_arrays(monkeypatch):
         _, captured = jax.eval_shape(capture, variables, x)
     *_, (projections, _) = captured["intermediates"]["wi"]["__call__"]
     assert projections.shape == (128, 2, 128)
-
-
-@needs_mosaic
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "block"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_in_a_layer(name, recipe, monkeypatch):
-    """Values and all gradients are those of the array, which XLA makes."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "activation": "swiglu"}
-    layer = LAYERS[name](recipe=recipe, implementation="mosaic_gpu", **options)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 128)), jnp.bfloat16)
-    variables = jax.jit(layer.init)(jax.random.key(0), x)
-    makes = noted_makes(monkeypatch)
-    found = []
-    for by_kernels in (both_ways._makes, lambda *_: False):
-        monkeypatch.setattr(both_ways, "_makes", by_kernels)
-        jax.clear_caches()
-        with plgpu.force_gpu_interpret_mode():
-            found.append(forward_and_backward(layer, variables, x, x))
-    assert makes == MADE["both"]
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-    assert np.isfinite(np.asarray(found[0][0], np.float32)).all()
 
 
 FUSED = {
@@ -379,14 +335,3 @@ def test_one_operation_is_two_products(name, wrap, monkeypatch):
     for a, b in zip(*map(jax.tree.leaves, (want, found)), strict=True):
         if jnp.issubdtype(a.dtype, jnp.floating):
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
-def test_one_operation_of_nnx_has_the_shape_of_its_input(monkeypatch):
-    """Traced alone: `test_one_operation_is_two_products` compares the numbers."""
-    apply, variables = function_of("nnx", "current", {})
-    x = jnp.ones((2, 3, 32))
-    made = []
-    monkeypatch.setattr(transformer_math, "may_be_one_operation", lambda *_: True)
-    monkeypatch.setattr(mlp, "make_all", lambda *args: made.append(1) or make_all(*args))
-    assert jax.eval_shape(apply, variables, x)[0].shape == x.shape
-    assert made

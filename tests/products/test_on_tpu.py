@@ -287,17 +287,6 @@ def test_beside_an_operand_in_high_precision(monkeypatch, dtype, precise):
     assert ("HIGHEST" in str(jax.make_jaxpr(product)(x, w))) is precise
 
 
-def test_report_names_the_formats_of_what_is_divided():
-    """Blocks are multiplied as values in bf16 there, without codes."""
-    x = jnp.ones((256, 256), BF16)
-    layer = jfp8.Dense(128, dtype=BF16, recipe="block")
-    variables = layer.init(jax.random.key(0), x)
-    with on("TPU7x", sizes=(8,), types=(AxisType.Auto,)):
-        rows = jfp8.report(layer, variables, x).rows
-    assert {row.implementation.partition(":")[0] for row in rows} == {"bf16"}
-    assert {row.lhs for row in rows} == {"e4m3fn[256,256]"}
-
-
 def test_what_is_quantized_in_another_way_is_left_to_it():
     """Rotations, f16, other sizes, stochastic rounding: none may be dropped in silence."""
     x, _, _ = operands()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +187,7 @@ def test_a_tile_of_each_group_at_a_time(name, blackwell):
 
 @pytest.mark.parametrize(
     "sizes",
-    [(0, 0, 64, 0), (64, 0, 0, 0), (0, 0, 0, 63), (1, 1, 1, 1), (0, 0, 0, 0), (17, 15, 16, 16)],
+    [(0, 0, 64, 0), (0, 0, 0, 63), (0, 0, 0, 0), (17, 15, 16, 16)],
 )
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
 def test_any_sizes(name, sizes):
@@ -199,15 +198,6 @@ def test_any_sizes(name, sizes):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * max(np.linalg.norm(b), 1e-9))
     used = np.asarray(sizes) > 0
     assert np.all(np.any(np.asarray(actual[2]), axis=(1, 2)) == used)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("m", "k", "n"), [(0, 3, 2), (3, 0, 2), (3, 2, 0)])
-def test_empty_operands(m, k, n):
-    lhs, rhs, dy = operands(m, k, n, groups=2)
-    y, d_lhs, d_rhs = value_and_gradients(lhs, rhs, (min(m, 2), 0), dy)
-    assert (y.shape, d_lhs.shape, d_rhs.shape) == ((m, n), lhs.shape, rhs.shape)
-    assert not any(np.any(x) for x in (y, d_lhs, d_rhs))
 
 
 # Rows and tiles.
@@ -379,21 +369,6 @@ def test_rhs_of_stored_bytes_is_used_as_it_is(scales):
     assert float(decode_amax(d_sink[1])[0]) == pytest.approx(largest_value, rel=1e-6)
 
 
-@pytest.mark.slow
-def test_stored_bytes_that_do_not_fit_the_recipe_are_quantized_like_any_values():
-    lhs, rhs, dy = operands(m=48, groups=3)
-    sizes = (16, 16, 16)
-    for q in (
-        jfp8.quantize(rhs, jfp8.E5M2, scale=np.full((3, 1, 1), 0.01, np.float32)),
-        jfp8.quantize(rhs, granularity=jfp8.PerAxis((0, 2))),
-    ):
-        values = np.asarray(q.dequantize())
-        expected = value_and_gradients(lhs, values, sizes, dy)[:2]
-        y, d_lhs = value_and_gradient_by_lhs(lhs, q, sizes, dy)
-        np.testing.assert_array_equal(y, expected[0])
-        np.testing.assert_array_equal(d_lhs, expected[1])
-
-
 def test_stored_matrices_of_one_block_each_keep_their_scales():
     """They were scaled by two different numbers where the largest codes of groups differ."""
     lhs, _, dy = operands(m=48, groups=3)
@@ -445,15 +420,11 @@ def test_dtypes():
     lhs, rhs, dy = operands(m=48, groups=3)
     sizes = (10, 20, 9)
     lhs16, rhs16 = lhs.astype(jnp.bfloat16), rhs.astype(np.float16)
-    y, d_lhs, d_rhs = value_and_gradients(lhs16, rhs16, np.uint8(sizes), dy)
-    assert (y.dtype, d_lhs.dtype, d_rhs.dtype) == (jnp.float32, jnp.bfloat16, jnp.float16)
+    found = value_and_gradients(lhs16, rhs16, np.uint8(sizes), dy)
+    assert [x.dtype for x in found] == [jnp.float32, jnp.bfloat16, jnp.float16]
     wide = value_and_gradients(lhs16.astype(np.float32), rhs16.astype(np.float32), sizes, dy)
-    for a, b in zip((y, d_lhs, d_rhs), wide, strict=True):  # one rounding, of the same f32 sums
+    for a, b in zip(found, wide, strict=True):  # one rounding, of the same f32 sums
         np.testing.assert_array_equal(a, b.astype(a.dtype))
-    y16, *_ = value_and_gradients(
-        lhs16, rhs16, sizes, dy.astype(np.float16), preferred_element_type=jnp.float16
-    )
-    np.testing.assert_array_equal(y16, y.astype(jnp.float16))
 
 
 @pytest.mark.slow
@@ -498,19 +469,6 @@ def test_shard_map_over_tokens():
     assert relative_error(d_rhs, parts[0][2] + parts[1][2]) < 1e-6
 
 
-def test_products_are_found_by_their_names():
-    lhs, rhs, dy = operands(m=256, groups=2)
-
-    def run(lhs, rhs):
-        y, vjp = jax.vjp(lambda lhs, rhs: scaled_ragged_dot(lhs, rhs, jnp.array([9, 9])), lhs, rhs)
-        return vjp(y)
-
-    names = set(re.findall(r"name=(jfp8_\w+)", str(jax.make_jaxpr(run)(lhs, rhs))))
-    height = 32  # a quarter of 128 rows
-    tiles = (256 - 2) // height + 2
-    assert names == {f"jfp8_fprop_{K}", f"jfp8_dgrad_{N}", f"jfp8_wgrad_{tiles * height // 2}"}
-
-
 def test_what_is_kept_for_the_backward_pass_is_bytes():
     lhs, rhs, _ = operands(m=4096, groups=2)
     product = lambda lhs, rhs: scaled_ragged_dot(lhs, rhs, jnp.array([2048, 2048]))
@@ -518,28 +476,6 @@ def test_what_is_kept_for_the_backward_pass_is_bytes():
     large = [x for x in jax.tree.leaves(vjp) if math.prod(x.shape) >= rhs.size]
     assert sorted(x.shape[-1] for x in large if x.dtype == jnp.uint8) == [N, K]
     assert all(x.dtype in (jnp.uint8, jnp.int32) for x in large)
-
-
-@pytest.mark.slow
-def test_cuda_gets_ragged_products_of_bf16():
-    lhs, rhs, dy = operands(m=64, groups=2)
-
-    def run(lhs, rhs, sizes, dy):
-        y, vjp = jax.vjp(lambda lhs, rhs: scaled_ragged_dot(lhs, rhs, sizes), lhs, rhs)
-        return (y, *vjp(dy))
-
-    def lowered(platform):
-        with jfp8.for_platforms(platform):
-            traced = jax.jit(run).trace(lhs, rhs, jnp.array([9, 9]), dy)
-            return traced.lower(lowering_platforms=(platform,)).as_text()
-
-    text = lowered("cuda")
-    calls = [line for line in text.splitlines() if '"chlo.ragged_dot"' in line]
-    assert len(calls) == 3
-    for line in calls:
-        types = re.search(r": \(tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>.*-> .*x(\w+)>", line)
-        assert types.groups() == ("bf16", "bf16", "f32")
-    assert "ragged_dot" not in lowered("cpu")
 
 
 def test_second_derivatives_are_refused():
@@ -557,14 +493,8 @@ def test_second_derivatives_are_refused():
     [
         ((4, 2, 3), (2, 3, 5), (2,), r"\[m, k\] and rhs of shape \[g, k, n\].*reshape"),
         ((4, 3), (3, 5), (2,), r"rhs of shape \[g, k, n\]"),
-        (
-            (4, 3),
-            (2, 4, 5),
-            (2,),
-            "of size 3, and rhs along its dimension 1, of size 4",
-        ),
+        ((4, 3), (2, 4, 5), (2,), "of size 3, and rhs along its dimension 1, of size 4"),
         ((4, 3), (2, 3, 5), (3,), r"must have shape \(2,\).*got \(3,\)"),
-        ((4, 3), (2, 3, 5), (1, 2), r"must have shape \(2,\).*got \(1, 2\)"),
         ((4, 3), (0, 3, 5), (0,), "at least one"),
     ],
 )
@@ -575,21 +505,14 @@ def test_shapes_that_do_not_fit(lhs, rhs, sizes, words):
 
 def test_arguments_of_the_wrong_kind():
     x, w, sizes = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.array([2, 2])
-    for wrong in (jnp.array([2.0, 2.0]), jnp.array([True, False])):
-        with pytest.raises(TypeError, match="group_sizes must be integers.*got (float32|bool)"):
-            scaled_ragged_dot(x, w, wrong)
+    with pytest.raises(TypeError, match="group_sizes must be integers.*got float32"):
+        scaled_ragged_dot(x, w, jnp.array([2.0, 2.0]))
     with pytest.raises(TypeError, match="lhs"):
         scaled_ragged_dot(jnp.ones((4, 3), jnp.int32), w, sizes)
     with pytest.raises(TypeError, match="recipe must be a recipe object"):
         scaled_ragged_dot(x, w, sizes, recipe=3)
     with pytest.raises(ValueError, match="implementation='triton' is unknown"):
         scaled_ragged_dot(x, w, sizes, implementation="triton")
-    with pytest.raises(TypeError, match="preferred_element_type must be a floating"):
-        scaled_ragged_dot(x, w, sizes, preferred_element_type=jnp.int32)
-    with pytest.raises(ValueError, match="belongs to another recipe"):
-        scaled_ragged_dot(
-            x, w, sizes, recipe=Float8CurrentScaling(), state=recipes.DelayedScaling().init_state()
-        )
     with pytest.raises(ValueError, match="sink must be float32 zeros"):
         scaled_ragged_dot(x, w, sizes, sink=jnp.zeros((3, 2)))
     recipe = Float8CurrentScaling(accumulation="hopper")

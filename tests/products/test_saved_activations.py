@@ -84,9 +84,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(
-    ("shape", "block"), [((6, 96), 32), ((2, 3, 80), 32), ((5, 20), 128), ((40,), 8)]
-)
+@pytest.mark.parametrize(("shape", "block"), [((2, 3, 80), 32), ((5, 20), 128), ((40,), 8)])
 def test_the_codes_kept_are_those_of_ml_dtypes(shape, block, fmt):
     x = normal(*shape, seed=1) * jnp.exp(2 * normal(*shape, seed=2))
     x = x.at[..., -block:].set(0) if shape[-1] > block else x
@@ -132,15 +130,6 @@ def test_the_forward_pass_does_not_change(dtype, compiled):
         assert [d.dtype for d in vjp(y)] == [a.dtype for a in args]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_nothing_is_kept_but_bytes(dtype):
-    x = normal(64, 256, dtype=dtype)
-    kept = kept_by(save_in_fp8(lambda x: jnp.tanh(x) ** 2), x)
-    assert sum(a.nbytes for a in kept) == x.size * (1 + 2 / BLOCK)
-    assert max(a.nbytes for a in kept_by(lambda x: jnp.tanh(x) ** 2, x)) >= x.nbytes, "f would"
-
-
 def test_trap_f8_arrays_are_widened_in_loops():
     """XLA:CPU stores them as f16 across a loop: what is stacked are uint8."""
     g = save_in_fp8(jax.nn.silu)
@@ -171,10 +160,6 @@ def test_trap_outliers_take_the_scale_of_their_neighbours():
     exact = rmsnorm_vjp(x, ones, dy)
     assert sqnr(dx, exact[0]) > 50
     assert sqnr(d_scale, exact[1]) > 40
-    # Scales of powers of two, which are exact elsewhere, let it be rounded to E4M3.
-    blocks = {"granularity": jfp8.Block((BLOCK,)), "scale_rounding": "power_of_two"}
-    rounded = jfp8.quantize(x, **blocks).dequantize()
-    assert sqnr(rmsnorm_vjp(rounded, ones, dy)[0], exact[0]) < 40
 
 
 @pytest.mark.slow
@@ -274,28 +259,15 @@ def test_shard_map(sharded, check_vma):
 
 
 @pytest.mark.slow
-def test_policies_of_checkpoint_keep_the_codes_by_their_name():
-    def block(x, w):
-        return x + save_in_fp8(jax.nn.silu)(x @ w, *()) @ w
-
+@pytest.mark.parametrize(("given", "name"), [({}, SAVED), ({"name": "another"}, "another")])
+def test_policies_of_checkpoint_keep_the_codes_by_their_name(given, name):
+    block = lambda x, w: x + save_in_fp8(jax.nn.silu, **given)(x @ w) @ w
     x, w = normal(32, 64), normal(64, 64, seed=1) / 8
-    loss = lambda f: lambda x, w: jnp.sum(f(f(x, w), w) ** 2)
-    named = jax.checkpoint_policies.save_only_these_names
-    grads, large = {}, {}
-    for name in (SAVED, "another"):
-        kept = kept_by(jax.checkpoint(block, policy=named(name)), x, w)
-        large[name] = sorted(a.dtype.name for a in kept if a.shape == x.shape)
-        by = jax.jit(jax.grad(loss(jax.checkpoint(block, policy=named(name))), argnums=(0, 1)))
-        grads[name] = by(x, w)
-    assert large[SAVED].count("uint8") == 1
-    assert "uint8" not in large["another"]
-    expected = jax.jit(jax.grad(loss(block), argnums=(0, 1)))(x, w)
-    for got in grads.values():
-        for a, b in zip(got, expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    other = lambda x, w: save_in_fp8(jax.nn.silu, name="another")(x @ w) @ w
-    kept = kept_by(jax.checkpoint(other, policy=named("another")), x, w)
-    assert "uint8" in {a.dtype.name for a in kept}
+    for named in (name, "a third"):
+        policy = jax.checkpoint_policies.save_only_these_names(named)
+        kept = kept_by(jax.checkpoint(block, policy=policy), x, w)
+        codes = [a for a in kept if (a.dtype, a.shape) == (jnp.uint8, x.shape)]
+        assert len(codes) == (named == name)
 
 
 # What is refused.

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from jfp8.kernels.tpu.sharded import Division, Layout, division_of, layout_of_matrices
+from jfp8.kernels.tpu.sharded import Layout, layout_of_matrices
 from jfp8.products.explicit_sharding import Specs
 
 A, B, NONE = ("a",), ("b",), ()
@@ -42,21 +42,3 @@ def test_dimensions_that_make_up_rows():
 )
 def test_parts_that_kernels_do_not_take(changed):
     assert layout_of_matrices(SPECS._replace(**changed), SHAPES, NUMBERS) is None
-
-
-def test_what_is_gathered_and_what_is_added_up():
-    fsdp = Layout((A, NONE), (A, NONE), (A, NONE))
-    whole = NONE, NONE
-    assert division_of(fsdp, "fprop", (1, 0), None) == Division((A, NONE), whole, NONE, (A, NONE))
-    assert division_of(fsdp, "dgrad", (1, 1), None) == Division((A, NONE), whole, NONE, (A, NONE))
-    wgrad = division_of(fsdp, "wgrad", (0, 0), None)
-    assert wgrad == Division((A, NONE), (A, NONE), A, (A, NONE))
-    columns = Layout(whole, (NONE, B), (NONE, B))
-    dgrad = division_of(columns, "dgrad", (1, 1), (0, 1))
-    assert dgrad == Division((NONE, B), (NONE, B), B, whole)
-    # rhs takes the part of its rows that belongs to the columns of lhs, which nobody has to send
-    part = Layout((NONE, B), whole, whole)
-    assert division_of(part, "fprop", (1, 0), None) == Division((NONE, B), (B, NONE), B, whole)
-    # a result that is transposed: rows of `rhs` are its second dimension
-    turned = Layout((A, NONE), (NONE, B), (A, B))
-    assert division_of(turned, "wgrad", (0, 0), (1, 0)) == Division((A, B), (A, NONE), A, (NONE, B))

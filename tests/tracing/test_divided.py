@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfp8.kernels.partitioning import Rule, divided, divided_sum
+from jfp8.kernels.partitioning import divided, divided_sum
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -108,17 +108,6 @@ def test_parts_of_a_sum_in_another_dtype():
         np.testing.assert_array_equal(y, expected.astype(np.float32))
         assert collectives == exchanged
     assert np.any(x @ w.T != first + second)
-
-
-@pytest.mark.parametrize("out", [P("data"), P(None, "data"), P("model", "data")], ids=str)
-def test_a_sum_that_is_wanted_in_parts_is_scattered(out):
-    in_dtype = lambda dtype, a, b: times_transposed(a, b).astype(dtype)
-    mixed = divided_sum("product", in_dtype, "i k, j k -> i j", np.dtype(F32), np.dtype(np.float16))
-    x, w = integers(64, 128), integers(32, 128, seed=1)
-    y, collectives = on_devices(mixed, (x, w), (P(None, "data"),) * 2, out)
-    np.testing.assert_array_equal(y, x @ w.T)
-    assert collectives == ["reduce-scatter"]
-    assert y.sharding.spec == out
 
 
 def quantities(x, largest=amax_along):
@@ -238,18 +227,6 @@ def test_eagerly_and_on_one_device_it_is_the_function():
     np.testing.assert_array_equal(product(x, w), x @ w.T)
     text = jax.jit(product).lower(x, w).compile().as_text()
     assert "custom-call" not in text
-
-
-def test_a_rule_in_shardys_words():
-    rule = Rule.parse("m k, n k, k/128 m, -> m n")
-    shapes = [(256, 256), (64, 256), (2, 256), ()]
-    assert rule.for_shardy(rule.units(shapes)) == (
-        "m (k k_unit), n (k k_unit), k m,  -> m n",
-        {"k_unit": 128},
-    )
-    assert rule.summed() == ("k",)
-    incomplete = [(256, 200), (64, 200), (2, 256), ()]
-    assert rule.for_shardy(rule.units(incomplete))[0] == "m k_1, n k_1, k_128 m,  -> m n"
 
 
 def test_programs_of_other_functions_differ_without_the_address_of_a_rule():
