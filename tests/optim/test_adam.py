@@ -14,10 +14,11 @@ import numpy as np
 import optax
 import pytest
 
-from jfp8.optim.adam import PRESETS, adam, adamw, scale_by_adam
+from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw, scale_by_adam
 from jfp8.optim.blocks import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16
 from support.arrays import assert_same
+from support.scripts import imported
 
 SHAPE = (16, 512)  # rows of whole blocks, so that flattened ones are the same
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -134,24 +135,30 @@ def test_presets_are_the_rules_of_their_libraries(preset, theirs, differ):
     assert np.linalg.norm((params - expected)[finite]) < 0.01 * moved
 
 
-@pytest.mark.slow
 def test_the_default_takes_little_more_than_two_bytes():
-    params = {
-        "kernel": jnp.zeros((256, 1024)),
-        "other": jnp.zeros((128, 128)),
-        "bias": jnp.zeros((1024,)),
-        "scale": jnp.zeros((256,)),
-    }
-    size = sum(p.size for p in params.values())
+    params = {"kernel": jnp.zeros((256, 1024)), "bias": jnp.zeros((1024,))}
 
     def bytes_of(tx):
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params))) / size
+        leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) - 8 * 1024
 
-    vectors = 1280 / size * 8
-    stored = 1 - 1280 / size
-    assert bytes_of(adam(1e-3)) == pytest.approx(stored * (2 + 8 / 128) + vectors, abs=1e-4)
-    assert bytes_of(adam(1e-3)) < 2.3 < bytes_of(adam(1e-3, preset="msamp_o2"))
-    assert bytes_of(adam(1e-3, preset="msamp_o2")) == pytest.approx(stored * 3 + vectors, abs=1e-3)
+    assert bytes_of(adam(1e-3)) == pytest.approx(256 * 1024 * (2 + 8 / 128), abs=64)
+    assert bytes_of(adam(1e-3, preset="msamp_o2")) == pytest.approx(256 * 1024 * 3, abs=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "b2"), [(320, 0.999), (4200, 0.999), (4200, 0.95)])
+def test_updates_are_within_5_percent(steps, b2):
+    """Of those of `optax.scale_by_adam` in f32, under gradients that are hard to store.
+
+    A mean of 2048 elements whose noise is at most 26 % has a standard error below 0.6 %. The
+    largest of all steps and groups is within 5 of them, 3 %, which leaves 2 % for a bias.
+    """
+    found = imported("adam_under_stress", "benchmarks").updates(DEFAULT, steps, b2)
+    assert len(found) == 8
+    for name, of_stress in found.items():
+        assert np.abs(of_stress["bias"]).max() < 0.05, name
+        assert of_stress["noise"].max() < 0.3, name
 
 
 @pytest.mark.parametrize(

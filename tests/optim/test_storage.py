@@ -79,23 +79,6 @@ def cast(x, fmt) -> np.ndarray:
 # The published rules -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [128, 100, None], ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_plain_blocks_are_amax_over_max_bit_for_bit(fmt, block):
-    x = moments()
-    kept = encode(Blocks(fmt, block), x)
-    expected = np.concatenate(
-        [
-            cast(part * (np.float32(1) / (np.abs(part).max() / np.float32(fmt.max))), fmt).ravel()
-            for _, part in blocks_of(x, block)
-        ]
-    )
-    np.testing.assert_array_equal(codes(kept.data).ravel(), codes(expected))
-    for where, part in blocks_of(x, block):
-        assert np.asarray(kept.scale)[where] == np.abs(part).max() / np.float32(fmt.max)
-
-
 def coat(part: np.ndarray, fmt):
     """COAT's expansion of one block, in float64: codes, the values that they stand for, and k.
 
@@ -265,46 +248,6 @@ def test_stochastic_rounding_is_right_on_average(storage):
     # All together are closer still, which a bias of a tenth of a step would not be.
     steps = np.where(high > low, high - low, 1)
     assert abs(np.mean((values.mean(0) - x) / steps)) < 5 * 0.5 / np.sqrt(draws * x.size)
-
-
-# Over many steps -----------------------------------------------------------------------------
-
-
-ODD = np.broadcast_to(np.arange(128) % 2 == 1, (16, 128))
-
-
-def second_moment(storage, steps=4000):
-    """``v = 0.999 v + 0.001 g^2`` from 1 on, where ``g^2`` is 1 and 0.01 in turn in each block."""
-    squares = jnp.asarray(np.where(ODD, 0.01, 1), jnp.float32)
-
-    @jax.jit
-    def run(v):
-        def step(kept, i):
-            v = np.float32(0.999) * storage.decode(kept) + np.float32(0.001) * squares
-            return storage.encode(v, fold_in(SEED, i)), None
-
-        return storage.decode(
-            jax.lax.scan(step, storage.encode(v, SEED), np.arange(steps, dtype=np.uint32))[0]
-        )
-
-    return np.asarray(run(jnp.ones_like(squares)))
-
-
-EXACT_DECAY = 0.999**4000 + 0.01 * (1 - 0.999**4000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transform", [None, "sqrt", "expand"])
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_trap_a_second_moment_freezes_when_rounded_to_nearest(fmt, transform):
-    """It has to decay by a factor of 30 beside an amax that stays."""
-    frozen = second_moment(Blocks(fmt, rounding="nearest_even", transform=transform))
-    np.testing.assert_array_equal(frozen, 1)
-    moved = second_moment(Blocks(fmt, rounding="stochastic", transform=transform))
-    np.testing.assert_allclose(moved[~ODD], 1, rtol=1e-3)
-    # 1024 elements, whose standard deviation is 30 to 100 % of the mean.
-    np.testing.assert_allclose(moved[ODD].mean(), EXACT_DECAY, rtol=0.12)
-    assert moved[ODD].max() < 0.9
 
 
 @pytest.mark.parametrize(
