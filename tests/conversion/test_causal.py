@@ -1,7 +1,5 @@
 """Whether a model masks later positions, and what is said where its recipe's scales see them."""
 
-from __future__ import annotations
-
 import warnings
 
 import flax.linen as nn
@@ -56,14 +54,14 @@ def test_other_programs_are_not_taken_for_causal(name):
     assert not masks_later_positions(jax.make_jaxpr(OTHERS[name])(TOKENS))
 
 
-def test_masks_may_be_arguments():
+def test_masks_may_be_arguments_and_data_are_none():
     closed = jax.make_jaxpr(lambda x: x)(TOKENS)
-    assert masks_later_positions(closed, (TOKENS, {"mask": jnp.tril(jnp.ones((1, 1, N, N)))}))
-    assert not masks_later_positions(closed, (TOKENS, {"mask": jnp.ones((1, 1, N, N))}))
-
-
-def test_data_and_what_has_no_values_are_no_masks():
-    closed = jax.make_jaxpr(lambda x: x)(TOKENS)
+    masks = [jnp.tril(jnp.ones((2, 3, N, N))), jnp.ones((2, 3, N, N))]
+    seen = []
+    look = lambda x: seen.extend(masks_later_positions(closed, (x, {"mask": m})) for m in masks)
+    look(TOKENS)
+    jax.jit(look)(TOKENS)  # where JAX would trace a part of an array
+    assert seen == [True, False] * 2
     by_sign = np.tril(np.full((N, N), 2.0)) + np.arange(N) / N - 0.9  # positive where a mask is 1
     keys = jax.random.split(jax.random.key(0), (N, N))
     shapes = jax.ShapeDtypeStruct((N, N), bool)
@@ -79,15 +77,6 @@ def test_models_may_close_over_what_is_traced():
     seen = []
     jax.jit(lambda mask: seen.append(f(mask)))(jnp.tril(jnp.ones((N, N), bool)))
     assert seen == [False]
-
-
-def test_arrays_with_values_are_looked_at_while_another_function_is_traced():
-    """Their parts, too: of an array that has values JAX would trace a part."""
-    closed = jax.make_jaxpr(lambda x: x)(TOKENS)
-    masks = [jnp.tril(jnp.ones((2, 3, N, N))), jnp.ones((2, 3, N, N))]
-    seen = []
-    jax.jit(lambda x: seen.extend(masks_later_positions(closed, mask) for mask in masks))(0)
-    assert seen == [True, False]
 
 
 class Model(nn.Module):
@@ -119,6 +108,10 @@ def test_converted_models_warn_once():
         jax.eval_shape(model.apply, variables, TOKENS)
     with pytest.warns(UserWarning, match="later positions"):
         traced(jfp8.convert(Model(), "nvfp4", exempt=()))
+    convolutions = nn.Sequential([nn.Conv(n, (3,), padding="CAUSAL") for n in (8, 4)])
+    model = jfp8.convert(convolutions, "current")
+    with pytest.warns(UserWarning, match="the scales of layers_0 depend"):
+        jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, N, 8)))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +129,6 @@ def test_nothing_is_said_of_models_that_keep_the_promise(model):
         warnings.simplefilter("error")
         report = jfp8.report(model, traced(model), TOKENS)
     assert report.looking_ahead == ()
-
-
-def test_causal_convolutions_warn():
-    class Convolutions(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Conv(4, (3,), padding="CAUSAL")(nn.Conv(8, (3,), padding="CAUSAL")(x))
-
-    x = jnp.ones((2, N, 8))
-    with pytest.warns(UserWarning, match="the scales of Conv_1 depend"):
-        jax.eval_shape(jfp8.convert(Convolutions(), "current").init, jax.random.key(0), x)
 
 
 def test_reports_say_which_products_look_ahead():

@@ -63,12 +63,6 @@ class Block(nnx.Module):
         self.out = nnx.Linear(D, D, rngs=rngs)
 
 
-class TwoHeads(nnx.Module):
-    def __init__(self, rngs):
-        self.logits = nnx.Linear(D, 500, rngs=rngs)
-        self.auxiliary = nnx.Linear(D, 300, rngs=rngs)
-
-
 class ActorCritic(nnx.Module):
     """Two heads, called like neither: no layer reads what they make."""
 
@@ -115,7 +109,6 @@ STAY = {
     OneWidth: ["a"],
     Wider: ["m"],
     Block: ["out"],
-    TwoHeads: ["logits"],
     HeadInFP8: [],
     Images: ["fc", "stem"],
     Wrapper: ["model/head"],

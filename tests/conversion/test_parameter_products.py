@@ -3,8 +3,6 @@
 The oracle is the same model, written with jfp8's own product in place of ``jnp.einsum``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 
@@ -19,6 +17,8 @@ from jax import lax
 
 import jfp8
 from jfp8.recipes.registry import get
+from support.arrays import relative_error
+from support.models import Model
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (2, 6, 8))
@@ -118,37 +118,16 @@ def test_all_projections_of_a_gemma_and_nothing_else():
     assert logits == "exempt: a layer whose result the model returns: the final logits"
     for kind in ("dgrad", "wgrad"):  # of two blocks
         assert sum(row.times for row in rows if row.fp8 and row.kind == kind) == 10
-
-
-def test_state_stands_beside_the_parameter():
-    """And the parameters are those of the model without FP8."""
+    # State stands beside the parameter.
     converted = jfp8.convert(Gemma(), "delayed")
     stock, variables = (jax.eval_shape(m.init, KEY, TOKENS) for m in (Gemma(), converted))
     assert variables["params"] == stock["params"]
     assert sorted(variables["fp8"]["layers"]) == sorted(stock["params"]["layers"])
     product = variables["fp8"]["layers"]["q_einsum"]["DotGeneral_w"]
     assert product["lhs"]["amax_history"].shape == (2, 16)
-    overwritten = jfp8.convert(Gemma(), state_collection="_overwrite_with_gradient")
-    state = jax.eval_shape(overwritten.init, KEY, TOKENS)["_overwrite_with_gradient"]
-    assert state["layers"]["q_einsum"]["DotGeneral_w"]["state"].shape == (2, 7638)
 
 
-class Ways(nn.Module):
-    """One product; `way` says how it is written."""
-
-    way: str
-
-    @nn.compact
-    def __call__(self, x):
-        w = self.param("w", NORMAL, (3, 8, 8))
-        if self.way == "method":
-            return self.multiplied(x, w[0].T)
-        return WAYS[self.way](x, w)
-
-    def multiplied(self, x, w):
-        return x @ w
-
-
+weight = lambda module: module.param("w", NORMAL, (3, 8, 8))
 WAYS = {
     "@": lambda x, w: x @ w[0],
     "dot": lambda x, w: jnp.dot(x, w[1].astype(jnp.bfloat16).astype(jnp.float32)),
@@ -165,61 +144,47 @@ WAYS = {
 }
 
 
-OFTEN = ("@", "matmul", "vmap", "jit", "batched", "side by side")
+RARELY = ("dot", "tensordot", "dot_general", "by index", "closure", "frozen")
 
 
-@pytest.mark.parametrize("way", OFTEN)
+def written(function):
+    """A model of one function of an input and a parameter."""
+    return Model(lambda module, x: function(x, weight(module)))
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[pytest.mark.slow] if w in RARELY else []) for w in WAYS]
+)
 def test_however_it_is_written(way):
-    model = jfp8.convert(Ways(way), "current", exempt=())
+    model = jfp8.convert(written(WAYS[way]), "current", exempt=())
     rows = rows_of(model, X)
     assert "fprop" in {row.kind for row in rows if row.fp8}
     assert all(row.fp8 for row in rows)
-    expected = jax.eval_shape(functools.partial(WAYS.get(way, WAYS["@"])), X, jnp.ones((3, 8, 8)))
     variables = jax.eval_shape(model.init, KEY, X)
+    expected = jax.eval_shape(WAYS[way], X, jnp.ones((3, 8, 8)))
     assert jax.eval_shape(model.apply, variables, X) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", sorted({*WAYS, "method"} - {*OFTEN}))
-def test_however_rarely_it_is_written_so(way):
-    test_however_it_is_written(way)
 
 
 own_derivative = jax.custom_jvp(jnp.dot)
 own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
 
 STAYS = {
+    "repeated": lambda x, w: jnp.einsum("bud,bsd->bsu", jnp.broadcast_to(w[0], (2, 8, 8)), x),
+    "own derivative": lambda x, w: own_derivative(x, w[0]),
+    "with an activation": lambda x, w: jnp.einsum("btd,sd->bts", x, jnp.concatenate([w[0], x[0]])),
     "activations": lambda x, w: jnp.einsum("btd,bsd->bts", x, x),
     "two parameters": lambda x, w: x + jnp.sum(w[0] @ w[1]),
     "computed": lambda x, w: x @ (2 * w[0]),
-    "with an activation": lambda x, w: jnp.einsum("btd,sd->bts", x, jnp.concatenate([w[0], x[0]])),
     "looked up": lambda x, w: jnp.einsum("td,bsd->bts", w[0][jnp.arange(6)], x),
-    "repeated": lambda x, w: jnp.einsum("bud,bsd->bsu", jnp.broadcast_to(w[0], (2, 8, 8)), x),
     "integers": lambda x, w: x + jnp.sum(jnp.dot(jnp.ones((6, 8), int), w[0].astype(int))),
-    "own derivative": lambda x, w: own_derivative(x, w[0]),
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            way,
-            marks=[]
-            if way in ("repeated", "own derivative", "with an activation")
-            else pytest.mark.slow,
-        )
-        for way in STAYS
-    ],
-)
+@pytest.mark.parametrize("way", STAYS)
+@pytest.mark.representative(3)
 def test_what_stays_as_it_is(way):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            w = self.param("w", NORMAL, (3, 8, 8))
-            return nn.Dense(4)(STAYS[way](x, w))
-
-    model = jfp8.convert(Model(), "current", exempt=())
+    model = written(lambda x, w: nn.Dense(4)(STAYS[way](x, w)))
+    model = jfp8.convert(model, "current", exempt=())
     rows = rows_of(model, X)
     assert {row.path for row in rows if row.fp8} == {"Dense_0"}
     assert any(not row.fp8 for row in rows)
@@ -227,15 +192,11 @@ def test_what_stays_as_it_is(way):
 
 @pytest.mark.parametrize("lift", ["nn.vmap", "nn.jit"])
 def test_lifted_layers(lift):
-    class Experts(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            if lift == "nn.jit":
-                return nn.jit(Ways)("@")(x)
-            split, axes = {"params": True}, {"params": 0}
-            return nn.vmap(Ways, variable_axes=axes, split_rngs=split)("@")(x)
-
-    model = jfp8.convert(Experts(), "delayed", exempt=())
+    split, axes = {"params": True}, {"params": 0}
+    vmapped = functools.partial(nn.vmap, variable_axes=axes, split_rngs=split)
+    lifted = {"nn.jit": nn.jit, "nn.vmap": vmapped}[lift](Model)
+    model = Model(lambda module, x: lifted(lambda m, x: x @ weight(m)[0])(x))
+    model = jfp8.convert(model, "delayed", exempt=())
     assert fp8_products(model, X)["fprop"] == 1
     (module,) = jax.eval_shape(model.init, KEY, X)["fp8"].values()
     leading = () if lift == "nn.jit" else (2,)
@@ -277,6 +238,8 @@ def test_the_same_choices_as_for_layers(options, expected):
     variables = jax.eval_shape(jfp8.convert(Home(), "delayed", **options).init, KEY, X)
     made = {name.removeprefix("DotGeneral_") for name in variables["fp8"]}
     assert made == expected
+    with pytest.raises(ValueError, match="'third' matches no layer.*first"):
+        jax.eval_shape(jfp8.convert(Home(), exempt="third").init, KEY, X)
 
 
 def test_a_subclass_of_a_layer_is_that_layer():
@@ -285,17 +248,9 @@ def test_a_subclass_of_a_layer_is_that_layer():
     assert fp8_products(model, X)["fprop"] == 1
 
 
-def test_a_pattern_that_matches_no_parameter():
-    model = jfp8.convert(Home(), exempt="third")
-    with pytest.raises(ValueError, match="'third' matches no layer.*first"):
-        jax.eval_shape(model.init, KEY, X)
-    variables = jax.eval_shape(Home().init, KEY, X)
-    with pytest.raises(ValueError, match="'third' matches no layer.*heir"):
-        jax.eval_shape(model.apply, variables, X)
-
-
 def test_a_region():
-    model = Ways("@")
+    """Nothing is left behind in the model, nor in JAX."""
+    model = written(WAYS["@"])
     variables = jax.eval_shape(model.init, KEY, X)
     with jfp8.autocast("current"):
         assert fp8_products(model, X)["fprop"] == 1
@@ -306,38 +261,6 @@ def test_a_region():
         made = jax.eval_shape(model.init, KEY, X)
     assert made["params"] == variables["params"]
     assert sorted(made["fp8"]) == ["DotGeneral_w"]
-
-
-def test_parameters_in_boxes():
-    class Boxed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x @ self.param("w", nn.with_partitioning(NORMAL, (None, "model")), (8, 8))
-
-    assert fp8_products(jfp8.convert(Boxed(), "current", exempt=()), X)["fprop"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["@", "closure"])
-def test_without_jit_and_with_arrays_of_numpy(way):
-    model = jfp8.convert(Ways(way), "current", exempt=())
-    variables = jax.jit(model.init)(KEY, X)
-    expected = jax.jit(model.apply)(variables, X)
-    assert np.any(expected != Ways(way).apply(variables, X))
-    np.testing.assert_array_equal(model.apply(variables, X), expected)
-    numpy = jax.tree.map(np.asarray, variables)
-    np.testing.assert_array_equal(model.apply(numpy, np.asarray(X)), expected)
-
-
-def test_nothing_is_left_behind():
-    """Neither in the module, nor in JAX: the operations of others are not looked at."""
-    model = Ways("@")
-    converted = jfp8.convert(model, "current", exempt=())
-    variables = jax.eval_shape(model.init, KEY, X)
-    jax.eval_shape(converted.apply, variables, X)
-    with pytest.raises(TypeError):
-        jax.eval_shape(converted.apply, variables, None)
-    assert "jfp8" not in str(jax.make_jaxpr(model.apply)(jax.tree.map(jnp.ones_like, variables), X))
 
 
 # Numbers.
@@ -394,6 +317,8 @@ def test_weights_in_fp8_give_what_their_values_give():
     q = jfp8.quantize_params(params, "current", kernels="w")
     assert all(jfp8.is_scaled_array(module["w"]) for module in q.values())
     found, _ = jax.jit(model.apply)({"params": q}, X)
+    numpy = jax.tree.map(np.asarray, {"params": q})  # and without jit
+    np.testing.assert_array_equal(model.apply(numpy, np.asarray(X))[0], found)
     expected, _ = jax.jit(model.apply)({"params": jfp8.dequantize_tree(q)}, X)
     np.testing.assert_array_equal(found, expected)
     rows = jfp8.report(model, {"params": q}, X).rows
@@ -406,45 +331,36 @@ def test_weights_in_fp8_give_what_their_values_give():
 def test_a_module_that_differentiates_has_histories_for_its_gradients():
     """These are a million times smaller here, and by the scale of activations all zeros."""
 
-    class Forces(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            w = self.param("w", NORMAL, (8, 8))
-            v = self.param("v", nn.initializers.normal(1e-6), (8, 1))
-            return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) @ v))(x)
+    def forces(module, x):
+        w = module.param("w", NORMAL, (8, 8))
+        v = module.param("v", nn.initializers.normal(1e-6), (8, 1))
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) @ v))(x)
 
-    model = jfp8.convert(Forces(), "delayed", exempt=())
+    model = jfp8.convert(Model(forces), "delayed", exempt=())
     variables = model.init(KEY, X)
     assert set(variables["fp8"]) == {f"DotGeneral_{name}" for name in ("v", "v_2", "w", "w_2")}
-    expected = Forces().apply({"params": variables["params"]}, X)
+    expected = Model(forces).apply({"params": variables["params"]}, X)
     for _ in range(2):  # without histories, and with those of the first step
-        forces, mutated = model.apply(variables, X, mutable=["fp8"])
+        found, mutated = model.apply(variables, X, mutable=["fp8"])
         variables |= mutated
-        error = jnp.linalg.norm(forces - expected) / jnp.linalg.norm(expected)
-        assert 0 < error < 0.15  # some roundings of up to 2^-4 each
+        assert 0 < relative_error(found, expected) < 0.15  # some roundings of up to 2^-4 each
 
 
 BODY = lambda x, w: (jnp.tanh(x @ w), None)
 LOOPS = {
-    "scan": lambda x, w: lax.scan(BODY, x, w)[0],
     "checkpoint": lambda x, w: lax.scan(jax.checkpoint(BODY), x, w)[0],
     "while": lambda x, w: lax.fori_loop(0, 3, lambda i, x: BODY(x, w[i])[0], x),
     "cond": lambda x, w: lax.cond(x[0, 0, 0] > 1e9, jnp.sin, lambda x: BODY(x, w[0])[0], x),
 }
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=[] if w == "checkpoint" else pytest.mark.slow) for w in LOOPS]
-)
+@pytest.mark.parametrize("way", LOOPS)
+@pytest.mark.representative(1)
 def test_bodies_compute_what_the_function_does_without_flax(way):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return LOOPS[way](x, self.param("w", NORMAL, (3, 8, 8)))
-
-    plain = lambda params, x: jnp.sum(Model().apply({"params": params}, x) ** 2)
+    original = written(LOOPS[way])
+    plain = lambda params, x: jnp.sum(original.apply({"params": params}, x) ** 2)
     by_function = jfp8.convert(plain, "delayed", exempt=())
-    model = jfp8.convert(Model(), "delayed", exempt=())
+    model = jfp8.convert(original, "delayed", exempt=())
     variables = model.init(KEY, X)
     state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(2.0**-6))
     loss_fn = lambda variables, x: (jnp.sum(model.apply(variables, x) ** 2), {})
@@ -472,12 +388,7 @@ def test_bodies_compute_what_the_function_does_without_flax(way):
 )
 @pytest.mark.representative(1)
 def test_histories_that_a_body_cannot_update_are_told(given, said):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return LOOPS["checkpoint"](x, self.param("w", NORMAL, (3, 8, 8)))
-
-    model = jfp8.convert(Model(), "delayed", exempt=())
+    model = jfp8.convert(written(LOOPS["checkpoint"]), "delayed", exempt=())
     variables = model.init(KEY, X)
     state = {name: variables[name] for name in given}
     with pytest.warns(UserWarning, match=said):

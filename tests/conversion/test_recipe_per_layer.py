@@ -1,7 +1,5 @@
 """Another recipe for each layer. Oracle: the same model with each layer's recipe written in it."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -14,6 +12,8 @@ from flax import nnx
 
 import jfp8
 from jfp8.recipes import get
+from jfp8.recipes.per_layer import path_matches
+from support.models import Model as OneCall
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (8, 32))
@@ -74,34 +74,19 @@ def test_each_layer_has_the_recipe_of_the_first_pattern_that_matches():
 
 
 @pytest.mark.slow
-def test_patterns_are_those_of_the_converted_part_of_a_model():
-    class Outer(nn.Module):
-        inner: nn.Module
-
-        def __call__(self, x):
-            return self.inner(x)
-
-    model = Outer(jfp8.convert(Model(), RECIPES, exempt=()))
-    within = {f"inner/{path}": recipe for path, recipe in IN_WORDS.items()}
-    assert recipes_of(model, model.init(KEY, X)) == within
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "context"])
 def test_attention_of_jfp8_has_a_path_and_a_recipe(name):
     """It has no parameters; and without histories no state either."""
 
-    class Attends(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = x[:, None, None]
-            return jfp8.linen.DotProductAttention(name=name)(x, x, x)
+    def attends(module, x):
+        x = x[:, None, None]
+        return jfp8.linen.DotProductAttention(name=name)(x, x, x)
 
-    model = jfp8.convert(Attends(), {name: "rowwise", "*": "delayed"})
+    model = jfp8.convert(OneCall(attends), {name: "rowwise", "*": "delayed"})
     assert model.init(KEY, X) == {}
     assert recipes_of(model, {"params": {}}) == {name: "rowwise"}
     with pytest.raises(ValueError, match="'other' matches no layer"):
-        jfp8.convert(Attends(), {"other": "rowwise"}).apply({}, X)
+        jfp8.convert(OneCall(attends), {"other": "rowwise"}).apply({}, X)
 
 
 class Stack(nnx.Module):
@@ -163,17 +148,28 @@ def test_stored_weights_follow_their_recipes():
 def test_mistakes(recipes, error, words):
     with pytest.raises(error, match=words):
         jax.eval_shape(jfp8.convert(Model(), recipes).init, KEY, X)
-
-
-def test_a_layer_has_one_recipe():
     with pytest.raises(TypeError, match="recipe must be a recipe object"):
-        jfp8.Dense(4, recipe={"*": "mxfp8"}).init(KEY, X)
+        jfp8.Dense(4, recipe=recipes).init(KEY, X)
 
 
-def test_products_of_several_recipes():
-    recipe = jfp8.recipes.PerOperand(fprop="nvfp4", dgrad=get("mxfp8"), wgrad="mxfp8")
-    assert recipe.products().fprop == get("nvfp4").products().fprop
-    assert recipe.products().wgrad == get("mxfp8").products().wgrad
-    assert jfp8.recipes.from_json(recipe.to_json()) == recipe
-    with pytest.raises(ValueError, match="no recipe called 'nvfp5'"):
-        jfp8.recipes.PerOperand(fprop="nvfp5", dgrad="mxfp8", wgrad="mxfp8")
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("Dense_0", "Dense_0", True),
+        ("Dense_0", "Dense_01", False),
+        ("Dense_0", "Encoder_0/Dense_0", False),  # patterns begin at the top
+        ("*/Dense_0", "Encoder_0/Dense_0", True),
+        ("*Dense_0", "Encoder_0/Dense_0", True),
+        ("Encoder_0", "Encoder_0/Block_3/Dense_0", True),  # a module stands for all inside of it
+        ("Encoder_0/*", "Encoder_0/Block_3/Dense_0", True),
+        ("*/Block_3", "Encoder_0/Block_3/Dense_0", True),
+        ("Encoder_0", "Encoder_01/Dense_0", False),
+        ("Dense_[02]", "Dense_2", True),
+        ("Dense_[02]", "Dense_1", False),
+        ("Dense_?", "Dense_1", True),
+        ("dense_0", "Dense_0", False),
+        ("*", "Dense_0", True),
+    ],
+)
+def test_patterns(pattern, path, matches):
+    assert path_matches(pattern, path) == matches

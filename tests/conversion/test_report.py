@@ -1,7 +1,5 @@
 """`jfp8.report`: every product of a model, with numbers worked out by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import inspect
@@ -14,11 +12,11 @@ from collections import Counter
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 import jfp8
+from jfp8.conversion.layer_tree import tree_lines
 from jfp8.conversion.product_rows import ProductRow
 from jfp8.kernels.cost_model import BY_XLA, ON_ADA, ON_BLACKWELL, expected, work_of
 from jfp8.kernels.rates import RATES
@@ -268,13 +266,6 @@ def test_a_model_that_is_expected_to_be_slower_is_told_once():
     assert seen("mxfp8", large, "NVIDIA A100") == (None, [])  # of no known rates
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["xla", "emulate"])
-def test_an_implementation_that_is_named_is_what_runs(implementation):
-    layer = jfp8.Dense(16, implementation=implementation)
-    assert {row.cuda for row in report(layer, X).rows} == {implementation}
-
-
 class Raw(nn.Module):
     """Products that no layer computes, of weights that are computed."""
 
@@ -368,6 +359,8 @@ def test_why_layers_are_not_converted():
         "layers_2": "",
     }
     assert reasons(only="layers_1")["layers_2"] == "not among only='layers_1'"
+    assert reasons(exempt=nn.Dense)["layers_1"] == "exempt: Dense"
+    assert reasons(exempt=lambda path, layer: path.endswith("2"))["layers_2"] == "exempt: <lambda>"
 
 
 def test_regions():
@@ -441,18 +434,6 @@ def test_flops_are_those_of_the_product_whatever_computes_it(recipe, operands):
 
 
 @pytest.mark.slow
-def test_arrays_and_shapes_give_the_same_report():
-    model = jfp8.convert(Mlp(), DelayedScaling())
-    variables = jax.jit(model.init)(KEY, X)
-    shapes = jax.eval_shape(model.init, KEY, X)
-    expected = jfp8.report(model, variables, X)
-    assert jfp8.report(model, shapes, X) == expected
-    assert jfp8.report(model, shapes, jax.ShapeDtypeStruct(X.shape, X.dtype)) == expected
-    assert jfp8.report(model, variables, np.asarray(X)) == expected
-    assert expected.fp8_fraction > 0.5
-
-
-@pytest.mark.slow
 def test_nothing_is_left_behind():
     """The notes of a report are not in what is traced after it, nor reused from before it."""
     model = jfp8.convert(Mlp(), CURRENT)
@@ -487,15 +468,6 @@ def test_static_arguments_rngs_methods_and_other_collections():
     assert layers(X, train=True, rngs={"noise": KEY}) == ["dense", "head"]
     assert layers(X, False) == ["dense", "head"]
     assert layers(X, False, method="encode") == layers(X, False, method=Net.encode) == ["dense"]
-
-
-@pytest.mark.slow
-def test_a_jitted_block_used_twice_is_counted_twice():
-    """Where the first one is: Flax traces its class once."""
-
-    block = nn.jit(nn.Dense)
-    rows = report(jfp8.convert(nn.Sequential([block(8), block(8), nn.Dense(2)]), CURRENT), X).rows
-    assert sum(row.times for row in rows if row.fp8 and row.kind == "fprop") == 2
 
 
 def test_to_json():
@@ -656,10 +628,35 @@ def test_forgotten_inputs_are_asked_for():
         jfp8.report(nn.Dense(2), {"params": {}}, X, train=True)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_operands_are_told_from_their_scales(name):
-    """Of four products of blocks, each operand comes with scales of one byte."""
-    layer = jfp8.Dense(96, recipe=jfp8.recipes.get(name), use_bias=False)
-    rows = report(layer, jax.ShapeDtypeStruct((128, 64), jnp.float32)).rows
-    shapes = {row.kind: [x.partition("[")[2] for x in (row.lhs, row.rhs)] for row in rows}
-    assert shapes == {"fprop": ["128,64]", "64,96]"], "wgrad": ["128,64]", "128,96]"]}
+# The lines of a tree of layers.
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name"),
+    [
+        ((0, 1), "block_{0,1}"),
+        ((0, 1, 2), "block_{0..2}"),
+        ((0, 2, 3, 4, 9), "block_{0,2..4,9}"),
+        ((8, 9, 10, 11), "block_{8..11}"),
+        (("00", "01", "02"), "block_{00..02}"),
+        ((3,), "block_3"),
+    ],
+)
+def test_siblings_that_are_alike_are_one_line(numbers, name):
+    """Alike are names that differ in the last number only."""
+    blocks = {f"w1_block_{n}": "same" for n in numbers}
+    (line, *others) = tree_lines({**blocks, "w2_block_0": "same", "mlp/up": 1, "mlp": 2})
+    assert (line.name, line.layers) == (f"w1_{name}", tuple(blocks))
+    assert [other.name for other in others] == ["w2_block_0", "mlp", "up"]
+
+
+def test_alike_are_layers_with_equal_insides():
+    """Whatever is inside of them: another value, another name, and nothing at all tell apart."""
+    same = {f"{i}/attention/out": "a" for i in range(5)} | {f"{i}/mlp": "b" for i in range(5)}
+    layers = {**same, "1/mlp": "c", "2/more": "d", "3": "e"}
+    assert [f"{'  ' * line.depth}{line.name}" for line in tree_lines(layers)] == [
+        *("{0,4}", "  attention", "    out", "  mlp"),
+        *("1", "  attention", "    out", "  mlp"),
+        *("2", "  attention", "    out", "  mlp", "  more"),
+        *("3", "  attention", "    out", "  mlp"),
+    ]

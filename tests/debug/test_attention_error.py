@@ -1,7 +1,5 @@
 """`debug.attention_error`: where its figures come from is known here."""
 
-from __future__ import annotations
-
 import jax
 import ml_dtypes
 import numpy as np

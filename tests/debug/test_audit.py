@@ -1,9 +1,5 @@
 """Counts of compiled programs: formulas, programs compiled here, and the text of one for a GPU."""
 
-from __future__ import annotations
-
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,17 +26,13 @@ def test_matmuls_in_loops_count_as_often_as_they_run():
     assert str(found).splitlines()[0].split() == ["matmuls,", "f32", "16", "1.999e-06", "TFLOP"]
 
 
-def test_batches_count():
-    found = audit(compiled(lambda x, y: jnp.einsum("bij,bkj->bik", x, y), (4, 64, 16), (4, 32, 16)))
-    assert found.flops == 2 * 4 * 64 * 32 * 16
-
-
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
     def f(x):
-        return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x @ x, x)
+        batched = lambda x: jnp.einsum("bij,bkj->bik", x, x)
+        return lax.while_loop(lambda x: jnp.sum(x) > 1, batched, x)
 
-    found = audit(compiled(f, (32, 32)))
-    assert (found.flops, found.is_exact) == (2 * 32**3, False)
+    found = audit(compiled(f, (4, 32, 32)))
+    assert (found.flops, found.is_exact) == (2 * 4 * 32**3, False)
     assert "do not say how often" in str(found)
 
 
@@ -131,13 +123,6 @@ def test_a_program_for_a_gpu():
     assert found.bytes_beside_matmuls == 2 * read_and_written
     # The weight in each iteration, and the activation, which changes, twice in one.
     assert found.quantized_again == (("w", 2), ("x", 2))
-
-
-def test_an_audit_is_a_value():
-    found = audit(GPU)
-    assert found == audit(GPU)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.launches = 0  # pyrefly: ignore
     rows = [line.split("  ")[0] for line in str(found).splitlines()]
     assert rows[:2] == ["matmuls, FP8, Pallas", "matmuls, FP8, cuBLASLt"]
     assert "arrays quantized more than once" in rows

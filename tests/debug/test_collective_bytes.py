@@ -1,9 +1,5 @@
 """Bytes between devices: formulas, programs compiled here, and the text of programs for GPUs."""
 
-from __future__ import annotations
-
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -36,30 +32,22 @@ def one(instruction: str, **where: str) -> Collective:
 
 
 def test_loops_count_their_trips():
-    def body(x, _):
-        def inner(_, x):
-            return x + lax.psum(x, "b")
+    """One of unknown length counts one, and says so."""
 
-        return lax.fori_loop(0, 3, inner, x + lax.psum(x, ALL)), None
+    def body(x, _):
+        turn = lambda _, x: x + lax.psum(x, "b")
+        return lax.fori_loop(0, 3, turn, x + lax.psum(x, ALL)), None
 
     def f(x):
+        x = lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: lax.pmean(x, ALL) / 2, x)
         return lax.scan(body, x, length=5)[0]
 
     found = collective_bytes(compiled(f, (8, 100), in_specs=P(ALL), out_specs=P(ALL)))
-    assert {(c.devices, c.times, c.bytes) for c in found.collectives} == {
+    assert {(c.devices, c.times, c.bytes) for c in found.collectives if c.times} == {
         (8, 5, 5 * 2 * 7 / 8 * 400),
         (2, 15, 15 * 400),
     }
-    assert found.total == 5 * 700 + 15 * 400
-
-
-def test_a_loop_of_unknown_length_counts_one_trip_and_says_so():
-    def f(x):
-        return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: lax.pmean(x, ALL) / 2, x)
-
-    found = collective_bytes(compiled(f, (8, 100), in_specs=P(ALL), out_specs=P(ALL)))
-    (loop,) = (c for c in found.collectives if c.elements == 100)
-    assert loop.times is None
+    (loop,) = (c for c in found.collectives if c.elements == 100 and c.times is None)
     assert loop.bytes == 2 * 7 / 8 * 400
     assert "per trip" in str(loop)
     assert "some loops do not say" in str(found)
@@ -113,11 +101,6 @@ META = 'metadata={op_name="jit(f)/shard_map/all_to_all" stack_frame_id=173}'
             "collective-permute",
             {"f32": (64, 64 * 4)},
         ),
-        (  # several gathers in one, of different dtypes
-            f"(u8[520,132]{{1,0}}, f32[65536]{{0}}) all-gather(%x, %y), {GROUPS}",
-            "all-gather",
-            {"u8": (520 * 132, 7 / 8 * 520 * 132), "f32": (65536, 7 / 8 * 65536 * 4)},
-        ),
         (
             "((u8[65,132]{1,0}, bf16[1024]{0}), (u8[520,132]{1,0}, /*index=1*/bf16[8192]{0})) "
             f"all-gather-start(%x, %y), {GROUPS}",
@@ -130,22 +113,12 @@ META = 'metadata={op_name="jit(f)/shard_map/all_to_all" stack_frame_id=173}'
             {"f32": (100, 2 * 7 / 8 * 400), "bf16": (50, 2 * 7 / 8 * 100)},
         ),
         (
-            f"((f32[100]{{0}}), f32[100]{{0}}) all-reduce-start(%x), {GROUPS}, to_apply=%add",
-            "all-reduce",
-            {"f32": (100, 2 * 7 / 8 * 400)},
-        ),
-        (
             "(f8e4m3fn[512]{0}, f8e4m3fn[4096]{0:T(1024)(4,1)}) all-gather-start(%x), "
             f"channel_id=1, {GROUPS}",
             "all-gather",
             {"f8e4m3fn": (4096, 7 / 8 * 4096)},
         ),
-        (
-            f"u4[4096]{{0:E(4)}} all-gather(%x), {GROUPS}",
-            "all-gather",
-            {"u4": (4096, 7 / 8 * 2048)},
-        ),
-        (f"pred[64]{{0}} all-gather(%x), {GROUPS}", "all-gather", {"pred": (64, 7 / 8 * 64)}),
+        (f"u4[64]{{0:E(4)}} all-gather(%x), {GROUPS}", "all-gather", {"u4": (64, 7 / 8 * 32)}),
     ],
 )
 def test_forms_of_gpus(instruction, op, parts):
@@ -166,31 +139,19 @@ def test_done_and_other_instructions_are_not_counted():
     assert found.total == 7 / 8 * 512
 
 
-def test_wrapped_asynchronous_collectives_count_once():
+def test_wrapped_asynchronous_collectives_count_once_and_calls_each_time():
     rest = (
         "%wrapped (p: f32[64]) -> f32[8] {\n"
         f"  ROOT %r = f32[8]{{0}} reduce-scatter(%p), {GROUPS}, to_apply=%add\n"
         "}\n"
     )
-    found = collective_bytes(
-        program(
-            "((f32[64]{0}), f32[8]{0}) async-start(%p), calls=%wrapped",
-            "((f32[64]{0}), f32[8]{0}) async-update(%i0), calls=%wrapped",
-            "f32[8]{0} async-done(%i1), calls=%wrapped",
-            rest=rest,
-        )
+    wrapped = (
+        "((f32[64]{0}), f32[8]{0}) async-start(%p), calls=%wrapped",
+        "((f32[64]{0}), f32[8]{0}) async-update(%i0), calls=%wrapped",
+        "f32[8]{0} async-done(%i1), calls=%wrapped",
     )
-    assert found.total == 7 * 8 * 4
-
-
-def test_what_is_called_twice_counts_twice():
-    rest = (
-        "%shared (p: f32[64]) -> f32[64] {\n"
-        f"  ROOT %r = f32[64]{{0}} all-reduce(%p), {GROUPS}, to_apply=%add\n"
-        "}\n"
-    )
-    call = "f32[64]{0} call(%p), to_apply=%shared"
-    assert one(call, rest=rest).times == 1
+    assert collective_bytes(program(*wrapped, rest=rest)).total == 7 * 8 * 4
+    call = "f32[8]{0} call(%p), to_apply=%wrapped"
     (found,) = collective_bytes(program(call, call, rest=rest)).collectives
     assert found.times == 2
 
@@ -233,20 +194,6 @@ def test_where_a_collective_comes_from():
     assert one("f32[64]{0} all-gather(%p)").source == ""
 
 
-def test_report_is_a_value():
-    f = compiled(lambda x: lax.psum(x, ALL), (8, 64), in_specs=P(ALL), out_specs=P(ALL))
-    found = collective_bytes(f)
-    assert found == collective_bytes(f.as_text())
-    assert found.widest == found.collectives[0]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.collectives = ()  # pyrefly: ignore
-    assert str(found).splitlines()[0].split()[0] == "448"
-    assert "all-reduce" in str(found)
-    empty = collective_bytes(jax.jit(jnp.sin).lower(1.0).compile())
-    assert empty == CollectiveBytes(())
-    assert (empty.total, empty.widest) == (0, None)
-
-
 def both(x):
     """A wide collective in f32, a narrow one in u8, and a mean of a scalar."""
     wide = lax.psum(x, ALL)
@@ -258,6 +205,9 @@ def test_assertions_name_the_widest_collective():
     f = compiled(both, (8, 5000), in_specs=P(ALL), out_specs=P(ALL))
     assert_collectives(f)
     total = collective_bytes(f).total
+    assert collective_bytes(f) == collective_bytes(f.as_text())
+    empty = collective_bytes(jax.jit(jnp.sin).lower(1.0).compile())
+    assert (empty, empty.total, empty.widest) == (CollectiveBytes(()), 0, None)
     assert_collectives(f, max_bytes=total, dtypes={"u8", "f32"})
     assert_collectives(f, dtypes={"u8"}, exempt_bytes=10**6)
     with pytest.raises(

@@ -1,7 +1,5 @@
 """Verdicts about paired runs, against published tables and draws whose true mean is known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -9,25 +7,6 @@ import pytest
 from scipy import special
 
 import jfp8
-from jfp8.debug.equivalence import t_quantile
-
-# Quantiles of Student's t as tables print them: (probability, degrees of freedom, quantile).
-TABLE = [
-    (0.95, 1, 6.313752),
-    (0.95, 2, 2.919986),
-    (0.95, 3, 2.353363),
-    (0.975, 9, 2.262157),
-    (0.95, 10, 1.812461),
-    (0.95, 11, 1.795885),
-    (0.995, 11, 3.105807),
-    (0.95, 120, 1.657651),
-    (0.5, 4, 0.0),
-]
-
-
-def test_quantiles_are_those_of_the_tables():
-    for p, degrees, quantile in TABLE:
-        assert t_quantile(p, degrees) == pytest.approx(quantile, abs=5.1e-7)
 
 
 def test_the_interval_is_that_of_students_paper():
@@ -51,8 +30,6 @@ WIDE = 2.919986 / math.sqrt(3)
         (0.0, WIDE + 1e-4, "equivalent"),
         (0.0, WIDE - 1e-4, "cannot be told"),  # one and the same: both ends are beyond
         (0.2, WIDE + 0.1, "cannot be told"),
-        (-0.2, WIDE + 0.1, "cannot be told"),
-        (-0.2, WIDE + 0.3, "equivalent"),
         (2.0, 0.4, "cannot be told"),  # surely above 0, and not surely above the margin
         (2.0, 4.0, "equivalent"),  # surely above 0, and surely small
         (2.0, 2.0 - WIDE - 1e-4, "different"),
@@ -117,7 +94,6 @@ def test_one_line_says_it():
         ([0.1, 0.2], {"margin": 0.0}, "margin=0.0: must be above 0"),
         ([0.1, 0.2], {"margin": math.nan}, "margin=nan"),
         ([0.1, 0.2], {"confidence": 90}, "confidence=90: must be between 0 and 1"),
-        ([0.1, 0.2], {"confidence": 0}, "confidence=0: must be between 0 and 1"),
     ],
 )
 def test_what_it_cannot_judge_it_refuses(gaps, options, message):

@@ -1,7 +1,5 @@
 """The mismatch between training and decoding, against probabilities that are known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import special

@@ -1,7 +1,5 @@
 """`check_program` against perturbed inputs, and planted mistakes."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

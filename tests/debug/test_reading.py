@@ -3,9 +3,7 @@
 The programs are small and hold no product: a tap may be anywhere.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
@@ -14,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.debug.measurement import Measurement
-from jfp8.debug.reading import Loop, Place, by_layer, read
+from jfp8.debug.reading import Loop, read
 from jfp8.products.observers import tap
 
 
@@ -94,49 +92,3 @@ def test_control_flow_stays_and_is_measured():
     )
     # Nothing of one trace is left in them, or a step would be compiled again for each.
     assert [place for place, _ in read(closed, [X, WEIGHTS])[1]] == [place for place, _ in found]
-
-
-WEIGHT = Size("weight", weight=0, forward=True)
-LAYER = Place(WEIGHT, "/path=mlp;/recipe=r;", 0, (), frozenset())
-STEPS, LAYERS = Loop(2, over_inputs=False), Loop(3, over_inputs=True)
-
-
-def assert_rows(places, vectors, expected):
-    rows = list(by_layer(places, [jnp.asarray(v) for v in vectors]))
-    assert [(place.measure.name, index) for place, index, _ in rows] == [
-        row[:2] for row in expected
-    ]
-    for (_, _, vector), (*_, wanted) in zip(rows, expected, strict=True):
-        np.testing.assert_allclose(vector, wanted, rtol=1e-6)
-
-
-def test_layers_are_kept_apart_and_turns_taken_together():
-    """Also of a tensor that does not tell by itself which loop is over layers."""
-    values = np.random.default_rng(0).normal(size=(2, 3, 5))  # of 2 steps, 3 layers
-    vectors = np.array([[sizes(x) for x in step] for step in values], np.float32)
-    weight = replace(LAYER, loops=(STEPS, LAYERS))
-    other = replace(weight, measure=Size("x"), loops=(STEPS, replace(LAYERS, over_inputs=False)))
-    together = [sizes(*values[:, i]) for i in range(3)]
-    rows = [(name, (i,), together[i]) for name in ("weight", "x") for i in range(3)]
-    assert_rows([weight, other], [vectors, vectors], rows)
-
-
-def test_uses_of_a_layer_are_one():
-    """But not what is in no layer, nor what the backward pass computes once more."""
-    a, b = np.array([1.0, 2.0]), np.array([4.0, 0.5, 1.0])
-    again = [
-        replace(LAYER, stack=f"{s}{LAYER.stack}")
-        for s in ("transpose(f)/", "rematted_computation/")
-    ]
-    gradient = replace(again[0], measure=Size("gradient"))
-    nowhere = [replace(LAYER, stack="", number=n) for n in (6, 7)]
-    assert_rows(
-        [LAYER, *again, LAYER, gradient, *nowhere],
-        [sizes(a), sizes(b), sizes(b), sizes(b), sizes(b), sizes(a), sizes(b)],
-        [
-            ("weight", (), sizes(a, b)),
-            ("gradient", (), sizes(b)),
-            ("weight", (), sizes(a)),
-            ("weight", (), sizes(b)),
-        ],
-    )

@@ -3,8 +3,6 @@
 Each loss stays within 5 % of the same steps in f32, the noise of FP8 in a model of this size.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

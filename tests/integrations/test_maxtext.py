@@ -50,15 +50,19 @@ DELAYED = {"quantization": "jfp8_delayed"}
 MIXTURE = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
 
 
-def trained(*options, devices=8):
-    """Losses, histories and products of a run with each of the `options`, in one process."""
+def run(program, *words):
+    """What became of a program of Python, in a process of its own."""
     paths = [str(ROOT / "benchmarks" / "clients"), str(ROOT)]
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags}
-    command = [sys.executable, "-c", PROGRAM, str(devices), json.dumps(options)]
-    done = subprocess.run(
-        command, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
-    )
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags}
+    environment = os.environ | environment | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def trained(*options, devices=8):
+    """Losses, histories and products of a run with each of the `options`, in one process."""
+    done = run(PROGRAM, str(devices), json.dumps(options))
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[0].removeprefix("TOLD "))
@@ -117,14 +121,13 @@ def test_accumulated_gradients_make_one_entry(eight):
     np.testing.assert_allclose(ratio, 1, rtol=1e-6)  # the same weights in both
 
 
+def saved_in(folder):
+    kept = {"base_output_directory": str(folder), "enable_checkpointing": True}
+    return kept | {"async_checkpointing": False, "checkpoint_period": 1}
+
+
 def test_resuming_changes_no_bit(tmp_path):
-    kept = {
-        "base_output_directory": str(tmp_path),
-        "enable_checkpointing": True,
-        "async_checkpointing": False,
-        "checkpoint_period": 1,
-        "data": False,
-    }
+    kept = saved_in(tmp_path) | {"data": False}
     whole, begun, resumed = trained(
         DELAYED | kept | {"run_name": "whole", "steps": 4},
         DELAYED | kept | {"run_name": "parts", "steps": 2},
@@ -136,12 +139,7 @@ def test_resuming_changes_no_bit(tmp_path):
 
 
 def test_a_run_without_fp8_goes_on_with_it(tmp_path):
-    kept = {
-        "base_output_directory": str(tmp_path),
-        "enable_checkpointing": True,
-        "async_checkpointing": False,
-        "checkpoint_period": 1,
-    }
+    kept = saved_in(tmp_path)
     before, after = trained(kept | {"steps": 2}, DELAYED | kept | {"steps": 3})
     assert len(before["losses"]) == 2
     assert len(after["losses"]) == 1
@@ -192,12 +190,7 @@ def test_the_command_trains(tmp_path):
         "max_target_length": 32,
         "attention": "dot_product",
     }
-    paths = [str(ROOT / "benchmarks" / "clients"), str(ROOT)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
-    words = [f"{name}={value}" for name, value in options.items()]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *words], env=environment, capture_output=True, text=True
-    )
+    done = run(COMMAND, *[f"{name}={value}" for name, value in options.items()])
     assert done.returncode == 0, done.stderr[-3000:]
     assert len((tmp_path / "metrics").read_text().splitlines()) == 2
 

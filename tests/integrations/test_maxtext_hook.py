@@ -9,7 +9,6 @@ import sys
 from functools import wraps
 from types import ModuleType, SimpleNamespace
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jfp8
 from jfp8.layers.linen.state_in_gradients import histories_in
 from jfp8.products.ragged.dot import scaled_ragged_dot
-from jfp8.scaling.state_in_gradients import init_overwritten
 
 STATE = "_overwrite_with_gradient"
 
@@ -133,6 +131,11 @@ def test_names_are_taken_inside_and_only_there(maxtext):
         assert maxtext.quantizations.configure_quantization(config("fp8")) == ("fp8", "train")
         assert maxtext.moe.GateLogit(quant=quant).quant is None
         assert maxtext.moe.GateLogit(quant="fp8").quant == "fp8"
+        with pytest.raises(RuntimeError, match="leave out the inner one"), enabled():
+            pass
+        assert maxtext.moe.mblx.gmm is not gmm
+    with pytest.raises(KeyError), enabled():  # an error puts everything back, too
+        raise KeyError
     assert maxtext.pyconfig.initialize is initialize
     assert maxtext.quantizations.configure_quantization is configure_quantization
     assert maxtext.moe.GateLogit is Router
@@ -141,29 +144,9 @@ def test_names_are_taken_inside_and_only_there(maxtext):
     assert after is gradient_accumulation_loss_and_grad
 
 
-def test_an_error_inside_puts_everything_back(maxtext):
-    with pytest.raises(KeyError), part("enabled").enabled():
-        raise KeyError
-    assert maxtext.moe.mblx.gmm is gmm
-
-
-def test_within_itself_it_is_an_error(maxtext):
-    enabled = part("enabled").enabled
-    with enabled():
-        inside = maxtext.moe.mblx.gmm
-        with pytest.raises(RuntimeError, match="leave out the inner one"), enabled():
-            pass
-        assert maxtext.moe.mblx.gmm is inside is not gmm
-    assert maxtext.moe.mblx.gmm is gmm
-
-
-def test_every_recipe_has_a_name(maxtext):
-    quantization = part("quantization")
-    for recipe in jfp8.recipes.registry.RECIPES:
-        assert quantization.configured(config(f"jfp8_{recipe.name}")).recipe == recipe()
-
-
-def test_a_recipe_from_a_file(maxtext, tmp_path):
+def test_recipes_by_name_and_from_a_file(maxtext, tmp_path):
+    for each in jfp8.recipes.registry.RECIPES:
+        assert part("quantization").configured(config(f"jfp8_{each.name}")).recipe == each()
     recipe = jfp8.recipes.DelayedScaling(amax_history_len=32, margin=1)
     (tmp_path / "recipe.json").write_text(recipe.to_json())
     given = config("jfp8_file", quant_cfg_path=str(tmp_path / "recipe.json"))
@@ -185,9 +168,6 @@ def test_a_recipe_from_a_file(maxtext, tmp_path):
 def test_ways_around_the_hook_are_refused(maxtext, options, message):
     with pytest.raises(ValueError, match=message):
         part("quantization").configured(config("jfp8_current", **options))
-
-
-def test_serving_is_refused(maxtext):
     with pytest.raises(ValueError, match="is for training; got the mode 'serve'"):
         part("quantization").configured(config("jfp8_current"), "serve")
 
@@ -229,6 +209,8 @@ def test_einsums_with_weights_are_fp8_and_those_with_masks_are_not(maxtext):
     )
     np.testing.assert_allclose(y, quantized, rtol=1e-6)
     assert not np.array_equal(y, jnp.einsum("BSM,EMH -> BSEH", x, w))
+    delayed = part("quantization").Quantization(jfp8.recipes.DelayedScaling()).einsum()
+    assert set(delayed.init(jax.random.key(0), "ab,bc->ac", *arrays((1, 1), (1, 1)))) == {STATE}
 
 
 class Layers(nnx.Module):
@@ -260,8 +242,11 @@ def loss_of(model, config, data, rng, params, is_train=True):
 @pytest.mark.slow
 def test_accumulation_makes_one_entry_of_all_micro_batches(maxtext):
     """Oracle: `jnp.max`."""
-    quant = part("quantization").configured(config("jfp8_delayed"))
-    model = Layers(quant, 3)
+    without = Layers(part("quantization").configured(config("jfp8_current")), 1)
+    assert not states(without)
+    given = (1, 2, without, 4, 5, 6, 7)
+    assert part("enabled").accumulating(lambda *args: args)(*given) == given
+    model = Layers(part("quantization").configured(config("jfp8_delayed")), 3)
     (x,) = arrays((4, 3, 8))
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -285,22 +270,3 @@ def test_accumulation_makes_one_entry_of_all_micro_batches(maxtext):
     assert largest * (1 - 1e-6) <= first <= largest * 9 / 8
     step(model)
     assert all((h["lhs"]["amax_history"] > 0).sum() == 2 for h in states(model))
-
-
-def test_accumulation_without_state_is_that_of_maxtext(maxtext):
-    model = Layers(part("quantization").configured(config("jfp8_current")), 1)
-    assert not states(model)
-    seen = []
-    part("enabled").accumulating(lambda *given: seen.append(given))(1, 2, model, 4, 5, 6, 7)
-    assert seen == [(1, 2, model, 4, 5, 6, 7)]
-
-
-def test_the_state_is_in_the_collection_that_maxtext_replaces(maxtext):
-    quant = part("quantization").configured(config("jfp8_delayed"))
-    variables = quant.einsum(jnp.float32).init(
-        jax.random.key(0), "ab,bc->ac", jnp.zeros((1, 1)), jnp.zeros((1, 1))
-    )
-    empty = jfp8.recipes.DelayedScaling().init_state()
-    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(nn.meta.unbox(variables[STATE]))}
-    assert set(variables) == {STATE}
-    assert shapes == {init_overwritten(empty).shape}
