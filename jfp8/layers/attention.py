@@ -43,11 +43,9 @@ def attend(
     """Compute `scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
 
     Args:
-      query, key, value: ``[..., tokens, heads, depth]``.
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
       recipe: None quantizes nothing.
-      implementation: of the layer's products. Of these only ``"emulate"`` is for attention, too.
-      scale, is_causal, local_window_size, sinks: as for `scaled_dot_product_attention`.
+      implementation: of the layer's matmuls; of these only ``"emulate"`` is for attention, too.
       tokens, projections: see `attention_of_projections`; the latter with one batch dimension only.
       unless_slower_on: see `AttentionOptions`.
     """
@@ -68,11 +66,7 @@ def attend(
 def attend_by(
     own: Recipe | None, path: str, implementation: Implementation, *arrays: Any, **options: Any
 ) -> jax.Array:
-    """Compute `attend` by the recipe in effect for a layer at `path`, whose `own` one this is.
-
-    Args:
-      options: of `attend`, or of `scaled_dot_product_attention`, but for the recipe.
-    """
+    """Compute `attend` by the recipe in effect for a layer at `path`, whose `own` one this is."""
     recipe = recipe_in_effect(own, path)
     about = note("recipe", recipe.name) if recipe else note("reason", why_in_high_precision())
     if "tokens" not in options:
@@ -93,12 +87,7 @@ def _by_score(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:
 
 
 def check_weights_stay_inside(dropout_rate: float, sown: bool) -> None:
-    """Raise ``ValueError`` where a layer asks for attention weights, which FP8 attention has not.
-
-    Args:
-      dropout_rate: of the weights, in this call.
-      sown: whether they are to be stored.
-    """
+    """Raise ``ValueError`` if a call drops or stores weights, of which FP8 attention has none."""
     wanted = f"dropout_rate={dropout_rate}" if dropout_rate else "sow_weights=True" if sown else ""
     if wanted:
         raise ValueError(

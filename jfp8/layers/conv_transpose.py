@@ -26,13 +26,8 @@ def convolve_transposed(
 
     Args:
       layer: an ``nn.ConvTranspose`` or an ``nnx.ConvTranspose``.
-      inputs: ``[*batch, *space, in]``.
-      kernel, bias: parameters of `layer`.
       promote: casts the inputs, the kernel and the bias to one dtype.
       convolve: called like ``jax.lax.conv_general_dilated``.
-
-    Raises:
-      ValueError: a mask whose shape differs from the kernel's.
     """
     rank = len(kernel.shape) - 2
     spread = lambda x: (x or 1,) * rank if x is None or isinstance(x, int) else tuple(x)

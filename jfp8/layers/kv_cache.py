@@ -49,10 +49,7 @@ def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
 
     Args:
       shape: ``(..., max_length, heads, depth)``.
-      dtype: a floating dtype of at least 16 bits, or an FP8 format or its name.
-
-    Raises:
-      TypeError, ValueError: another `dtype`.
+      dtype: see `dtype_or_format`.
     """
     known = dtype_or_format(dtype)
 
@@ -65,11 +62,7 @@ def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
 
 
 def dtype_or_format(given: FormatLike) -> np.dtype | Format:
-    """Return the dtype or the FP8 format of a cache.
-
-    Raises:
-      TypeError, ValueError: neither a floating dtype of at least 16 bits nor an FP8 format.
-    """
+    """Return a floating dtype of at least 16 bits, or an FP8 format; or raise for another one."""
     try:
         dtype = jnp.dtype(given)  # pyrefly: ignore
     except TypeError:
@@ -83,14 +76,7 @@ def dtype_or_format(given: FormatLike) -> np.dtype | Format:
 
 
 def extended(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
-    """Return `cache` with the keys and values of the next ``n`` positions.
-
-    Args:
-      key, value: ``[..., n, heads, depth]``.
-
-    Raises:
-      ValueError: shapes that do not fit.
-    """
+    """Return `cache` with the keys and values ``[..., n, heads, depth]`` of the next positions."""
     shape, room = key.shape, cache.max_length
     if shape[:-3] != cache.key.shape[:-3] or shape[-2:] != cache.key.shape[-2:]:
         raise ValueError(
@@ -143,13 +129,9 @@ def nan_if_full(query: jax.Array, cache: KVCache) -> jax.Array:
 def with_earlier(
     cache: KVCache, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[KVCache, tuple[jax.Array, ...], jax.Array]:
-    """Return what the next positions attend to: those before them, and themselves.
+    """Return the new cache; query, and keys and values up to here; and their mask.
 
-    Returns:
-      the new cache; query, keys and values; and their mask, ``bool[..., 1, queries, keys]``.
-
-    Raises:
-      ValueError: keys at other positions than the queries.
+    The mask is ``bool[..., 1, queries, keys]``.
     """
     *batch, length, _, _ = query.shape
     if length != key.shape[-3]:

@@ -35,13 +35,7 @@ Route = Callable[..., Routing]  # of logits and k, and maybe a bias
 def expert_kernels(
     init: Initializer, key: jax.Array, num_experts: int, shape: Sequence[int], dtype: Dtype
 ) -> jax.Array:
-    """Return a kernel for each expert, each with its own key: ``[num_experts, *shape]``.
-
-    Args:
-      init: makes the kernel of one expert.
-      key: is split.
-      shape: of the kernel of one expert, ``[in, features]``.
-    """
+    """Return a kernel for each expert, each with its own key: ``[num_experts, *shape]``."""
     return jax.vmap(lambda key: init(key, shape, dtype))(jax.random.split(key, num_experts))
 
 
@@ -141,11 +135,7 @@ def router_z_loss(logits: jax.Array) -> jax.Array:
 
 
 def losses_of(routed: Routing, input_shape: Sequence[int]) -> dict[str, jax.Array]:
-    """Return the losses of a router by name, f32[] each.
-
-    Args:
-      input_shape: of what the block was given, ``[..., length, features]``.
-    """
+    """Return the losses of a router by name, for inputs ``[..., length, features]``."""
     assert routed.logits is not None
     length = max(1, input_shape[-2]) if len(input_shape) > 1 else 1
     return {
@@ -176,18 +166,11 @@ def through_experts(
 
     Args:
       tokens: ``[t, in]``.
-      routed: which experts they go to.
-      wi, wo: the products with the matrices of all experts.
-      intermediate_dim: features between both products.
+      wi, wo: the matmuls with the matrices of all experts.
+      intermediate_dim: features between both.
       mesh: what divides tokens and experts over devices.
-      recipes: of both products.
-      implementation: see `scaled_ragged_dot`.
-      activation, saved_activations: see `transformer_math.activate`.
-      capacity_factor: see `plan_exchange`.
-      is_one_operation: whether both products may be one.
-
-    Returns:
-      ``[t, in]``, in the dtype of the products.
+      recipes: of both matmuls.
+      is_one_operation: whether both may be one. For the others see `MoE`.
     """
     (count, k), groups = routed.experts.shape, routed.probabilities.shape[1]
     more = -count % mesh.parts  # of no expert, so that tokens can be divided evenly

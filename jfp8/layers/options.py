@@ -78,12 +78,9 @@ def kernel_values(rhs: Any, dtype: np.dtype | None, of_quantized: Any) -> jax.Ar
 def promoted(
     promote: Callable[[Sequence[Any]], Sequence[Any]], arrays: Sequence[Any], casts_kernel: bool
 ) -> list[Any]:
-    """Return inputs, a kernel and maybe a bias, as ``promote(arrays)`` casts them.
+    """Return inputs, a kernel and maybe a bias, as `promote` casts them, but for `ScaledArray`s.
 
-    `ScaledArray`s are unchanged.
-
-    Args:
-      casts_kernel: True if the matmul casts a kernel in f32, see `kernel_dtype`.
+    With `casts_kernel` the matmul casts a kernel in f32, see `kernel_dtype`.
     """
     cast = promote([None if isinstance(x, ScaledArray) else x for x in arrays])
     both = zip(arrays, cast, strict=True)
@@ -94,11 +91,6 @@ def promoted(
 
 
 def pass_on(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Return `function` of the `arguments` that it names.
-
-    Args:
-      function: such as ``super().__init__`` of a layer of Flax.
-      arguments: ``locals()`` of a function with the same parameters and more.
-    """
+    """Return `function` of the `arguments` that it names, such as ``locals()`` of its caller."""
     names = inspect.signature(function).parameters
     return function(**{name: arguments[name] for name in names if name in arguments})

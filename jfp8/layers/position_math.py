@@ -21,12 +21,7 @@ def position_mask(
     window: int | tuple[int, int] | None = None,
     first: jax.Array | int = 0,
 ) -> jax.Array:
-    """Return ``bool[queries, keys]``: the keys that queries at `first` and later positions see.
-
-    Args:
-      sizes: numbers of queries and of keys.
-      is_causal, window: see `jfp8.layers.attention.attend`.
-    """
+    """Return ``bool[queries, keys]``: the keys that queries at `first` and later positions see."""
     i, j = first + jnp.arange(sizes[0])[:, None], jnp.arange(sizes[1])[None]
     seen = (j <= i) | (not is_causal)
     bounds = window_of(window)
@@ -51,17 +46,10 @@ def rotary_embedding(
       positions: ``[length]``, or with leading dimensions of `x`; default: 0, 1, 2 ...
       windows: shortest and longest wavelength, in units of ``2 pi`` positions.
       group_method: which features are pairs: ``"consecutive"`` ones, ``(2 i, 2 i + 1)``, or
-        ``"alternate"``, ``(i, i + depth / 2)``.
-
-    Returns:
-      Array of the shape and dtype of `x`.
-
-    Raises:
-      ValueError: unknown `group_method`, or an odd depth.
+        ``"alternate"``, ``(i, i + depth / 2)``, for which Llama's and GPT-NeoX's weights are.
 
     References:
-      arXiv 2104.09864, which pairs consecutive features; Llama's and GPT-NeoX's weights are for
-      ``"alternate"``.
+      arXiv 2104.09864, which pairs consecutive features.
     """
     check_option("group_method", group_method, ("consecutive", "alternate"))
     length, _, depth = x.shape[-3:]
@@ -95,17 +83,11 @@ def relative_position_buckets(
     num_buckets: int = 32,
     max_distance: int = 128,
 ) -> np.ndarray:
-    """Return the bucket of each distance, as T5 has them.
+    """Return the bucket of each distance, position of key minus that of query, as T5 has them.
 
     Half of the buckets are for exact distances, the others for ranges that grow in proportion up to
     `max_distance`; the last one is for everything beyond. If `bidirectional`, half of all buckets
     are for keys before the query, half for keys after it; otherwise keys after it share bucket 0.
-
-    Args:
-      distances: integers: position of the key minus position of the query.
-
-    Returns:
-      Integers of the same shape, ``0 <= bucket < num_buckets``.
 
     References:
       arXiv 1910.10683; ``_relative_position_bucket`` of Mesh TensorFlow and T5X.
@@ -133,15 +115,12 @@ def relative_position_bias(
     max_distance: int = 128,
     position: jax.Array | None = None,
 ) -> jax.Array:
-    """The bias of attention scores that `table` holds for the distance of each query and key.
+    """Return ``[heads, query_length, key_length]``: what `table` has for each distance.
 
     Args:
       table: ``[heads, num_buckets]``; see `relative_position_buckets`.
       position: int32[], of the first query, for decoding: all queries are before `key_length`.
         None: 0.
-
-    Returns:
-      ``[heads, query_length, key_length]``.
     """
     # There are far fewer distances than pairs: look up the former once.
     longest = query_length if position is None else key_length

@@ -117,14 +117,8 @@ def activate(
     ``gelu`` is its approximation by tanh, as in Flax and Transformer Engine.
 
     Args:
-      x: ``[..., projections, features]``.
+      x: ``[..., projections, features]``; the result is ``[..., features]`` in its dtype.
       saved_activations: see `jfp8.layers.norm_math.normalize`.
-
-    Returns:
-      ``[..., features]``, in the dtype of `x`.
-
-    Raises:
-      ValueError: unknown `activation`, or another number of projections.
 
     References:
       arXiv 2002.05202 (the gated ones), arXiv 2109.08668 (squared relu).
@@ -138,13 +132,9 @@ def activate(
 
 
 def may_be_one_operation(recipes: Sequence[Recipe], *operands: Any) -> bool:
-    """Return whether two products with an activation between them are computed as one operation.
+    """Return True if two matmuls with an activation between them are computed as one operation.
 
-    They are where kernels quantize: see `jfp8.products.mlp`. Reports show products one by one.
-
-    Args:
-      recipes: in effect for both, but in high precision.
-      operands: of layers, pytrees.
+    They are where kernels quantize: see `jfp8.products.mlp`. Reports show matmuls one by one.
     """
     planner = planner_of(current_device())
     watched = EXPLAINING.value is not None or OBSERVER.value is not None
@@ -169,10 +159,7 @@ def _residual_sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
 
 
 def drop(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:
-    """Drop a share `rate` of the elements of `x`, and divide the others by ``1 - rate``.
-
-    Without a `key`, `x` as it is. With one, the numbers of Flax's ``Dropout``.
-    """
+    """Drop a share `rate` of `x` as Flax's ``Dropout``; without a `key` return `x` as it is."""
     if key is None:
         return x
     if rate == 1:
@@ -213,26 +200,20 @@ def projected_attention(
     saved_activations: Format | None = None,
     **options: Any,
 ) -> tuple[jax.Array, KVCache | None]:
-    """Compute attention of projections for each of ``G`` groups.
+    """Compute attention of projections for each of ``G`` groups: ``[..., q, H, depth]``.
 
     Args:
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
-      attention: `jfp8.layers.attention.attend` with some arguments.
-      in_fp8: whether `attention` quantizes.
-      qkv: what both are parts of, one after the other; None: they are separate products.
-      rotary: windows and group method of a `rotary_embedding`, or None.
+      attention: `jfp8.layers.attention.attend` with some arguments; quantizes if `in_fp8`.
+      qkv: what both are parts of, one after the other; None: they are separate matmuls.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
-        those of the next ones, and the mask is for all ``max_length`` keys.
-      mask: as for `attend`.
+        of the next ones, and the mask is for all ``max_length`` keys. Returned with the new keys.
       dropout_rate, dropout_key: as for `drop`, of the weights: only in high precision.
       saved_activations: keep the values in this format for the backward pass, queries and keys as
         they are (an error in a score would be one in the exponent of a weight); in high precision.
       options: of `attend`: the bias, sinks, and which keys a query sees. With a `cache` the mask
         alone says that.
-
-    Returns:
-      ``[..., q, H, depth]``, and the `cache` with the new keys and values.
     """
     *leading, groups, shared_by, depth = query.shape
     query = query.reshape(*leading, groups * shared_by, depth)
@@ -285,21 +266,14 @@ def attention_by_weights(
     dropout: Callable[..., jax.Array] = _identity,
     dropout_args: tuple[Any, ...] = (),
 ) -> jax.Array:
-    """Compute attention with an array of all weights, of which some may be dropped. ::
+    """Compute `attend` with an array of all weights, of which some may be dropped. ::
 
         y = dropout(softmax(query . key^T / sqrt(depth) + bias)) . value
 
-    Head ``h`` of the query reads head ``h // (H / G)`` of `key` and `value`.
-
     Args:
-      query: ``[..., q, H, depth]``.
+      query: ``[..., q, H, depth]``; head ``h`` reads head ``h // (H / G)`` of `key` and `value`.
       key, value: ``[..., k, G, depth]``, where ``G`` divides ``H``.
-      bias, mask: broadcast to ``[..., H, q, k]``; the mask may be of numbers.
-      is_causal, local_window_size, tokens, sinks: see `jfp8.layers.attention.attend`.
       dropout: of the weights, ``[..., H, q, k]`` in float32, and of `dropout_args`, such as a key.
-
-    Returns:
-      ``[..., q, H, depth]``, in the dtype of `value`; 0 for a query that sees no key.
     """
     *batch, q_length, heads, depth = query.shape
     k_length, groups = key.shape[-3:-1]

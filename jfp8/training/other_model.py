@@ -42,10 +42,7 @@ def _shapes_in(variables: Any) -> dict[str, tuple[int, ...]]:
 
 
 def carried_over(empty: Any, old: Any) -> Any:
-    """Fill `empty`, an ``fp8`` collection, with the histories of matmuls that `old` also has.
-
-    If a history is shorter, the newest entries stay. Matmuls stacked differently start empty.
-    """
+    """Fill `empty`, an ``fp8`` collection, with the newest entries of the same matmuls in `old`."""
     if not is_product(empty):
         return {name: carried_over(node, old.get(name, {})) for name, node in empty.items()}
     kept = {role: _resized(empty[role], state) for role, state in intact_states(old).items()}

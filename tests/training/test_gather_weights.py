@@ -183,18 +183,20 @@ def make_square(seed):
     return {"wi": {"kernel": normal(seed, (64, 128))}, "wo": {"kernel": normal(seed, (128, 64))}}
 
 
+each_kind = pytest.mark.parametrize(
+    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
+
+
 @pytest.mark.slow
-@each_way
-def test_once_forward_and_once_backward_in_a_scan_over_layers(way):
+@each_kind
+def test_once_forward_and_once_backward_in_a_scan_over_layers(kind):
     params, x = stacked(3), normal(9, (16, 64))
     specs = {"wi": {"kernel": P("fsdp", None)}, "wo": {"kernel": P(None, "fsdp")}}
-    kind = WAYS[way][0]
 
     def layer(x, params):
-        if kind == AxisType.Explicit:
-            params = gather_weights(params, "fsdp", recipe=CURRENT)
-        else:
-            params = gather_weights(params, "fsdp", specs, recipe=CURRENT)
+        given = None if kind == AxisType.Explicit else specs
+        params = gather_weights(params, "fsdp", given, recipe=CURRENT)
         h = jnp.tanh(product(x, params["wi"]["kernel"]))
         return x + product(h, params["wo"]["kernel"]), None
 
@@ -208,20 +210,13 @@ def test_once_forward_and_once_backward_in_a_scan_over_layers(way):
         params = jax.device_put(params, jax.tree.map(
             lambda s: NamedSharding(mesh, s), in_stack, is_leaf=lambda s: isinstance(s, P)
         ))  # fmt: skip
-        function = jax.grad(loss)
-        if way.startswith("shard_map"):
-            vma = "False" not in way
-            function = jax.shard_map(
-                function, mesh=mesh, in_specs=(in_stack, P("fsdp")), out_specs=in_stack,
-                check_vma=vma,
-            )  # fmt: skip
         x = jax.device_put(x, NamedSharding(mesh, P("fsdp")))
-        program = jax.jit(function).lower(params, x).compile()
+        program = jax.jit(jax.grad(loss)).lower(params, x).compile()
     assert sorted(gathers(program)) == [("u8", 64 * 128)] * 4  # two weights in each of two loops
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@each_kind
 def test_tensor_parallel_axes_stay(kind):
     mesh = mesh_of(kind, (4, 2), ("fsdp", "model"))
     spec = {"kernel": P("fsdp", "model")}
@@ -274,7 +269,7 @@ def test_layers_that_are_exempt_travel_in_high_precision():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@each_kind
 def test_weights_stored_in_fp8_travel_as_they_are(kind):
     w, x = normal(1, (64, 128)), normal(0, (16, 64))
     loss = lambda w, x: jnp.mean(product(x, w) ** 2)
@@ -327,13 +322,8 @@ def test_one_spec_is_enough_for_the_parts_of_a_stored_weight():
         whole = gather_weights({"kernel": part}, "fsdp", {"kernel": P("fsdp")}, recipe=CURRENT)
         return whole["kernel"].data
 
-    mapped = jax.shard_map(
-        gathered,
-        mesh=mesh_of(AxisType.Auto),
-        in_specs=P("fsdp"),
-        out_specs=P(),
-        check_vma=False,
-    )
+    how = {"in_specs": P("fsdp"), "out_specs": P(), "check_vma": False}
+    mapped = jax.shard_map(gathered, mesh=mesh_of(AxisType.Auto), **how)
     whole = jax.jit(mapped)(stored.data)
     assert whole.dtype == stored.data.dtype
     np.testing.assert_array_equal(whole, stored.data)

@@ -5,8 +5,6 @@ What the optimizer becomes is held against optax's own, fed with gradients that 
 
 from __future__ import annotations
 
-import json
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -50,27 +48,6 @@ def test_recipes_by_name_and_fields(given, expected):
     assert recipe_of(jfp8.initialize(MODEL, optax.sgd(1), recipe=given)[0]) == expected
     config = {"mixed_precision": "fp8", "recipe": given}
     assert recipe_of(jfp8.initialize(MODEL, optax.sgd(1), config)[0]) == expected
-
-
-CONFIG = {"mixed_precision": "fp8", "recipe": "current", "exempt": ["layers_2", "layers_4"]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        CONFIG,
-        json.dumps(CONFIG),
-        "mixed_precision: fp8\nrecipe: current\nexempt: [layers_2, layers_4]\n",
-    ],
-    ids=["dict", "json", "yaml"],
-)
-def test_configs(config):
-    if isinstance(config, str) and not config.startswith("{"):
-        pytest.importorskip("yaml")
-    model, _ = jfp8.initialize(MODEL, optax.sgd(1), config)
-    rows = jfp8.report(model, model.init(jax.random.key(0), X), X).rows
-    assert {row.path for row in rows if row.fp8} == {"layers_0"}
 
 
 def test_mixed_precision_no_changes_nothing():
@@ -184,34 +161,15 @@ def test_o1_gives_the_optimizer_gradients_of_weights_in_fp8(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_is_skipped_exactly(level):
-    tx = optimizer(level, optax.adamw(1e-2), recipe="hybrid")
-    params, state = steps(tx, [gradients(0)])
-    bad = gradients(1)
-    bad["w"] = bad["w"].at[3, 3].set(jnp.inf)
-    updates, after = jax.jit(tx.update)(bad, state, params)
-    assert not any(np.any(u) for u in jax.tree.leaves(updates))
-    scale = lambda s: float(optax.tree.get(s, "loss_scale"))
-    assert scale(after) == scale(state) / 2
-    inner = lambda s: jax.tree.leaves(s[1][1])  # chain(fp8_gradients, chain(loss_scale, ours))
-    for a, b in zip(inner(after), inner(state), strict=True):
-        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-    assert len(inner(state)) > 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "fields"),
     [
         (optax.adam(1e-3), {"mu": 1, "nu": 2}),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), {"mu": 1, "nu": 2}),
-        (optax.lion(1e-3), {"mu": 1}),
-        (optax.lamb(1e-3), {"mu": 1, "nu": 2}),
         (optax.sgd(1e-3, momentum=0.9), {"trace": 1}),
         (optax.rmsprop(1e-3), {"nu": 2}),
     ],
-    ids=["adam", "chain", "lion", "lamb", "momentum", "rmsprop"],
+    ids=["adam", "chain", "momentum", "rmsprop"],
 )
 def test_o2_keeps_moments_of_any_optimizer_in_one_and_two_bytes(tx, fields):
     state = optimizer("O2", tx).init(PARAMS)
@@ -277,14 +235,13 @@ def test_levels_in_configs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "hybrid"])
-def test_axis_name_averages_local_gradients_and_all_devices_skip_the_same_steps(recipe):
+def test_axis_name_averages_local_gradients_and_all_devices_skip_the_same_steps():
     """In shard_map: one overflowing device must not go its own way."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     params = {"w": jnp.zeros((128, 256))}
-    tx = optimizer("O1", optax.sgd(1.0), recipe=recipe, axis_name="data")
+    tx = optimizer("O1", optax.sgd(1.0), recipe="hybrid", axis_name="data")
     state = tx.init(params)
-    factor = np.float32(optax.tree.get(state, "loss_scale", 1.0))
+    factor = np.float32(optax.tree.get(state, "loss_scale"))
 
     def local(grads, state):
         updates, state = tx.update({"w": grads[0] * factor}, state, params)
@@ -305,10 +262,7 @@ def test_axis_name_averages_local_gradients_and_all_devices_skip_the_same_steps(
     assert 1e-3 < error < 10 ** (-28 / 20)  # 28 dB
     grads[5, 7, 7] = np.inf
     updates, after = step(jnp.asarray(grads), state)
-    if recipe == "hybrid":
-        assert not np.any(updates)
-        np.testing.assert_array_equal(optax.tree.get(after, "loss_scale"), np.full(8, factor / 2))
-    else:
-        assert np.all(np.isnan(np.asarray(updates)[:, 7, 7]))
+    assert not np.any(updates)
+    np.testing.assert_array_equal(optax.tree.get(after, "loss_scale"), np.full(8, factor / 2))
     text = step.lower(jnp.asarray(grads), state).compile().as_text()
     assert "u8[" in "".join(line for line in text.splitlines() if " all-to-all(" in line)

@@ -141,12 +141,6 @@ class TestCreate:
             state = jfp8.TrainState.create(apply_fn=DENSE.apply, variables=given, tx=SGD)
             assert_same(state, create())
 
-    def test_params_alone_are_refused(self):
-        params = initial(DENSE)["params"]
-        words = r"\['bias', 'kernel'\], but no 'params'. Pass all that model.init"
-        with pytest.raises(ValueError, match=words):
-            jfp8.TrainState.create(apply_fn=DENSE.apply, variables=params, tx=optax.sgd(1.0))
-
     def test_a_sink_of_another_model_is_refused(self):
         variables = dict(initial(DENSE))
         variables["fp8_sink"] = initial(Mlp())["fp8_sink"]
@@ -255,8 +249,7 @@ class TestApplyGradients:
         np.testing.assert_array_equal(after.params["not scaled"], np.full(3, 0.5))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("raw", [False, True])
-    def test_a_model_without_fp8_trains_as_with_plain_optax(self, raw):
+    def test_a_model_without_fp8_trains_as_with_plain_optax(self):
         model, tx = Mlp(nn.Dense), optax.adamw(1e-2)
         state, loss_fn = create(model, tx), squared_error(model)
         plain_loss = lambda params, batch: loss_fn({"params": params}, batch)[0]
@@ -267,9 +260,8 @@ class TestApplyGradients:
             # The optimizers run without jit, which would fuse, and so round, both differently.
             updates, opt_state = tx.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
-            ours = grads if raw else jfp8.value_and_grad(loss_fn)(state, batch_of(step))[1]
-            if not raw:
-                assert_same(ours.params, gradient(state.params, batch_of(step)))
+            _, ours = jfp8.value_and_grad(loss_fn)(state, batch_of(step))
+            assert_same(ours.params, gradient(state.params, batch_of(step)))
             state = state.apply_gradients(ours)
             assert_same((state.params, state.opt_state), (params, opt_state))
         assert state.step == 3
@@ -302,32 +294,20 @@ class TestApplyGradients:
         np.testing.assert_allclose(loss, np.sum(y * np.asarray(batch["c"])), rtol=1e-5)
         assert amax(dw) > 1
 
-    @pytest.mark.slow
-    def test_bf16_parameters_stay_bf16(self):
-        model = jfp8.Dense(4, param_dtype=jnp.bfloat16)
-        state = create(model, optax.chain(jfp8.loss_scale(), optax.sgd(0.1)))
-        step = step_with(squared_error(model), jit=True, micro_batches=2)
-        after, _ = step(state, batch_of())
-        assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(after.params))
-        assert differ(after.params, state.params)
-
 
 # The promises of the design about a step.
 
 
 class TestPromise4OneEntryAndOneScalePerStep:
-    # The last two peaks share a power of two: a mean of them would be below 7.9.
-    PEAKS = (2.0, 3.0, 4.1, 7.9)
-    TX = optax.chain(jfp8.loss_scale(init_scale=2.0**10), optax.sgd(2.0**-8))
-
     def test_micro_batches_are_the_same_step(self):
         """With histories all parts share the scales of the step, so only roundings differ."""
-        batch = linear_batch(self.PEAKS, (0.5,) * 4, rows=2)
+        batch = linear_batch((2.0, 3.0, 4.1, 7.9), (0.5,) * 4, rows=2)
+        tx = optax.chain(jfp8.loss_scale(init_scale=2.0**10), optax.sgd(2.0**-8))
         mean_loss = lambda variables, batch: (
             linear_loss(variables, batch)[0] / len(batch["x"]),
             {},
         )
-        state, _ = step_with(mean_loss, jit=True, micro_batches=4)(create(tx=self.TX), batch)
+        state, _ = step_with(mean_loss, jit=True, micro_batches=4)(create(tx=tx), batch)
         loss, grads = jfp8.value_and_grad(mean_loss)(state, batch)
         split = jax.jit(jfp8.value_and_grad(mean_loss, micro_batches=4))
         split_loss, split_grads = split(state, batch)
@@ -352,14 +332,10 @@ adam = functools.partial(optax.adam, 2.0**-6)
 OPTIMIZERS = {
     "adam": adam(),
     "chain(loss_scale, adam)": optax.chain(jfp8.loss_scale(), adam()),
-    "loss_scale(adam)": jfp8.loss_scale(adam()),
     "skip_on_overflow(chain(loss_scale, clip, adamw))": jfp8.skip_on_overflow(
         optax.chain(
             jfp8.loss_scale(), optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1)
         )
-    ),
-    "chain(loss_scale, sgd with momentum, ema)": optax.chain(
-        jfp8.loss_scale(), optax.sgd(0.01, momentum=0.9), optax.ema(0.9)
     ),
     "chain(loss_scale('pass'), apply_if_finite(adam))": optax.chain(
         jfp8.loss_scale(on_overflow="pass"), optax.apply_if_finite(adam(), 1000)
@@ -367,9 +343,6 @@ OPTIMIZERS = {
     "chain(loss_scale('pass'), MultiSteps)": optax.chain(
         jfp8.loss_scale(on_overflow="pass"),
         optax.MultiSteps(adam(), 2, should_skip_update_fn=optax.skip_not_finite),
-    ),
-    "chain(loss_scale, inject_hyperparams(adam))": optax.chain(
-        jfp8.loss_scale(), optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
     ),
 }
 
@@ -469,9 +442,7 @@ class TestPromise5NonFiniteNumbers:
         assert np.isnan(np.asarray(grads.params["kernel"])[:, 1]).all()
         assert np.isfinite(np.asarray(grads.params["kernel"])[:, 0]).all()
 
-    @pytest.mark.representative(1)
-    @pytest.mark.parametrize("micro_batches", [2, 1])
-    def test_an_overflow_that_only_the_sink_sees_is_one(self, micro_batches):
+    def test_an_overflow_that_only_the_sink_sees_is_one(self):
         """The layer's weights are frozen and its input is data: every gradient is finite."""
 
         class Frozen(nn.Module):
@@ -485,11 +456,11 @@ class TestPromise5NonFiniteNumbers:
             return jnp.sum(y * batch["c"]) + jnp.sum(bias), {}
 
         state = create(Frozen(), optax.chain(jfp8.loss_scale(), optax.sgd(1.0)))
-        batch, step = linear_batch(), step_with(loss_fn, jit=True, micro_batches=micro_batches)
+        batch, step = linear_batch(), step_with(loss_fn, jit=True, micro_batches=2)
         good, _ = step(state, batch)
         assert differ(good.params, state.params)
         bad = {**batch, "c": batch["c"].at[3, 1].set(jnp.inf)}
-        _, grads = jfp8.value_and_grad(loss_fn, micro_batches=micro_batches)(state, bad)
+        _, grads = jfp8.value_and_grad(loss_fn, micro_batches=2)(state, bad)
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads.params))
         after, _ = step(state, bad)
         assert_same(after.params, state.params)
@@ -539,36 +510,6 @@ class TestPromise7OptimizersNeverSeeState:
 
 
 class TestMechanics:
-    TX = optax.chain(jfp8.loss_scale(), optax.adam(1e-2))
-
-    @pytest.mark.slow
-    def test_a_scan_over_steps_is_the_loop(self):
-        batches = [linear_batch(c_peaks=(p,)) for p in (0.1, 0.2, 0.3)]
-        state = looped = create(tx=self.TX)
-        for batch in batches:
-            looped, _ = linear_step(looped, batch)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-        scanned, losses = jax.jit(lambda s, b: lax.scan(linear_step, s, b))(state, stacked)
-        assert losses.shape == (3,)
-        assert_same(scanned.fp8, looped.fp8)
-        for role in ROLES:
-            assert np.count_nonzero(history(scanned.fp8, role)) == 3
-        for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(looped)):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-    def test_a_checkpoint_continues_bit_for_bit(self):
-        state = create(NORMED, NORMED_TX)
-        for i in range(2):
-            state, _ = normed_step(state, batch_of(i))
-        fresh = create(NORMED, NORMED_TX)
-        assert differ(fresh, state)
-        restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state))
-        assert_same(jax.tree.map(jnp.asarray, restored), state)
-        for i in range(2, 4):
-            state, _ = normed_step(state, batch_of(i))
-            restored, _ = normed_step(restored, batch_of(i))
-        assert_same(restored, state)
-
     def test_gradients_survive_jit_unchanged(self):
         grads = jfp8.value_and_grad(linear_loss)(create(), linear_batch())[1]
         assert_same(jax.jit(lambda g: g)(grads), grads)

@@ -53,15 +53,10 @@ def averaged(decay: float, trees: list) -> dict:
 
 TREES = {
     "EMA from zeros": lambda trees: averaged(0.99, trees),
-    "soft update": lambda trees: optax.incremental_update(trees[2], trees[0], 0.05),
     "mean": lambda trees: jax.tree.map(lambda a, b: (a + b) / 2, trees[0], trees[2]),
-    "sum": lambda trees: jax.tree.map(jnp.add, trees[2], trees[2]),
     "scaled": lambda trees: jax.tree.map(lambda a: a / 8, trees[2]),
     "negative": lambda trees: jax.tree.map(jnp.negative, trees[2]),
     "bf16": lambda trees: jax.tree.map(lambda a: a.astype(jnp.bfloat16), trees[2]),
-    "through f16": lambda trees: jax.tree.map(
-        lambda a: a.astype(jnp.float16).astype(jnp.float32), trees[2]
-    ),
 }
 
 
@@ -204,8 +199,6 @@ def applied(state, grads):
 
 CHANGES = {
     "scaled": lambda g: jax.tree.map(lambda x: 0.3 * x, g),
-    "negative": lambda g: jax.tree.map(jnp.negative, g),
-    "added": lambda g: jax.tree.map(jnp.add, g, g),
     "clipped": lambda g: jax.tree.map(lambda x: jnp.clip(x, -1e-3, 1e-3), g),
     "mean of a vmap": lambda g: jax.tree.map(
         lambda x: x.mean(0), jax.vmap(lambda f: jax.tree.map(lambda x: f * x, g))(jnp.ones(3))

@@ -27,17 +27,10 @@ def filled(peak, shape=(8, 16), seed=0) -> jax.Array:
     return jnp.asarray(draw / np.max(np.abs(draw)) * peak, jnp.float32)
 
 
-def history(fp8, role) -> np.ndarray:
-    return np.asarray(only_product(fp8)[role]["amax_history"])
-
-
-def assert_one_entry(fp8, role, expected, exact=False):
-    entries = history(fp8, role)
+def assert_one_entry(fp8, role, expected):
+    entries = np.asarray(only_product(fp8)[role]["amax_history"])
     assert np.count_nonzero(entries) == 1
-    if exact:
-        np.testing.assert_allclose(entries[0], np.float32(expected), rtol=2.0**-22)
-    else:
-        assert np.float32(expected) <= entries[0] <= np.float32(expected) * np.float32(1.125)
+    assert np.float32(expected) <= entries[0] <= np.float32(expected) * np.float32(1.125)
 
 
 def assert_close_to_stock(y, expected):
@@ -47,30 +40,15 @@ def assert_close_to_stock(y, expected):
     assert 0 < error < 0.06
 
 
-def train_state(model=DENSE, tx=None, x=None):
-    variables = model.init(KEY, filled(1.0) if x is None else x)
-    tx = optax.sgd(0.0) if tx is None else tx
-    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
-
-
-def linear_loss(variables, batch):
-    return jnp.sum(DENSE.apply(variables, batch["x"]) * batch["dy"]), {}
-
-
 def test_trap_h_step_zero():
     """Gradients of 2e-6 do not flush and activations of 1000 do not saturate."""
     x, dy = filled(1000.0), jnp.full((8, 4), 2e-6)
-    state = train_state(x=x)
-    grads = jfp8.value_and_grad(linear_loss)(state, {"x": x, "dy": dy})[1]
+    variables = DENSE.init(KEY, x)
+    state = jfp8.TrainState.create(apply_fn=None, variables=variables, tx=optax.sgd(0.0))
+    _, grads = jfp8.value_and_grad(lambda v, x: jnp.sum(DENSE.apply(v, x) * dy))(state, x)
     expected = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
     assert_close_to_stock(grads.params["kernel"], expected)
     assert_close_to_stock(DENSE.apply(state.variables, x), x @ state.params["kernel"])
-
-
-class TestTrapJ:
-    def test_trap_j_apply_works_without_the_collection(self):
-        params, x = DENSE.init(KEY, filled(1.0))["params"], filled(1000.0)
-        assert_close_to_stock(DENSE.apply({"params": params}, x), x @ params["kernel"])
 
 
 class TestTrapL:
@@ -131,7 +109,7 @@ def test_trap_m_frozen_layers_cost_no_backward_pass():
     grads, cotangent = with_head()
     np.testing.assert_array_equal(grads["kernel"], with_all()[0]["kernel"])
     fp8 = jfp8.advance(variables["fp8"], cotangent)
-    assert_one_entry(fp8["head"], "grad", 1.0, exact=True)
+    assert_one_entry(fp8["head"], "grad", 1.0)
     for leaf in jax.tree.leaves(fp8["frozen"]):
         assert not np.any(leaf)
 

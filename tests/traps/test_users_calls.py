@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import flax.linen as nn
@@ -351,90 +352,56 @@ def test_models_of_their_own_under_nnx_vmap_keep_histories_of_their_own():
 LINEN = jfp8.Dense(4, recipe="delayed")
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (
-            lambda: jfp8.TrainState.create(
-                apply_fn=None, variables=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx=optax.sgd(0.1)
-            ),
-            TypeError,
-            r"an NNX Linear.*nnx.Optimizer\(model, tx, wrt=nnx.Param\)",
+WRONG_CALLS = {
+    "NNX to create": (
+        lambda: jfp8.TrainState.create(
+            apply_fn=None, variables=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx=optax.sgd(0.1)
         ),
-        (
-            lambda: jfp8.nnx.value_and_grad(lambda state, x: 1.0)(state_of(LINEN, optax.sgd(1)), X),
-            TypeError,
-            r"a Linen TrainState. Use jfp8.value_and_grad\(loss_fn\)\(state, batch\)",
+        r"TypeError.*an NNX Linear.*nnx.Optimizer\(model, tx, wrt=nnx.Param\)",
+    ),
+    "split to create": (
+        lambda: jfp8.TrainState.create(
+            apply_fn=None, variables=nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), tx=None
         ),
-        (
-            lambda: jfp8.nnx.value_and_grad(lambda model, x: 1.0)(LINEN, X),
-            TypeError,
-            "a Linen Dense",
+        r"TypeError.*got an NNX GraphDef.*nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)",
+    ),
+    "state to nnx": (
+        lambda: jfp8.nnx.value_and_grad(lambda state, x: 1.0)(state_of(LINEN, optax.sgd(1)), X),
+        r"TypeError.*Linen TrainState. Use jfp8.value_and_grad\(loss_fn\)\(state, batch\)",
+    ),
+    "Linen to nnx": (
+        lambda: jfp8.nnx.value_and_grad(lambda model, x: 1.0)(LINEN, X),
+        "TypeError.*a Linen Dense",
+    ),
+    "variables to nnx": (
+        lambda: jfp8.nnx.value_and_grad(loss_of(LINEN))({"params": {}, "fp8": {}}, X, Y),
+        r"TypeError.*tree of variables\. Use jfp8\.value_and_grad\(loss_fn\)\(state, batch\)",
+    ),
+    "empty": (
+        lambda: jfp8.value_and_grad(loss_of(LINEN))(state_of(LINEN, optax.sgd(1)), X[:0], y=Y[:0]),
+        "ValueError.*The batch has no examples",
+    ),
+    "empty NNX": (
+        lambda: jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x)))(
+            jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0)), X[:0]
         ),
-        (
-            lambda: jfp8.value_and_grad(loss_of(LINEN))(
-                state_of(LINEN, optax.sgd(1)), X[:0], y=Y[:0]
-            ),
-            ValueError,
-            "The batch has no examples",
-        ),
-        (
-            lambda: jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x)))(
-                jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0)), X[:0]
-            ),
-            ValueError,
-            "The batch has no examples",
-        ),
-        (
-            lambda: jfp8.TrainState.create(
-                apply_fn=lambda x: x,
-                variables=nnx.split(nnx.Linear(16, 4, rngs=nnx.Rngs(0))),
-                tx=optax.sgd(0.1),
-            ),
-            TypeError,
-            r"got an NNX GraphDef.*nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)",
-        ),
-        (
-            lambda: jfp8.TrainState.create(
-                apply_fn=lambda x: x,
-                params=nnx.state(nnx.Linear(16, 4, rngs=nnx.Rngs(0))),
-                tx=optax.sgd(0.1),
-            ),
-            TypeError,
-            r"got an NNX State.*nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)",
-        ),
-        (
-            lambda: jfp8.nnx.value_and_grad(loss_of(jfp8.Dense(4)))(
-                {"params": {}, "fp8": {}}, X, Y
-            ),
-            TypeError,
-            r"Linen tree of variables\. Use jfp8\.value_and_grad\(loss_fn\)\(state, batch\)",
-        ),
-        (lambda: jfp8.Linear(16, 4), AttributeError, r"jfp8\.nnx\.Linear.*jfp8\.Dense"),
-        (lambda: jfp8.E4M3, AttributeError, r"no attribute 'E4M3'\. Did you mean jfp8\.E4M3FN\?"),
-        (
-            lambda: jfp8.debug.advice([]).of("outlier"),
-            ValueError,
-            "no fault 'outlier'. Faults: .*outliers",
-        ),
-    ],
-    ids=[
-        "NNX to create",
-        "state to nnx",
-        "Linen to nnx",
-        "empty",
-        "empty NNX",
-        "split to create",
-        "NNX params to create",
-        "variables to nnx",
-        "Linear",
-        "format",
-        "fault",
-    ],
-)
-def test_wrong_calls_are_told_the_right_one(call, error, words):
-    with pytest.raises(error, match=words):
+        "ValueError.*The batch has no examples",
+    ),
+    "Linear": (lambda: jfp8.Linear(16, 4), r"AttributeError.*jfp8\.nnx\.Linear.*jfp8\.Dense"),
+    "format": (lambda: jfp8.E4M3, r"AttributeError.*'E4M3'\. Did you mean jfp8\.E4M3FN\?"),
+    "fault": (
+        lambda: jfp8.debug.advice([]).of("outlier"),
+        "ValueError.*no fault 'outlier'. Faults: .*outliers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_calls_are_told_the_right_one(name):
+    call, words = WRONG_CALLS[name]
+    with pytest.raises((AttributeError, TypeError, ValueError)) as error:
         call()
+    assert re.search(words, repr(error.value))
 
 
 def test_arguments_that_are_no_arrays_are_passed_on():

@@ -185,18 +185,6 @@ def test_adapters_that_are_merged_into_frozen_weights():
     np.testing.assert_allclose(history(state.fp8, "first", "rhs")[4], largest, rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_training_until_the_loss_is_small():
-    target = exact_losses(n=9)[8]
-    goes_on = lambda carry: (carry[1] > target) & (carry[2] < 16)
-    body = lambda carry: (*step(carry[0]), carry[2] + 1)
-    start = new(), jnp.float32(jnp.inf), 0
-    state, loss, n = jax.jit(lambda carry: jax.lax.while_loop(goes_on, body, carry))(start)
-    assert loss <= target
-    assert 8 <= n <= 11
-    check(state, losses_of(step, new(), int(n))[1], exact_losses(n=int(n)), int(n))
-
-
 @pytest.mark.parametrize("change", [lambda g: jnp.clip(g, -1e-3, 1e-3), jnp.nan_to_num])
 @pytest.mark.slow
 def test_gradients_that_are_changed_one_by_one_in_the_state_of_flax(change):

@@ -170,12 +170,10 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 def cached(
     layer: nn.MultiHeadDotProductAttention, dtype: Any, attention_fn: Callable[..., jax.Array]
 ) -> dict[str, Any]:
-    """Return attributes with which Flax's layer attends to all positions so far.
+    """Return attributes with which Flax's `layer` attends to all positions so far.
 
     Args:
-      layer: one with ``decode=True``.
       dtype: of its cache, see `init_kv_cache`; None for the dtype of the keys.
-      attention_fn: function of queries and the keys and values of all positions so far.
     """
 
     @functools.wraps(attention_fn)  # Flax passes the arguments in the signature

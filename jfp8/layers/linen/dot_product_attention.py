@@ -69,11 +69,7 @@ def is_stock(attention_fn: Callable[..., jax.Array]) -> bool:
 def attention_fn_by(
     make: Callable[..., DotProductAttention], attention_fn: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
-    """Return an ``attention_fn`` for a layer of Flax, in FP8 by what `make` makes.
-
-    Args:
-      attention_fn: the layer's own, for regions in which FP8 is disabled.
-    """
+    """Return an ``attention_fn`` of Flax's, in FP8 by what `make` makes; else `attention_fn`."""
 
     def in_fp8(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
         attention = make(name="attention")

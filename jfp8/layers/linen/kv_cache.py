@@ -12,14 +12,7 @@ COLLECTION = "cache"
 
 
 def read_cache(module: nn.Module, shape: tuple[int, ...], dtype: Any) -> KVCache | None:
-    """Return the cache of `module`; None during initialization, which creates an empty cache.
-
-    Args:
-      shape, dtype: of the keys; see `init_kv_cache`.
-
-    Raises:
-      ValueError: there is no cache.
-    """
+    """Return the cache of `module`; None during initialization, which creates an empty cache."""
     if not module.has_variable(COLLECTION, NAMES[0]):
         if not module.is_initializing():
             raise ValueError(

@@ -118,15 +118,11 @@ class ExpertDense(nn.Module):
 
 
 class Router(nn.Module):
-    """Choose each token's experts, by a matmul in high precision; see `routing.route`.
+    """Choose each token's experts, by a matmul in high precision; see `routing.route` and `MoE`.
 
     Its weights are few, and a wrong expert costs more than a rounded product. The ``params`` are
     ``kernel``, ``[in, num_experts]``. With a `bias_update_rate`, ``bias``, f32[num_experts], is in
     the collection ``router_bias``.
-
-    Attributes:
-      num_experts, num_experts_per_token, kernel_init, param_dtype, route, bias_update_rate: see
-        `MoE`.
     """
 
     num_experts: int

@@ -82,11 +82,9 @@ class LayerNormAttention(nn.Module):
     two inputs there are two products, ``query`` and ``kv``; only the queries' input is normalised.
 
     Attributes:
-      num_attention_heads, num_gqa_groups, attention_dropout: see `TransformerLayer`.
-      attention_products, attention_sinks: likewise.
-      rotary: windows and group method of a `rotary_embedding`, or None.
       norm: the arguments of `LayerNormDense` for the normalisation.
-      dense: the arguments of `DenseGeneral` for all products.
+      dense: the arguments of `DenseGeneral` for all products. For the others see
+        `TransformerLayer` and `projected_attention`.
     """
 
     num_attention_heads: int

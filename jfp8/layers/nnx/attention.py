@@ -89,11 +89,7 @@ class DotProductAttention(PrintsRecipe):
 
     # Flax's `nnx.tabulate` has a row for each called method without an underscore.
     def _attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
-        """Compute `jfp8.layers.attention.attend` by the recipe in effect.
-
-        Args:
-          arrays, options: its arguments, arrays ``[batch, length, heads, features]``.
-        """
+        """Compute `jfp8.layers.attention.attend` by the recipe in effect, with one batch axis."""
         options["unless_slower_on"] = self.unless_slower_on
         with jax.named_scope(self.path) if self.path else contextlib.nullcontext():
             return attend_by(self.recipe, self.path, self.implementation, *arrays, **options)
@@ -241,11 +237,7 @@ def install_attention(
 
 
 def install_cache(layer: Any, dtype: np.dtype | Format, path: str) -> None:
-    """Make `layer`, an ``nnx.MultiHeadAttention``, keep keys and values in `dtype` from now on.
-
-    Raises:
-      ValueError: it has a cache already, or is of a class that may have another one.
-    """
+    """Make `layer` keep keys and values in `dtype` from now on, or raise ``ValueError``."""
     if not isinstance(layer, MultiHeadAttention):
         if type(layer) is not nnx.MultiHeadAttention:
             raise ValueError(

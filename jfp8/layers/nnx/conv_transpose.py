@@ -10,20 +10,12 @@ from jfp8.layers.nnx.products import ConvGeneralDilated
 
 
 class HookedConvTranspose(nnx.ConvTranspose):
-    """``flax.nnx.ConvTranspose`` that computes its convolution with `conv_general_dilated`.
-
-    Attributes:
-      conv_general_dilated: called like ``jax.lax.conv_general_dilated``.
-    """
+    """``flax.nnx.ConvTranspose`` that computes its convolution with `conv_general_dilated`."""
 
     conv_general_dilated: ConvGeneralDilated
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Apply the layer.
-
-        Args:
-          inputs: ``[*batch, *space, features]``.
-        """
+        """Apply the layer to ``[*batch, *space, features]``."""
         return convolve_transposed(
             self,
             inputs,

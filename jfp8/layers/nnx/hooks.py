@@ -81,10 +81,7 @@ def has_stock_product(layer: Any) -> bool:
 
 
 def stacked_axes(layer: Any) -> tuple[int, ...]:
-    """Return the sizes of the leading axes of `layer`, of a kind with a hook, under ``nnx.vmap``.
-
-    A single layer has none.
-    """
+    """Return the sizes of the leading axes that ``nnx.vmap`` has added to `layer`."""
     hook = hook_of(layer)
     assert hook is not None
     shape = tuple(layer.kernel.get_value().shape)
@@ -98,11 +95,7 @@ def install(
     implementation: Implementation = None,
     path: str = "",
 ) -> None:
-    """Make `layer`, of a kind with a hook, compute its matmul in FP8 from now on.
-
-    Raises:
-      ValueError: the layer is stacked along an axis that is not a leading one.
-    """
+    """Make `layer`, of a kind with a hook, compute its matmul in FP8 from now on."""
     hook = hook_of(layer)
     assert hook is not None
     shape, single = tuple(layer.kernel.get_value().shape), hook.kernel_shape(layer)
@@ -143,10 +136,7 @@ class SparingScaledArrays:
 
 @dataclass(frozen=True)
 class ValuesOfScaledArrays:
-    """A layer's ``promote_dtype`` that takes the values of `ScaledArray`s.
-
-    For layers that keep their own matmul. It compares by value, like `SparingScaledArrays`.
-    """
+    """The same for layers that keep their own matmul, which gets the values of `ScaledArray`s."""
 
     promote_dtype: Callable[..., Any]
 

@@ -116,15 +116,10 @@ class RouterBias(nnx.Variable):
 
 
 class Router(nnx.Module):
-    """Choose each token's experts, by a matmul in high precision; see `routing.route`.
+    """Choose each token's experts, by a matmul in high precision; see `routing.route` and `MoE`.
 
     The parameter is ``kernel``, ``[in, num_experts]``. With a `bias_update_rate` there is a
     `RouterBias`, too, which every call updates in training, as ``BatchNorm`` does its statistics.
-
-    Args:
-      in_features, num_experts, num_experts_per_token, kernel_init, param_dtype: see `MoE`.
-      route, bias_update_rate: likewise.
-      rngs: stream ``params`` for initial values.
     """
 
     def __init__(
@@ -150,11 +145,7 @@ class Router(nnx.Module):
             self.bias = RouterBias(jnp.zeros(num_experts, jnp.float32))
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Set the mode that ``nnx.view`` asks for.
-
-        Args:
-          use_running_average: whether to leave the bias as it is; what ``model.eval()`` sets.
-        """
+        """Leave the bias as it is, or not: what ``model.eval()`` and ``nnx.view`` set."""
         if use_running_average is not None:
             self.use_running_average = use_running_average
 

@@ -74,12 +74,9 @@ class RelativePositionBiases(ExplicitModule):
 class LayerNormAttention(nnx.Module):
     """Normalisation, attention of grouped queries and its projections: a part of a layer.
 
-    See `jfp8.layers.linen.transformer.LayerNormAttention` for its parameters.
+    See `jfp8.layers.linen.transformer.LayerNormAttention` for its parameters and arguments.
 
     Args:
-      hidden_size: features of the input and the result.
-      num_attention_heads, num_gqa_groups, norm, dense, rotary: as for Linen's.
-      attention_dropout, attention_products, attention_sinks: likewise.
       encoded_features: features of the second input, or None if there is none.
     """
 
