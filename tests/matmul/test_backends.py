@@ -98,32 +98,6 @@ def test_trap_one_scale_beside_blocks_is_promised_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shapes", "numbers"),
-    [
-        (((5, 7), (7, 3)), PLAIN),
-        (((7, 5), (7, 3)), (((0,), (0,)), ((), ()))),
-        (((4, 5, 7), (4, 7, 33)), (((2,), (1,)), ((0,), (0,)))),
-        (((5, 4, 3, 6), (6, 3, 2, 4)), (((2, 3), (1, 0)), ((1,), (3,)))),
-    ],
-)
-def test_odd_sizes_are_padded_inside(shapes, numbers):
-    rng = np.random.default_rng(0)
-    lhs, rhs = (jnp.asarray(rng.integers(-8, 9, size=s), jnp.float32) for s in shapes)
-    seen = []
-
-    def product(lhs, rhs, numbers):
-        seen.append((lhs.shape, rhs.shape))
-        return lax.dot_general(lhs, rhs, numbers)
-
-    y = xla.aligned(lhs, rhs, numbers, product)
-    np.testing.assert_array_equal(y, lax.dot_general(lhs, rhs, numbers))
-    ((lhs_shape, rhs_shape),) = seen
-    batch = 1 if numbers[1][0] else 0
-    assert all(n % 16 == 0 for n in (*lhs_shape[batch:], *rhs_shape[batch:]))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("shapes", "numbers", "axes"),

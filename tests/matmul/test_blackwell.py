@@ -13,7 +13,7 @@ import pytest
 
 import jfp8
 from jfp8.kernels.backend import facts_of
-from jfp8.kernels.blackwell.backend import as_e8m0, by_blackwell, scales_of_rows
+from jfp8.kernels.blackwell.backend import as_e8m0, by_blackwell
 from jfp8.kernels.blackwell.matmul import MX, NVFP4, scaled_matmul
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.quantizers.blocks import TwoLevel
@@ -111,24 +111,6 @@ def values(q):
     return f64(q.data) * scale[at]
 
 
-@pytest.mark.parametrize(
-    ("shape", "block", "contract"),
-    [((6, 256), (1, 128), 1), ((300, 260), (128, 128), 0), ((300, 260), (128, 128), 1)],
-    ids=str,
-)
-def test_scales_of_larger_blocks_are_those_of_several(shape, block, contract):
-    """The values of 32 elements by their E8M0 scale are those by the scale of their block."""
-    q = in_blocks(shape, block)
-    scales, outer = scales_of_rows(MX, q, contract, ())
-    assert outer == ()
-    assert (scales.shape, scales.dtype) == ((shape[1 - contract], -(-shape[contract] // 32)), E8M0)
-    data = f64(q.data) if contract else f64(q.data).T
-    repeated = np.repeat(f64(scales), 32, axis=1)[:, : shape[contract]]
-    expected = values(q) if contract else values(q).T
-    np.testing.assert_array_equal(data * repeated, expected)
-    assert len(np.unique(f64(scales))) >= 3
-
-
 def test_every_power_of_two_is_exact_and_nothing_else_is():
     exact = 2.0 ** np.arange(-126, 128, dtype=np.float64)
     np.testing.assert_array_equal(f64(as_e8m0(jnp.asarray(exact, F32))), exact)
@@ -177,20 +159,6 @@ def two_levels(shape, block, contract, seed):
 def nvfp4_values(q):
     """``data * scale * outer scale`` in float64; element i has scale i // b."""
     return values(jfp8.ScaledArray(q.data, q.scale.data, q.block_sizes())) * float(q.scale.scale)
-
-
-@pytest.mark.parametrize(("block", "contract"), [((16, 1), 1), ((16, 16), 0), ((32, 1), 1)])
-@pytest.mark.representative(1)
-def test_scales_of_nvfp4(block, contract):
-    shape = (40, 72)
-    q = two_levels(shape, block, contract, 0)
-    scales, (outer,) = scales_of_rows(NVFP4, q, contract, ())
-    assert (scales.shape, scales.dtype) == ((shape[1 - contract], -(-shape[contract] // 16)), E4M3)
-    assert outer == q.scale.scale
-    data, expected = (x if contract else x.T for x in (f64(q.data), nvfp4_values(q)))
-    repeated = np.repeat(f64(scales), 16, axis=1)[:, : shape[contract]]
-    np.testing.assert_array_equal(data * repeated * float(outer), expected)
-    assert len(np.unique(f64(scales))) > 3
 
 
 @executes

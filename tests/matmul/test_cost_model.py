@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from jfp8.kernels.cost_model import (
@@ -15,28 +16,25 @@ from jfp8.kernels.cost_model import (
     Work,
     costs_on,
     expected,
+    expected_attention,
     scales_of,
     work_of,
 )
-from jfp8.kernels.rates import PEAKS, RATES, Matmul, Rates, name_of, rates_of
+from jfp8.kernels.rates import PEAKS, RATES, SCORES, Matmul, Rates, name_of, rates_of
 from support.scripts import imported
 
 # Rows of TensorRT-LLM's timings, in ms: the GPU, m, n, k; bf16; FP8, without the two passes over
 # the activation; these, to find its scale and to cast it.
 TIMED = """
 H100          8192 4096 4096   0.3436  0.1902   0.05726  0.0345
-H100          2048 2048 2048   0.02508 0.01657  0.01013  0.003924
 H100          512  4096 4096   0.02523 0.01578  0.008637 0.002697
 H200          32768 8192 1024  0.7702  0.4603   0.05617  0.02602
 H200          4096 7168 2048   0.1781  0.09842  0.01338  0.006396
 B200          2048 2048 2048   0.0141  0.009001 0.01226  0.004269
 B200          32768 8192 1024  0.3562  0.2045   0.02547  0.0239
 B300          512  4096 4096   0.01395 0.01019  0.01141  0.002971
-B300          4096 7168 2048   0.07914 0.04117  0.01207  0.006657
 GB300         8192 4096 4096   0.1578  0.07936  0.02355  0.02209
-GB300         32768 8192 1024  0.2912  0.1744   0.02434  0.02195
 L40S          4096 7168 2048   0.5136  0.3042   0.01475  0.005734
-RTX_PRO_6000  8192 4096 4096   0.7079  0.4093   0.01913  0.02025
 RTX_PRO_6000  4096 7168 2048   0.3026  0.1733   0.01051  0.006297
 """
 # FP8 with scales in blocks, and NVFP4; both with the activation's cast, which reads bf16.
@@ -224,3 +222,55 @@ def test_three_products_of_a_layer_take_the_same_time():
 )
 def test_kinds_of_scales(blocks, kind):
     assert scales_of(blocks) == kind
+
+
+# Attention
+
+# TFLOP/s of cuDNN in 16 bits on an H100 SXM5, from figures 5 and 6 of FlashAttention-3 (arXiv
+# 2407.08608): 16,384 tokens in all, 2,048 numbers in the heads of each. By pass, depth, causality.
+TOKENS = 1024, 2048, 4096, 8192, 16384
+TIMED_ATTENTION = {
+    ("forward", 64, False): (373, 395, 408, 412, 413),
+    ("forward", 128, False): (574, 617, 609, 600, 595),
+    ("forward", 128, True): (410, 484, 518, 529, 539),
+    ("backward", 64, False): (348, 395, 417, 432, 433),
+    ("backward", 128, False): (408, 465, 499, 518, 516),
+}
+
+
+def times(which, tokens, depth, is_causal=True, card="H100", width=2048, rows=16384):
+    sizes = rows // tokens * width // depth, 1, tokens, tokens, depth
+    return expected_attention(which, sizes, is_causal, RATES[card], SCORES[card])
+
+
+def test_bf16_against_published_timings():
+    ratios = []
+    for (which, depth, is_causal), timed in TIMED_ATTENTION.items():
+        for tokens, published in zip(TOKENS, timed, strict=True):
+            pairs = 16384 * tokens * (2048 // depth) / (2 if is_causal else 1)
+            flops = 2 * {"forward": 2, "backward": 5}[which] * pairs * depth
+            seconds = times(which, tokens, depth, is_causal).bf16
+            ratios.append(flops / seconds / 1e12 / published)
+    assert len(ratios) == 25
+    assert 0.85 < min(ratios) < max(ratios) < 1.25
+    assert 0.95 < np.median(ratios) < 1.05
+
+
+@pytest.mark.parametrize("card", SCORES)
+def test_fp8_gains_forward_alone_in_long_sequences(card):
+    """Backward, two kernels compute the softmax and the scores again."""
+    gain = lambda *args: times(*args, card=card).gain
+    assert gain("forward", 16384, 128) > 1.1
+    assert gain("forward", 1024, 64) < 0.8
+    for tokens in TOKENS:
+        assert gain("backward", tokens, 64) < gain("backward", tokens, 128) < 1
+
+
+def test_times_grow_with_the_work():
+    """Four times the pairs of 8 times the tokens; quantizing is a part of a short sequence's."""
+    short, long = (times("forward", n, 128, rows=n) for n in (8192, 65536))
+    assert 60 < long.bf16 / short.bf16 < 65
+    assert 40 < long.fp8 / short.fp8 < 64
+    # 12 bytes read and written of an element of Q, K and V, and ten launches, are no more.
+    per_pass = 3 * 8192 * 2048 * 6 / (1e12 * RATES["H100"].cast) + 10 * 2e-6
+    assert 0 < per_pass < short.fp8

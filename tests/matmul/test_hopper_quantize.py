@@ -1,9 +1,8 @@
 """The GPU's quantization kernels, interpreted, to the bit."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
@@ -19,6 +18,7 @@ from jfp8.kernels.hopper.quantize import (
     tensor_amax,
 )
 from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
+from jfp8.kernels.hopper.quantize_heads import quantize_heads
 from jfp8.kernels.hopper.sweep import Sweep, largest_of
 from jfp8.kernels.scales_in_kernels import nearest_quotient, scale_and_inverse
 from jfp8.scaling.codes import codes_of, decode
@@ -250,98 +250,33 @@ def test_nearest_quotient_corrects_an_inexact_division(off):
     np.testing.assert_array_equal(jax.jit(nearest_quotient)(nearly, a, b), exact)
 
 
-def swiglu(x0, x1):
-    return jax.nn.silu(x0) * x1
+# Heads of attention
+
+HEADS = {
+    "queries of a fused product": (jnp.bfloat16, (2, 128, 2, 4, 64), 0, 2, jfp8.E4M3FN),
+    "its values": (jnp.float16, (1, 256, 2, 4, 128), 3, 1, jfp8.E5M2),
+    "all heads, each in two parts": (jnp.float32, (1, 128, 1, 2, 256), 0, 2, jfp8.E4M3FN),
+}
 
 
-def made(x, make):
-    """The matrix that a kernel makes itself, by XLA."""
-    wide = x.astype(jnp.float32)
-    return make(*(wide[:, p] for p in range(x.shape[1]))).astype(x.dtype)
-
-
-@pytest.mark.parametrize(
-    ("make", "shape", "dtype", "sweep"),
-    [
-        (swiglu, (200, 2, 300), jnp.bfloat16, SMALL),
-        (jax.nn.gelu, (128, 1, 256), jnp.bfloat16, None),
-        (swiglu, (64, 2, 128), jnp.float16, None),
-    ],
-)
-def test_a_matrix_that_the_kernel_makes(interpreted, make, shape, dtype, sweep):
-    """Amaxes, and both directions with one scale, as of the matrix that XLA makes."""
-    m, p, n = shape
-    x = numbers((m, p * n), dtype, (np.nan, np.inf)).reshape(shape)
-    want = jax.jit(made, static_argnums=1)(x, make)
-    how = {"make": make, "sweep": sweep}
-    np.testing.assert_array_equal(largest(tensor_amax(x, **how)), jfp8.scaling.amax(want))
-    scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), jfp8.E4M3FN, None)
-    how |= {"fmt": jfp8.E4M3FN, "scale_of": scale_of, "with_amax": True}
-    q, q_t, scale, amaxes = quantize_tensor(x, jnp.float32([50.0]), **how)
-    want = jfp8.quantize(want, scale=jnp.float32(50 / 448))
-    np.testing.assert_array_equal(scale, want.scale[None])
-    assert_same_codes(q, want.data)
-    assert_same_codes(q_t, want.data.T)
-    np.testing.assert_array_equal(largest(amaxes), jfp8.scaling.amax(made(x, make)))
-
-
-@pytest.mark.parametrize("block", [128, 32])
-def test_blocks_of_a_matrix_that_the_kernel_makes(interpreted, block):
-    x = numbers((100, 2 * 150), jnp.bfloat16).reshape(100, 2, 150)
-    how = {"make": swiglu}
-    found = quantize_rows_in_blocks(x, jfp8.E4M3FN, block, None, **how)
-    want = jax.jit(made, static_argnums=1)(x, swiglu)
-    for a, b in zip(
-        found, quantize_rows_in_blocks(want, jfp8.E4M3FN, block, None),
-        strict=True,
-    ):  # fmt: skip
-        np.testing.assert_array_equal(*(np.asarray(v).view(np.uint8) for v in (a, b)))
-
-
-def swiglu_gradient(x0, x1, dy):
-    return jax.vjp(swiglu, x0, x1)[1](dy)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "sweep"),
-    [((200, 300), jnp.bfloat16, SMALL), ((100, 130), jnp.float32, None)],
-)
-def test_two_matrices_that_the_kernel_makes(interpreted, shape, dtype, sweep):
-    """Side by side, from three, as of those that XLA makes."""
-    m, n = shape
-    values = numbers((m, 3 * n), dtype, (np.nan, np.inf))
-    x, dy = values[:, : 2 * n].reshape(m, 2, n), values[:, 2 * n :]
-    wide = [a.astype(jnp.float32) for a in (x[:, 0], x[:, 1], dy)]
-    both = jax.jit(swiglu_gradient)(*wide)
-    want = jnp.stack(both, axis=1).astype(dtype)  # [m, 2, n]
-    how = {"make": swiglu_gradient, "sweep": sweep}
-    np.testing.assert_array_equal(largest(tensor_amax((x, dy), **how)), jfp8.scaling.amax(want))
-    scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), jfp8.E4M3FN, None)
-    how |= {"fmt": jfp8.E4M3FN, "scale_of": scale_of, "with_amax": True}
-    q, q_t, _, amaxes = quantize_tensor((x, dy), jnp.float32([50.0]), **how)
-    want_q = jfp8.quantize(want, scale=jnp.float32(50 / 448)).data
-    assert_same_codes(q, want_q)
-    assert_same_codes(q_t, want_q.transpose(1, 2, 0))
-    np.testing.assert_array_equal(largest(amaxes), jfp8.scaling.amax(want))
-
-
-@pytest.mark.parametrize("kernel", ["128", "32", "tiles"])
-def test_blocks_of_two_matrices_that_the_kernel_makes(interpreted, kernel):
-    """No block has columns of both."""
-    values = numbers((100, 3 * 150), jnp.bfloat16)
-    x, dy = values[:, :300].reshape(100, 2, 150), values[:, 300:]
-    wide = [a.astype(jnp.float32) for a in (x[:, 0], x[:, 1], dy)]
-    how = {"fmt": jfp8.E4M3FN, "scale_rounding": None}
-    quantize = quantize_tiles
-    if kernel != "tiles":
-        quantize = partial(quantize_rows_in_blocks, block=int(kernel))
-    q, *found = quantize((x, dy), make=swiglu_gradient, **how)
-    for i, each in enumerate(jax.jit(swiglu_gradient)(*wide)):
-        want, *others = quantize(each.astype(jnp.bfloat16), **how)
-        assert_same_codes(q[:, i], want)
-        if kernel == "tiles":
-            parts = found[0][i], found[1][:, i]
-        else:
-            parts = found[0][i], found[1][i], found[2][:, i]
-        for a, b in zip(parts, others, strict=True):
-            np.testing.assert_array_equal(*(np.asarray(v).view(np.uint8) for v in (a, b)))
+@pytest.mark.parametrize("name", HEADS)
+def test_quantize_heads(name):
+    dtype, shape, first, count, fmt = HEADS[name]
+    batch, tokens, groups, _, depth = shape
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape) * np.exp(2 * rng.normal(size=shape))
+    x[0, 3, 0, first, 5], x[0, 4, 0, first, 6], x[0, 5, 0, first, 7] = np.inf, np.nan, -0.0
+    x = np.asarray(jnp.asarray(x, dtype).astype(jnp.float32))
+    inverse = np.exp(rng.normal(size=(batch, groups, count, tokens))).astype(np.float32)
+    with no_races():
+        found = quantize_heads(jnp.asarray(x, dtype), jnp.asarray(inverse), first=first, fmt=fmt)
+    heads = x[:, :, :, first : first + count].transpose(0, 2, 3, 1, 4)
+    scaled = np.clip(heads * inverse[..., None], -fmt.max, fmt.max)
+    expected = scaled.astype(ml_dtypes.finfo(fmt.dtype).dtype)
+    for q, want in zip(found, (expected, expected.swapaxes(-1, -2)), strict=True):
+        assert q.dtype == want.dtype
+        q = np.asarray(q)
+        nan = np.isnan(want.astype(np.float32))
+        assert nan.sum() == 1
+        np.testing.assert_array_equal(np.isnan(q.astype(np.float32)), nan)
+        np.testing.assert_array_equal(q.view(np.uint8)[~nan], want.view(np.uint8)[~nan])

@@ -24,26 +24,18 @@ TABLE = {
 }
 
 
-def on(kind):
-    return traced_for(kind)
-
-
 @pytest.fixture(autouse=True)
 def _table(monkeypatch):
     monkeypatch.setattr(module, "_table", lambda: TABLE)
 
 
-def test_shape_classes():
-    assert shape_class((15872, 16384, 4096)) == "16384x16384x4096"
-    assert shape_class((1, 2, 3, 129)) == "1x2x4x256"
-
-
 def test_by_device_kernel_and_shape():
-    with on("NVIDIA H200"):
+    assert shape_class((1, 2, 3, 129)) == "1x2x4x256"
+    with traced_for("NVIDIA H200"):
         assert measured("block", 4096, 4000, 2049)["tile_n"] == 128
         assert measured("block", 4096, 4097, 4096) is None
         assert measured("running", 4096, 4096, 4096) is None
-    with on("NVIDIA H100"):
+    with traced_for("NVIDIA H100"):
         assert measured("block", 4096, 4096, 4096) is None
     assert measured("block", 4096, 4096, 4096) is None  # no GPU is known
 
@@ -52,7 +44,7 @@ def test_by_device_kernel_and_shape():
 def test_products_are_cut_as_was_measured():
     from jfp8.kernels.hopper.tiles import Tiles, candidates, default_tiles
 
-    with on("NVIDIA H200"):
+    with traced_for("NVIDIA H200"):
         found = default_tiles("block", 4096, 4096, 4096)
         assert found == Tiles(64, 128, stages=5, group=8)
         by_model = default_tiles("block", 8192, 8192, 8192)

@@ -11,15 +11,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 import jfp8
 from jfp8 import recipes
-from jfp8.conversion.edges import jaxprs_of
 from jfp8.scaling.sink import decode_amax, init_sink
-from jfp8.tracing.compat import without_dead_code
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
@@ -126,19 +123,6 @@ def test_contraction_is_last_without_kernels_too(kind, recipe):
     assert (kernels(text), other_products(text)) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "recipe", [recipes.MXFP8BlockScaling(), recipes.Float8BlockScaling()], ids=repr
-)
-def test_block_scaled_products_on_blackwell(recipe):
-    """Three calls that XLA gives to cuDNN, of operands whose contraction is last already."""
-    f, args = product_and_gradients(recipe, (2560, 2432, 2688))
-    text = lowered_for("NVIDIA B200", f, *args)
-    assert text.count("custom_call @__op$block_scaled_dot") == 3
-    assert kernels(text) == (3 if jax.__version_info__ >= (0, 11, 2) else 0)  # they quantize
-    assert (f8_products(text), other_products(text)) == ([], 0)
-    assert all(f"x{n // 32}xf8E8M0FNU>" in text for n in (2560, 2432, 2688))
-
-
 @pytest.mark.representative(1)
 @needs_mosaic
 @pytest.mark.filterwarnings("ignore:A loss is differentiated:UserWarning")
@@ -208,33 +192,6 @@ def test_layers_of_the_same_shapes_share_their_kernels():
     written, called = kernels_of(4)
     assert called == 24
     assert written <= 12
-
-
-@pytest.mark.slow
-@needs_mosaic
-def test_weights_are_quantized_once_for_all_micro_batches():
-    layer = jfp8.Dense(1280, dtype=jnp.bfloat16)
-    x = jnp.zeros((4 * 2048, 1024), jnp.bfloat16)
-    variables = layer.init(jax.random.key(0), x)
-    state = jfp8.TrainState.create(apply_fn=layer.apply, variables=variables, tx=optax.sgd(0.1))
-
-    def loss_fn(variables, x):
-        return layer.apply(variables, x).astype(jnp.float32).sum(), {}
-
-    def quantized(jaxpr, inside=False):
-        """(shape of what a kernel quantizes, whether inside of a loop)"""
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "custom_vmap_call":
-                yield eqn.invars[0].aval.shape, inside
-            for sub in jaxprs_of(eqn):
-                yield from quantized(sub, inside or eqn.primitive.name == "scan")
-
-    step = jfp8.value_and_grad(loss_fn, micro_batches=4)
-    with use_abstract_mesh(mesh_of("NVIDIA H200")):
-        closed = without_dead_code(jax.make_jaxpr(step)(state, x))
-    found = set(quantized(closed.jaxpr))
-    assert {((2048, 1024), True), ((2048, 1280), True), ((1024, 1280), False)} <= found
-    assert ((1024, 1280), True) not in found
 
 
 @needs_mosaic

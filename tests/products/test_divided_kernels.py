@@ -126,7 +126,6 @@ def product_of_two(x0, x1):
     [
         (Delayed(E4M3FN), ["tensor_amax", "quantize_tensor"]),
         (Blockwise(E4M3FN, (128, 1)), ["quantize_rows_in_blocks_128"]),
-        (Blockwise(E4M3FN, (128, 128)), ["quantize_tiles"]),
     ],
     ids=repr,
 )

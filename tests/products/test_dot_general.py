@@ -269,21 +269,6 @@ def test_delayed_scaling_over_steps():
     assert saturated == 3  # the scale is one step late: at 30, at Inf, and at 5 after 0.1
 
 
-def test_trap_cold_start():
-    """With a first scale of 1, gradients of 2e-6 vanish and 1000 saturates at 448."""
-    x, w, dy = jnp.full((4, 4), 1000.0), jnp.ones((4, 4)), jnp.full((4, 4), 2e-6)
-    recipe = recipes.DelayedScaling()
-    y, dx, dw = value_and_grads(
-        x, w, dy, recipe=recipe, state=recipe.init_state(), sink=init_sink()
-    )[:3]
-    np.testing.assert_allclose(y, 4000, rtol=8 * UNIT)
-    np.testing.assert_allclose(dx, 8e-6, rtol=8 * UNIT)
-    np.testing.assert_allclose(dw, 8e-3, rtol=8 * UNIT)
-    unscaled = value_and_grads(x, w, dy, recipe=recipes.Unscaled())
-    np.testing.assert_array_equal(unscaled[0], 4 * 448)
-    np.testing.assert_array_equal(unscaled[1], 0)
-
-
 # What the backward pass keeps
 
 
@@ -341,10 +326,9 @@ def test_error_state_for_a_recipe_without():
         lambda s: {**s, "lhs": {**s["lhs"], "amax_history": jnp.zeros((4,))}},
         lambda s: {k: v for k, v in s.items() if k != "grad"},
         lambda s: {role: {"amax_history": v["amax_history"]} for role, v in s.items()},
-        lambda s: {**s, "more": s["lhs"]},
         lambda s: jnp.zeros((16,)),
     ],
-    ids=["other history length", "no grad", "no amax", "too much", "an array"],
+    ids=["other history length", "no grad", "no amax", "an array"],
 )
 def test_error_state_of_another_recipe(change):
     state = change(recipes.DelayedScaling(amax_history_len=16).init_state())
@@ -352,19 +336,12 @@ def test_error_state_of_another_recipe(change):
         scaled_dot_general(LHS, RHS, PLAIN, recipe=recipes.DelayedScaling(), state=state)
 
 
-@pytest.mark.parametrize(
-    "sink",
-    [
-        np.zeros((3, 256), np.float32),
-        np.zeros((2050,), np.float32),
-        jnp.zeros((3, 2050), jnp.float16),
-    ],
-    ids=["width", "rank", "dtype"],
-)
-def test_error_sink(sink):
-    words = rf"sink must be float32.*\(3, 2050\).*got {sink.dtype}.*{sink.shape[0]}"
-    with pytest.raises(ValueError, match=words):
-        scaled_dot_general(LHS, RHS, PLAIN, sink=sink)
+def test_error_sink():
+    wrong = np.zeros((3, 256), np.float32), np.zeros(2050, np.float32), np.zeros((3, 2050), np.int8)
+    for sink in wrong:
+        words = rf"sink must be float32.*\(3, 2050\).*got {sink.dtype}.*{sink.shape[0]}"
+        with pytest.raises(ValueError, match=words):
+            scaled_dot_general(LHS, RHS, PLAIN, sink=sink)
 
 
 def test_error_other_arguments():

@@ -12,6 +12,7 @@ import pytest
 
 import jfp8
 from jfp8 import E4M3FN, E5M2, recipes
+from jfp8.conversion.edges import jaxprs_of
 from jfp8.products.flash import dot_product
 from jfp8.products.flash.numerics import Numerics, numerics_of, quantize_tokens
 from jfp8.scaling import init_sink
@@ -256,12 +257,8 @@ def test_no_array_of_queries_by_keys():
 def equations_of(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations_of(inner)
+        for inner in jaxprs_of(eqn):
+            yield from equations_of(inner)
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
 from jfp8 import recipes
+from jfp8.kernels import grouped as by_kernels
 
-pytestmark = pytest.mark.skipif(
+needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
 )
 
@@ -42,6 +46,7 @@ def lowered(f, *args):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@needs_mosaic
 @pytest.mark.parametrize(
     "recipe",
     [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.Float8BlockScaling()],
@@ -61,6 +66,7 @@ def test_on_hopper_nothing_is_multiplied_outside_of_kernels(recipe):
     assert "mosaic_gpu_v2" not in text
 
 
+@needs_mosaic
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "sizes"),
@@ -89,9 +95,56 @@ def test_kernels_compute_what_the_reference_does(recipe, sizes):
     assert not np.asarray(found[2], np.float32)[list(sizes).index(0)].any()
 
 
+@needs_mosaic
 @pytest.mark.representative(1)
 def test_on_a_cpu_they_are_refused_by_name():
     x, w, dy = operands(64, 2, 64, 64)
     f = value_and_gradients(recipes.Float8CurrentScaling(), "mosaic_gpu")
     with pytest.raises(NotImplementedError, match="runs on CUDA"):
         jax.jit(f)(x, w, dy, jnp.array([32, 32]))
+
+
+# Which of them the kernels compute: asked as if this JAX had them.
+
+
+@pytest.fixture
+def why_not(monkeypatch):
+    """The question, as if every GPU were a Hopper; `on` says why it would be none."""
+
+    def ask(recipe, rhs=None, on=None):
+        backend = replace(by_kernels.mosaic.BACKEND, why_not_on=lambda gpu: on)
+        monkeypatch.setattr(by_kernels, "mosaic", SimpleNamespace(BACKEND=backend))
+        return by_kernels.why_not_grouped_kernels(recipe, rhs is not None, None)
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.DelayedScaling(),
+        recipes.Float8CurrentScaling(),
+        recipes.Float8BlockScaling(),
+        recipes.Unscaled(),
+    ],
+    ids=repr,
+)
+def test_what_they_compute(why_not, recipe):
+    assert why_not(recipe) is None
+    assert why_not(recipe, on="a GPU of another kind") == "a GPU of another kind"
+    stored = jfp8.quantize(jnp.ones((2, 4, 4)))
+    assert "stored in FP8" in why_not(recipe, stored)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (recipes.RowwiseScaling(), "whose lhs is quantized as Rowwise"),
+        (recipes.MXFP8BlockScaling(), "whose lhs is quantized as Blockwise"),
+        (recipes.NVFP4BlockScaling(), "rotated"),
+        (recipes.DelayedScaling(accumulation="hopper"), "accumulation='hopper'"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_they_do_not_compute(why_not, recipe, reason):
+    assert reason in why_not(recipe)

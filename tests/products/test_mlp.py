@@ -113,11 +113,11 @@ def test_the_kernel_makes_it(quantizer, state, name):
 
 
 def assert_made(quantizer, state, y, make, *parts):
-    """The kernel quantizes `y`, which it makes of `parts`, as the quantizer does.
+    """The kernel quantizes `y`, which it makes of `parts`, as the quantizer does, without a race.
 
     To the bit, but that a zero may have another sign: XLA adds zeros to gradients.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from support.interpreter import no_races
 
     unknown = Made(jnp.full_like(y, jnp.nan), [*parts], make)
 
@@ -127,7 +127,7 @@ def assert_made(quantizer, state, y, make, *parts):
         along, across = (quantizer(y, Context((d,), largest, state)) for d in (1, 0))
         return along, across.T, largest
 
-    with plgpu.force_gpu_interpret_mode():
+    with no_races():
         found = quantize_both_ways(quantizer, None, unknown, state)
     found = found._replace(amax=jnp.max(found.amax))
     if quantizer.block is not None:  # XLA takes it, if it is wanted

@@ -74,14 +74,3 @@ def test_batches_are_those_of_each():
     xs = jnp.stack([x, 2 * x])
     each = jax.jit(jax.vmap(function, (0, None)))
     np.testing.assert_array_equal(each(xs, w), run_here(jax.vmap(function, (0, None)), xs, w))
-
-
-@pytest.mark.slow
-def test_a_named_kernel_runs_nowhere_else():
-    x = jnp.ones((128, 128))
-    dims = (((1,), (0,)), ((), ()))
-    function = lambda x: jfp8.scaled_dot_general(
-        x, x, dims, recipe="current", implementation="mosaic_gpu"
-    )
-    with pytest.raises(NotImplementedError, match="compiled for another platform|0.11.2 or later"):
-        jax.jit(function)(x)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
@@ -37,8 +36,6 @@ from support.fake_quantization import (
     uniform,
 )
 from support.fake_quantization import oracle as products_of
-
-KEY = jax.random.key(3)
 
 # A group longer than any block of scales, an empty one, one with a single row; 25 rows of none.
 SIZES = (131, 0, 1, 70, 33)
@@ -315,23 +312,6 @@ def test_histories_are_those_of_lhs_and_grad():
     assert relative_error(d_lhs, unread) < 1e-6
 
 
-@pytest.mark.slow
-def test_equal_groups_round_apart_stochastically():
-    q = quantizers.Current(jfp8.E4M3FN, rounding="stochastic")
-    plain = quantizers.Current(jfp8.E4M3FN)
-    recipe = PerOperand(Product(plain, q), Product(plain, plain), Product(plain, plain))
-    w = np.broadcast_to(operands(groups=1)[1], (2, K, N))
-    run = jax.jit(
-        lambda key: scaled_ragged_dot(
-            jnp.tile(jnp.eye(K), (2, 1)), w, jnp.array([K, K]), recipe=recipe, key=key
-        )
-    )
-    first, second = np.split(np.asarray(run(KEY)), 2)
-    assert 0.3 < np.mean(first != second) < 0.7  # each lies on one of two neighbours
-    assert relative_error(first, w[0]) < 0.06
-    assert np.all(np.asarray(run(KEY)) == np.concatenate([first, second]))
-
-
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("scales", ["per group", "one in three dimensions", "e8m0"])
 def test_rhs_of_stored_bytes_is_used_as_it_is(scales):
@@ -438,35 +418,6 @@ def test_vmap_equals_loop():
         alone = run(lhs[i], rhs[i], sizes[i], dy[i])
         for a, b in zip(together, alone, strict=True):
             assert relative_error(a[i], b) < 1e-6
-
-
-@pytest.mark.slow
-def test_shard_map_over_tokens():
-    """Each device has its own tokens; the gradient of the replicated matrices is their sum."""
-    lhs, rhs, dy = operands(m=64, groups=2)
-    sizes = np.array([[5, 25], [32, 0]])
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def local(lhs, rhs, sizes):
-        return scaled_ragged_dot(lhs, rhs, sizes[0], recipe=Float8CurrentScaling())
-
-    @jax.jit
-    def sharded(lhs, rhs, sizes, dy):
-        specs = P("data"), P(), P("data")
-        f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"))
-        y, vjp = jax.vjp(lambda lhs, rhs: f(lhs, rhs, sizes), lhs, rhs)
-        return (y, *vjp(dy))
-
-    y, d_lhs, d_rhs = sharded(lhs, rhs, sizes, dy)
-    parts = [
-        value_and_gradients(
-            lhs[i : i + 32], rhs, sizes[i // 32], dy[i : i + 32], recipe=Float8CurrentScaling()
-        )
-        for i in (0, 32)
-    ]
-    assert relative_error(y, np.concatenate([p[0] for p in parts])) < 1e-6
-    assert relative_error(d_lhs, np.concatenate([p[1] for p in parts])) < 1e-6
-    assert relative_error(d_rhs, parts[0][2] + parts[1][2]) < 1e-6
 
 
 def test_what_is_kept_for_the_backward_pass_is_bytes():

@@ -200,7 +200,7 @@ def test_the_rest_is_any_tree_and_kept_exactly():
 
 @pytest.mark.slow
 def test_transformations_keep_to_the_loop():
-    """scan, remat, vmap and jit of the same layers, with keys and masks, give the same gradient."""
+    """scan, remat and jit of the same layers, with keys and masks, give the same gradient."""
     g = save_in_fp8(masked)
     keys = jax.random.split(KEY, 3)
     tree = {"w": (1 + normal(3, 1, 64, seed=2), None), "b": normal(3, 1, 1, seed=3)}
@@ -217,10 +217,6 @@ def test_transformations_keep_to_the_loop():
     def scan(layer, x, tree):
         return jnp.sum(jax.lax.scan(layer, x, (keys, tree))[0] ** 2)
 
-    def batched(x, tree):
-        per_row = jax.vmap(save_in_fp8(rmsnorm), in_axes=(0, None))
-        return jnp.sum(jnp.sin(per_row(x, tree["w"][0][0, 0])))
-
     x = normal(6, 64)
     both = lambda f: jax.jit(jax.grad(f, argnums=(0, 1)))(x, tree)
     expected = jax.grad(loop, argnums=(0, 1))(x, tree)
@@ -231,8 +227,6 @@ def test_transformations_keep_to_the_loop():
             both(functools.partial(scan, transformed)),
             expected,
         )
-    plain = lambda x, tree: jnp.sum(jnp.sin(save_in_fp8(rmsnorm)(x, tree["w"][0][0, 0])))
-    np.testing.assert_allclose(both(batched)[0], both(plain)[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes, scaled_dot_general
+from jfp8.conversion.edges import jaxprs_of
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
@@ -264,10 +265,8 @@ def random_sizes(jaxpr) -> list[int]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("random_bits", "threefry2x32"):
             sizes += [max(v.aval.size for v in eqn.outvars)]
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                sizes += random_sizes(inner)
+        for inner in jaxprs_of(eqn):
+            sizes += random_sizes(inner)
     return sizes
 
 

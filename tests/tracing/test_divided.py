@@ -193,14 +193,6 @@ def test_under_vmap_scan_grad_and_remat():
     np.testing.assert_array_equal(y, np.einsum("bik,bjk->ij", x, w))
 
 
-def test_inside_of_shard_map_it_is_the_function():
-    x, w = integers(64, 128), integers(32, 128, seed=1)
-    mapped = jax.shard_map(
-        product, mesh=MESH, in_specs=(P("data"), P("model")), out_specs=P("data", "model")
-    )
-    np.testing.assert_array_equal(jax.jit(mapped)(x, w), x @ w.T)
-
-
 @pytest.mark.parametrize("sizes", [(2, 4), (8, 1)])
 def test_inside_of_shard_map_over_one_axis_of_two(sizes):
     """The other may be divided by the compiler, which knows how to divide this function."""
