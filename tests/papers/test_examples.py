@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import serialization
 
-from support.scripts import imported, text_in
+from support.scripts import imported, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = "--steps=24 --width=32 --layers=1 --heads=2 --seq-len=32 --batch-size=4 --eval-batches=4"
 
 
 @pytest.fixture(scope="module")
 def train_lm():
     return imported("train_lm", "examples")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return text_in(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +33,13 @@ def compared(train_lm, text, tmp_path_factory):
     return argv, out, train_lm.main([*argv, "--out", str(out)])
 
 
-def run_script(name: str, *argv: str, cwd: Path) -> str:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *argv],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def read_metrics(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_quickstart_says_what_is_fp8_and_compares(tmp_path):
-    lines = run_script("quickstart.py", cwd=tmp_path).splitlines()
+    lines = run_script("examples/quickstart.py", cwd=tmp_path).splitlines()
     assert any(line.startswith("100.0 % of") for line in lines)  # all products are FP8
     steps = [re.findall(r"\d\.\d+", line) for line in lines if line.startswith("step")]
     fp8, f32 = np.array(steps, float).T
@@ -137,9 +117,6 @@ def test_resume_gives_the_numbers_of_a_run_that_never_stopped(train_lm, compared
 
 def last_state(out: Path) -> list[tuple[str, bytes]]:
     """Every number that the checkpoint in `out` holds, to the last bit."""
-    import jax
-    from flax import serialization
-
     tree = serialization.msgpack_restore((out / "state.msgpack").read_bytes())["states"]
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in leaves]
@@ -147,17 +124,7 @@ def last_state(out: Path) -> list[tuple[str, bytes]]:
 
 @pytest.mark.slow
 def test_float32_does_not_notice_a_loss_multiplier(train_lm, text, tmp_path):
-    argv = [
-        *SMALL.split(),
-        "--steps",
-        "8",
-        "--recipe",
-        "none",
-        "--data",
-        str(text),
-        "--out",
-        str(tmp_path),
-    ]
+    argv = [*SMALL.split(), "--steps=8", "--recipe=none", f"--data={text}", f"--out={tmp_path}"]
     losses = []
     for multiplier in ("1", "1e-3"):
         train_lm.main([*argv, "--loss-multiplier", multiplier, "--micro-batches", "2"])
@@ -165,43 +132,57 @@ def test_float32_does_not_notice_a_loss_multiplier(train_lm, text, tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--steps 0", "--steps: '0' is given, but it must be a whole number of 1 or more"),
-        ("--steps=-3", "--steps: '-3' is given, but it must be a whole number of 1 or more"),
-        ("--steps ten", "--steps: 'ten' is given, but it must be a whole number of 1 or more"),
-        ("--seed=-1", "--seed: '-1' is given, but it must be a whole number of 0 or more"),
-        ("--lr 0", "--lr: '0' is given, but it must be a finite number above 0"),
-        ("--lr nan", "--lr: 'nan' is given, but it must be a finite number above 0"),
-        ("--width 130 --heads 4", "--width 130 does not divide into --heads 4"),
-        ("--width 130 --heads 4", "Type --heads with one of 1, 2, 5, 10, 13, 26, 65, 130"),
-        ("--recipe delay", "invalid choice: 'delay' (choose from"),
-        ("--batch-size 8 --micro-batches 3", "--micro-batches 3: type --batch-size 9"),
-        ("--compare --recipe none", "--compare with --recipe none would train float32 twice"),
-        ("--fp8-head --recipe none", "--fp8-head with --recipe none would add FP8"),
-        ("--attention-recipe rowwise --recipe none", "--attention-recipe with --recipe none would"),
-        ("--resume", "--resume needs a file for the state: add --checkpoint runs/train_lm/"),
-        ("--checkpoint-every 5", "--checkpoint-every needs a file for the state: add --checkpoint"),
-        ("--stop-at 5", "--stop-at needs a file for the state: add --checkpoint"),
-        ("--resume --checkpoint no/such.msgpack", "there is no checkpoint at no/such.msgpack"),
-        ("--resume --checkpoint small.txt", "small.txt is not a checkpoint of train_lm.py"),
-        ("--data no/such/text", "--data no/such/text does not exist: pass a text file or a folder"),
-        ("--data small.txt", "--data small.txt has 11 bytes of text, but at least 81,920"),
-        ("--seq-len 4096", "type --seq-len 4095 or less"),
-        ("--batch-size 300 --data text.txt", "type --batch-size 31, or pass more text"),
-        ("--out small.txt", "small.txt"),
-    ],
-)
+# (script, options, message); what all scripts check alike stands here once.
+MISTAKES = [
+    (
+        "train_lm",
+        "--steps=-3",
+        "--steps: '-3' is given, but it must be a whole number of 1",
+    ),
+    ("train_lm", "--seed=-1", "--seed: '-1' is given, but it must be a whole number of 0 or more"),
+    ("train_lm", "--lr nan", "--lr: 'nan' is given, but it must be a finite number above 0"),
+    ("train_lm", "--width 130 --heads 4", "Type --heads with one of 1, 2, 5, 10, 13, 26, 65, 130"),
+    ("train_lm", "--recipe delay", "invalid choice: 'delay' (choose from"),
+    ("train_lm", "--batch-size 8 --micro-batches 3", "--micro-batches 3: type --batch-size 9"),
+    ("train_lm", "--compare --recipe none", "--recipe none would train float32 twice: omit"),
+    ("train_lm", "--fp8-head --recipe none", "--fp8-head with --recipe none would add FP8"),
+    ("train_lm", "--attention-recipe rowwise --recipe none", "--attention-recipe with --recipe"),
+    ("train_lm", "--resume", "--resume needs a file for the state: add --checkpoint runs/train_lm"),
+    ("train_lm", "--stop-at 5", "--stop-at needs a file for the state: add --checkpoint"),
+    ("train_lm", "--resume --checkpoint no/such", "there is no checkpoint at no/such"),
+    ("train_lm", "--resume --checkpoint small.txt", "is not a checkpoint of train_lm.py"),
+    ("train_lm", "--data no/such", "--data no/such does not exist: pass a text file or a folder"),
+    ("train_lm", "--data small.txt", "has 11 bytes of text, but at least 81,920"),
+    ("train_lm", "--seq-len 4096", "type --seq-len 4095 or less"),
+    ("train_lm", "--batch-size 300 --data text.txt", "type --batch-size 31, or pass more text"),
+    ("train_lm", "--out small.txt", "small.txt"),
+    ("finetune", "--data text.txt --from small.txt", "does not hold parameters of this model"),
+    ("train_images", "--compare --recipe none", "--recipe none would train float32 twice: omit"),
+    ("train_images", "--data no/such", "--data no/such has no file train-images-idx3-ubyte"),
+    ("train_moe", "--experts 4 --experts-per-token 5", "type --experts-per-token 4 or less"),
+    ("train_moe", "--balance=-1", "it must be a finite number of 0 or more"),
+    ("train_sharded", "--data 3", "needs 12 devices, but there are 8"),
+    ("train_sharded", "--fsdp 16", "type three factors of 8, for example --data 8 --fsdp 1"),
+    ("train_sharded", "--batch-size 6", "--data 2 times --fsdp 2: type --batch-size 8"),
+    ("train_sharded", "--heads 1", "Type --heads 2 and a --width that is a multiple of it"),
+    ("train_sharded", "--fp8-gather --recipe none", "--recipe none would round the weights"),
+    ("train_sharded", "--text no/such", "--text no/such does not exist"),
+    ("train_nnx_lm", "--devices 8", "--devices is for a model of a named size: type --size tiny"),
+    ("train_nnx_lm", "--recipe none", "--recipe none is for a model of a named size: type --size"),
+    ("train_nnx_lm", "--size tiny --devices 9", "--devices 9, but there are 8: type --devices 8"),
+    ("train_nnx_lm", "--size tiny --devices 8 --batch-size 12", "type --batch-size 16"),
+    ("train_nnx_lm", "--size tiny --resume", "has no checkpoint: omit --resume"),
+]
+
+
+@pytest.mark.parametrize(("script", "argv", "message"), MISTAKES)
 def test_a_mistake_is_told_with_what_to_type_instead(
-    train_lm, text, tmp_path, monkeypatch, capsys, argv, message
+    script, argv, message, text, elsewhere, capsys
 ):
-    monkeypatch.chdir(tmp_path)
     Path("small.txt").write_text("hello world")
     Path("text.txt").write_bytes(text.read_bytes()[:100_000])
     with pytest.raises(SystemExit) as exit:
-        train_lm.main(argv.split())
+        imported(script, "examples").main(argv.split())
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
 

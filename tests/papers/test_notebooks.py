@@ -27,10 +27,6 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
 @each_notebook
 def test_first_cell_installs_and_imports(path):
     """In at most three lines. There is no address to install from, so none is invented."""
@@ -39,14 +35,6 @@ def test_first_cell_installs_and_imports(path):
     assert "pip install" in first
     assert first.endswith("import jfp8")
     assert "://" not in first
-
-
-@each_notebook
-def test_what_is_trained_is_trained_in_nnx_first(path):
-    code = "\n".join(cell.source for cell in code_cells(nbformat.read(path, as_version=4)))
-    nnx, linen = (code.find(f"jfp8.{name}value_and_grad(") for name in ("nnx.", ""))
-    assert nnx <= linen
-    assert (nnx < 0) == (linen < 0)
 
 
 @each_notebook

@@ -1,6 +1,6 @@
 """Facts on the pages are the code's and the records': defaults, limits, figures, names, options.
 
-Printed output is compared in test_docs.py, the table of gains in test_gain_table.py.
+Printed output is compared in test_docs.py.
 """
 
 from __future__ import annotations
@@ -89,18 +89,48 @@ def test_numbers_on_pages_are_in_the_code(pattern):
     assert {name: got for name, got in found.items() if set(got) - {value}} == {}, value
 
 
-def test_the_table_of_gaps_is_the_record():
-    """Compare the number of seeds, mean gap and interval of the language model's recipes."""
-    parity = imported("parity", "benchmarks")
-    results = parity.read(ROOT / "benchmarks/results/parity.json")
-    rows = parity.table({"lm": results["lm"]}).splitlines()
-    expected = [re.sub(r"^(\| .* \| \d+ \| .*?\]).*", r"\1", row) for row in rows if "**" in row]
-    assert len(expected) == 19
-    assert [row for row in expected if row not in TEXTS["docs/results.md"]] == []
+PARITY = ROOT / "benchmarks/results/parity.json"
+
+
+def gaps(script) -> list[str]:
+    """Rows of recipes: the number of seeds, mean gap and interval of the language model's loss."""
+    rows = script.table({"lm": script.read(PARITY)["lm"]}).splitlines()
+    return [re.sub(r"^(\| .* \| \d+ \| .*?\]).*", r"\1", row) for row in rows if "**" in row]
+
+
+def table_of_runs(script) -> list[str]:
+    return [script.table(json.loads(script.RESULTS.read_text())["runs"])]
+
+
+def table_of_attention(script) -> list[str]:
+    errors = json.loads(script.RESULTS.read_text())["errors"]
+    return [script.table(errors, 4096, 128, causal=True)]
+
+
+# Script in benchmarks -> page, and what a record says there.
+RECORDS = {
+    "parity": ("docs/results.md", gaps),
+    "exported_lm": ("docs/recipes.md", table_of_runs),
+    "rl_mismatch": ("docs/trainers/tunix.md", table_of_runs),
+    "attention_accuracy": ("docs/attention.md", table_of_attention),
+    "gain_table": ("docs/gpus.md", lambda script: ["\n".join(script.gains())]),
+    "clients.table": (
+        "docs/trainers/index.md",
+        lambda script: ["\n".join(script.table(json.loads(script.RESULTS.read_text())))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_tables_on_pages_are_the_records(name):
+    page, found_in = RECORDS[name]
+    found = found_in(imported(name, "benchmarks"))
+    assert found
+    assert [text for text in found if text not in TEXTS[page]] == []
 
 
 def test_the_picture_of_the_readme_is_described_by_the_record():
-    record = json.loads((ROOT / "benchmarks/results/parity.json").read_text())["lm"]["gaps"]
+    record = json.loads(PARITY.read_text())["lm"]["gaps"]
     (text,) = re.findall(r"!\[(Mean gap .*?)\]", TEXTS["README.md"])
     assert f"NVFP4 ends {record['nvfp4']['loss_percent']['mean']:.2f} percent higher" in text
     assert f"over {record['nvfp4']['loss_percent']['n']} seeds" in text

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-from pathlib import Path
 
 import pytest
 
-import jfp8
-from support.scripts import on_path
+from support.scripts import imported
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def parity():
-    with on_path("benchmarks"):
-        yield importlib.import_module("parity")
+parity = imported("parity", "benchmarks")
 
 
 @pytest.fixture
-def runs(parity, monkeypatch) -> list[tuple[str, str, int, int]]:
+def runs(monkeypatch) -> list[tuple[str, str, int, int]]:
     """The runs that are made, as (script, recipe, seed, steps); their losses are made up."""
     made = []
 
@@ -45,7 +36,7 @@ def runs(parity, monkeypatch) -> list[tuple[str, str, int, int]]:
 
 
 @pytest.fixture
-def command(parity, tmp_path):
+def command(tmp_path):
     path = tmp_path / "results" / "parity.json"
 
     def run(options: str) -> dict:
@@ -54,51 +45,6 @@ def command(parity, tmp_path):
 
     run.path = path
     return run
-
-
-@pytest.mark.slow
-def test_everything_is_run_once(parity, runs, command, monkeypatch):
-    monkeypatch.setattr(parity, "gaps", lambda runs: {})  # again after each of so many
-    command("")
-    others = ("unscaled", "qat")
-    trained = [r.name for r in jfp8.recipes.RECIPES if r.name not in others]
-    recipes = ["float32", "twin", *trained]
-    controls = ["control", "repair"]
-    mixed = ["delayed+attention", "rowwise+attention", "nvfp4_between", "nvfp4_forward"]
-    mixed += ["recommended", "uniform_qkv"]
-    tasks = [("train_lm.py", 450, mixed), ("train_images.py", 600, []), ("train_moe.py", 400, [])]
-    expected = [
-        (script, recipe, seed, steps)
-        for seed in range(12)
-        for script, steps, more in tasks
-        for recipe in (*recipes, *more, *controls)
-    ]
-    assert runs == expected
-    command("")
-    assert len(runs) == len(expected)
-
-
-def test_an_interrupted_command_goes_on_where_it_stopped(parity, runs, command, monkeypatch):
-    train = parity.train
-
-    def interrupted(*run):
-        if len(runs) == 3:
-            raise KeyboardInterrupt
-        return train(*run)
-
-    selection = "--tasks lm --recipes delayed current --seeds 0 1"
-    monkeypatch.setattr(parity, "train", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        command(selection)
-    monkeypatch.setattr(parity, "train", train)
-    results = command(selection)
-    assert [(recipe, seed) for _, recipe, seed, _ in runs] == [
-        (recipe, seed) for seed in (0, 1) for recipe in ("float32", "delayed", "current")
-    ]
-    assert {recipe: sorted(of) for recipe, of in results["lm"]["runs"].items()} == {
-        recipe: ["0", "1"] for recipe in ("float32", "delayed", "current")
-    }
-    assert [path.name for path in command.path.parent.iterdir()] == ["parity.json"]
 
 
 def test_other_steps_are_not_mixed_in(runs, command):
@@ -113,7 +59,7 @@ def test_other_steps_are_not_mixed_in(runs, command):
     assert runs[-1] == ("train_lm.py", "current", 0, 6)
 
 
-def test_gaps_are_between_equal_seeds(parity):
+def test_gaps_are_between_equal_seeds():
     runs = {
         "float32": {"0": {"loss": 2.0, "accuracy": 80.0}, "1": {"loss": 4.0, "accuracy": 90.0}},
         "delayed": {
@@ -135,7 +81,7 @@ def test_gaps_are_between_equal_seeds(parity):
     assert (percent["verdict"], percent["margin"]) == ("cannot be told", 0.25)
 
 
-def test_nothing_is_equivalent_that_diverged(parity, runs, command, monkeypatch, capsys):
+def test_nothing_is_equivalent_that_diverged(runs, command, monkeypatch, capsys):
     train = parity.train
 
     def diverging(task, recipe, seed, *more):
@@ -160,65 +106,12 @@ def test_nothing_is_equivalent_that_diverged(parity, runs, command, monkeypatch,
     assert "| `Float8CurrentScaling()` | 3 |  |  | 1 of 3 diverged |" in capsys.readouterr().out
 
 
-CANNED = {
-    "lm": {
-        "conditions": {"data": "Python's standard library"},
-        "runs": {
-            "float32": {"0": {"loss": 2.0}, "10": {"loss": 2.5}, "2": {"loss": 4.0}},
-            "control": {"0": {"loss": 4.0}, "2": {"loss": 8.0}, "10": {"loss": 5.0}},
-            "delayed": {"2": {"loss": 4.004}, "10": {"loss": 2.5}, "0": {"loss": 2.0}},
-            "current": {"2": {"loss": 3.92}, "10": {"loss": 2.5}, "0": {"loss": 2.02}},
-            "nvfp4": {"2": {"loss": 4.04}},
-        },
-    },
-    "images": {
-        "conditions": {},
-        "runs": {
-            "float32": {"0": {"loss": 0.5, "accuracy": 80.0}},
-            "delayed": {"0": {"loss": 0.495, "accuracy": 80.25}},
-        },
-    },
-}
-
-
-def test_the_table(parity, command, capsys):
-    """Of the gaps 0, 0 and 0.1 percent the interval ends 0.0333 * 2.919986 from the mean."""
-    command.path.parent.mkdir()
-    command.path.write_text(json.dumps(CANNED))
-    assert command("--table") == CANNED
-    percent = "| recipe | n | mean gap, percent [90 % interval] | median | verdict |\n"
-    points = percent.replace("percent", "points")
-    rule = "| --- | --- | --- | --- | --- |\n"
-    assert capsys.readouterr().out == (
-        "language model on Python's standard library, loss: float32 has 2.0000 to 4.0000 over 3 "
-        "seeds.\n\n"
-        f"{percent}{rule}"
-        "| `DelayedScaling()` | 3 | **+0.03** [−0.06, +0.13] | +0.00 | equivalent within 0.25 |\n"
-        "| `Float8CurrentScaling()` | 3 | **−0.33** [−2.91, +2.24] | +0.00 | "
-        "cannot be told (911 seeds might) |\n"
-        "| `NVFP4BlockScaling()` | 1 | **+1.00** | +1.00 |  |\n"
-        "| control: no scales, loss × 10⁻³ | 3 | **+100** [+100, +100] | +100 | **different** |\n"
-        "\n"
-        "ResNet on made-up data, accuracy: float32 has 80.00 to 80.00 over 1 seeds.\n\n"
-        f"{points}{rule}"
-        "| `DelayedScaling()` | 1 | **+0.25** | +0.25 |  |\n"
-        "\n"
-        "ResNet on made-up data, loss: float32 has 0.5000 to 0.5000 over 1 seeds.\n\n"
-        f"{percent}{rule}"
-        "| `DelayedScaling()` | 1 | **−1.00** | −1.00 |  |\n\n"
-    )
-
-
 @pytest.mark.parametrize("name", ["lm", "images", "moe"])
-def test_every_run_is_a_command_that_its_script_knows(parity, name):
+def test_every_run_is_a_command_that_its_script_knows(name):
     """The options reach the script's own parser, and no two runs are the same."""
     task = parity.TASKS[name]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS.parent / "examples")
-        options = importlib.import_module("lm.options")
-        scripts = {"images": "train_images", "moe": "train_moe"}
-        script = options if name == "lm" else importlib.import_module(scripts[name])
-    parser = script.make_parser()
+    scripts = {"lm": "lm.options", "images": "train_images", "moe": "train_moe"}
+    parser = imported(scripts[name], "examples").make_parser()
     runs = [r for r in parity.LABELS if name == "lm" or r not in parity.MIXED]
     told = {r: vars(parser.parse_args(parity.options_of(task, r))) for r in runs}
     assert told["float32"]["recipe"] == "none"

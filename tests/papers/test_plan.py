@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from jfp8.command_line import plan as calculator
+from jfp8.command_line import plan
 from jfp8.command_line.parser import main
 from jfp8.optim import Blocks, ScaledFloat16, adam, muon, state_shardings
 from support.scripts import imported
@@ -25,24 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 BATCH, LENGTH = 16, 64
 
 
-@pytest.fixture(scope="module")
-def plan():
-    return calculator
+lm = imported("lm.model", "examples")
+# Two layers of width 128: every array is a multiple of the blocks of 128.
+SIZE = plan.Model(width=128, layers=2, vocabulary=256, sequence=LENGTH, batch=BATCH)
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return imported("lm.model", "examples")
-
-
-@pytest.fixture(scope="module")
-def size(plan):
-    """Two layers of width 128: every array is a multiple of the blocks of 128."""
-    return plan.Model(width=128, layers=2, vocabulary=256, sequence=LENGTH, batch=BATCH)
-
-
-def transformer(lm, size, recipe=None, heads=8):
-    return lm.Transformer(size.width, size.layers, heads, size.sequence, recipe)
+def transformer(size, **options):
+    return lm.Transformer(size.width, size.layers, 8, size.sequence, **options)
 
 
 def shapes_of(model):
@@ -65,9 +54,9 @@ TOKENS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 
 
 @pytest.mark.slow
-def test_parameters_are_those_of_the_model(plan, lm, size):
-    for s in (size, plan.Model(96, 3, 256, 40, 4)):
-        params = shapes_of(transformer(lm, s))["params"]
+def test_parameters_are_those_of_the_model():
+    for s in (SIZE, plan.Model(96, 3, 256, 40, 4)):
+        params = shapes_of(transformer(s))["params"]
         assert sum(p.size for p in jax.tree.leaves(params)) == s.parameters
 
 
@@ -96,7 +85,7 @@ def held_by_one_device(tree):
     ],
     ids=["f32 moments", "jfp8.optim.adam", "O2", "jfp8.optim.muon"],
 )
-def test_weights_and_moments_of_one_device(plan, lm, name, optimizer):
+def test_weights_and_moments_of_one_device(name, optimizer):
     """Of real arrays on 8 devices. Small arrays keep f32 moments: here they are 0.3 % of all."""
     s = plan.Model(width=512, layers=1, vocabulary=256, sequence=LENGTH, batch=1)
     mesh = mesh_of(fsdp=4, tensor=2)
@@ -107,7 +96,7 @@ def test_weights_and_moments_of_one_device(plan, lm, name, optimizer):
             return NamedSharding(mesh, P("fsdp", "tensor"))
         return NamedSharding(mesh, P("tensor", "fsdp") if "kernel" in path else P("fsdp"))
 
-    model = transformer(lm, s)
+    model = transformer(s)
     shapes = shapes_of(model)["params"]
     shardings = jax.tree_util.tree_map_with_path(sharding, shapes)
     zeros = lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), shapes)
@@ -115,14 +104,14 @@ def test_weights_and_moments_of_one_device(plan, lm, name, optimizer):
     of_state = state_shardings(optimizer, shapes, shardings)
     state = jax.jit(optimizer.init, out_shardings=of_state)(params)
 
-    planned = plan.memory(s, plan.Devices(fsdp=4, tensor=2), getattr(plan, name))
-    assert held_by_one_device(params) == planned["weights"] == planned["gradients"]
-    assert held_by_one_device(state) == pytest.approx(planned["moments"], rel=0.01)
+    memory = plan.memory(s, plan.Devices(fsdp=4, tensor=2), getattr(plan, name))
+    assert held_by_one_device(params) == memory["weights"] == memory["gradients"]
+    assert held_by_one_device(state) == pytest.approx(memory["moments"], rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["PRODUCTS", "SAVED"])
-def test_activations_kept_for_the_backward_pass(plan, name):
+def test_activations_kept_for_the_backward_pass(name):
     """Of a layer in bf16: what `jax.vjp` holds, besides FP8 kernels and attention's own weights."""
     saved = jfp8.E4M3FN if name == "SAVED" else None
     s = plan.Model(width=256, layers=1, vocabulary=256, sequence=48, batch=3)
@@ -153,8 +142,8 @@ def test_activations_kept_for_the_backward_pass(plan, name):
         if between_tokens not in (a.shape[-2:], a.shape[2:4])
     )
     precision = getattr(plan, name)
-    planned = plan.saved_per_layer(s, plan.Devices(), precision)
-    assert counted == pytest.approx(planned + s.kernels * precision.kernels, rel=0.01)
+    saved = plan.saved_per_layer(s, plan.Devices(), precision)
+    assert counted == pytest.approx(saved + s.kernels * precision.kernels, rel=0.01)
 
 
 # Bytes on the wire, in the compiled program
@@ -166,49 +155,41 @@ def sent(compiled, dtypes=None):
     return sum(n for dtype, n in found.items() if dtypes is None or dtype in dtypes)
 
 
-@pytest.mark.slow
-def test_data_parallel_in_f32(plan, lm, size):
-    """One all-reduce of every gradient, and of the loss."""
-    model, mesh = transformer(lm, size), mesh_of(data=8)
-    whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    step = jax.jit(
-        jax.value_and_grad(partial(loss_of, model)),
-        in_shardings=(whole, divided),
-        out_shardings=whole,
-    )
-    counted = sent(step.lower(shapes_of(model), TOKENS).compile())
-    f32 = dataclasses.replace(plan.BF16, reduced=4)
-    planned = plan.wire(size, plan.Devices(data=8), f32)
-    assert planned["fsdp"] == planned["tensor"] == 0
-    assert counted == pytest.approx(planned["data"], rel=1e-3)
+def f32_where(precision, *fields):
+    """Return `precision` with four bytes for an element in these places."""
+    return dataclasses.replace(precision, **dict.fromkeys(fields, 4))
+
+
+def planned(precision, **axes):
+    return plan.wire(SIZE, plan.Devices(**axes), precision)
+
+
+F32 = f32_where(plan.BF16, "reduced")
 
 
 @pytest.mark.slow
-def test_data_parallel_in_fp8(plan, lm, size):
-    """The same gradients as bytes in blocks; what else is sent is counted apart."""
-    model, mesh = transformer(lm, size), mesh_of(data=8)
+def test_data_parallel():
+    """One all-reduce of every gradient, and of the loss: in f32, or as bytes in blocks."""
+    model, mesh = transformer(SIZE), mesh_of(data=8)
     gradient = jax.value_and_grad(partial(loss_of, model))
+    whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    step = jax.jit(gradient, in_shardings=(whole, divided), out_shardings=whole)
+    in_f32 = step.lower(shapes_of(model), TOKENS).compile()
+    assert planned(F32, data=8)["fsdp"] == planned(F32, data=8)["tensor"] == 0
+    assert sent(in_f32) == pytest.approx(planned(F32, data=8)["data"], rel=1e-3)
+
     step = jax.jit(jfp8.data_parallel(gradient, "data", mesh=mesh))
-    compiled = step.lower(shapes_of(model), TOKENS).compile()
-    planned = plan.wire(size, plan.Devices(data=8), plan.O1)["data"]
-    assert sent(compiled, {"u8"}) == pytest.approx(planned, rel=5e-3)
-    assert sent(compiled) == pytest.approx(planned, rel=5e-3)
-    f32 = dataclasses.replace(plan.BF16, reduced=4)
-    assert planned < 0.27 * plan.wire(size, plan.Devices(data=8), f32)["data"]
+    in_fp8 = step.lower(shapes_of(model), TOKENS).compile()
+    expected = planned(plan.O1, data=8)["data"]
+    assert sent(in_fp8, {"u8"}) == pytest.approx(expected, rel=5e-3)
+    assert sent(in_fp8) == pytest.approx(expected, rel=5e-3)
+    assert expected < 0.27 * planned(F32, data=8)["data"]
 
 
-def fsdp_program(lm, size, gather):
+def fsdp_program(gather):
     """Every parameter lies in 8 parts; `gather` makes those of a layer whole in the loop."""
-    mesh = mesh_of(fsdp=8)
-    model = lm.Transformer(
-        size.width,
-        size.layers,
-        8,
-        size.sequence,
-        jfp8.recipes.Float8CurrentScaling(),
-        scan_layers=True,
-        gather=gather,
-    )
+    recipe = jfp8.recipes.Float8CurrentScaling()
+    model = transformer(SIZE, recipe=recipe, scan_layers=True, gather=gather)
     params = shapes_of(model)["params"]
     specs = {name: jax.tree.map(lambda _: P("fsdp"), tree) for name, tree in params.items()}
     specs["blocks"] = jax.tree.map(lambda _: P(None, "fsdp"), params["blocks"])
@@ -217,9 +198,8 @@ def fsdp_program(lm, size, gather):
         whole = {name: gather_f32(part) for name, part in parts.items() if name != "blocks"}
         return loss_of(model, {"params": {**whole, "blocks": parts["blocks"]}}, tokens)
 
-    step = jax.shard_map(
-        jax.grad(loss), mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=specs, check_vma=False
-    )
+    how = {"mesh": mesh_of(fsdp=8), "in_specs": (specs, P("fsdp")), "out_specs": specs}
+    step = jax.shard_map(jax.grad(loss), check_vma=False, **how)
     return jax.jit(step).lower(params, TOKENS).compile()
 
 
@@ -233,38 +213,34 @@ def gather_fp8(parts, gradients_as=None):
     return jfp8.gather_weights(parts, "fsdp", specs, recipe=recipe, gradients_as=gradients_as)
 
 
-@pytest.mark.slow
-def test_fsdp_in_f32(plan, lm, size):
-    counted = sent(fsdp_program(lm, size, gather_f32))
-    f32 = dataclasses.replace(
-        plan.BF16, gathered=4, gathered_others=4, scattered=4, scattered_others=4
-    )
-    planned = plan.wire(size, plan.Devices(fsdp=8), f32)
-    assert counted == pytest.approx(planned["fsdp"], rel=0.01)
+OTHERS = ("gathered_others", "scattered_others")  # than kernels: in f32 here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradients_as", [None, jfp8.E4M3FN], ids=str)
-def test_fsdp_with_kernels_gathered_in_fp8(plan, lm, size, gradients_as):
-    """Of kernels a byte per element and direction; all else in f32 here."""
-    gather = partial(gather_fp8, gradients_as=gradients_as)
-    compiled = fsdp_program(lm, size, gather)
-    if gradients_as is None:
-        chosen = dataclasses.replace(plan.GATHER, scattered=4)
-    else:
-        chosen = plan.SCATTER
-    in_f32 = {"gathered_others": 4, "scattered_others": 4}
-    planned = plan.wire(size, plan.Devices(fsdp=8), dataclasses.replace(chosen, **in_f32))["fsdp"]
-    scattered = 0 if gradients_as is None else 1 + 4 / 128
-    in_bytes = (2 + scattered) * 7 / 8 * size.kernels
-    assert sent(compiled, {"u8"}) == in_bytes
-    assert sent(compiled) == pytest.approx(planned, rel=0.01)
+@pytest.mark.parametrize(
+    ("gather", "precision", "codes"),
+    [
+        (gather_f32, f32_where(plan.BF16, "gathered", "scattered", *OTHERS), 0),
+        (gather_fp8, f32_where(plan.GATHER, "scattered", *OTHERS), 2),
+        (
+            partial(gather_fp8, gradients_as=jfp8.E4M3FN),
+            f32_where(plan.SCATTER, *OTHERS),
+            3 + 4 / 128,
+        ),
+    ],
+    ids=["f32", "weights in FP8", "gradients too"],
+)
+def test_fsdp(gather, precision, codes):
+    """Of kernels `codes` bytes per element: gathered forward and backward, and scattered."""
+    compiled = fsdp_program(gather)
+    assert sent(compiled, {"u8"}) == codes * 7 / 8 * SIZE.kernels
+    assert sent(compiled) == pytest.approx(planned(precision, fsdp=8)["fsdp"], rel=0.01)
 
 
 @pytest.mark.slow
-def test_tensor_parallel(plan, lm, size):
+def test_tensor_parallel():
     """Sums of partial products: activations of the batch, (4 layers + 1) times."""
-    model, mesh = transformer(lm, size), mesh_of(tensor=8)
+    model, mesh = transformer(SIZE), mesh_of(tensor=8)
 
     def spec(path, p):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -281,16 +257,15 @@ def test_tensor_parallel(plan, lm, size):
         out_shardings=(whole, shardings),
     )
     counted = sent(step.lower(variables, TOKENS).compile())
-    f32 = dataclasses.replace(plan.BF16, exchanged=4)
-    planned = plan.wire(size, plan.Devices(tensor=8), f32)
-    assert planned["data"] == planned["fsdp"] == 0
-    assert counted == pytest.approx(planned["tensor"], rel=0.01)
+    expected = planned(f32_where(plan.BF16, "exchanged"), tensor=8)
+    assert expected["data"] == expected["fsdp"] == 0
+    assert counted == pytest.approx(expected["tensor"], rel=0.01)
 
 
 # Time
 
 
-def test_times_by_hand(plan):
+def test_times_by_hand():
     """Round numbers: 48 k elements of kernels, 1024 tokens, everything at one unit per second."""
     model = plan.Model(width=64, layers=1, vocabulary=100, sequence=32, batch=32)
     assert model.kernels == 12 * 64**2 == 49152
@@ -321,7 +296,7 @@ def test_times_by_hand(plan):
     )
 
 
-def test_the_command_line(plan, capsys):
+def test_the_command_line(capsys):
     sizes = "--width 4096 --layers 32 --vocabulary 32768 --sequence 4096 --batch 256 --fsdp 8"
     main(["plan", *sizes.split(), "--json"])
     printed = json.loads(capsys.readouterr().out)
@@ -338,7 +313,7 @@ def test_the_command_line(plan, capsys):
     assert all(sum(o.values()) < sum(bf16.values()) for o in others)
 
 
-def test_the_table_of_the_page_is_what_the_command_prints(plan, capsys):
+def test_the_table_of_the_page_is_what_the_command_prints(capsys):
     page = (ROOT / "docs/scaling_out.md").read_text()
     (command,) = re.findall(r"\$ python -m jfp8 plan ((?:.*\\\n)*.*)\n", page)
     main(["plan", *command.replace("\\\n", " ").split()])

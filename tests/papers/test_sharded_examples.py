@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,52 +18,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from support.scripts import imported, text_in
+from support.scripts import imported, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
 SIZES = "--width=64 --layers=2 --heads=4 --seq-len=32 --batch-size=16 --steps=6 --lr=1e-2"
 SMALL = SIZES.split()
-
-
-@pytest.fixture(scope="module")
-def train_sharded():
-    return imported("train_sharded", "examples")
-
-
-@pytest.fixture(scope="module")
-def train_processes():
-    return imported("train_processes", "examples")
-
-
-@pytest.fixture(scope="module")
-def sharding():
-    return imported("lm.sharding", "examples")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    return str(text_in(tmp_path_factory.mktemp("text")))
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Scripts write their results below the working directory."""
-    monkeypatch.chdir(tmp_path)
-
-
-def run_script(name, *argv, cwd):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *argv, "--out", str(cwd)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout, json.loads((cwd / "result.json").read_text())
+pytestmark = pytest.mark.usefixtures("elsewhere")
+train_sharded, train_processes, llama_nnx, sharding = (
+    imported(name, "examples")
+    for name in ("train_sharded", "train_processes", "lm.llama_nnx", "lm.sharding")
+)
 
 
 # Several devices
@@ -73,12 +34,12 @@ def run_script(name, *argv, cwd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factors", [(1, 8, 1), (2, 1, 4)])
-def test_in_float32_the_losses_are_those_of_one_device(train_sharded, text, factors):
+def test_in_float32_the_losses_are_those_of_one_device(text, factors):
     """But for the order of sums: each adds rounding errors of 2^-24, and six steps do not amplify
     them by more than a factor of ten or so.
     """
     mesh = [f"--{name}={n}" for name, n in zip(("data", "fsdp", "tensor"), factors)]
-    result = train_sharded.main([*SMALL, *mesh, "--text", text, "--recipe=none", "--compare"])
+    result = train_sharded.main([*SMALL, *mesh, f"--text={text}", "--recipe=none", "--compare"])
     assert tuple(result["mesh"].values()) == factors
     assert result["losses"][-1] < result["losses"][0] - 0.5
     assert result["single_device"]["first_loss_differs_by"] < 1e-6
@@ -87,16 +48,15 @@ def test_in_float32_the_losses_are_those_of_one_device(train_sharded, text, fact
 
 
 @pytest.mark.slow
-def test_in_fp8_the_losses_are_those_of_one_device(text, tmp_path):
+def test_in_fp8_the_losses_are_those_of_one_device(text, capsys):
     """In the first step to rounding in f32. Then some values near the middle between two of FP8's
     go to the other one: single amaxes move by a step of FP8, 1/8, the loss by far less.
     """
-    printed, result = run_script(
-        "train_sharded.py", *SMALL, "--text", text, "--compare", cwd=tmp_path
-    )
+    result = train_sharded.main([*SMALL, f"--text={text}", "--compare"])
+    printed = capsys.readouterr().out
     assert "data 2 x fsdp 2 x tensor 2: 8 devices" in printed
     assert "RESULT example=train_sharded metric=train_loss loss=" in printed
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("runs/train_sharded/loss.png").read_bytes().startswith(b"\x89PNG")
     assert result["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert result["devices_with_equal_histories"] == 8
     assert result["losses"][-1] < result["losses"][0] - 0.5
@@ -114,9 +74,9 @@ def test_in_fp8_the_losses_are_those_of_one_device(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_fp8_beyond_the_products(train_sharded, text):
+def test_fp8_beyond_the_products(text):
     """Gradients and weights travel as bytes, moments are kept as bytes; the loss hardly notices."""
-    argv = [*SMALL, "--text", text, "--width=128", "--layers=1", "--scan-layers"]
+    argv = [*SMALL, f"--text={text}", "--width=128", "--layers=1", "--scan-layers"]
     plain = train_sharded.main(argv)
     options = ["--fp8-gradients", "--fp8-gather", "--fp8-moments"]
     fp8 = train_sharded.main([*argv, *options])
@@ -137,50 +97,10 @@ def test_fp8_beyond_the_products(train_sharded, text):
     assert moments[1] < 0.4 * moments[0]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--data 3", "needs 12 devices, but there are 8"),
-        ("--fsdp 16", "type three factors of 8, for example --data 8 --fsdp 1 --tensor 1"),
-        ("--batch-size 6", "--batch-size 6 does not divide into --data 2 times --fsdp 2: type"),
-        ("--heads 5", "--width 128 does not divide into --heads 5"),
-        ("--heads 1", "Type --heads 2 and a --width that is a multiple of it"),
-        ("--fp8-gather --recipe none", "--fp8-gather with --recipe none would round the weights"),
-        ("--text no/such/text", "--text no/such/text does not exist"),
-        ("--recipe delay", "invalid choice: 'delay'"),
-    ],
-)
-def test_a_mistake_is_told_with_what_to_type_instead(train_sharded, capsys, argv, message):
-    with pytest.raises(SystemExit) as exit:
-        train_sharded.main(argv.split())
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_code_of_the_page_runs_in_one_piece(tmp_path):
-    page = (ROOT / "docs/scaling_out.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-    (tmp_path / "page.py").write_text(code + "\nprint(float(loss), state.step)\n")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", tmp_path / "page.py"],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "bytes sent by a device" in done.stdout
-    loss, step = done.stdout.split()[-2:]
-    assert 0 < float(loss) < 10
-    assert step == "1"
-
-
 # What they are made of
 
 
-def test_a_device_that_differs_is_found(sharding):
+def test_a_device_that_differs_is_found():
     mesh = sharding.make_mesh(2, 2, 2)
     everywhere = NamedSharding(mesh, P())
 
@@ -192,29 +112,19 @@ def test_a_device_that_differs_is_found(sharding):
     assert sharding.assert_same_on_every_device(same) == 8
     assert sharding.assert_same_in_every_process(same) == 1
     assert sharding.assert_same_on_every_device({}) == 0
+    other = lambda i: np.nextafter(1.5, 2, dtype=np.float32) if i == 7 else 1.5
     with pytest.raises(AssertionError, match="history"):
-        sharding.assert_same_on_every_device(
-            {
-                "history": replicated(
-                    lambda i: np.nextafter(1.5, 2, dtype=np.float32) if i == 7 else 1.5
-                )
-            }
-        )
+        sharding.assert_same_on_every_device({"history": replicated(other)})
 
 
 # A model of a named size, in NNX
-
-
-@pytest.fixture(scope="module")
-def llama_nnx():
-    return imported("lm.llama_nnx", "examples")
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_equals_one_that_never_stopped(text, capsys):
     """Losses, parameters, moments and histories, to the bit."""
     size = "--size=tiny --devices=8 --width=64 --layers=2 --seq-len=32 --eval-batches=2 --lr=1e-2"
-    argv, main = [*size.split(), "--data", text], imported("train_nnx_lm", "examples").main
+    argv, main = [*size.split(), f"--data={text}"], imported("train_nnx_lm", "examples").main
     whole = main([*argv, "--steps=12", "--checkpoint-every=6", "--out=whole"])
     printed = capsys.readouterr().out
     assert "FLOPs are FP8: 24 of 39 products." in printed
@@ -238,7 +148,7 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(text, capsys):
         main([*argv, "--steps=12", "--resume", "--out=rest", "--seed=1"])
 
 
-def test_the_expected_speed_of_1b(llama_nnx):
+def test_the_expected_speed_of_1b():
     """By hand in bf16, on H200, whose peak is 989.5 TFLOP/s, of which matmuls reach 799."""
     size, kind, speed = llama_nnx.SIZES["1b"][0], "NVIDIA H200", imported("lm.speed", "examples")
     kernels = 20 * (2048 * 3072 + 2048 * 2048 + 2048 * 12_288 + 6144 * 2048) + 2048 * 32_768
@@ -255,22 +165,6 @@ def test_the_expected_speed_of_1b(llama_nnx):
     assert speed.expected(None, size, tokens.size, 8, "cpu") is None
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--devices 8", "--devices is for a model of a named size: type --size tiny as well"),
-        ("--recipe none", "--recipe none is for a model of a named size: type --size tiny"),
-        ("--size tiny --devices 9", "--devices 9, but there are 8: type --devices 8"),
-        ("--size tiny --devices 8 --batch-size 12", "--devices 8: type --batch-size 16"),
-        ("--size tiny --resume", "has no checkpoint: omit --resume"),
-    ],
-)
-def test_a_mistake_about_a_named_size(capsys, argv, message):
-    with pytest.raises(SystemExit):
-        imported("train_nnx_lm", "examples").main(argv.split())
-    assert message in capsys.readouterr().err
-
-
 # Several processes
 
 
@@ -279,8 +173,9 @@ def test_two_processes_agree_and_equal_one(text, tmp_path):
     """Both have the same losses and histories to the last bit; one process the same loss to the
     order of sums at first, and to what FP8 makes of it later.
     """
-    small = ["--steps=4", "--layers=1", "--seq-len=32", "--text", text]
-    printed, result = run_script("train_processes.py", *small, cwd=tmp_path)
+    small = ["--steps=4", "--layers=1", "--seq-len=32", f"--text={text}"]
+    printed = run_script("examples/train_processes.py", *small, "--out=here", cwd=tmp_path)
+    result = json.loads(Path("here/result.json").read_text())
     assert "equal to the last bit on all 4 devices of each of 2 processes" in printed
     first, second = result["processes"]
     alone = result["single_process"]
@@ -297,7 +192,7 @@ def test_two_processes_agree_and_equal_one(text, tmp_path):
     assert result["any_loss_differs_by"] < 5e-3
 
 
-def worker(train_processes, folder, name, code):
+def worker(folder, name, code):
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -309,10 +204,10 @@ def worker(train_processes, folder, name, code):
 SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
 
 
-def test_a_process_that_fails_ends_the_others(train_processes, tmp_path, capsys):
+def test_a_process_that_fails_ends_the_others(tmp_path, capsys):
     workers = [
-        worker(train_processes, tmp_path, "0", SLEEP),
-        worker(train_processes, tmp_path, "1", "raise SystemExit('no such coordinator')"),
+        worker(tmp_path, "0", SLEEP),
+        worker(tmp_path, "1", "raise SystemExit('no such coordinator')"),
     ]
     start = time.monotonic()
     with pytest.raises(SystemExit, match="a process failed"):

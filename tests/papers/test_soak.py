@@ -56,39 +56,18 @@ def test_the_committed_result():
     assert result["loss"] < 1.25 * result["loss_without_faults"]
 
 
-class TestOfWhatIsCounted:
+@pytest.mark.slow
+def test_every_fault_is_in_the_operand_that_is_named():
     """A soak that finds nothing must be one that would find something."""
-
-    @pytest.mark.slow
-    def test_every_fault_is_in_the_operand_that_is_named(self):
-        x = jax.numpy.arange(1.0, 13.0).reshape(3, 4)
-        for place in soak.PLACES:
-            for kind, fault in soak.FAULTS.items():
-                given = soak.injected(place, kind, element=17)
-                hurt = np.asarray(soak.hurt(x, place, given))
-                changed = ~((hurt == x) | (np.isnan(hurt) & np.isnan(x)))
-                assert changed.sum() == (12 if fault.everywhere else 1), (place, kind)
-                if not fault.everywhere:
-                    assert changed[1, 1]  # 17 = 12 + 4 * 1 + 1
-                other = soak.PLACES[soak.PLACES.index(place) - 1]
-                np.testing.assert_array_equal(soak.hurt(x, other, given), x)
-                np.testing.assert_array_equal(soak.hurt(x, place, soak.NOTHING), x)
-
-    @pytest.mark.slow
-    def test_gradients_are_hurt_on_their_way_back_only(self):
-        x = jax.numpy.ones((2, 3))
-        fault = soak.injected("Dense_0 grad", "65504", element=4)
-        y, vjp = jax.vjp(lambda x: soak.hurt_gradient(x, "Dense_0 grad", fault), x)
-        np.testing.assert_array_equal(y, x)
-        np.testing.assert_array_equal(vjp(x)[0], [[1, 1, 1], [1, 65504, 1]])
-
-    def test_the_plan(self):
-        plan = list(soak.plan(20_000, 0))
-        assert plan == list(soak.plan(20_000, 0)) != list(soak.plan(20_000, 1))
-        quiet = [*plan[: soak.WARM_UP], *plan[-soak.RECOVERY :]]
-        assert not any(quiet)
-        faults = [fault for fault in plan if fault]
-        assert {kind for _, kind, _ in faults} == set(soak.FAULTS)
-        assert {place for place, _, _ in faults} == set(soak.PLACES)
-        spelled = "".join("x" if fault and fault[1] == "nan" else "." for fault in plan)
-        assert "x" * soak.BURST in spelled
+    x = jax.numpy.arange(1.0, 13.0).reshape(3, 4)
+    for place in soak.PLACES:
+        for kind, fault in soak.FAULTS.items():
+            given = soak.injected(place, kind, element=17)
+            hurt = np.asarray(soak.hurt(x, place, given))
+            changed = ~((hurt == x) | (np.isnan(hurt) & np.isnan(x)))
+            assert changed.sum() == (12 if fault.everywhere else 1), (place, kind)
+            if not fault.everywhere:
+                assert changed[1, 1]  # 17 = 12 + 4 * 1 + 1
+            other = soak.PLACES[soak.PLACES.index(place) - 1]
+            np.testing.assert_array_equal(soak.hurt(x, other, given), x)
+            np.testing.assert_array_equal(soak.hurt(x, place, soak.NOTHING), x)

@@ -1,9 +1,12 @@
-"""Scripts of `examples/` and `benchmarks/` as modules, and a text for them to train on."""
+"""Scripts of `examples/` and `benchmarks/` as modules or processes, and a text to train on."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +31,21 @@ def imported(name: str, *folders: str) -> ModuleType:
     """Import a script, with the imports that ``python FOLDER/NAME.py`` would find."""
     with on_path(*folders):
         return importlib.import_module(name)
+
+
+def run_script(script: Path | str, *argv: str, cwd: Path, **environment: str) -> str:
+    """Run a script of this checkout in a process of its own, and return its output."""
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *argv],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": search} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def text_in(folder: Path) -> Path:

@@ -1,0 +1,105 @@
+"""Numbers of scripts in benchmarks/: against tables of Student's t, JAX, and numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.figure import Figure
+
+from support.scripts import imported
+
+
+def drawn(draw, *args, **kwargs):
+    """Return new axes on which `draw` has drawn."""
+    ax = Figure(layout="constrained").subplots()
+    draw(ax, *args, **kwargs)
+    return ax
+
+
+@pytest.mark.parametrize(("confidence", "t"), [(0.9, 2.3533634348), (0.5, 0.7648923284)])
+def test_the_mean_gap_lies_in_its_interval(confidence, t):
+    exact = np.random.default_rng(0).uniform(2, 3, size=(4, 6))
+    run = exact * np.random.default_rng(1).normal(1.01, 0.005, size=exact.shape)
+    steps = 25 * np.arange(1, 7)
+    draw = imported("gap_curves", "benchmarks").gap_curve
+    ax = drawn(draw, "FP8", run, exact, steps, confidence)
+    gaps = 100 * (run / exact - 1)
+    mean, half = gaps.mean(0), t * gaps.std(0, ddof=1) / 2
+    np.testing.assert_array_equal(ax.lines[0].get_xdata(), steps)
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), mean, rtol=1e-12)
+    x, y = ax.collections[0].get_paths()[0].vertices.T
+    ends = [[f(y[x == step]) for step in steps] for f in (min, max)]
+    np.testing.assert_allclose(ends, [mean - half, mean + half], rtol=1e-6)
+
+
+def test_gaps_are_dots_with_a_mean_in_its_interval():
+    runs = {"near": [-0.1, 0.0, 0.1], "far": [0.9, 1.0, 1.1], "wide": [-1.0, 0.0, 1.0]}
+    draw = imported("gap_rows", "benchmarks").gap_rows
+    ax = drawn(draw, runs, margin=0.25, confidence=0.9)
+    half = 2.919986 / np.sqrt(3)  # of a table of Student's t: 95 %, 2 degrees of freedom
+    means = {"near": (0.0, 0.1, "o"), "far": (1.0, 0.1, "D"), "wide": (0.0, 1.0, "s")}
+    for y, (name, gaps) in enumerate(runs.items()):
+        mean, spread, marker = means[name]
+        dots, interval, middle = ax.lines[3 + 3 * y : 6 + 3 * y]  # three lines across come first
+        assert {*interval.get_ydata(), *middle.get_ydata()} == {y}
+        assert list(dots.get_xdata()) == gaps
+        expected = [mean - half * spread, mean + half * spread]
+        np.testing.assert_allclose(interval.get_xdata(), expected, atol=1e-6)
+        np.testing.assert_allclose(middle.get_xdata(), [mean], atol=1e-12)
+        assert middle.get_marker() == marker
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
+    assert ax.get_ylim() == (2.5, -0.5)  # the first on top
+
+
+def test_attention_in_float64():
+    benchmark = imported("attention_accuracy", "benchmarks")
+    arrays = benchmark.operands("outlier values", 24, 16, seed=0)
+    twice = [(x, x) for x in (x.astype(np.float64) for x in arrays)]
+
+    @partial(jax.jit, static_argnums=0)
+    def by_jax(causal, *arrays):
+        *heads, grad = (x[:, None] for x in arrays)
+        out, vjp = jax.vjp(partial(jax.nn.dot_product_attention, is_causal=causal), *heads)
+        return out, *vjp(grad)
+
+    for causal in (True, False):
+        wanted = by_jax(causal, *arrays)
+        for x, y in zip(benchmark.attention(*twice, causal), wanted, strict=True):
+            assert benchmark.error(np.asarray(y)[:, 0], x) < 1e-5
+
+
+def test_a_long_run_has_gaps_that_grow():
+    """Of 1, 1, 3 percent after steps 1, 2 and 3, of 2, 3 and 4 percent after 4, 5 and 6.
+
+    Fifths of six steps end at 1.2, 2.4, 3.6, 4.8 and 6. Of held-out text, 10 and 25 percent.
+    """
+    long_run = imported("long_run", "benchmarks", "examples")
+    point = lambda step, losses, held_out, **layers: {
+        "step": step, "train_loss": losses, "validation_loss": held_out, "layers": layers
+    }  # fmt: skip
+    f32 = [point(3, [4.0, 4.0, 2.0], 2.0), point(6, [2.0, 2.0, 1.0], 2.0)]
+    delayed = [
+        point(3, [4.04, 4.04, 2.06], 2.2, up=[6.0, 2.0, 9.0], down=[8.0, 1.0, 9.0]),
+        point(6, [2.04, 2.06, 1.04], 2.5, up=[6.0, 2.0, 9.0], down=[2.5, 1.0, 9.0]),
+    ]
+    runs = {"float32": f32, "twin": f32[:1], "delayed": delayed}
+    results = {"runs": {name: {"points": run} for name, run in runs.items()}}
+    *_, twin, recipe = long_run.table(results | {"conditions": {"steps": 6}}).splitlines()
+    assert twin == (
+        "| twin: float32, loss × 3 | 3 | +0.00 | +0.00 | +0.00 | – | – | +0.00 |  |  |  |"
+    )
+    assert recipe == (
+        "| `DelayedScaling()` | 6 | +1.00 | +1.00 | +3.00 | +2.00 | +3.50 | +25.00 | 3.0 | 2.5 | "
+        "down |"
+    )
+    # Gradients (3, 4) and (3, -4), of length 5 and 4 from their mean; errors of length 2.
+    g = np.array([[[3.0, 4.0]], [[3.0, -4.0]]])
+    q = g + [[[0.0, 2.0]], [[-2.0, 0.0]]]
+    assert long_run.sizes_of_noise(q, g) == pytest.approx((5.0, 2.0, 4.0 * math.sqrt(2)))
