@@ -30,19 +30,15 @@ class Größe:
         plot(x, alpha="kept", **{"zorder": "kept"})
         return [min(y, 1.5, key=abs) for y in x[: self.steps] if y], f"{x!r} kept {2}"
 '''
-SOURCES = {"jfp8/a.py": EVERY_KIND, "jfp8/b.py": EVERY_KIND}
 
 
 @pytest.mark.parametrize(
     ("kind", "old", "new"),
     [
         ("comparison", 'mode == "exact"', "(mode != 'exact')"),
-        ("comparison", "x > 0", "(x >= 0)"),
         ("operation", "x + 1", "(x - 1)"),
-        ("sign", "not self.steps", "(self.steps)"),
         ("condition", "y", "(not y)"),
         ("constant", "3", "(4)"),
-        ("constant", '"fast"', "('fast_')"),
         ("bound", "self.steps", "(self.steps + 1)"),
         ("swapped", "min(y, 1.5, key=abs)", None),
         (
@@ -50,7 +46,6 @@ SOURCES = {"jfp8/a.py": EVERY_KIND, "jfp8/b.py": EVERY_KIND}
             'jnp.where(x, (x + 1), cast("kept", x))',
             "(jnp.where(x, cast('kept', x), x + 1))",
         ),
-        ("keyword_dropped", "min(y, 1.5, key=abs)", "(min(y, 1.5))"),
         ("twin", "min", "(max)"),
         ("dropped", "print(x)", "pass"),
     ],
@@ -62,6 +57,7 @@ def test_kinds(kind, old, new):
 
 def test_mutants_are_other_programs_that_could_be_bugs():
     drawn = mutants({"jfp8/a.py": EVERY_KIND}, 1000, "0")
+    assert drawn[:9] == mutants({"jfp8/a.py": EVERY_KIND}, 9, "0")
     assert {mutant.kind for mutant in drawn} == {kind.__name__ for kind in KINDS}
     for mutant in drawn:
         planted = mutant.planted(EVERY_KIND)
@@ -69,14 +65,6 @@ def test_mutants_are_other_programs_that_could_be_bugs():
         if mutant.kind != "dropped":
             assert planted.count("kept") == EVERY_KIND.count("kept"), mutant
     assert mutants({f"{prefix}x.py": EVERY_KIND for prefix in EXCLUDED}, 10, "0") == []
-
-
-def test_a_seed_draws_the_same_each_time():
-    drawn = mutants(SOURCES, 20, "1")
-    assert len(set(drawn)) == 20
-    assert {mutant.file for mutant in drawn} == set(SOURCES)
-    assert mutants(dict(reversed(SOURCES.items())), 10, "1") == drawn[:10]
-    assert mutants(SOURCES, 20, "2") != drawn
 
 
 @pytest.fixture
@@ -91,21 +79,11 @@ def mutations(tmp_path, monkeypatch):
     (tmp_path / "jfp8/sizes/__init__.py").write_text(
         "def twice(x):\n    return x + x\n\n\ndef squared(x):\n    return x * x\n"
     )
-    (tmp_path / "tests/sizes/test_others.py").write_text("def test_others():\n    pass\n")
     (tmp_path / "tests/sizes/test_twice.py").write_text(
         "from jfp8 import sizes\ndef test_twice():\n    assert sizes.twice(3) == 6\n"
     )
-    (tmp_path / "tests/areas").mkdir()
-    (tmp_path / "tests/areas/test_squared.py").write_text("def test_squared(): ...  # squared\n")
-    (tmp_path / "tests/areas/test_areas.py").write_text("def test_areas(): ...\n")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     return program
-
-
-def test_files_that_name_a_function_come_first(mutations, tmp_path):
-    files = ["tests/sizes/test_twice.py", "tests/areas/test_squared.py"]
-    files.append("tests/sizes/test_others.py")
-    assert mutations.tests_of("jfp8/sizes/__init__.py", tmp_path) == files
 
 
 def test_a_survivor_is_printed_and_no_failure(mutations, capsys):
@@ -116,12 +94,6 @@ def test_a_survivor_is_printed_and_no_failure(mutations, capsys):
     assert summary["SURVIVED"] == ["jfp8/sizes/__init__.py:6: operation: x * x -> (x / x)"]
     assert any("test_twice.py::test_twice" in line for line in lines if "caught" in line)
     assert {"-    return x * x", "+    return (x / x)"} <= set(lines)
-
-
-def test_tests_have_to_pass_without_a_mutant(mutations, tmp_path, capsys):
-    (tmp_path / "jfp8/sizes/__init__.py").write_text("def twice(x):\n    return x * x\n")
-    assert mutations.main(["--random", "1"]) == 2
-    assert "The tests fail without a mutant." in capsys.readouterr().out
 
 
 def test_a_mutant_that_never_ends_has_no_answer(mutations, tmp_path):
