@@ -29,7 +29,7 @@ from jfp8 import (
     scaled_matmul,
 )
 from jfp8.scaling.formats import Format
-from support.arrays import f64
+from support.arrays import f64, spread, values_of
 from support.fake_quantization import VARIANTS, oracle
 
 pytestmark = pytest.mark.property
@@ -151,26 +151,16 @@ def values_to(x, fmt):
     """`x` to the nearest of the values of `fmt`; the codes of E3M4 by definition, cut off."""
     if fmt is not E3M4:
         return jnp.asarray(np.clip(x, -fmt.max, fmt.max).astype(fmt.dtype))
-    a = np.minimum(np.abs(x), fmt.max)
-    e = np.maximum(np.floor(np.log2(np.maximum(a, 2.0**-2))), -2)
-    code = ((e + 2) * 16 + np.floor(a / np.exp2(e - 4))).astype(np.uint8)
-    return jnp.asarray(code | (np.signbit(x).astype(np.uint8) << 7))
+    table = values_of(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt)
+    code = np.searchsorted(table, np.abs(x), side="right") - 1
+    return jnp.asarray((code | (np.signbit(x) << 7)).astype(np.uint8))
 
 
 def values(q) -> np.ndarray:
     """``data * scale`` in float64, by numpy and ml_dtypes."""
-    data = f64(q.data)
-    if q.data.dtype == np.uint8:
-        code = np.asarray(q.data).astype(int)
-        e, k = code >> 4 & 7, code & 15
-        data = np.where(e > 0, np.ldexp(16.0 + k, e - 7), np.ldexp(1.0 * k, -6))
-        data = np.where(code >> 7, -data, data)
+    data = values_of(q.data, E3M4) if q.data.dtype == np.uint8 else f64(q.data)
     scale = values(q.scale) if isinstance(q.scale, ScaledArray) else f64(q.scale)
-    for axis, m in enumerate(scale.shape):
-        n = data.shape[axis]
-        b = q.block[axis] if q.block else n // max(m, 1)
-        scale = np.repeat(scale, b, axis).take(np.arange(n), axis)
-    return data * scale
+    return data * spread(scale, data.shape, q.block)
 
 
 @st.composite
@@ -255,69 +245,6 @@ def test_scaled_matmul_is_the_product_of_the_values(drawn, seed, dtype, accumula
     else:
         with pytest.raises(NotImplementedError, match="'xla' does not support"):
             matmul.lower(*q, d.numbers, implementation="xla", **options)
-
-
-# Hopper's sums
-
-FOR_HOPPER = [  # few, since they compile for long
-    (Dims((4, 165), (165, 3), (((1,), (0,)), ((), ()))), (E4M3FN, E4M3FN)),
-    (Dims((5, 33, 4), (3, 33, 5), (((1, 0), (1, 2)), ((), ()))), (E5M2, E4M3FN)),
-    (Dims((2, 4, 165), (3, 165, 2), (((2,), (1,)), ((0,), (2,)))), (E5M2, E5M2)),
-    (Dims((33, 2, 5, 4), (3, 5, 2, 33), (((0, 2), (3, 1)), ((1,), (2,)))), (E4M3FN, E5M2)),
-]
-
-
-def hopper(a, b, fmt_a, fmt_b) -> np.ndarray:
-    """``a[m, k] b[k, n]`` as the published model sums it; float64 holds all of it exactly.
-
-    Terms are cut off below ``2^(E-13)``, with E the largest exponent of a product or of the sum.
-    """
-
-    def exponent(x, fmt):
-        e = np.frexp(x)[1] - 1
-        return np.where(x == 0, -10_000, np.maximum(e, fmt.min_exponent))
-
-    def cut(x, E):
-        return np.ldexp(np.trunc(np.ldexp(x, 13 - E)), E - 13)
-
-    acc = np.zeros((a.shape[0], b.shape[1]))
-    for start in range(0, a.shape[1], 32):
-        x, y = a[:, start : start + 32, None], b[None, start : start + 32]
-        E = np.max(exponent(x, fmt_a) + exponent(y, fmt_b), axis=1)
-        E = np.maximum(E, np.where(acc == 0, -10_000, np.frexp(acc)[1] - 1))
-        E = np.maximum(E, -1_000)  # all of it zero
-        acc = cut(acc, E) + np.sum(cut(x * y, E[:, None]), axis=1)
-        acc = cut(acc, np.where(acc == 0, 0, np.frexp(acc)[1] - 1))
-    return acc
-
-
-@given(
-    st.sampled_from(FOR_HOPPER),
-    st.sampled_from(["hopper", "hopper_every_128"]),
-    st.lists(st.integers(0, 255), min_size=1, max_size=20),
-    seeds,
-)
-def test_hopper_sums_as_the_model(drawn, mode, planted, seed):
-    """Bit for bit, for any layout, of all finite codes; promoted to f32 every 128, or never."""
-    d, formats = drawn
-    rng = np.random.default_rng(seed)
-    data = []
-    for shape, fmt in zip(d[:2], formats, strict=True):
-        code = rng.integers(0, fmt.max_code + 1, shape)
-        code.flat[rng.integers(0, code.size, len(planted))] = np.minimum(planted, fmt.max_code)
-        sign = rng.integers(0, 2, shape) << 7
-        data.append((code | sign).astype(np.uint8).view(fmt.dtype))
-    q = [ScaledArray(jnp.asarray(x), jnp.float32(2.0**-4)) for x in data]
-    y = matmul(*q, d.numbers, accumulation=mode)
-    a, b = d.as_matrices(*map(f64, data))
-    k = a.shape[2]
-    length = k if mode == "hopper" else 128
-    total = np.zeros(y.shape, np.float32)
-    for start in range(0, k, length):
-        part = slice(start, start + length)
-        chains = [hopper(x[:, part], w[part], *formats) for x, w in zip(a, b, strict=True)]
-        total = total + np.stack(chains).reshape(y.shape).astype(np.float32)
-    np.testing.assert_array_equal(y, total * np.float32(2.0**-8))
 
 
 # scaled_dot_general and its gradients, under every recipe

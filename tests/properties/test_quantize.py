@@ -6,7 +6,6 @@ granularity alone; that the bits are right is in `test_quantizers.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from jfp8 import (
     E3M4,
     E4M3FN,
     E5M2,
-    E8M0FNU,
     Block,
     PerAxis,
     PerTensor,
@@ -51,7 +49,7 @@ KEY = jax.random.key(0)
 
 @dataclass(frozen=True)
 class Case:
-    """All that a program is compiled for; `given` is the dtype of a scale that is given, if any."""
+    """All that a program is compiled for."""
 
     shape: tuple[int, ...]
     dtype: type
@@ -59,7 +57,6 @@ class Case:
     granularity: PerTensor | PerAxis | Block
     scale_rounding: str | None
     rounding: str
-    given: np.dtype | None = None
 
     @property
     def kept(self) -> set[int]:
@@ -91,7 +88,7 @@ class Case:
 
     @property
     def e8m0(self) -> bool:
-        return self.scale_rounding in E8M0_MODES or self.given == E8M0FNU.dtype
+        return self.scale_rounding in E8M0_MODES
 
     @property
     def powers_of_two(self) -> bool:
@@ -201,12 +198,11 @@ def next_to_ties(case, x, rng) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def there_and_back(case, x, scale=None, key=KEY):
+def there_and_back(case, x, key=KEY):
     q = quantize(
         x,
         case.fmt,
         granularity=case.granularity,
-        scale=scale,
         scale_rounding=case.scale_rounding,
         rounding=case.rounding,
         key=key,
@@ -233,18 +229,6 @@ def grid_error(a, scale, fmt, rounding) -> np.ndarray:
     steps = 0.5 if rounding == "nearest_even" else 1.0
     inside = steps * np.ldexp(scale, e - fmt.mantissa_bits)
     return np.maximum(inside, a - fmt.max * scale)
-
-
-def given_scale(case, x, seed):
-    """A scale that keeps everything in range, or up to 8 times smaller or larger."""
-    rng = np.random.default_rng(seed)
-    largest = np.max(np.abs(f64(x)), initial=0)
-    fitting = np.log2(max(largest, 2.0**-60) / case.fmt.max)
-    exponent = fitting + rng.uniform(-3, 3, case.scale_shape)
-    if case.given == np.float32:
-        return np.exp2(exponent).astype(np.float32)
-    code = np.clip(np.round(exponent) + 127, 0, 254).astype(np.uint8)
-    return np.asarray(code).view(E8M0FNU.dtype)
 
 
 @given(cases(), seeds, st.sampled_from(KINDS))
@@ -293,26 +277,6 @@ def assert_scale_fits(case, scale, largest):
     assert np.all((scale * top < 2 * largest) | clipped)
 
 
-@given(
-    cases(), st.sampled_from([np.dtype(np.float32), E8M0FNU.dtype]), seeds, st.sampled_from(KINDS)
-)
-def test_given_scales_are_used_as_they_are(case, dtype, seed, kind):
-    """Of any layout that divides the array; what is beyond ``scale * max`` becomes that."""
-    assume(not case.ragged)
-    case = dataclasses.replace(case, scale_rounding=None, given=dtype)
-    x = sample(case, seed, kind)
-    scale = given_scale(case, x, seed)
-    q, values = there_and_back(case, x, scale)
-    np.testing.assert_array_equal(f64(q.scale), f64(scale))
-    scale, a = case.spread(f64(scale)), np.abs(f64(x))
-    slack = 0 if case.e8m0 else 3 * UNIT * a + 2 * FLUSHED
-    error = np.abs(f64(values) - f64(x))
-    assert np.all(error <= grid_error(a, scale, case.fmt, case.rounding) + slack)
-    beyond = a > case.fmt.max * scale * (1 + 4 * UNIT)
-    data = values_of(codes(q.data), case.fmt)
-    np.testing.assert_array_equal(data[beyond], np.sign(f64(x)[beyond]) * case.fmt.max)
-
-
 # Symmetries
 
 
@@ -340,52 +304,6 @@ def test_quantizing_commutes_with_signs_and_powers_of_two(case, seed, k):
     zeros = f64(x) == 0
     np.testing.assert_array_equal(f64(values)[zeros], 0)
     np.testing.assert_array_equal(np.signbit(values)[zeros], np.signbit(f64(x))[zeros])
-
-
-@given(cases(roundings=ROUNDINGS[1:3]), seeds)
-def test_quantizing_commutes_with_permutations(case, seed):
-    """Along each dimension: of what shares a scale, or of what has one each, which go along."""
-    x = sample(case, seed, "normal")
-    q, _ = there_and_back(case, x)
-    rng = np.random.default_rng(seed)
-    for axis, (n, b) in enumerate(zip(case.shape, case.block, strict=True)):
-        whole = b >= n or b == 1
-        parts = [np.arange(n)] if whole else np.split(np.arange(n), range(b, n, b))
-        order = np.concatenate([rng.permutation(part) for part in parts])
-        moved, _ = there_and_back(case, x.take(order, axis))
-        np.testing.assert_array_equal(codes(moved.data), codes(q.data).take(order, axis))
-        scale = np.asarray(q.scale)
-        if scale.ndim and b == 1 and scale.shape[axis] == n:
-            scale = scale.take(order, axis)
-        np.testing.assert_array_equal(f64(moved.scale), f64(scale))
-
-
-# Once more
-
-
-@given(cases(dtypes=(jnp.float32,)), seeds, st.sampled_from(KINDS[:-1]))
-def test_quantizing_the_values_changes_nothing(case, seed, kind):
-    """With scales that are powers of two not a bit, whatever the rounding.
-
-    Otherwise the new scale is the old one to within three roundings, and to the nearest the data
-    are the same. With the old scale, they are so in any case.
-    """
-    exact = case.powers_of_two
-    case = case if exact else dataclasses.replace(case, rounding="nearest_even")
-    x = sample(case, seed, kind)
-    q, values = there_and_back(case, x)
-    again, same = there_and_back(case, np.asarray(values))
-    if exact:
-        np.testing.assert_array_equal(
-            np.asarray(same).view(np.uint32), np.asarray(values).view(np.uint32)
-        )
-    else:
-        np.testing.assert_array_equal(codes(again.data), codes(q.data))
-        np.testing.assert_allclose(again.scale, q.scale, rtol=3 * UNIT)
-    if not case.ragged:
-        case = dataclasses.replace(case, scale_rounding=None, given=np.asarray(q.scale).dtype)
-        again, _ = there_and_back(case, np.asarray(values), q.scale)
-        np.testing.assert_array_equal(codes(again.data), codes(q.data))
 
 
 # What is no number
@@ -431,10 +349,10 @@ def two_levels(quantizer, x, contracting):
     st.sampled_from([((16, 1), 0), ((16, 1), 1), ((16, 16), 1), ((4, 2), 1)]),
     seeds,
     st.sampled_from(["normal", "outlier", "empty blocks", "constant"]),
-    st.integers(-8, 8),
+    st.sampled_from([np.nan, np.inf]),
 )
-def test_two_levels_of_scales(shape, dtype, how, seed, kind, k):
-    """NVFP4's bounds, signs, powers of two, and blocks that are not finite.
+def test_two_levels_of_scales(shape, dtype, how, seed, kind, bad):
+    """NVFP4's bounds, and blocks that are not finite.
 
     A scale is rounded to e4m3: by up to 2^-4 of itself, or half of 2^-9 where it is subnormal, both
     times ``6 * amax / (6 * 448)``. Where it came out too small, the top of the block saturates.
@@ -455,20 +373,12 @@ def test_two_levels_of_scales(shape, dtype, how, seed, kind, k):
     rounding = np.maximum(2.0**-4 * largest, 2.0**-10 / 448 * tensor)
     assert np.all(np.abs(6 * scale - largest) <= rounding + few * tensor)
 
-    negative, _ = two_levels(quantizer, -x, contracting)
-    larger, larger_values = two_levels(quantizer, np.ldexp(f64(x), k).astype(dtype), contracting)
-    np.testing.assert_array_equal(codes(negative.data), codes(q.data) ^ 8)
-    np.testing.assert_array_equal(codes(larger.data), codes(q.data))
-    for p in (negative, larger):
-        np.testing.assert_array_equal(codes(p.scale.data), codes(q.scale.data))
-    np.testing.assert_array_equal(larger_values, np.ldexp(np.asarray(values), k))
-
     if x.size:
         at = np.random.default_rng(seed).integers(0, x.size)
         group = case.amax(np.arange(x.size).reshape(shape) == at) > 0
         clean, clean_values = two_levels(quantizer, np.where(group, 0, x), contracting)
         spoiled = x.copy()
-        spoiled.flat[at] = np.inf if k % 2 else np.nan
+        spoiled.flat[at] = bad
         q, values = two_levels(quantizer, spoiled, contracting)
         np.testing.assert_array_equal(np.isnan(values), group)
         np.testing.assert_array_equal(codes(q.data)[~group], codes(clean.data)[~group])

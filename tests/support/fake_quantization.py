@@ -34,24 +34,18 @@ def round_to(x, fmt) -> np.ndarray:
     return np.clip(x, -MAX[fmt], MAX[fmt]).astype(fmt).astype(np.float64)
 
 
-def amax_per(x, block) -> np.ndarray:
-    """``max|x|`` of the block that each element is in, cut short at the ends; of shape x."""
-    padded = np.pad(abs(x), [(0, -n % b) for n, b in zip(x.shape, block)])
-    parts = [part for n, b in zip(padded.shape, block) for part in (n // b, b)]
-    largest = padded.reshape(parts).max(axis=(1, 3, 5), initial=0)
-    for axis, b in enumerate(block):
-        largest = np.repeat(largest, b, axis=axis)
-    return largest[tuple(map(slice, x.shape))]
-
-
-def sum_per(x, block) -> np.ndarray:
-    """The sum of the block that each element is in."""
+def of_blocks(x, block, reduced) -> np.ndarray:
+    """`reduced` of the block that each element is in, cut short at the ends; of shape x."""
     padded = np.pad(x, [(0, -n % b) for n, b in zip(x.shape, block)])
     parts = [part for n, b in zip(padded.shape, block) for part in (n // b, b)]
-    sums = padded.reshape(parts).sum(axis=(1, 3, 5))
+    found = reduced(padded.reshape(parts), axis=(1, 3, 5), initial=0)
     for axis, b in enumerate(block):
-        sums = np.repeat(sums, b, axis=axis)
-    return sums[tuple(map(slice, x.shape))]
+        found = np.repeat(found, b, axis=axis)
+    return found[tuple(map(slice, x.shape))]
+
+
+def amax_per(x, block) -> np.ndarray:
+    return of_blocks(abs(x), block, np.max)
 
 
 def scale_for(amax, fmt, rounding) -> np.ndarray:
@@ -133,7 +127,7 @@ def four_over_six(free) -> Rule:
     def rule(x, axis):
         six, four = (nvfp4(free, target, 256 * 6)(x, axis) for target in (6, 4))
         block = block_shape(16, free, axis)
-        error_of_six, error_of_four = (sum_per((y - x) ** 2, block) for y in (six, four))
+        error_of_six, error_of_four = (of_blocks((y - x) ** 2, block, np.sum) for y in (six, four))
         return np.where(error_of_four < error_of_six, four, six)
 
     return rule

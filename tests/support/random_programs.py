@@ -1,8 +1,8 @@
 """Small programs of FP8 layers, drawn at random, and what their products see, computed by NumPy.
 
-A program is a value. It can be built of any package's layers, for Linen or for NNX, and it can be
-run by NumPy in float64, forward and backward, which is the oracle: it knows every operand of every
-product, and has neither histories nor sinks nor quantizers.
+A program is a value. It can be built of any package's Linen layers, and NumPy can run it in
+float64, forward and backward, which is the oracle: it knows every operand of every product, and has
+neither histories nor sinks nor quantizers.
 
 For the two to agree to the last bit the numbers are chosen so that FP8 loses nothing: weights are
 signed permutations times powers of two, activations and gradients have two bits of mantissa, and
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
-from flax import nnx
 from hypothesis import strategies as st
 
 WIDTH = 8  # all layers are square, so that any may follow any
@@ -58,6 +57,13 @@ class Place:
         return Place(self.path, (*self.index, i))
 
 
+def leaf(tree: Any, place: Place, names: Sequence[str] = ("kernel",)) -> np.ndarray:
+    """Return the array of one place, out of a stack or not."""
+    for name in (*place.path, *names):
+        tree = tree[name]
+    return np.asarray(tree)[place.index]
+
+
 Weights = Callable[[Place], np.ndarray]
 Seen = dict[Place, Uses]
 
@@ -68,10 +74,6 @@ class Program:
 
     def linen(self, layer: Callable[[], nn.Module]) -> nn.Module:
         """As a Linen module of layers that `layer` makes."""
-        raise NotImplementedError
-
-    def nnx(self, layer: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Any:
-        """As an NNX module of layers that `layer` makes."""
         raise NotImplementedError
 
     def run(self, x: np.ndarray, at: Place, weights: Weights, seen: Seen) -> tuple[Any, Pullback]:
@@ -85,9 +87,6 @@ class Layer(Program):
 
     def linen(self, layer):
         return layer()
-
-    def nnx(self, layer, rngs):
-        return layer(rngs)
 
     def run(self, x, at, weights, seen):
         w, uses = weights(at), seen[at]
@@ -108,9 +107,6 @@ class Relu(Program):
     def linen(self, layer):
         return Elementwise(nn.relu)
 
-    def nnx(self, layer, rngs):
-        return nnx.relu
-
     def run(self, x, at, weights, seen):
         return np.maximum(x, 0), lambda dy: np.where(x > 0, dy, 0)
 
@@ -123,9 +119,6 @@ class Chain(Program):
 
     def linen(self, layer):
         return nn.Sequential([part.linen(layer) for part in self.parts])
-
-    def nnx(self, layer, rngs):
-        return nnx.Sequential(*(part.nnx(layer, rngs) for part in self.parts))
 
     def run(self, x, at, weights, seen):
         places = [at.inside(f"layers_{i}") for i in range(len(self.parts))]
@@ -142,9 +135,6 @@ class Repeat(Program):
     def linen(self, layer):
         return Repeated(self.part.linen(layer), self.times)
 
-    def nnx(self, layer, rngs):
-        return NnxRepeated(self.part.nnx(layer, rngs), self.times)
-
     def run(self, x, at, weights, seen):
         return run_in_turn([(self.part, at.inside("part"))] * self.times, x, weights, seen)
 
@@ -157,9 +147,6 @@ class Remat(Program):
 
     def linen(self, layer):
         return nn.remat(Repeated)(self.part.linen(layer), 1)
-
-    def nnx(self, layer, rngs):
-        return NnxRemat(self.part.nnx(layer, rngs))
 
     def run(self, x, at, weights, seen):
         return self.part.run(x, at.inside("part"), weights, seen)
@@ -175,10 +162,6 @@ class Scan(Program):
 
     def linen(self, layer):
         return Scanned(self.part.linen(layer), self.length, self.shared)
-
-    def nnx(self, layer, rngs):
-        part = nnx_stack(self.part, layer, rngs, None if self.shared else self.length)
-        return NnxScanned(part, self.length, self.shared)
 
     def run(self, x, at, weights, seen):
         inside = at.inside("part")
@@ -196,10 +179,6 @@ class Vmap(Program):
 
     def linen(self, layer):
         return Mapped(self.part.linen(layer), self.groups, self.shared)
-
-    def nnx(self, layer, rngs):
-        part = nnx_stack(self.part, layer, rngs, None if self.shared else self.groups)
-        return NnxMapped(part, self.groups, self.shared)
 
     def run(self, x, at, weights, seen):
         inside = at.inside("part")
@@ -276,58 +255,6 @@ class Mapped(nn.Module):
             split_rngs={"params": not self.shared},
             axis_size=self.groups,
         )
-        return vmap(self.part, x.reshape(self.groups, -1, WIDTH)).reshape(x.shape)
-
-
-# And NNX modules.
-
-
-def nnx_stack(program, layer, rngs, n):
-    """`program` with `n` sets of weights, stacked; or with one, if `n` is None."""
-    if n is None:
-        return program.nnx(layer, rngs)
-    make = nnx.vmap(lambda rngs: program.nnx(layer, rngs), in_axes=0, out_axes=0)
-    return nnx.split_rngs(splits=n)(make)(rngs)
-
-
-class NnxRepeated(nnx.Module):
-    def __init__(self, part, times):
-        self.part, self.times = part, times
-
-    def __call__(self, x):
-        for _ in range(self.times):
-            x = self.part(x)
-        return x
-
-
-class NnxRemat(nnx.Module):
-    def __init__(self, part):
-        self.part = part
-
-    def __call__(self, x):
-        return nnx.remat(lambda part, x: part(x))(self.part, x)
-
-
-class NnxScanned(nnx.Module):
-    def __init__(self, part, length, shared):
-        self.part, self.length, self.shared = part, length, shared
-
-    def __call__(self, x):
-        scan = nnx.scan(
-            lambda part, x: part(x),
-            in_axes=(None if self.shared else 0, nnx.Carry),
-            out_axes=nnx.Carry,
-            length=self.length,
-        )
-        return scan(self.part, x)
-
-
-class NnxMapped(nnx.Module):
-    def __init__(self, part, groups, shared):
-        self.part, self.groups, self.shared = part, groups, shared
-
-    def __call__(self, x):
-        vmap = nnx.vmap(lambda part, x: part(x), in_axes=(None if self.shared else 0, 0))
         return vmap(self.part, x.reshape(self.groups, -1, WIDTH)).reshape(x.shape)
 
 
