@@ -74,7 +74,6 @@ def spelled(path: tuple[str, ...]) -> str:
 
 
 def _listed(paths: list[str]) -> str:
-    """List the first of `paths`, and count the rest."""
     if paths == [spelled(())]:
         return ""
     named = ", ".join(paths[:_MOST_NAMED])

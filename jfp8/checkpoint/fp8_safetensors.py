@@ -77,7 +77,6 @@ def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Styl
 
 
 def _weights(arrays: Arrays, layouts: list[Layout]) -> dict[str, Layout]:
-    """Return the layout of each quantized weight of a checkpoint."""
     found: dict[str, Layout] = {}
     misfits: dict[str, str] = {}
     for layout in layouts:
@@ -193,7 +192,6 @@ def _finish(folder: Path, files: list[list[str]], metadata: Any, config: dict[st
 
 
 def _arrays(folder: Path) -> Arrays:
-    """Return all arrays of a checkpoint, from one file or several."""
     if not (folder / _INDEX).exists():
         if not (folder / _SINGLE).exists():
             raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}.")

@@ -185,7 +185,6 @@ def _modelopt_layouts(config: Mapping[str, Any], layouts: list[Layout]) -> list[
 
 
 def _layout_of(weights: Mapping[str, Any], layouts: list[Layout]) -> Layout:
-    """Return the layout of the weights of a group of compressed-tensors."""
     keys = ("type", "num_bits", "strategy", "group_size")
     asked = lambda given: {key: given[key] for key in keys if given.get(key) is not None}
     rows = [asked((layout.group or {})["weights"]) for layout in layouts]

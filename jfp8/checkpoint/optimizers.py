@@ -196,7 +196,6 @@ def _of_kinds(found: list[_Part], *kinds: Kind) -> list[_Part]:
 
 
 def _is_composed(state: Any) -> bool:
-    """Return True if `_parts` splits `state` at all."""
     if not isinstance(state, dict) or not state:
         return False
     return all(name.isdigit() for name in state) or _kind(state) != "own"

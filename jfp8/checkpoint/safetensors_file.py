@@ -291,7 +291,6 @@ def parsed(text: str | bytes, what: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of a parser's pairs; ``ValueError`` if a key occurs twice."""
     found = {}
     for key, value in pairs:
         if key in found:

@@ -128,7 +128,6 @@ def from_flax_params(params: Any, names: Names) -> Tensors:
 
 
 def _tensor(name: str, x: Any, place: Place) -> Any:
-    """Return the tensor called `name` of the parameter `x`."""
     axes = _axes(place, x.ndim)
     if at := dict(zip(axes.stacked, axes.index.values(), strict=True)):
         x = x[tuple(at.get(axis, slice(None)) for axis in range(x.ndim))]

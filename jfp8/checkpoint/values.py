@@ -55,7 +55,6 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> Any:
 
 
 def _converted(target: Any, saved: Any, path: Path, log: Log) -> Any:
-    """Decode an array, and encode it like the target."""
     new = None
     if is_stored(target) or _is_wide_float(target.dtype):
         values = decoded(saved, path, log)
@@ -143,7 +142,6 @@ def _block(block: Any) -> tuple[int, ...] | None:
 
 
 def _storage(stored: HalfArray | ExpandedArray, path: Path, log: Log) -> Storage:
-    """Return the storage that encodes arrays of this form."""
     if isinstance(stored, HalfArray):
         return ScaledFloat16()
     block = _only_block(stored, path, log)

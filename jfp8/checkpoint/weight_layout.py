@@ -28,28 +28,18 @@ _E4M3, _E8M0 = "float8_e4m3fn", E8M0FNU.dtype.name
 class Layout:
     """The layout of one format's weights in a file.
 
-    Attributes:
-      kind: ``"fp8-tensor"``, ``"fp8-channel"``, ``"fp8-block"``, ``"mxfp8"``, ``"mxfp4"`` or
-        ``"nvfp4"``.
-      block: rows and columns of ``[out, in]`` that share a scale; 0: all of them, -1: any number.
-      scale_dtype: that of the stored scale. ``"uint8"`` stands for the exponents of E8M0.
-      scale_ndim: dimensions of the stored scale of a matrix; below 2, sizes of 1 are left out.
-      suffixes: those of codes, of scales, and if there are two levels, of the outer scale. One that
-        begins with a dot takes the place of ``".weight"``.
-      packed_dtype: that of bytes with two FP4 codes.
-      reciprocal: the outer scale is stored as ``f32[1]``, one divided by it; else ``f32[]``.
-      grouped: codes have one more dimension, for the bytes of a block.
-      group, calibrated: what config.json says of it, see serving_formats.toml.
+    A suffix that begins with a dot takes the place of ``".weight"``.
     """
 
-    kind: str
-    block: tuple[int, int] = (0, 0)
-    scale_dtype: str = "float32"
-    scale_ndim: int = 2
-    suffixes: tuple[str, ...] = ("", "_scale")
-    packed_dtype: str = "uint8"
-    reciprocal: bool = False
-    grouped: bool = False
+    kind: str  # "fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "mxfp4" or "nvfp4"
+    block: tuple[int, int] = (0, 0)  # of [out, in] with one scale; 0: all, -1: any number
+    scale_dtype: str = "float32"  # as stored; "uint8" stands for the exponents of E8M0
+    scale_ndim: int = 2  # of a matrix, as stored; below 2, sizes of 1 are left out
+    suffixes: tuple[str, ...] = ("", "_scale")  # of codes, scales and, with two levels, the outer
+    packed_dtype: str = "uint8"  # of bytes with two FP4 codes
+    reciprocal: bool = False  # the outer scale is f32[1], one divided by it; else f32[]
+    grouped: bool = False  # codes have one more dimension, for the bytes of a block
+    # The entries of config.json, see serving_formats.toml.
     group: Mapping[str, Any] | None = field(default=None, compare=False)
     calibrated: Mapping[str, Any] | None = field(default=None, compare=False)
 

@@ -40,21 +40,15 @@ Capability = tuple[int, int]
 class Case(NamedTuple):
     """Hold a line of the table.
 
-    Attributes:
-      kernel: its name in verdicts.
-      task: of a planner, which leaves the kernels for it out if this one is wrong.
-      gpus: the compute capabilities that have it: from the first, below the second.
-      by: ``"pallas"``, which JAX before 0.11.2 cannot import and a CPU interprets; ``"tcgen05"``:
-        Pallas that no CPU interprets; ``"xla"``, on any device; ``"cudnn"``, on GPUs only.
-      check: raises if the kernel is wrong.
-      arguments: of `check`.
+    `by` is ``"pallas"``, which JAX before 0.11.2 cannot import and a CPU interprets; ``"tcgen05"``,
+    Pallas that no CPU interprets; ``"xla"``, on any device; or ``"cudnn"``, on GPUs only.
     """
 
     kernel: str
-    task: str
-    gpus: tuple[Capability, Capability]
+    task: str  # of a planner, which leaves the kernels for it out if this one is wrong
+    gpus: tuple[Capability, Capability]  # that have it: from the first, below the second
     by: str
-    check: Callable[..., object]
+    check: Callable[..., object]  # raises if the kernel is wrong
     arguments: tuple[Any, ...]
 
     def is_for(self, capability: Capability | None) -> bool:

@@ -23,19 +23,12 @@ STARTING = 300.0  # seconds to import, to find the GPU, and to compile
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold the result of a function from a separate process, or the reason for its failure.
-
-    Attributes:
-      result: None if it failed.
-      failure: ``""`` if it did not.
-      kind: of the failure: ``"error"`` if the function raised, ``"hang"`` or ``"crash"``.
-      seconds: from the start of the process to its end.
-    """
+    """Hold the result of a function from a separate process, or the reason for its failure."""
 
     result: Any = None
-    failure: str = ""
-    kind: str = ""
-    seconds: float = 0.0
+    failure: str = ""  # empty if it did not fail
+    kind: str = ""  # of the failure: "error" if the function raised, "hang" or "crash"
+    seconds: float = 0.0  # from the start of the process to its end
 
 
 def ask(
@@ -46,14 +39,10 @@ def ask(
     starting: float = STARTING,
     environment: dict[str, str] | None = None,
 ) -> Answer:
-    """Call ``function(argument)`` in another process, and wait for its result.
+    """Call a function, ``"module:function"``, in another process, and wait for its result.
 
-    Args:
-      function: ``"module:function"``.
-      argument: what JSON can hold, as the result.
-      running: seconds that it may take after it said `compiled`.
-      starting: seconds that it may take before.
-      environment: variables to set.
+    JSON must hold the argument and the result. It may take `starting` seconds until it says
+    `compiled`, and `running` seconds after that.
     """
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:

@@ -62,28 +62,20 @@ class Model:
 
 @dataclass(frozen=True)
 class Devices:
-    """Numbers of devices that a step is sharded over.
+    """Numbers of devices that a step is sharded over."""
 
-    Attributes:
-      data: the batch.
-      fsdp: the batch, and every parameter.
-      tensor: columns or rows of every kernel.
-    """
-
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    data: int = 1  # share the batch
+    fsdp: int = 1  # share the batch, and every parameter
+    tensor: int = 1  # share columns or rows of every kernel
 
     @property
     def count(self) -> int:
         return self.data * self.fsdp * self.tensor
 
     def tokens(self, model: Model) -> float:
-        """Return how many tokens one device computes with."""
         return model.tokens / (self.data * self.fsdp)
 
     def parameters(self, model: Model) -> float:
-        """Return how many elements one device holds."""
         return ((model.kernels + model.head) / self.tensor + model.tables) / self.fsdp
 
 

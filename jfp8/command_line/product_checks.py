@@ -37,15 +37,10 @@ def check_product(
     chunk: int | None,
     out: Any,
 ) -> Record:
-    """Hold the result of ``ours(a, b, *more)`` to products in float64.
+    """Hold the result of a kernel, ``ours(a, b, *more)``, to products in float64.
 
-    Args:
-      ours: the kernel.
-      shapes, dtypes: of `a` and `b`.
-      more: scales and the like.
-      parts: gets both operands in f32, and yields, for each part of the result, its index and the
-        two matrices, with scales, of which it is ``lhs @ rhs.T``.
-      chunk, out: see `product_error`.
+    `parts` gets both operands in f32, and yields, for each part of the result, its index and the
+    two matrices, with scales, of which it is ``lhs @ rhs.T``. For `chunk` see `product_error`.
     """
     record: Record = {}
     for make in (integers, normal):

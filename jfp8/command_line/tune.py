@@ -93,11 +93,8 @@ def run(
         if better(table, record, started):
             text = json.dumps(table, indent=1, sort_keys=True) + "\n"
             replace_file(options.table, lambda file, text=text: file.write(text.encode()))
-    return {"date": started, "records": records}, list(lines(records)), _all_right(records)
-
-
-def _all_right(records: list[Record]) -> bool:
-    return bool(records) and not any("failure" in record for record in records)
+    is_right = bool(records) and not any("failure" in record for record in records)
+    return {"date": started, "records": records}, list(lines(records)), is_right
 
 
 def better(table: Record, record: Record, started: str) -> bool:
@@ -159,8 +156,7 @@ def tried(asked: Record) -> Record:
 def _tiles(name: Any, shape: tuple[int, ...]) -> list[Any]:
     from jfp8.kernels.hopper.tiles import ranked
 
-    m, n, k = shape
-    return ranked(name, m, n, k)
+    return ranked(name, *shape)
 
 
 def _sweeps(name: str) -> list[Any]:

@@ -298,7 +298,6 @@ def _magnitudes(x: jax.Array, block: int | None) -> tuple[jax.Array, tuple[int, 
 
 
 def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Round both to bf16, one down and the other up."""
     low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
     down = lax.bitcast_convert_type(smallest, jnp.uint32) & high
     up = lax.bitcast_convert_type(largest, jnp.uint32)
@@ -307,6 +306,5 @@ def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _with_sign(codes: jax.Array, x: jax.Array, fmt: Format) -> jax.Array:
-    """Return data of the magnitudes `codes` with the signs of `x`."""
     sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
     return codes_to_format(codes | sign.astype(jnp.uint8), fmt)

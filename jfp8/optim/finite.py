@@ -43,7 +43,6 @@ def all_squares_finite(tree: Any) -> jax.Array:
 
 
 def _holds(condition: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
-    """Return True if `condition` holds for all elements of all floating leaves, bool[]."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     return all_of([jnp.all(condition(leaf)) for leaf in leaves])
 

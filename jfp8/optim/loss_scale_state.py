@@ -21,12 +21,9 @@ from jfp8.tracing.caller import user_level
 class Mark:
     """The identity of one `loss_scale`, which all of its states share: static data of a pytree.
 
-    All marks compare equal, so that two structures never differ by them.
-
-    Attributes:
-      multiplied: True once `loss_scale_in` has handed out S of a state with this mark, outside
-        ``jit`` or while a function was traced; nothing else sets it. Always True for states that
-        were made by hand or loaded from a file.
+    All marks compare equal, so that two structures never differ by them. `multiplied` is True once
+    `loss_scale_in` has handed out S of a state with this mark, outside ``jit`` or while a function
+    was traced; and always for states that were made by hand or loaded from a file.
     """
 
     __slots__ = ("multiplied",)

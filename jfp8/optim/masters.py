@@ -99,18 +99,11 @@ def master_weights(
 
 @dataclass(frozen=True)
 class Rounded:
-    """A transformation in f32, with the parameters that result rounded to their formats.
+    """A transformation in f32, with the parameters that result rounded to their formats."""
 
-    Attributes:
-      function: name of the public function, for errors.
-      inner: the transformation.
-      storage: how masters are stored; None without masters.
-      seed: of the random bits.
-    """
-
-    function: str
+    function: str  # name of the public one, for errors
     inner: optax.GradientTransformationExtraArgs
-    storage: Storage | None
+    storage: Storage | None  # of masters; None without masters
     seed: int
 
     def __post_init__(self) -> None:
@@ -305,7 +298,6 @@ def _first(storage: Storage | None, value: jax.Array) -> Any:
 
 
 def _values(p: Any) -> Any:
-    """Return `p` in f32 for `inner`."""
     if not isinstance(p, ScaledArray):
         return widened(p)
     if isinstance(p.scale, ScaledArray) or p.scale.dtype != jnp.float32:
@@ -321,7 +313,6 @@ def _values(p: Any) -> Any:
 
 
 def _wide(p: Any, beside: Storage | None, stored: Any) -> Any:
-    """Return the master of `p`."""
     if (beside is None) != isinstance(stored, optax.MaskedNode):
         raise ValueError(
             f"master_weights: the state was made for another parameter, not for this {p.dtype} "

@@ -221,7 +221,6 @@ def orthogonalize(
 
 
 def _preconditioned(x: jax.Array, a: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
-    """Divide `x` by norms that follow from ``a = x x^T``, and `a` accordingly."""
     if name == "aol":
         s = jax.lax.rsqrt(jnp.maximum(jnp.abs(a).sum(axis=-1, keepdims=True), 1e-8))
         return x * s, a * s * s.swapaxes(1, 2)

@@ -90,8 +90,6 @@ def store_state(
 
 @dataclasses.dataclass(frozen=True)
 class _Wrapper:
-    """See `store_state`."""
-
     inner: optax.GradientTransformationExtraArgs
     storages: Mapping[str, Storage]
     min_size: int
@@ -152,7 +150,6 @@ class _Wrapper:
         return jax.tree_util.tree_map_with_path(decode, state, is_leaf=is_stored)
 
     def _measure(self, wide: Any) -> list[tuple[jax.Array, ...]]:
-        """Return the measurements of each leaf by its storage."""
         leaves = jax.tree_util.tree_leaves_with_path(wide)
         found = [(self._storage_of(path, leaf), leaf) for path, leaf in leaves]
         return [storage.measure(leaf) if storage else () for storage, leaf in found]

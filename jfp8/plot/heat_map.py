@@ -180,7 +180,6 @@ def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.nd
 
 
 def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
-    """Draw the map and its colour bar."""
     import matplotlib
     from matplotlib.colors import Normalize, SymLogNorm
 
