@@ -150,7 +150,9 @@ def test_every_state_comes_back_bit_for_bit(directory, make, name):
     tree = filled(make)
     checkpoint.save(directory / name, tree)
     saved = checkpoint.load(directory / name)
-    assert sum(isinstance(leaf, np.ndarray) for leaf in by_path(saved).values()) >= 4
+    arrays = [leaf for leaf in by_path(saved).values() if isinstance(leaf, np.ndarray)]
+    assert len(arrays) >= 4
+    assert all(array.flags.writeable for array in arrays)
     assert_same_bits(saved, expected_state(tree))
     restored = checkpoint.restore(directory / name, tree)
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
@@ -181,11 +183,6 @@ UNKNOWN = {
 @each_format
 def test_every_dtype_comes_back_bit_for_bit(directory, name):
     tree = every_dtype([dtype for dtype in DTYPES if dtype not in UNKNOWN[name]])
-    for dtype in tree:
-        used = len(np.unique(tree[dtype].view(np.uint8)))
-        assert used == {"bool": 2, "int4": 16, "uint4": 16, "int2": 4, "uint2": 4}.get(
-            dtype, {"float4_e2m1fn": 16, "float6_e2m3fn": 64, "float6_e3m2fn": 64}.get(dtype, 256)
-        )
     checkpoint.save(directory / name, tree)
     assert_same_bits(checkpoint.load(directory / name), tree)
     for dtype in UNKNOWN[name]:
@@ -219,15 +216,6 @@ def test_what_is_no_array_comes_back(directory, name):
     assert_same_bits(checkpoint.load(directory / name), expected_state(tree))
 
 
-@each_format
-def test_what_is_loaded_is_ours_to_change(directory, name):
-    checkpoint.save(directory / name, {"x": np.ones(3, np.float32)})
-    x = checkpoint.load(directory / name)["x"]
-    x += 1
-    assert x.tolist() == [2, 2, 2]
-    assert checkpoint.load(directory / name)["x"].tolist() == [1, 1, 1]
-
-
 # Other people's programs
 
 
@@ -248,7 +236,8 @@ STANDARD_NAMES = {
 }
 
 
-def test_the_safetensors_library_reads_what_is_written(directory):
+def test_the_safetensors_library_reads_what_is_written_and_the_other_way_round(directory):
+    """In FP8, too, which its own loader for numpy refuses: KeyError 'F8_E4M3'."""
     safetensors = pytest.importorskip("safetensors")
     tree = {"layer": every_dtype(list(STANDARD_NAMES)), "codes": np.ones(3, jnp.float8_e3m4)}
     checkpoint.save(directory / "x.safetensors", tree)
@@ -259,15 +248,10 @@ def test_the_safetensors_library_reads_what_is_written(directory):
         assert (entry["dtype"], entry["shape"]) == (name, [256, 256])
         assert bytes(entry["data"]) == array.tobytes()
     assert (found["codes"]["dtype"], bytes(found["codes"]["data"])) == ("U8", b"\x30\x30\x30")
-
-
-def test_what_the_safetensors_library_writes_is_read(directory):
-    """In FP8, too, which its own loader for numpy refuses: KeyError 'F8_E4M3'."""
     library = pytest.importorskip("safetensors.numpy")
-    tree = every_dtype(list(STANDARD_NAMES))
-    flat = {f"model.layer.{name}": array for name, array in tree.items()}
-    library.save_file(flat, directory / "x.safetensors", metadata={"format": "pt"})
-    assert_same_bits(checkpoint.load(directory / "x.safetensors"), flat)
+    flat = {f"model.layer.{name}": array for name, array in tree["layer"].items()}
+    library.save_file(flat, directory / "theirs.safetensors", metadata={"format": "pt"})
+    assert_same_bits(checkpoint.load(directory / "theirs.safetensors"), flat)
 
 
 def test_two_fp4_elements_in_a_byte(directory):
@@ -382,6 +366,10 @@ def ours(value: Any) -> dict[str, str]:
     return {"jfp8": text, "jfp8_crc32": str(zlib.crc32(text.encode()))}
 
 
+def hidden(dtypes: Any, stored: str = "U8") -> bytes:
+    return single(stored, metadata=ours({"dtypes": dtypes}))
+
+
 def entries(*values: Any) -> bytes:
     """A header with one tensor for each of `values`, in JSON that has the same name twice."""
     return b"{" + b",".join(b'"a":' + json.dumps(v).encode() for v in values) + b"}"
@@ -435,18 +423,9 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "nodes are a list": (tensors({"__metadata__": ours({"nodes": [1]})}), "not a dict"),
     "a node is a list": (tensors({"__metadata__": ours({"nodes": {"a": [1]}})}), "neither"),
     "node and array": (single(metadata=ours({"nodes": {"a": 1}})), "occurs twice"),
-    "hidden dtype is unknown": (
-        single(metadata=ours({"dtypes": {"a": "object"}})),
-        "its dtype in __metadata__ is 'object'",
-    ),
-    "hidden dtype over a real one": (
-        single("I8", metadata=ours({"dtypes": {"a": "int4"}})),
-        "its dtype in __metadata__",
-    ),
-    "checksum of an array that is not there": (
-        single(metadata=ours({"crc32": {"a": 0, "b": 0}})),
-        "'b'",
-    ),
+    "hidden dtype is unknown": (hidden({"a": "object"}), "its dtype in __metadata__ is 'object'"),
+    "hidden dtype over a real one": (hidden({"a": "int4"}, "I8"), "its dtype in __metadata__"),
+    "checksum of no array": (single(metadata=ours({"crc32": {"a": 0, "b": 0}})), "'b'"),
     "a pickle": (pickle.dumps({"a": 1}), "fewer than its header"),
 }
 
@@ -495,11 +474,7 @@ def test_nothing_here_can_run_what_is_in_a_file():
 
 
 # Orbax has checksums of numbers and of arrays of some bytes, but none of larger ones and strings.
-LARGE = {
-    **SMALL,
-    "large": np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32),
-    "name": "a run",
-}
+LARGE = {**SMALL, "large": np.sin(np.arange(1024, dtype=np.float32)), "name": "a run"}
 
 
 def damaged(content: bytes) -> Iterator[bytes]:

@@ -72,7 +72,6 @@ def flax_run():
 
 
 def product_of(variables):
-    """The state of the only product of the first layer."""
     (state,) = variables[OWG]["layers_0"].values()
     return state
 

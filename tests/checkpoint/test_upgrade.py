@@ -48,7 +48,6 @@ OPTIMIZERS = {
 
 
 def kinds(messages):
-    """Messages without the paths."""
     return [re.split(r" \(current| \(to keep|: |\.$", message)[0] for message in messages]
 
 
@@ -124,7 +123,6 @@ def saved_plain():
 
 
 def adam_of(state):
-    """The only ScaleByAdamState in an optimizer state."""
     is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
     (found,) = filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam))
     return found
@@ -400,18 +398,11 @@ def test_parameters_alone_get_a_fresh_optimizer(bare, optimizer):
         masters = jfp8.optim.init_masters(expected.opt_state, params)
         expected = expected.replace(opt_state=masters)
     assert_same(jax.tree.leaves(state), jax.tree.leaves(expected))
-    assert "Parameters alone: the step is 0, the optimizer starts afresh." in [
-        re.sub(": $", ".", m) for m in messages
-    ]
-
-
-def test_parameters_alone_for_the_plain_state():
-    params = saved_of("plain")[0].params
-    state, messages = told(upgrade, {"params": params}, saved_plain()[0])
+    assert "Parameters alone" in kinds(messages)
+    plain, messages = told(upgrade, {"params": params}, saved_plain()[0])  # a state of Flax
     assert kinds(messages) == ["Parameters alone"]
-    assert_same(state.params, params)
-    assert state.step == 0
-    assert int(state.opt_state[0].count) == 0
+    assert_same(plain.params, params)
+    assert (plain.step, int(plain.opt_state[0].count)) == (0, 0)
 
 
 def test_variables_are_taken_out_of_a_training_state():
@@ -511,12 +502,6 @@ def test_what_does_not_fit_is_named():
         assert len(str(error.value)) < 2000
         if path.startswith("opt_state"):
             assert 'upgrade({"params": saved["params"]}, target)' in str(error.value)
-
-
-def test_what_is_no_checkpoint():
-    for saved in (None, [], 3, "params", b"", {}, {"params": None}, object()):
-        with pytest.raises(ValueError, match="does not fit"):
-            upgrade(saved, fresh())
 
 
 def test_too_deep_and_with_keys_that_are_no_names():

@@ -40,7 +40,6 @@ def make_gradients(count: int = STEPS, seed: int = 0) -> list[dict[str, np.ndarr
 
 
 def overflowing(gradient):
-    """The same gradient with one infinite and one NaN element."""
     bad = {name: g.copy() for name, g in gradient.items()}
     bad["w"][1, 2], bad["b"][0] = np.inf, np.nan
     return bad
@@ -278,7 +277,6 @@ def adamw(*before):
 
 
 def noisy(*before):
-    """An element with a typed random key in its state."""
     return optax.chain(*before, optax.add_noise(0.1, 0.5, jax.random.key(0)), adam())
 
 
@@ -415,13 +413,17 @@ CONTAINERS = {
     "inject_hyperparams(loss_scale)": optax.inject_hyperparams(jfp8.loss_scale)(),
     "MultiSteps": MULTI_STEPS["loss_scale(MultiSteps)"],
 }
-in_containers = pytest.mark.parametrize("tx", CONTAINERS.values(), ids=CONTAINERS.keys())
 
 
-@in_containers
+@pytest.mark.parametrize("tx", CONTAINERS.values(), ids=CONTAINERS.keys())
 @pytest.mark.filterwarnings("ignore:loss_scale.. is inside an optax.masked")
-def test_optax_tree_get_finds_the_state(tx):
+def test_the_state_is_found_by_optax_and_made_of_placeholders(tx):
+    """`map_params` and `eval_shape` call init with them."""
     state = tx.init(make_params())
+    doubled = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
+    assert find_loss_scale(doubled)[:4] == find_loss_scale(state)[:4]
+    shapes = jax.eval_shape(tx.init, make_params())
+    assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, state)
     assert optax.tree.get(state, "loss_scale") == 2.0**15
     assert optax.tree.get(state, "overflow_count") == 0
     assert jfp8.scale_loss(2.0, state) == 2.0**16
@@ -448,16 +450,6 @@ def test_two_loss_scales_are_refused():
             jfp8.scale_loss(1.0, state)
         with pytest.raises(KeyError, match="multiple values"):
             optax.tree.get(state, "loss_scale")
-
-
-@in_containers
-def test_init_does_not_read_parameters(tx):
-    """`map_params` and `eval_shape` call init with placeholders."""
-    state = tx.init(make_params())
-    doubled = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
-    assert find_loss_scale(doubled)[:4] == find_loss_scale(state)[:4]
-    shapes = jax.eval_shape(tx.init, make_params())
-    assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, state)
 
 
 def test_checkpoint_names_fields():

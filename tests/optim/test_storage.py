@@ -45,7 +45,6 @@ def moments(shape=(6, 300), seed=0, size=1e-4) -> np.ndarray:
 
 
 def round_trips(storage: Storage, xs) -> np.ndarray:
-    """Of several arrays, with one compilation."""
     both = jax.jit(jax.vmap(lambda x: storage.decode(storage.encode(x, SEED))))
     return np.asarray(both(jnp.asarray(xs, jnp.float32)))
 
