@@ -33,10 +33,7 @@ _UNKNOWN_TO_ORBAX = ("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3", "uint4", "
 
 
 def write(state: dict[str, Any], directory: Path) -> None:
-    """Write what `on_host` returned into a new folder.
-
-    ``ValueError`` if the folder exists, or Orbax cannot store one of the arrays.
-    """
+    """Write the result of `on_host` into a new folder; raise for what Orbax cannot store."""
     ocp = _orbax()
     if directory.exists():
         raise ValueError(

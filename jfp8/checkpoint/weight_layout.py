@@ -103,9 +103,7 @@ class Layout:
         """Return the tensors that store the weight `q` under `name`; None if it has other scales.
 
         Blocks of `q` may be larger than those of the layout: their scales are repeated.
-
-        Raises:
-          ValueError: its scales are as they should be, but `scale_dtype` would round them.
+        ``ValueError`` if `scale_dtype` would round them.
         """
         q_scale: Any = q.scale
         scale = np.asarray(q_scale.data if isinstance(q_scale, ScaledArray) else q_scale)

@@ -42,16 +42,12 @@ LARGEST_POWER, MOST_BINADES = np.float32(16), np.float32(48)
 class ExpandedArray(NamedTuple):
     """Array of ``Blocks(transform="expand")``: ``|x| ~= amax * (|data| / fmt.max)^(1 / power)``.
 
-    Attributes:
-      data: f8 array of the shape of ``x``, with its signs.
-      amax: bf16, with the leading dimensions of ``x``: the largest magnitude of each block, rounded
-        up; NaN if an element of the block was not finite.
-      power: bf16 of the same shape, multiples of 1/16; integers for E8M0.
+    `amax` and `power` have the leading dimensions of ``x``, and one entry for each block.
     """
 
-    data: jax.Array
-    amax: jax.Array
-    power: jax.Array
+    data: jax.Array  # f8, with the signs of x
+    amax: jax.Array  # bf16, rounded up; NaN if an element of the block was not finite
+    power: jax.Array  # bf16, multiples of 1/16; integers for E8M0
 
     def __repr__(self) -> str:
         """Print shapes, not the elements."""

@@ -91,11 +91,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
-    """Return the `LossScaleState` inside `opt_state`, None if there is none.
-
-    Raises:
-      ValueError: there are several, or it covers only some of the trained parameters.
-    """
+    """Return the `LossScaleState` inside `opt_state`, None if there is none; raise for several."""
     found = states_of(LossScaleState, opt_state)
     if len(found) > 1:
         raise ValueError(

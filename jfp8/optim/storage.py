@@ -22,15 +22,10 @@ from jfp8.scaling.scales import amax
 
 
 class HalfArray(NamedTuple):
-    """Array of `ScaledFloat16`: ``x ~= data * scale``.
+    """Array of `ScaledFloat16`: ``x ~= data * scale``."""
 
-    Attributes:
-      data: f16 array.
-      scale: f32[], a power of two; NaN if an element was not finite.
-    """
-
-    data: jax.Array
-    scale: jax.Array
+    data: jax.Array  # f16
+    scale: jax.Array  # f32[], a power of two; NaN if an element was not finite
 
     def __repr__(self) -> str:
         """Print shape and scale, not the elements."""

@@ -32,53 +32,52 @@ def generation_of(path: Path) -> int:
     return saved["step"]
 
 
-class Failing:
-    """The functions of `os` that touch files, of which the call of one number fails.
+def failing(patch: pytest.MonkeyPatch, number: int, dead: bool) -> list[str]:
+    """Let the call of one number fail, and return the names of the functions that failed.
 
     If `dead`, all later ones fail, too: the disk stays as it is in the moment of a kill.
     """
+    calls, failed = itertools.count(), []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, dead: bool) -> None:
-        self.calls, self.number, self.dead, self.failed = 0, number, dead, None
-        for name in CALLS:
-            monkeypatch.setattr(os, name, self._counted(name, getattr(os, name)))
-
-    def _counted(self, name: str, function: Callable[..., Any]) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            if self.calls - 1 == self.number or (self.dead and self.failed):
-                self.failed = self.failed or name
+    def replaced(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == number or (dead and failed):
+                failed.append(name)
                 raise OSError(errno.ENOSPC, "no space left on device")
             return function(*args, **kwargs)
 
-        return counted
+        return call
+
+    for name in CALLS:
+        patch.setattr(os, name, replaced(name, getattr(os, name)))
+    return failed
 
 
 @pytest.mark.parametrize("dead", [False, True], ids=["failed", "killed"])
 def test_failed_or_killed_at_every_system_call(directory, monkeypatch, dead):
     """One of the two is whole, and the next save works and removes what is left."""
     path = directory / NAME
-    failed: Counter[str] = Counter()
+    broken: Counter[str] = Counter()
     leftovers = 0
     for number in itertools.count():
         save(path, 1)
         assert [entry.name for entry in directory.iterdir()] == [NAME]
         with monkeypatch.context() as patch:
-            failing = Failing(patch, number, dead)
+            failed = failing(patch, number, dead)
             raised = None
             try:
                 save(path, 2)
             except OSError as error:
                 raised = error.errno
-        if failing.failed is None:
+        if not failed:
             break
-        assert raised == errno.ENOSPC, failing.failed
-        failed[failing.failed] += 1
+        assert raised == errno.ENOSPC, failed
+        broken[failed[0]] += 1
         leftovers += len(list(directory.iterdir())) > 1
         assert generation_of(path) in (1, 2)
     assert generation_of(path) == 2
-    assert failed["replace"] == 1
-    assert failed["fsync"] == 2  # the file, and the folder that it is in
+    assert broken["replace"] == 1
+    assert broken["fsync"] == 2  # the file, and the folder that it is in
     assert bool(leftovers) == dead
 
 

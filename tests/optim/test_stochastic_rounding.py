@@ -110,14 +110,6 @@ def test_bits_differ_by_step_leaf_and_seed_and_repeat_with_the_seed():
     assert np.any((second["a"] - first["a"]) != (first["a"] - 1))
 
 
-def test_inside_masked_and_a_chain():
-    params = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
-    tx = optax.masked(jfp8.optim.stochastic_rounding(optax.sgd(1.0)), {"a": True, "b": False})
-    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-    np.testing.assert_array_equal(updates["a"], -np.ones(4))
-    np.testing.assert_array_equal(updates["b"], np.ones(4))
-
-
 def test_errors():
     with pytest.raises(TypeError, match="stochastic_rounding wraps an optax transformation"):
         jfp8.optim.stochastic_rounding(1e-3)
