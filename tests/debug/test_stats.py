@@ -220,10 +220,10 @@ def test_results_are_those_of_the_step_itself():
     assert_same(jax.jit(step)(state, x), results)
     rows = seen.rows()
     assert [r.name for r in rows] == [
-        "layers_0 lhs",
         "layers_0 rhs",
-        "layers_2 lhs",
+        "layers_0 lhs",
         "layers_2 rhs",
+        "layers_2 lhs",
         "layers_2 grad",
         "layers_0 grad",
     ]
@@ -294,13 +294,13 @@ def test_uses_of_a_layer_are_one_and_those_of_no_layer_are_not():
     y, seen = jfp8.debug.stats(inside.apply)(variables, x)
     np.testing.assert_array_equal(y, twice(x))
     assert [(r.path, r.tensor, r.count) for r in seen.rows()] == [
-        ("Dense_0", "lhs", 2 * x.size),
         ("Dense_0", "rhs", 2 * 64),
+        ("Dense_0", "lhs", 2 * x.size),
     ]
     assert only(seen.rows(), "lhs").amax == np.abs(50 * layer.apply(params, x)).max()
     run = lambda x, a, b: multiply(multiply(x, a), b)
     _, seen = jfp8.debug.stats(run)(normal((4, 8)), normal((8, 8), 1), normal((8, 8), 2))
-    assert [r.tensor for r in seen.rows()] == ["lhs", "rhs", "lhs", "rhs"]
+    assert [r.tensor for r in seen.rows()] == ["rhs", "lhs", "rhs", "lhs"]
 
 
 def test_a_branch_that_is_not_taken_has_no_row():
