@@ -66,9 +66,6 @@ IN_A_LAYER = [f"attention/{name}" for name in ("query", "key", "value", "out")] 
 ]
 
 
-# What is listed, and what is asked for.
-
-
 @pytest.mark.slow
 def test_many_layers_are_in_the_order_of_numbers():
     """Not in that of their names, where 10 comes before 2."""
@@ -127,9 +124,6 @@ def test_layers_that_are_none():
     assert isinstance(converted["mine"].dot_general, jfp8.nnx.DotGeneral)
     assert converted["custom"].dot_general is custom
     assert converted["fp8"].dot_general.recipe == Float8CurrentScaling()
-
-
-# What comes out.
 
 
 @pytest.mark.slow

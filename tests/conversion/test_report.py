@@ -628,9 +628,6 @@ def test_forgotten_inputs_are_asked_for():
         jfp8.report(nn.Dense(2), {"params": {}}, X, train=True)
 
 
-# The lines of a tree of layers.
-
-
 @pytest.mark.parametrize(
     ("numbers", "name"),
     [
