@@ -65,7 +65,6 @@ def _compares(jaxpr: Jaxpr, ins: Iterable[_Varies]) -> tuple[bool, list[_Varies]
 
 
 def _compares_here(eqn: Any, given: list[_Varies]) -> tuple[bool, list[_Varies]]:
-    """Tell the same of one equation."""
     made: list[_Varies] = [None] * len(eqn.outvars)
     if is_attention(eqn):  # whose own comparisons, in loops or a kernel, are of no interest
         return read_name(eqn.params["name"]).is_causal, made

@@ -80,11 +80,8 @@ def edge_layers(
     A layer gives a result of the model if no residual or other product comes after it, and no other
     layer reads its output. Parameters that scale or shift the result make no difference.
 
-    Args:
-      closed: the model's jaxpr.
-      n_parameters: how many of its inputs, the first ones, are parameters.
-      of_loss: whether its first result is a loss, in which targets and terms of other layers meet
-        the result of the model.
+    The first `n_parameters` inputs of the model `closed` are parameters. The first result may be a
+    loss (`of_loss`), in which targets and terms of other layers meet the result of the model.
     """
     jaxpr = closed.jaxpr
     sources = _Sources()

@@ -32,14 +32,10 @@ class PlannedMatmul:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold what becomes of each matmul, by its `WeightMatmul.key`.
-
-    Attributes:
-      constants: the arrays that the function holds itself.
-    """
+    """Hold what becomes of each matmul, by its `WeightMatmul.key`."""
 
     selection: Selection
-    constants: Sequence[Any] = ()
+    constants: Sequence[Any] = ()  # arrays that the function holds itself
     seen: dict[Any, tuple[str, WeightMatmul]] = field(default_factory=dict)
     matmuls: dict[Any, PlannedMatmul] = field(default_factory=dict)
     ahead: dict[str, str] = field(default_factory=dict)
@@ -66,8 +62,10 @@ class Plan:
         for key, (name, matmul) in self.seen.items():
             kind = "conv" if matmul.primitive.startswith("conv") else "dense"
             edge = Edge.LOGITS if name in ends else None
-            if kind == "conv" and name in first and _channels(matmul) <= MAX_IMAGE_CHANNELS:
-                edge = Edge.IMAGE_INPUT
+            if kind == "conv" and name in first:
+                channels = matmul.eqn.params["dimension_numbers"].lhs_spec[1]
+                is_image = np.shape(matmul.x)[channels] <= MAX_IMAGE_CHANNELS
+                edge = Edge.IMAGE_INPUT if is_image else edge
             weight = jax.ShapeDtypeStruct(np.shape(matmul.weight), matmul.weight.dtype)
             decision = self.selection.decide(name, weight, edge)
             state, ahead = None, False
@@ -120,7 +118,3 @@ def key_of(matmul: WeightMatmul) -> tuple[Any, ...]:
 def _scope(matmul: WeightMatmul) -> str:
     """Name a matmul of two activations by the scope that it is in."""
     return "/".join(filter(None, [str(matmul.eqn.source_info.name_stack), matmul.primitive]))
-
-
-def _channels(matmul: WeightMatmul) -> int:
-    return np.shape(matmul.x)[matmul.eqn.params["dimension_numbers"].lhs_spec[1]]

@@ -88,7 +88,7 @@ class Fp8Function:
         compute = functools.partial(_computed, plan)
         loops = {each.name: [place for place, _ in each.loops] for each in plan.matmuls.values()}
         walk = Walk(compute, loops, self.selection.attention)
-        return traced.result(walk, states)
+        return traced.together(traced.run(walk, traced.arrays, states))
 
     def _without_state(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """Take the state, a dict that `init` made, out of the arguments, if it is there."""
@@ -169,26 +169,17 @@ def _is_state(given: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A traced function.
-
-    Attributes:
-      closed: its jaxpr.
-      arrays: the arguments that are arrays; the first `n_weights` are weights.
-      paths: of the weights.
-      together: makes the result of the arrays in it.
-      is_loss: whether the first array of the result is a number.
-    """
+    """A traced function."""
 
     closed: Any
-    arrays: Sequence[Any]
+    arrays: Sequence[Any]  # arguments; the first `n_weights` are weights
     n_weights: int
-    paths: tuple[str, ...]
-    together: Callable[[Any], Any]
-    is_loss: bool
+    paths: tuple[str, ...]  # of the weights
+    together: Callable[[Any], Any]  # makes the result of the arrays in it
+    is_loss: bool  # the first array of the result is a number
 
     @classmethod
     def of(cls, converted: Fp8Function, args: tuple[Any, ...], kwargs: Any) -> _Traced:
-        """Trace the function of `converted`."""
         if len(args) <= max(converted.weights):
             raise TypeError(
                 f"{_name(converted.function)} was called with {len(args)} positional arguments, "
@@ -224,10 +215,6 @@ class _Traced:
         closed = self.closed
         return walk.run(closed.jaxpr, closed.consts, arrays, sources, states)[0]
 
-    def result(self, walk: Walk, states: Histories) -> Any:
-        """Compute the result as `walk` says."""
-        return self.together(self.run(walk, self.arrays, states))
-
 
 def _paths_of(converted: Fp8Function, trees: Sequence[Any]) -> tuple[str, ...]:
     """Return the path of each array in the arguments that hold weights: ``"layers/0/w"``."""
@@ -256,7 +243,6 @@ def _name(function: Any) -> str:
 
 
 def _computed(plan: Plan, matmul: WeightMatmul) -> jax.Array:
-    """Compute `matmul` as planned."""
     planned = plan.matmuls[key_of(matmul)]
     recipe, reason = planned.decision.recipe, planned.decision.reason
     gpu = plan.selection.unless_slower_on
@@ -282,23 +268,15 @@ def _in_fp8(matmul: WeightMatmul, recipe: Recipe, planned: PlannedMatmul) -> jax
         note("recipe", recipe.name),
         note("ahead", ahead),
     ):
-        params = dict(matmul.eqn.params)
+        params, how = matmul.eqn.params, {"preferred_element_type": dtype}
         if matmul.primitive == "ragged_dot_general":
-            return scaled_ragged_dot(
-                matmul.x,
-                weight,
-                matmul.others[0],
-                recipe=recipe,
-                state=state.histories,
-                sink=state.sink,
-                preferred_element_type=dtype,
-            )
+            how |= {"state": state.histories, "sink": state.sink}
+            return scaled_ragged_dot(matmul.x, weight, matmul.others[0], recipe=recipe, **how)
         if matmul.primitive == "conv_general_dilated":
             names = inspect.signature(convolutions).parameters
             kept = {name: params[name] for name in names if name in params}
-            quantized, _ = convolutions(**{**kept, "preferred_element_type": dtype})
+            quantized, _ = convolutions(**kept | how)
             return quantized(matmul.x, weight, options=options, state=state)[0]
-        how = {"preferred_element_type": dtype}
         dot = lambda x, w, numbers: observed_dot_general(
             x, w, numbers, options, state, **how, out_sharding=params.get("out_sharding")
         )[0]

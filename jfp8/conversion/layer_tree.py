@@ -9,19 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TreeLine:
-    """Hold a line of the tree.
+    """Hold a line of the tree."""
 
-    Attributes:
-      name: of the module, such as ``"Dense_0"``; of siblings that are alike ``"block_{0..5}"``.
-      path: the names from the root to it: ``"encoder/block_{0..5}"``.
-      depth: how many modules are around it.
-      layers: the paths that it stands for; empty if it only holds others.
-    """
-
-    name: str
-    path: str
-    depth: int
-    layers: tuple[str, ...]
+    name: str  # "Dense_0"; of siblings that are alike "block_{0..5}"
+    path: str  # the names from the root to it: "encoder/block_{0..5}"
+    depth: int  # how many modules are around it
+    layers: tuple[str, ...]  # the paths that it stands for; empty if it only holds others
 
 
 def tree_lines(layers: Mapping[str, Hashable]) -> list[TreeLine]:

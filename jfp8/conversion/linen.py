@@ -8,6 +8,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
 from typing import Any, ClassVar, cast
 
 import flax.linen as nn
@@ -72,7 +73,6 @@ def _as(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
 def _converted_class(
     cls: type[nn.Module], selection: Selection, on_init: Callable[..., None] | None
 ) -> type[nn.Module]:
-    """Make the subclass of `cls` that `convert_module` makes instances of."""
     namespace: dict[str, Any] = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
@@ -103,7 +103,6 @@ class _Converted:
         return convert_module, (_as(model, cls.jfp8_original), cls.jfp8_selection, cls.jfp8_on_init)
 
     def _original(self, name: str) -> Callable[..., Any]:
-        """Return a method of ``nn.Module``, or of the class that was converted."""
         return getattr(super(), name)
 
     def apply(
@@ -159,8 +158,7 @@ class _Converted:
         """Run ``nn.Module.init_with_output`` with FP8 matmuls and their state."""
         cls = type(self)
 
-        def run(variables, rngs, args, kwargs):
-            del variables
+        def run(_, rngs, args, kwargs):
             init = self._original("init_with_output")
             return init(rngs, *args, mutable=mutable, **kwargs)
 
@@ -228,28 +226,17 @@ def _inside(model: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _ConversionLog:
-    """Log the modules of a model that are called.
+    """Log the modules of a model that are called; dicts are by path."""
 
-    Attributes:
-      layers: those that the selection was asked about.
-      attentions: the paths of attention between the projections of a layer.
-      products: the paths of parameters that modules multiply by themselves.
-      kinds: the types of all modules, by path.
-      converted: the paths of FP8 matmuls and attention.
-      stayed: see `warn_of_nothing`.
-      bridged: NNX classes of modules in ``nnx.bridge.to_linen``, or held without, by path: nothing
-        reaches them.
-      ahead: the recipes of layers whose scales see later positions, where the model masks these.
-    """
-
-    layers: list[nn.Module] = dataclasses.field(default_factory=list)
-    attentions: list[str] = dataclasses.field(default_factory=list)
-    products: set[str] = dataclasses.field(default_factory=set)
-    kinds: dict[str, type] = dataclasses.field(default_factory=dict)
-    converted: set[str] = dataclasses.field(default_factory=set)
-    stayed: dict[str, tuple[type, Decision]] = dataclasses.field(default_factory=dict)
-    bridged: dict[str, type] = dataclasses.field(default_factory=dict)
-    ahead: dict[str, str] = dataclasses.field(default_factory=dict)
+    layers: list[nn.Module] = field(default_factory=list)  # that the selection was asked about
+    attentions: list[str] = field(default_factory=list)  # paths, between projections of a layer
+    products: set[str] = field(default_factory=set)  # paths of parameters that modules multiply by
+    kinds: dict[str, type] = field(default_factory=dict)  # of all modules
+    converted: set[str] = field(default_factory=set)  # paths of FP8 matmuls and attention
+    stayed: dict[str, tuple[type, Decision]] = field(default_factory=dict)  # see `warn_of_nothing`
+    bridged: dict[str, type] = field(default_factory=dict)  # NNX modules, which nothing reaches
+    # The recipes of layers whose scales see later positions, where the model masks these.
+    ahead: dict[str, str] = field(default_factory=dict)
 
     def watch(self, path: str, module: Any, selection: Selection) -> None:
         """Note a module that is called at `path`, from the converted model on."""

@@ -77,7 +77,6 @@ def own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
 
 
 def _function_of(context: nn.module.InterceptorContext) -> Any:
-    """Return the function that Flax is about to run."""
     bound: Any = context.orig_method
     return bound.func
 
@@ -94,11 +93,9 @@ def replace_products(
 ) -> Callable[..., Any]:
     """Make an interceptor under which layers compute their products with what `choose` gives.
 
-    Args:
-      choose: ``(path, layer, input, own) -> `` what makes the product, or why it stays as it is.
-        `own` says that the layer was given a product, which it then keeps; or is empty.
-      attention: ``(path, layer, own) -> `` what makes attention itself, whose path this is; or why
-        it stays as it is; or None to leave it alone.
+    It takes ``(path, layer, input, own)`` and returns what makes the product, or why it stays as it
+    is; `own` says that the layer was given a product, which it then keeps. `attention` says the
+    same of attention itself, whose path it gets; None leaves that alone.
     """
 
     def intercept(next_fun, args, kwargs, context):
@@ -194,19 +191,7 @@ def check_cache_dtypes(kept: np.dtype | Format, cache: Any) -> None:
             )
 
 
-def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
-    """Compute `product` by what `chosen` makes, or plain for that reason.
-
-    The state is next to the parameter, as ``DotGeneral_<name>``. If the module differentiates, its
-    own dgrad is another product, ``DotGeneral_<name>_2``: the amaxes of gradients have nothing to
-    do with those of activations.
-    """
-    if isinstance(chosen, str):
-        return product.staying(chosen)
-    return product.by(_module_of(product, chosen))
-
-
-def prepared(product: ParameterProduct, chosen: ProductOf | str) -> Prepared:
+def _prepared(product: ParameterProduct, chosen: ProductOf | str) -> Prepared:
     """Say how `product` is computed in the body of a loop; its state is next to the parameter."""
     if isinstance(chosen, str):
         return Prepared.staying(chosen)
@@ -232,6 +217,11 @@ def prepared(product: ParameterProduct, chosen: ProductOf | str) -> Prepared:
 
 
 def _module_of(product: ParameterProduct, chosen: ProductOf) -> ProductModule:
+    """Make the module of a product, whose state is next to the parameter: ``DotGeneral_<name>``.
+
+    If the module of the parameter differentiates, its own dgrad is another product,
+    ``DotGeneral_<name>_2``: the amaxes of gradients have nothing to do with those of activations.
+    """
     scope = product.parameter.module.scope
     assert scope is not None
     name = f"DotGeneral_{product.parameter.name}" + (f"_{product.nth}" if product.nth > 1 else "")
@@ -244,10 +234,14 @@ def _module_of(product: ParameterProduct, chosen: ProductOf) -> ProductModule:
 
 def choose_products(chosen: Callable[[ParameterProduct], ProductOf | str]) -> Callable[..., Any]:
     """Make an interceptor under which `chosen` says what computes products of parameters."""
-    return find_products(
-        lambda product: by_choice(product, chosen(product)),
-        lambda product: prepared(product, chosen(product)),
-    )
+
+    def found(product: ParameterProduct) -> jax.Array:
+        made = chosen(product)
+        if isinstance(made, str):
+            return product.staying(made)
+        return product.by(_module_of(product, made))
+
+    return find_products(found, lambda product: _prepared(product, chosen(product)))
 
 
 def find_products(
@@ -288,17 +282,10 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
     """Let Flax's layers, and products of parameters, use `recipe` inside; see `autocast`."""
     here, made = Region(recipe, enabled), ProductOf(DotGeneral, None, None)
 
-    def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
-        del path, layer, x
-        return own if own or region.current() != here else made
-
-    def chosen(product: ParameterProduct) -> ProductOf | str:
-        del product
-        return made if region.current() == here else ""
-
+    choose = lambda path, layer, x, own: own if own or region.current() != here else made
     with (
         region.entered(here),
-        nn.intercept_methods(choose_products(chosen)),
+        nn.intercept_methods(choose_products(lambda _: choose("", None, None, ""))),
         nn.intercept_methods(replace_products(choose, lambda *_: None)),
     ):
         yield

@@ -71,7 +71,6 @@ def _logits(model: nnx.Module) -> list[str]:
 
 
 def _features(layer: Any) -> tuple[int, int]:
-    """Return how many features a layer reads, and how many it makes."""
     if not isinstance(layer, nnx.Einsum):
         return int(np.prod(layer.in_features)), int(np.prod(layer.out_features))
     operands, _, result = (layer.einsum_str or "").replace(" ", "").partition("->")

@@ -108,7 +108,6 @@ def note_place(node: Any, path: str) -> None:
 
 @functools.cache
 def _noting(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """Make a subclass of `kind` whose calls carry the notes that an instance has."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         path, layer, reason = getattr(self, _PLACE)

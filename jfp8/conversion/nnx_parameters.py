@@ -46,19 +46,12 @@ ADAPTER = "an adapter (nnx.LoRAParam)"
 
 @dataclasses.dataclass(frozen=True)
 class OwnParameter:
-    """Describe a parameter by which a module may multiply.
+    """Describe a parameter by which a module may multiply."""
 
-    Attributes:
-      place: the path of the module.
-      keys: where the parameter is in the module.
-      stays: why its product stays as it is, if that is known before it runs.
-      leading: the sizes of the axes along which the module is stacked.
-    """
-
-    place: str
-    keys: tuple[Any, ...]
-    stays: Decision | None = None
-    leading: tuple[int, ...] = ()
+    place: str  # the path of the module
+    keys: tuple[Any, ...]  # where the parameter is in it
+    stays: Decision | None = None  # if it is known before a call that its product is not FP8
+    leading: tuple[int, ...] = ()  # the sizes of the axes along which the module is stacked
 
     @property
     def name(self) -> str:
@@ -149,7 +142,6 @@ def convert_own(model: nnx.Module, selection: Selection) -> None:
 
 @functools.cache
 def _following(kind: type[nnx.Module], selection: Selection) -> type[nnx.Module]:
-    """Make the subclass of `kind` whose methods are followed."""
     namespace: dict[str, Any] = {"jfp8_original": kind, "jfp8_selection": selection}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         public = name == "__call__" or not name.startswith("_")
@@ -161,15 +153,12 @@ def _following(kind: type[nnx.Module], selection: Selection) -> type[nnx.Module]
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Hold the paths of products whose results a call of a model returns, and log the call.
-
-    The log has the paths of modules that ran and of FP8 products, and why others are not FP8.
-    """
+    """Hold the paths of products whose results a call of a model returns, and log the call."""
 
     returned: frozenset[str]
-    modules: set[str] = dataclasses.field(default_factory=set, compare=False)
-    converted: set[str] = dataclasses.field(default_factory=set, compare=False)
-    stayed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    modules: set[str] = dataclasses.field(default_factory=set, compare=False)  # paths, that ran
+    converted: set[str] = dataclasses.field(default_factory=set, compare=False)  # paths
+    stayed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # and why
 
 
 def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -241,13 +230,11 @@ def _followed(module: nnx.Module, found: Any, prepare: Any, run: Any) -> Any:
 
 
 def _how(selection: Selection, call: _Call) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return how products of parameters are computed, and prepared in bodies."""
     of = functools.partial
     return of(_computed, selection, call), of(_prepared, selection, call)
 
 
 def _computed(selection: Selection, call: _Call, product: ParameterProduct) -> jax.Array:
-    """Compute `product` in FP8, or plain and with the reason for that."""
     dot_general = _chosen(selection, call, product)
     if isinstance(dot_general, str):
         return product.staying(dot_general)
@@ -322,7 +309,6 @@ def _returned(
 
 
 def _warn(model: Any, call: _Call) -> None:
-    """Warn if `model`, which was called as a whole, computed no product in FP8."""
     if call.converted or not getattr(model, _ROOT, False):
         return
     owned = [(node, own) for _, node in nodes_of(model) for own in getattr(node, _OWN, ())]

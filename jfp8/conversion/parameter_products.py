@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jfp8.conversion import edges
-from jfp8.conversion.weight_matmul import Place, Source, WeightMatmul
+from jfp8.conversion.weight_matmul import Place, Source, WeightMatmul, weight_second
 from jfp8.conversion.weight_walk import JOINED, SAME, Walk, is_entered
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Options, State
@@ -33,16 +33,10 @@ from jfp8.tracing.notes import layer_noted, note
 
 @dataclass(frozen=True)
 class Parameter:
-    """Say where a parameter is.
-
-    Attributes:
-      module: that has it.
-      place: the path of the module, ``"Block_0/attn"``.
-      name: of the parameter in it.
-    """
+    """Say where a parameter is."""
 
     module: Any
-    place: str
+    place: str  # the path of the module, "Block_0/attn"
     name: str
 
     @property
@@ -53,25 +47,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ParameterProduct:
-    """Hold a ``dot_general`` of `x` and `weight`, which is a parameter or was made of one.
-
-    Attributes:
-      parameter: the parameter.
-      nth: 1, or more for those that sum over other dimensions of the weight than the first did.
-      swapped: whether the weight is the first operand.
-      bind: computes it, from both operands in their order.
-      params: of the primitive.
-      loops: the lengths of the ``jax.lax.scan`` s that slice the parameter, the outermost first.
-    """
+    """Hold a ``dot_general`` of `x` and `weight`, which is a parameter or was made of one."""
 
     parameter: Parameter
-    nth: int
+    nth: int  # 1, or more for those that sum over other dimensions of the weight than the first did
     x: jax.Array
     weight: jax.Array
-    swapped: bool
-    bind: Callable[..., jax.Array]
-    params: Mapping[str, Any]
-    loops: tuple[int, ...] = ()
+    swapped: bool  # the weight is the first operand
+    bind: Callable[..., jax.Array]  # of both operands in their order
+    params: Mapping[str, Any]  # of the primitive
+    loops: tuple[int, ...] = ()  # lengths of the scans that slice the parameter, outermost first
 
     @property
     def name(self) -> str:
@@ -99,8 +84,7 @@ class ParameterProduct:
         if gpu is not None and (slower := why_slower(gpu, recipe, self.plain, self.x, self.weight)):
             return self.staying(slower)
 
-        def dot_general(x: Any, w: Any, numbers: Any, precision: Any, dtype: Any) -> jax.Array:
-            del precision
+        def dot_general(x: Any, w: Any, numbers: Any, _: Any, dtype: Any) -> jax.Array:
             how = {"preferred_element_type": dtype}
             return observed_dot_general(x, w, numbers, options, state, **how)[0]
 
@@ -117,33 +101,20 @@ class ParameterProduct:
 
     def by(self, dot_general: Callable[..., jax.Array]) -> jax.Array:
         """Compute the product by `dot_general`, whose second operand is the weight."""
-        (first, second), (first_batch, second_batch) = self.params["dimension_numbers"]
-        numbers = (first, second), (first_batch, second_batch)
-        if self.swapped:
-            numbers = (second, first), (second_batch, first_batch)
-        precision, dtype = self.params["precision"], self.params["preferred_element_type"]
-        y = dot_general(self.x, self.weight, numbers, precision, dtype)
-        if not self.swapped:
-            return y
-        # The batch, the rest of x, the rest of the weight; the module expects these two exchanged.
-        n, both = len(first_batch), len(first_batch) + len(first)
-        x_end = n + self.x.ndim - both
-        return y.transpose(*range(n), *range(x_end, y.ndim), *range(n, x_end))
+        how = self.params["precision"], self.params["preferred_element_type"]
+        run = lambda x, weight, numbers: dot_general(x, weight, numbers, *how)
+        return weight_second(
+            run, self.x, self.weight, self.params["dimension_numbers"], self.swapped
+        )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Say how a product in the body of a loop or a checkpoint is computed.
+    """Say how a product in the body of a loop or a checkpoint is computed."""
 
-    Attributes:
-      compute: ``compute(product, state)``, in the body.
-      state: arrays; () if there are none.
-      stacked: whether they have the axes of `ParameterProduct.loops`, and a turn gets a part each.
-    """
-
-    compute: Callable[[ParameterProduct, Any], jax.Array]
+    compute: Callable[[ParameterProduct, Any], jax.Array]  # of a product and its state
     state: Any = ()
-    stacked: bool = True
+    stacked: bool = True  # the state has axes as `ParameterProduct.loops`, and a turn gets a part
 
     @classmethod
     def staying(cls, reason: str) -> Prepared:
@@ -161,7 +132,7 @@ class Follower:
       found: what each product of a parameter with something else becomes.
       prepare: makes a `Prepared` of such a product in a body, whose `x` and `weight` are shapes.
       enters: whether to follow into a ``jit`` that is given these values.
-      known: values made of a parameter, by identity; kept, so that no other value gets that.
+      known: values made of a parameter, by identity, kept so that no other value gets that.
       sums: for each parameter, the shapes of weights with the dimensions that are summed over, in
         the order in which products are seen.
     """
@@ -298,7 +269,6 @@ def following(
     return interposed(Follower(modules, parameter_of, found, prepare, enters, *log))
 
 
-def mark_inside(product: ParameterProduct) -> Prepared:
+def mark_inside(_: ParameterProduct) -> Prepared:
     """Mark both ends of a product in a body, while a model is looked at."""
-    del product
     return Prepared(lambda inside, _: edges.mark_product(inside))

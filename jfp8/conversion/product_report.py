@@ -116,7 +116,6 @@ class Report(Printed):
         return super()._repr_html_() + more
 
     def _said(self) -> list[str]:
-        """Return the summary and the warnings, as lines."""
         warnings = (line for warning in self.warnings() for line in _wrapped(warning))
         return [self.summary(), *warnings]
 
@@ -152,7 +151,6 @@ def _lines_of(rows: Rows) -> Lines:
 
 
 def _table_of(lines: Lines) -> Table:
-    """Return head and lines; with the expected gains, if any is known."""
     rows = [row for _, of_line in lines for row in of_line]
     here = any(row.tpu for row in rows)
     elsewhere = any(row.cuda not in ("", row.implementation) for row in rows if row.fp8)
@@ -164,7 +162,6 @@ def _table_of(lines: Lines) -> Table:
 
 
 def _cells_of(line: TreeLine, rows: Rows, flops: int) -> tuple[str, ...]:
-    """Return a line with a mark for each of its three matmuls; the model has `flops` in all."""
     fp8, gain = [row for row in rows if row.fp8], gain_of(rows)
     return (
         "  " * line.depth + line.name,
@@ -184,7 +181,6 @@ def _text_lines(table: Table) -> list[str]:
 
 
 def _in_high_precision(lines: Lines) -> Reasons:
-    """Return why products are not FP8."""
     found: dict[str, dict[str, dict[str, None]]] = {}
     for line, rows in lines:
         for reason in (row.reason for row in rows if not row.fp8):
@@ -199,7 +195,6 @@ def _in_high_precision(lines: Lines) -> Reasons:
 
 
 def _in_bf16(lines: Lines) -> Reasons:
-    """Return why a GPU or TPU computes products of FP8 operands in bf16."""
     found: dict[str, dict[str, None]] = {}
     for line, rows in lines:
         for backend, why in (_backend(row) for row in rows if row.fp8):
@@ -209,7 +204,6 @@ def _in_bf16(lines: Lines) -> Reasons:
 
 
 def _reason_lines(reasons: Reasons) -> Iterator[str]:
-    """List each of `reasons`, and below it the layers."""
     for text, layers in reasons.items():
         more = len(layers) - _NAMED
         named = ", ".join(layers[:_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -218,15 +212,8 @@ def _reason_lines(reasons: Reasons) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    """Break a paragraph into lines."""
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    how = {"initial_indent": indent, "subsequent_indent": indent}
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False, **how)
 
 
 def _three_products(rows: Rows) -> tuple[Rows, Rows, Rows]:

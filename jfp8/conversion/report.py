@@ -42,9 +42,9 @@ from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.device import current_gpu, current_tpu
 from jfp8.tracing.notes import Kind, explaining, layer_noted, notes_of
 
-_F8 = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
+F8_NAMES = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
-_NARROW = frozenset(_F8.values())
+_NARROW = frozenset(F8_NAMES.values())
 # For each kind of scales a recipe; see `kernels.cost_model`.
 _RECIPES = {"one": "current", "blocks": "block", "mx": "mxfp8", "nvfp4": "nvfp4"}
 
@@ -156,7 +156,7 @@ def _linen_jaxpr(
             y, _ = model.apply(
                 {"params": params, **others}, *inputs, rngs=rngs, mutable=mutable, **kwargs
             )
-        return _total(y)
+        return total_of(y)
 
     return _traced(forward, (variables["params"], others, inputs, kwargs))
 
@@ -177,7 +177,7 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
         copy = nnx.merge(graph, params, rest, copy=True)
         for path, node in list(nodes_of(copy)):
             note_place(node, path)
-        return _total(copy(*inputs, **kwargs))
+        return total_of(copy(*inputs, **kwargs))
 
     return _traced(forward, (params, rest, inputs, kwargs))
 
@@ -189,7 +189,7 @@ def _function_jaxpr(function: Any, inputs: Any, kwargs: dict[str, Any]) -> Close
         arguments = list(others)
         for i, given in zip(places, weights, strict=True):
             arguments[i] = given
-        return _total(function(*arguments, **kwargs))
+        return total_of(function(*arguments, **kwargs))
 
     weights = [inputs[i] for i in places]
     others = [None if i in places else given for i, given in enumerate(inputs)]
@@ -211,7 +211,8 @@ def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
         return without_dead_code(jax.make_jaxpr(function)(params, others))
 
 
-def _total(y: Any) -> jax.Array:
+def total_of(y: Any) -> jax.Array:
+    """Add up all numbers that a model returned."""
     floats = [x for x in arrays_in(y) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
 
@@ -240,7 +241,7 @@ def _is_whole(eqn: Any) -> bool:
     """Tell a product from its remains where JAX need not repeat all of it (remat, loops)."""
     if any(inner.primitive.name in PRODUCTS for inner in _equations(eqn)):
         return True
-    data = [v for v in eqn.invars if v.aval.dtype in _F8 and v.aval.ndim]
+    data = [v for v in eqn.invars if v.aval.dtype in F8_NAMES and v.aval.ndim]
     return len(data) >= 2  # sums that are emulated bit by bit are no products of JAX
 
 
@@ -250,7 +251,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     first, second, scales = _operands(eqn)
     out = next(v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
     # A loop may decode a weight before it begins: its dtype here is no longer that of the operand.
-    names = _noted(eqn, "formats", "").split() or [_dtype_name(x) for x in (first, second)]
+    names = _noted(eqn, "formats", "").split() or [dtype_name(x) for x in (first, second)]
     narrow = _NARROW.issuperset(names)
     work = 2 * out.size * int(terms) if terms else sum(map(flops, _equations(eqn)))
     cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
@@ -319,19 +320,16 @@ def _kind_of(scales: list[Any]) -> str:
         return "rows" if any(scale.size > 1 for scale in scales) else "one"
     if any(scale.dtype == formats.E4M3FN.dtype for scale in in_blocks):
         return "nvfp4"
-    return "mx" if any(scale.dtype in _F8 for scale in in_blocks) else "blocks"
+    return "mx" if any(scale.dtype in F8_NAMES for scale in in_blocks) else "blocks"
 
 
 def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
     notes = notes_of(stack)
-    lhs, rhs = (v.aval for v in eqn.invars[:2])
     return ProductRow(
-        path=notes.get("path", ""),
-        layer=notes.get("layer", ""),
-        kind="backward" if "transpose(" in stack else "forward",
-        lhs=_spelled(lhs),
-        rhs=_spelled(rhs),
-        out=_spelled(eqn.outvars[0].aval),
+        notes.get("path", ""),
+        notes.get("layer", ""),
+        "backward" if "transpose(" in stack else "forward",
+        *(_spelled(v.aval) for v in (*eqn.invars[:2], eqn.outvars[0])),
         reason=notes.get("reason") or _why_not(eqn),
         times=times,
         flops=times * flops(eqn),
@@ -353,7 +351,6 @@ def _why_not(eqn: Any) -> str:
 
 
 def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
-    """Merge equal rows of one layer."""
     found: dict[ProductRow, int] = {}
     for row in rows:
         once = dataclasses.replace(row, times=0, flops=row.flops // row.times)
@@ -374,9 +371,10 @@ def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:
 
 
 def _spelled(aval: Any, name: str = "") -> str:
-    return f"{name or _dtype_name(aval)}[{','.join(map(str, aval.shape))}]"
+    return f"{name or dtype_name(aval)}[{','.join(map(str, aval.shape))}]"
 
 
-def _dtype_name(aval: Any) -> str:
+def dtype_name(aval: Any) -> str:
+    """Return ``"e4m3fn"``, ``"f32"`` or the like."""
     dtype = np.dtype(aval.dtype)
-    return _F8.get(dtype) or dtype.name.replace("float", "f")
+    return F8_NAMES.get(dtype) or dtype.name.replace("float", "f")

@@ -47,16 +47,11 @@ EDGES: tuple[Choice, ...] = (Edge.IMAGE_INPUT, Edge.LOGITS)
 
 @dataclass(frozen=True)
 class Decision:
-    """Hold the recipe of a layer, or None and the reason.
-
-    Attributes:
-      chosen: whether it has no recipe because the user said so: by `exempt`, `only`, or a recipe
-        of None.
-    """
+    """Hold the recipe of a layer, or None and the reason."""
 
     recipe: Recipe | None
     reason: str = ""
-    chosen: bool = False
+    chosen: bool = False  # the user said so: by `exempt`, `only`, or a recipe of None
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,13 @@ def warn_of_nothing(
 ) -> bool:
     """Warn that no product of `model` is FP8, unless the user asked for that; tell if it warned.
 
-    Args:
-      stayed: layers that kept their own product: the path, the type, and why.
-      own: see `own_parameters`.
+    `stayed` are the layers that kept their own product, with why; for `own` see `own_parameters`.
     """
     if any(decision.chosen for _, decision in stayed.values()):
         return False
     said = []
     if stayed:
-        layers = [
-            f"{_named(path, kind)}: {decision.reason}" for path, (kind, decision) in stayed.items()
-        ]
+        layers = [f"{_named(path, kind)}: {why.reason}" for path, (kind, why) in stayed.items()]
         edges = any(decision.reason.startswith("exempt: ") for _, decision in stayed.values())
         cure = " exempt=() exempts none." if edges else ""
         said.append(f"Layers that it left as they are, and why: {_listed(layers)}.{cure}")

@@ -18,42 +18,26 @@ Place: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """Say which weight a value was made of, and how.
-
-    Attributes:
-      path: of the weight.
-      parts: the slices that were taken of it, at indices that are known.
-      gathered: whether rows were taken at computed indices, as an embedding does.
-      loops: the ``scan`` s that slice it, the outermost first, and their lengths.
-      in_f32: the value before it was cast to fewer bits, if that can be had.
-    """
+    """Say which weight a value was made of, and how."""
 
     path: str
-    parts: tuple[Any, ...] = ()
-    gathered: bool = False
-    loops: tuple[tuple[Place, int], ...] = ()
-    in_f32: Any = None
+    parts: tuple[Any, ...] = ()  # slices that were taken of it, at indices that are known
+    gathered: bool = False  # rows were taken at computed indices, as an embedding does
+    loops: tuple[tuple[Place, int], ...] = ()  # scans that slice it, outermost first; their lengths
+    in_f32: Any = None  # the value before it was cast to fewer bits, if that can be had
 
 
 @dataclass(frozen=True)
 class WeightMatmul:
-    """Hold a matmul of `x` and `weight`, which is a weight or was made of one.
+    """Hold a matmul of `x` and `weight`, which is a weight or was made of one."""
 
-    Attributes:
-      source: of the weight; with the path ``""`` where neither operand is one.
-      eqn: the equation, for its primitive and parameters.
-      swapped: whether the weight is the first operand.
-      others: operands after these two: the sizes of groups.
-      states: by name, as they are in this turn of all loops.
-    """
-
-    source: Source
+    source: Source  # of the weight; with the path "" where neither operand is one
     eqn: Any
     x: jax.Array
     weight: jax.Array
-    swapped: bool = False
-    others: tuple[jax.Array, ...] = ()
-    states: Mapping[str, jax.Array] = field(default_factory=dict)
+    swapped: bool = False  # the weight is the first operand
+    others: tuple[jax.Array, ...] = ()  # operands after these two: the sizes of groups
+    states: Mapping[str, jax.Array] = field(default_factory=dict)  # in this turn of all loops
 
     @property
     def primitive(self) -> str:
@@ -77,15 +61,22 @@ class WeightMatmul:
 
     def by(self, dot_general: Callable[..., jax.Array], weight: jax.Array) -> jax.Array:
         """Compute a ``dot_general`` by another function, whose second operand is the `weight`."""
-        (first, second), (first_batch, second_batch) = self.eqn.params["dimension_numbers"]
-        numbers = (first, second), (first_batch, second_batch)
-        if not self.swapped:
-            return dot_general(self.x, weight, numbers)
-        y = dot_general(self.x, weight, ((second, first), (second_batch, first_batch)))
-        # The batch, the rest of x, the rest of the weight; the program has these two exchanged.
-        n = len(first_batch)
-        x_end = self.x.ndim - len(first)
-        return y.transpose(*range(n), *range(x_end, y.ndim), *range(n, x_end))
+        numbers = self.eqn.params["dimension_numbers"]
+        return weight_second(dot_general, self.x, weight, numbers, self.swapped)
+
+
+def weight_second(
+    dot_general: Callable[..., jax.Array], x: Any, weight: Any, numbers: Any, swapped: bool
+) -> jax.Array:
+    """Compute a product by ``dot_general(x, weight)``, also where the `weight` is the first."""
+    (first, second), (first_batch, second_batch) = numbers
+    if not swapped:
+        return dot_general(x, weight, ((first, second), (first_batch, second_batch)))
+    y = dot_general(x, weight, ((second, first), (second_batch, first_batch)))
+    # The batch, the rest of x, the rest of the weight; the program has these two exchanged.
+    n = len(first_batch)
+    x_end = x.ndim - len(first)
+    return y.transpose(*range(n), *range(x_end, y.ndim), *range(n, x_end))
 
 
 def is_ordinary(eqn: Any, *operands: Any) -> bool:

@@ -59,17 +59,11 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 @dataclass(frozen=True)
 class Walk:
-    """Say what a walk does at each matmul.
-
-    Attributes:
-      compute: computes a `WeightMatmul`.
-      loops: for each name of a state, the places of the ``scan`` s that slice it.
-      of_activations: whether matmuls without a weight go to `compute`, too.
-    """
+    """Say what a walk does at each matmul."""
 
     compute: Callable[[WeightMatmul], jax.Array]
-    loops: Mapping[str, Sequence[Place]]
-    of_activations: bool = False
+    loops: Mapping[str, Sequence[Place]]  # by the name of a state, the scans that slice it
+    of_activations: bool = False  # matmuls without a weight go to `compute`, too
 
     def run(
         self,
@@ -80,13 +74,9 @@ class Walk:
         states: Mapping[str, jax.Array],
         place: Place = (),
     ) -> tuple[list[Any], list[Source | None]]:
-        """Compute `jaxpr`; return its results and what they were made of.
+        """Compute the body `jaxpr` of the equation at `place`.
 
-        Args:
-          consts, values: of its constants and arguments.
-          sources: of the arguments.
-          states: by name, for the matmuls inside.
-          place: of the equation whose body this is.
+        Returns its results and what they were made of; `sources` say the same of the arguments.
         """
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         known.update(zip(jaxpr.invars, values, strict=True))
@@ -178,7 +168,6 @@ def _moved(eqn: Any, values: Any, sources: Any) -> list[Source | None]:
 
 
 def _joined(sources: Sequence[Source | None]) -> Source | None:
-    """Return the source of weights that are concatenated."""
     found = [source for source in sources if source is not None]
     if len(found) < len(sources):
         return None
@@ -290,10 +279,8 @@ def _while(walk: Walk, eqn: Any, values: Any, sources: Any, states: Any, place: 
 
     def goes_on(carry: Any) -> Any:
         arguments, given = [*for_condition, *carry], [*outside[:n_condition], *carried]
-        found, _ = walk.run(
-            condition.jaxpr, condition.consts, arguments, given, states, (*place, 0)
-        )
-        return found[0]
+        jaxpr, consts = condition.jaxpr, condition.consts
+        return walk.run(jaxpr, consts, arguments, given, states, (*place, 0))[0][0]
 
     return lax.while_loop(goes_on, turn, list(carry)), carried
 
@@ -307,9 +294,8 @@ def _cond(walk: Walk, eqn: Any, values: Any, sources: Any, states: Any, place: P
         return lambda values, states: walk.run(*arguments, values, inside, states, (*place, i))[0]
 
     branches = [branch(i, closed) for i, closed in enumerate(eqn.params["branches"])]
-    return lax.switch(jnp.asarray(which, jnp.int32), branches, operands, dict(states)), [
-        None
-    ] * len(eqn.outvars)
+    results = lax.switch(jnp.asarray(which, jnp.int32), branches, operands, dict(states))
+    return results, [None] * len(eqn.outvars)
 
 
 def _shard_map(walk: Walk, eqn: Any, values: Any, sources: Any, states: Any, place: Place) -> Any:

@@ -116,18 +116,12 @@ def quantize_params(
 
 @dataclass(frozen=True)
 class _Single:
-    """Quantize the kernel of a layer.
-
-    Attributes:
-      path: of the layer.
-      recipe, quantizer: of the layer, and of its kernel.
-      summed: the dimensions of the kernel that the product sums over, if they are given.
-    """
+    """Quantize the kernel of a layer."""
 
     path: str
     recipe: Recipe
     quantizer: Quantizer
-    summed: Sequence[int] | None
+    summed: Sequence[int] | None  # dimensions that the product sums over, if they are given
 
     def __call__(self, kernel: jax.Array) -> ScaledArray:
         if self.summed is None and kernel.ndim != 2:

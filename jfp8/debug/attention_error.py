@@ -82,7 +82,9 @@ def attention_error(
     q, k, v = (x if x.ndim == 4 else x[None] for x in arrays)
     results = {name: _attended(q, k, v, kind, is_causal) for name, kind in kinds.items()}
     exact = results.pop("exact")
-    return AttentionError(**{name: _by_head(y - exact, exact) for name, y in results.items()})
+    squares = lambda x: np.sum(np.square(np.asarray(x, np.float64)), axis=(0, 3, 4))
+    by_head = lambda error: np.sqrt(squares(error) / squares(exact)).reshape(-1)
+    return AttentionError(**{name: by_head(y - exact) for name, y in results.items()})
 
 
 @partial(jax.jit, static_argnames=("numerics", "is_causal"))
@@ -99,9 +101,3 @@ def _attended(
     q, k = (for_both(x, uses, None)[0] for x, uses in ((q, numerics.query), (k, numerics.key)))
     v, _ = for_both(v, numerics.value, None, folded=True)
     return blocks.forward(q, k, v, visible, 1 / math.sqrt(depth), numerics).out[:, :, :, :queries]
-
-
-def _by_head(error: jax.Array, exact: jax.Array) -> np.ndarray:
-    """Return the norm of `error` relative to the norm of `exact`, by head."""
-    squares = lambda x: np.sum(np.square(np.asarray(x, np.float64)), axis=(0, 3, 4))
-    return np.sqrt(squares(error) / squares(exact)).reshape(-1)

@@ -151,12 +151,7 @@ def audit_of(program: Launches) -> Audit:
 
 
 class Launches:
-    """The instructions launched on the device, and their arrays.
-
-    Attributes:
-      hlo: the program.
-      by_name: every instruction that is launched.
-    """
+    """The instructions that the program `hlo` launches on the device, and their arrays."""
 
     def __init__(self, hlo: Hlo):
         self.hlo = hlo
@@ -174,7 +169,6 @@ class Launches:
         return {name: kind for name, kind in found.items() if kind}
 
     def _kind(self, i: Instruction, operands: list[Instruction]) -> str:
-        """Return the kind of a matmul, "" if it is none."""
         if i.target in _FP8_LIBRARIES:
             return _FP8_LIBRARIES[i.target]
         if re.search("matmul|outer|attention", i.kernel):
@@ -186,8 +180,7 @@ class Launches:
         if not library and not _DOTS & self.opcodes(i):
             return "f8, XLA" if re.search(r"triton\w*gemm", i.attributes) else ""
         dtypes = self.factors(i)
-        wide = next((t for t in ("f64", "f32", "bf16", "f16") if t in dtypes), "f8, XLA")
-        return wide
+        return next((t for t in ("f64", "f32", "bf16", "f16") if t in dtypes), "f8, XLA")
 
     def factors(self, matmul: Instruction) -> set[str]:
         """Return the types that a matmul multiplies, in a library or a kernel of XLA's."""

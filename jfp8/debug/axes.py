@@ -74,8 +74,7 @@ def _resized(axes: Axes, shape: Sequence[int]) -> Axes:
     return tuple(dims)
 
 
-def _reshape(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
-    del eqn
+def _reshape(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
     assert ins[0] is not None
     left = [factor for dim in ins[0] for factor in dim]
     dims = []

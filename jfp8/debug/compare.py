@@ -128,7 +128,6 @@ class Comparison(Printed):
         return "\n".join([*lines, f"loss: {self.loss:.6g} in high precision, {losses}"])
 
     def _tables(self) -> tuple[Table, Table]:
-        """Return the tables of products and of gradients."""
         percent = lambda error: f"{100 * error:.3g} %"
         products = [("layer", "product", *(f"{part} {name}" for name in "ab" for part in _PARTS))]
         for row in self.products:
@@ -375,8 +374,8 @@ def _function_of_params(
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         call = lambda params: nnx.merge(graph, params, rest, copy=True)(*arguments, **kwargs)
     else:
-        others, params = dict(variables), variables["params"]
-        del others["params"]
+        others = dict(variables)
+        params = others.pop("params")
         options: dict[str, Any] = {"rngs": {"dropout": jax.random.key(1)}, **kwargs}
         options["mutable"] = list(others)
         call = lambda params: model.apply({"params": params, **others}, *arguments, **options)[0]

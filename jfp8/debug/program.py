@@ -13,16 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from jfp8.conversion.edges import arrays_apart, arrays_in, jaxprs_of
+from jfp8.conversion.edges import arrays_apart, jaxprs_of
 from jfp8.conversion.product_report import Report
-from jfp8.conversion.report import report_of
+from jfp8.conversion.report import F8_NAMES, dtype_name, report_of, total_of
 from jfp8.debug.axes import Axes, Role, moved_axes, plain_axes, size_of
 from jfp8.products.vjp import PRODUCT_NAME
-from jfp8.scaling import formats
 from jfp8.tracing.compat import body_of, scan_sizes
 from jfp8.tracing.notes import explaining, notes_of, product_path
 
-_F8 = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
 _SAME = {
     "copy",
     "first_order_only",
@@ -141,7 +139,7 @@ def check_program(
 
     def total(weights: Sequence[Any], others: Sequence[Any]) -> jax.Array:
         given = iter(weights), iter(others)
-        return _total(f(*together([next(given[0 if mine else 1]) for mine in is_weight])))
+        return total_of(f(*together([next(given[0 if mine else 1]) for mine in is_weight])))
 
     with explaining():
         forward = jax.make_jaxpr(total)(weights, others)
@@ -173,7 +171,6 @@ def _arguments(args: Any, inputs: int, sequence_axis: int | None) -> Any:
 
 
 def _read(jaxpr: Jaxpr, values: Sequence[_Value], report: Report) -> ProgramCheck:
-    """Read a forward pass with these arguments; the `report` is of both passes."""
     reading = _Reading()
     reading.run(jaxpr, values, "")
     once = lambda paths: tuple(dict.fromkeys(paths))
@@ -181,35 +178,21 @@ def _read(jaxpr: Jaxpr, values: Sequence[_Value], report: Report) -> ProgramChec
     return ProgramCheck(report, reading.tensors(), later, sequences, once(reading.unknown))
 
 
-def _total(y: Any) -> jax.Array:
-    floats = [x for x in arrays_in(y) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
-
-
 @dataclass(frozen=True)
 class _Value:
-    """Say what is known of an array while the program is read.
+    """Say what is known of an array while the program is read."""
 
-    Attributes:
-      axes: see `axes`; None: not known.
-      depends: whether it depends on the inputs.
-      mixed: the roles along which an amax of the inputs was made, that it no longer tells apart.
-      root: stands for the tensor of which this is a cast or another form.
-      casts: the dtypes that it had since it was computed.
-      was_fp8: whether it was rounded to FP8.
-    """
-
-    axes: Axes | None
-    depends: bool = False
-    mixed: frozenset[Role] = frozenset()
-    root: Any = field(default_factory=object)
-    casts: tuple[str, ...] = ()
-    was_fp8: bool = False
+    axes: Axes | None  # None: not known
+    depends: bool = False  # on the inputs
+    mixed: frozenset[Role] = frozenset()  # roles that an amax of the inputs no longer tells apart
+    root: Any = field(default_factory=object)  # the tensor of which this is a cast or another form
+    casts: tuple[str, ...] = ()  # the dtypes that it had since it was computed
+    was_fp8: bool = False  # it was rounded to FP8
 
 
 def _input_value(x: Any, sequence_axis: int | None) -> _Value:
     """Return the value of an argument; with an axis of -1 it has no batch."""
-    axes, casts = list(plain_axes(np.shape(x))), (_spelled(x.dtype),)
+    axes, casts = list(plain_axes(np.shape(x))), (dtype_name(x),)
     if sequence_axis == -1:
         return _Value(tuple(axes), casts=casts)
     places: dict[Role, int | None] = {"sequences": 0, "positions": sequence_axis}
@@ -257,7 +240,7 @@ class _Reading:
             return [_Value(value.axes, value.depends) for value in self.inside(eqn, ins, stack)]
         if called == "quantized":
             made = self.inside(eqn, ins, stack)
-            casts = (*ins[0].casts, _spelled(eqn.outvars[0].aval.dtype))
+            casts = (*ins[0].casts, dtype_name(eqn.outvars[0].aval))
             tensor = dataclasses.replace(ins[0], casts=casts)
             roots = [(tensor, object()), *[value.root for value in made[1:]]]
             return [dataclasses.replace(v, root=root) for v, root in zip(made, roots, strict=True)]
@@ -278,12 +261,12 @@ class _Reading:
         elif name == "reduce_max":
             value = dataclasses.replace(value, mixed=value.mixed | _lost(ins[0].axes, axes, v))
         if name in _SAME | {"convert_element_type"} and ins:
-            cast = () if name in _SAME else (_spelled(v.aval.dtype),)
+            cast = () if name in _SAME else (dtype_name(v.aval),)
             kept = {"root": ins[0].root, "casts": (*ins[0].casts, *cast)}
             value = dataclasses.replace(value, **kept)
         is_number = jnp.issubdtype(v.aval.dtype, jnp.floating)
         kept = value.was_fp8 and (name in _SAME | _OF_BYTES or not is_number)
-        return dataclasses.replace(value, was_fp8=kept or v.aval.dtype in _F8)
+        return dataclasses.replace(value, was_fp8=kept or v.aval.dtype in F8_NAMES)
 
     def inside(self, eqn: Any, ins: list[_Value], stack: str) -> list[_Value]:
         """Read the bodies of an equation."""
@@ -318,7 +301,7 @@ class _Reading:
     def product(self, eqn: Any, ins: list[_Value], stack: str) -> None:
         """Note the operands of an FP8 matmul, and what the scale of the first depends on."""
         path = product_path(notes_of(stack)) or "(no layer)"
-        data = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in _F8 and v.aval.ndim][:2]
+        data = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in F8_NAMES and v.aval.ndim][:2]
         for i in data:
             if isinstance(ins[i].root, tuple):
                 tensor, made = ins[i].root
@@ -354,7 +337,6 @@ def _plain(v: Any) -> Axes:
 
 
 def _joined(values: Sequence[_Value], axes: Axes | None) -> _Value:
-    """Return what depends on all `values`."""
     mixed = frozenset(role for value in values for role in value.mixed)
     was_fp8 = any(value.was_fp8 for value in values)
     return _Value(axes, any(value.depends for value in values), mixed, was_fp8=was_fp8)
@@ -375,7 +357,3 @@ def _fitting(axes: Axes | None, v: Any) -> Axes | None:
         return None
     same = all(math.prod(m for _, m in dim) == n for dim, n in zip(axes, v.aval.shape))
     return axes if same else None
-
-
-def _spelled(dtype: Any) -> str:
-    return _F8.get(np.dtype(dtype)) or np.dtype(dtype).name.replace("float", "f")

@@ -32,35 +32,23 @@ Origins = frozenset[object]
 
 @dataclass(frozen=True)
 class Loop:
-    """A ``scan`` around a tap.
-
-    Attributes:
-      length: number of iterations.
-      over_inputs: whether the tapped weight is computed from what the loop runs over, and from
-        nothing that it carries: then it belongs to another layer in each iteration.
-    """
+    """A ``scan`` around a tap."""
 
     length: int
+    # The tapped weight is computed from what the loop runs over, and from nothing that it carries:
+    # then it belongs to another layer in each iteration.
     over_inputs: bool
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tap in a program.
-
-    Attributes:
-      measure: what is measured.
-      stack: names of the scopes that it is in, with the notes for `jfp8.report`.
-      number: counts taps in the order of the program.
-      loops: those around it, the outermost first; leading axes of the measurement.
-      origins: what the weight is computed from, if one is tapped; empty in what `read` returns.
-    """
+    """The place of a tap in a program."""
 
     measure: Measurement
-    stack: str
-    number: int
-    loops: tuple[Loop, ...]
-    origins: Origins
+    stack: str  # names of the scopes that it is in, with the notes for `jfp8.report`
+    number: int  # counts taps in the order of the program
+    loops: tuple[Loop, ...]  # around it, outermost first: leading axes of the measurement
+    origins: Origins  # of the weight, if one is tapped; empty in what `read` returns
 
 
 Found = list[tuple[Place, jax.Array]]

@@ -242,7 +242,6 @@ def _predicted(steps: Mapping[object, _Group]) -> Predicted:
 
 
 def _squared_error(group: _Group, kind: str) -> float:
-    """Return the squared relative error of one product."""
     return sum(mse / power for mse, power in _powers(group, kind) if power)
 
 

@@ -120,7 +120,6 @@ class Summary(Printed):
         return f"{self.model}: {'; '.join(parts)}"
 
     def _table(self) -> Table:
-        """Return head, modules and total, without empty columns."""
         total = self.total
         columns = [kind for kind in _COLUMNS if kind == "params" or getattr(total, kind).count]
         table = [["module", *(text for kind in columns for text in (_COLUMNS[kind], "bytes"))]]

@@ -38,15 +38,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Run:
-    """The statistics of a training run.
+    """The statistics of a training run."""
 
-    Attributes:
-      tensors: the rows of each tensor in the order of the steps; tensors in that of the program.
-      products: what `jfp8.report` says of the model, None if it was not asked.
-    """
-
-    tensors: tuple[tuple[TensorStats, ...], ...]
-    products: Report | None = None
+    tensors: tuple[tuple[TensorStats, ...], ...]  # in program order; of each its rows by step
+    products: Report | None = None  # what `jfp8.report` says of the model, if it was asked
 
     @staticmethod
     def of(rows: Iterable[TensorStats], products: Report | None = None) -> Run:

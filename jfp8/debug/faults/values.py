@@ -67,7 +67,6 @@ _ONCE = (
 
 
 def _of_non_finite(source: TensorStats, first_order: int) -> str:
-    """Say what to do about the first tensor that is not finite."""
     if is_gradient(source):
         return "The forward pass is finite, so the gradient overflowed: lower the loss scale."
     if source.tensor == "rhs":

@@ -137,7 +137,6 @@ def multiplying(gmm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _check(more: dict[str, Any]) -> None:
-    """Refuse what would compute something else."""
     offset = more.get("group_offset")
     elsewhere = offset is not None and not (isinstance(offset, int) and offset == 0)
     if elsewhere or more.get("weight_gather_axes") or more.get("transpose_rhs"):

@@ -44,7 +44,6 @@ class Quantization(quantizations.Fp8Quantization):
         return hash(self.recipe)
 
     def dot_general_cls(self, mesh_axes: Any = ()) -> Any:
-        del mesh_axes
         return partial(jfp8.linen.DotGeneral, self.recipe, state_collection=STATE)
 
     def einsum(self, dtype: Any = jnp.float32) -> nn.Module:
