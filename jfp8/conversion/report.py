@@ -325,11 +325,12 @@ def _kind_of(scales: list[Any]) -> str:
 
 def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
     notes = notes_of(stack)
+    lhs, rhs, out = (_spelled(v.aval) for v in (*eqn.invars[:2], eqn.outvars[0]))
     return ProductRow(
         notes.get("path", ""),
         notes.get("layer", ""),
         "backward" if "transpose(" in stack else "forward",
-        *(_spelled(v.aval) for v in (*eqn.invars[:2], eqn.outvars[0])),
+        *(lhs, rhs, out),
         reason=notes.get("reason") or _why_not(eqn),
         times=times,
         flops=times * flops(eqn),
