@@ -21,12 +21,12 @@ Stored = ScaledArray | jax.Array
 class KVCache(NamedTuple):
     """Keys and values of the first `index` positions; what is behind them is never attended to.
 
-    In FP8 each token has its own scale in each head. It is quantized once, when it is written,
-    so that nothing stored changes later, and no token depends on another one.
+    In FP8 each token has its own scale in each head, ``f32[..., max_length, heads, 1]``. It is
+    quantized once, when it is written, so that nothing stored changes later, and no token depends
+    on another one.
 
     Attributes:
-      key, value: ``[..., max_length, heads, depth]``: arrays, or `ScaledArray`s with scales
-        ``f32[..., max_length, heads, 1]``.
+      key, value: ``[..., max_length, heads, depth]``.
       index: int32[], the position of the next token.
     """
 

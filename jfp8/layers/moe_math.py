@@ -94,16 +94,10 @@ def sequence_balance_loss(routing: Routing, sequence_length: int) -> jax.Array:
         loss = sum_i f_i P_i      f_i = g / (k T) * count of tokens with s_i among their k largest
                                   P_i = mean over the sequence of s_i / sum_j s_j
 
-    A sequence has ``T`` tokens. Choices are counted as the scores alone would make them, without
-    a bias. The gradient goes through ``P_i``. It is 1 if all is even. DeepSeek-V3 adds 0.0001
-    times it, next to a bias (see `updated_bias`).
-
-    Args:
-      routing: of whole sequences, one after the other.
-      sequence_length: ``T``.
-
-    Raises:
-      ValueError: `sequence_length` does not divide the tokens.
+    A sequence has ``T`` tokens, `sequence_length`, and the routed ones are whole sequences. Choices
+    are counted as the scores alone would make them, without a bias. The gradient goes through
+    ``P_i``. It is 1 if all is even. DeepSeek-V3 adds 0.0001 times it, next to a bias (see
+    `updated_bias`).
 
     References:
       DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
@@ -123,9 +117,6 @@ def sequence_balance_loss(routing: Routing, sequence_length: int) -> jax.Array:
 
 def router_z_loss(logits: jax.Array) -> jax.Array:
     """``mean over tokens of log(sum_i exp logits_i)^2``, f32[]: keeps the router's logits small.
-
-    Args:
-      logits: f32[t, g]; those of a `Routing` are its ``logits``.
 
     References:
       ST-MoE, arXiv 2202.08906, equation 5, which adds 0.001 times it to the loss.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +200,7 @@ def ragged_all_to_all(rows, length, chunks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "hidden"), [("delayed", 64), ("block", 256), ("mxfp8", 64)])
-def test_tokens_travel_as_bytes(recipe, hidden, monkeypatch):
+def test_tokens_travel_as_bytes(recipe, hidden):
     """Of the dispatch, forward and backward: at most 0.27 of the bytes of f32."""
     f, _ = compiled_on(MESHES["expert"], recipe, hidden, 64)
     sent = {"u8": 0, "f32": 0}
@@ -211,13 +209,6 @@ def test_tokens_travel_as_bytes(recipe, hidden, monkeypatch):
             sent[collective.dtype] += collective.bytes
     # As many elements come back in f32 as went there.
     assert 0.25 <= sent["u8"] / sent["f32"] <= 0.27
-    # What the planner says of a pass there and one back, forward and backward.
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    planned = importlib.import_module("expert_bytes")
-    encoding = {"delayed": "tensor", "block": "block", "mxfp8": "mx"}[recipe]
-    sizes = (64 // 8, 2, FEATURES, 8)
-    assert sent["u8"] == 2 * planned.dispatch_bytes(*sizes, encoding, padded=True)
-    assert sent["f32"] == 2 * planned.combine_bytes(*sizes, "f32", padded=True)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp, expert, tensor", "data and expert"])

@@ -146,16 +146,6 @@ def test_mlp_is_its_formula_with_rounded_operands(activation):
     assert_as_written(mlp, written_out, params, x, dy)
 
 
-X = normal((5, 16))
-
-
-def test_mlp_with_dropout_wants_to_be_told():
-    mlp = LayerNormMLP(8, intermediate_dropout_rate=0.25)
-    with pytest.raises(ValueError, match="deterministic"):
-        jax.eval_shape(mlp.init, KEY, X)
-    jax.eval_shape(LayerNormMLP(8).init, KEY, X)  # without any it does not
-
-
 @pytest.mark.slow
 def test_the_backward_pass_of_an_mlp_keeps_bytes():
     """Beside the inputs: one byte per operand of a product, and bf16 before the activation."""

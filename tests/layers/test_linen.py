@@ -53,13 +53,6 @@ DY = normal((8, 4), 1, 2.0**-10)
 MATRIX = "ai,ij->aj"
 
 
-def kernel_of(variables) -> jax.Array:
-    tree = variables["params"]
-    while "kernel" not in tree:
-        (tree,) = tree.values()
-    return tree["kernel"]
-
-
 # Drop-in.
 
 bf16 = jnp.bfloat16
@@ -180,12 +173,6 @@ def test_a_product_of_the_users_own_is_refused(layer, argument):
     words = rf"jfp8.{layer.__name__} computes its matmul itself.*use flax.linen.{layer.__name__}"
     with pytest.raises(ValueError, match=words):
         layer(4, **{argument: jax.lax.dot_general})
-
-
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_a_class_of_recipes_is_no_recipe(layer):
-    with pytest.raises(TypeError, match=r"got the class DelayedScaling.*recipe=DelayedScaling\(\)"):
-        layer(recipe=DelayedScaling).init(KEY, X)
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
@@ -311,14 +298,14 @@ class TestPromise2CollectionsDecideWhatIsDelayed:
         d_params, dx = jax.grad(loss, argnums=(0, 1))(variables["params"], X)
         q_x, q_w, q_dy = (
             fake_quantize(t, fmt, self.AMAX[role] * factor if role in delayed else None)
-            for t, fmt, role in zip((X, kernel_of(variables), DY), fmts, ROLES)
+            for t, fmt, role in zip((X, variables["params"]["kernel"], DY), fmts, ROLES)
         )
         assert_is_product(y, MATRIX, q_x, q_w)
         assert_is_product(dx, "aj,ij->ai", q_dy, q_w)
         assert_is_product(d_params["kernel"], "ai,aj->ij", q_x, q_dy)
 
     def test_the_oracle_tells_delayed_from_current(self):
-        tensors = X, kernel_of(dense_variables()), DY
+        tensors = X, dense_variables()["params"]["kernel"], DY
         for t, fmt, role in zip(tensors, (E4M3, E4M3, E5M2), ROLES):
             current, delayed = fake_quantize(t, fmt), fake_quantize(t, fmt, self.AMAX[role])
             assert relative_error(delayed, current) > 0.02

@@ -149,24 +149,6 @@ def test_products_as_hooks_of_flax_layers():
         np.testing.assert_array_equal(call(layer, x), call(made(jfp8.nnx, name), x))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Linear", "Conv", "ConvTranspose", "Einsum"])
-def test_dtypes(name):
-    x = input_of(name)
-    layer = made(jfp8.nnx, name, dtype=jnp.bfloat16, param_dtype=jnp.float32)
-    assert layer.kernel.get_value().dtype == jnp.float32
-    y, reference = call(layer, x), call(made(nnx, name, dtype=jnp.bfloat16), x)
-    assert y.dtype == jnp.bfloat16
-    assert relative_error(y, reference) < 0.06
-    options = {"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32}
-    ours, stock = (
-        jax.eval_shape(call, made(package, name, **options), x) for package in (jfp8.nnx, nnx)
-    )
-    assert ours.dtype == stock.dtype
-    low = made(jfp8.nnx, name, param_dtype=jnp.bfloat16)
-    assert low.kernel.get_value().dtype == jnp.bfloat16
-
-
 def test_a_mask_of_a_convolution_is_kept():
     mask = jnp.tril(jnp.ones((3, 4, 6)))
     for name in ("Conv", "ConvTranspose"):
@@ -244,16 +226,6 @@ def test_attention_is_the_function_that_is_tested_by_itself(groups):
     several = lambda x: jnp.stack([x, x + 1], axis=1)  # dimensions of the batch
     y = jax.jit(layer)(*map(several, (q, k, v)), mask=mask[:, None])
     np.testing.assert_allclose(y[:, 0], jax.jit(layer)(q, k, v, mask=mask), atol=1e-6)
-
-
-@pytest.mark.slow
-def test_attention_products_are_opt_in():
-    x = normal(0, (2, 5, 8))
-    without, with_products = attention(jfp8.nnx), attention(jfp8.nnx, attention_products=True)
-    assert_same_params(with_products, attention(nnx))
-    assert 1e-4 < relative_error(call(with_products, x), call(without, x)) < 0.1
-    with jfp8.autocast(enabled=False):
-        assert relative_error(call(with_products, x), call(attention(nnx), x)) < 1e-6
 
 
 # Mistakes.

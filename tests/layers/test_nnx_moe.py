@@ -118,20 +118,6 @@ def test_evaluation_changes_nothing():
 
 
 @pytest.mark.slow
-def test_a_disabled_region_and_stored_kernels():
-    linen, variables, ours = both()
-    ours.eval()
-    with jfp8.autocast(enabled=False):
-        np.testing.assert_array_equal(ours(X), linen.apply(variables, X))
-    params = dict(variables["params"])
-    for name in ("wi", "wo"):
-        kernel = jfp8.quantize(params[name]["kernel"], granularity=jfp8.PerAxis(0))
-        params[name] = {"kernel": kernel}
-        getattr(ours, name).kernel.set_value(kernel)
-    np.testing.assert_array_equal(ours(X), linen.apply({**variables, "params": params}, X))
-
-
-@pytest.mark.slow
 def test_losses_are_captured():
     linen, variables, ours = both()
     ours.eval()

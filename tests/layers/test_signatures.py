@@ -103,26 +103,12 @@ def test_subclasses_and_instances_have_signatures_of_their_own():
     assert inspect.signature(Own.__init__) != inspect.signature(jfp8.nnx.Linear.__init__)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: jfp8.nnx.Linear(3, 4, kernal_init=3, rngs=nnx.Rngs(0)),
-            "Linear has no option 'kernal_init'. Did you mean .kernel_init.. Options: in_f",
-        ),
-        (
-            lambda: jfp8.nnx.DotGeneral(recipes="current"),
-            "no option 'recipes'. Did you mean 'recipe'",
-        ),
-        (
-            lambda: jfp8.nnx.MoE(8, 4, 16, xyz=1, rngs=nnx.Rngs(0)),
-            "MoE has no option 'xyz'. Options",
-        ),
-    ],
-)
-def test_unknown_options_are_refused_with_the_closest_one(make, message):
-    with pytest.raises(TypeError, match=message):
-        make()
+def test_unknown_options_are_refused_with_the_closest_one():
+    words = "Linear has no option 'kernal_init'. Did you mean .kernel_init.. Options: in_f"
+    with pytest.raises(TypeError, match=words):
+        jfp8.nnx.Linear(3, 4, kernal_init=3, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="DotGeneral has no option 'xyz'. Options"):
+        jfp8.nnx.DotGeneral(xyz="current")
 
 
 def test_a_type_checker_refuses_wrong_calls():

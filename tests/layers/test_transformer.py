@@ -265,18 +265,6 @@ def test_a_relative_embedding_can_be_shared():
     assert relative_error(y, apply(shared, {"params": params}, X)) > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mask_type", "used"), [("causal", 6), ("no_mask", 11)])
-def test_a_causal_layer_spends_no_buckets_on_the_future(mask_type, used):
-    layer = TransformerLayer(
-        **SIZES, enable_relative_embedding=True, self_attn_mask_type=mask_type, recipe=Unscaled()
-    )
-    params = random_params(layer, X)
-    loss = lambda params: jnp.sum(layer.apply({"params": params}, X) ** 2)
-    d_table = jax.jit(jax.grad(loss))(params)["relpos_bias"]["rel_embedding"]
-    assert np.sum(np.any(np.asarray(d_table) != 0, axis=0)) == used
-
-
 # Dropout.
 
 

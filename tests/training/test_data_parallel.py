@@ -342,35 +342,21 @@ def test_several_batch_axes_and_the_mesh_in_force():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("axis", "mesh", "given", "words"),
     [
-        (
-            lambda f: data_parallel(f, "data")(1.0, make_batch()),
-            ValueError,
-            r"axes \('data',\), but the mesh has \(\), not.*jax.set_mesh",
-        ),
-        (
-            lambda f: data_parallel(f, "batch", mesh=MESH)(1.0, make_batch()),
-            ValueError,
-            r"\('batch',\), but the mesh has \('data',\), not \['batch'\]",
-        ),
-        (
-            lambda f: data_parallel(f, "data", mesh=MESH)(1.0, make_batch(12)),
-            ValueError,
-            "splits a batch of 12, which is no multiple of 8",
-        ),
-        (
-            lambda f: data_parallel(f, "data", mesh=MESH)(
-                {"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))}, make_batch()
-            ),
-            TypeError,
-            "but got a tree with a Linear. Pass the model itself",
-        ),
+        ("data", None, (1.0, 64), r"axes \('data',\), but the mesh has \(\), not.*jax.set_mesh"),
+        ("batch", MESH, (1.0, 64), r"but the mesh has \('data',\), not \['batch'\]"),
+        ("data", MESH, (1.0, 12), "splits a batch of 12, which is no multiple of 8"),
+        ("data", MESH, (None, 64), "but got a tree with a Linear. Pass the model itself"),
     ],
+    ids=["no mesh", "another axis", "batch", "tree"],
 )
-def test_errors_teach(call, error, words):
-    with pytest.raises(error, match=words):
-        call(jax.value_and_grad(lambda w, batch: w * jnp.mean(batch["x"])))
+def test_errors_teach(axis, mesh, given, words):
+    grad_fn = jax.value_and_grad(lambda w, batch: w * jnp.mean(batch["x"]))
+    first, size = given
+    first = {"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))} if first is None else first
+    with pytest.raises((TypeError, ValueError), match=words):
+        data_parallel(grad_fn, axis, mesh=mesh)(first, make_batch(size))
 
 
 def test_a_batch_that_explicit_axes_do_not_divide_is_told_how():

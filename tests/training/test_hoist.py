@@ -25,33 +25,25 @@ MICRO_BATCHES = 4
 X = jax.random.normal(jax.random.key(1), (16, IN))
 
 
-def without_split(function, known, varying):
-    del varying
-    return (), lambda kept, varying: function(known, varying)
-
-
 @pytest.fixture
 def never_split(monkeypatch):
     """What makes `value_and_grad` quantize weights in each turn."""
-    return lambda: monkeypatch.setattr(jfp8.training.micro_batches, "split", without_split)
+    without = lambda function, known, _: ((), lambda kept, varying: function(known, varying))
+    return lambda: monkeypatch.setattr(jfp8.training.micro_batches, "split", without)
 
 
 class Block(nn.Module):
     recipe: recipes.Recipe
-    dtype: jnp.dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x, _=None):
-        dense = lambda n: jfp8.Dense(
-            n, recipe=self.recipe, dtype=self.dtype, param_dtype=self.dtype, use_bias=False
-        )
+        dense = lambda n: jfp8.Dense(n, recipe=self.recipe, use_bias=False)
         return nn.tanh(dense(IN)(dense(WIDTH)(x))), None
 
 
 class Model(nn.Module):
     recipe: recipes.Recipe
     lift: str = "plain"
-    dtype: jnp.dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x):
@@ -59,7 +51,7 @@ class Model(nn.Module):
         if "scan" in self.lift:
             axes = {"params": 0, "fp8": 0, "fp8_sink": 0}
             block = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=3)
-        return block(self.recipe, self.dtype)(x, None)[0]
+        return block(self.recipe)(x, None)[0]
 
 
 def state_of(model) -> jfp8.TrainState:
@@ -250,26 +242,6 @@ def test_keys_constants_branches_and_while_loops():
     known = {"key": KEY, "w": 2 * table, "n": jnp.int32(4)}
     result, _ = rest_and_kept(function, known, jnp.ones((2, 8)))
     assert result["same"] == 5
-
-
-@pytest.mark.slow
-def test_under_vmap_and_shard_map():
-    from jax.sharding import Mesh
-    from jax.sharding import PartitionSpec as P
-
-    def whole(w, x):
-        function = lambda w, x: x @ quantized(w)[0].astype(jnp.float32)
-        kept, rest = split(function, w, x)
-        return rest(kept, x)
-
-    w, x = jax.random.normal(KEY, (2, 8, 8)), jnp.ones((2, 4, 8))
-    expected = jnp.stack([whole(w[i], x[i]) for i in range(2)])
-    np.testing.assert_array_equal(jax.vmap(whole)(w, x), expected)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    sharded = jax.shard_map(
-        lambda w, x: whole(w[0], x[0])[None], mesh=mesh, in_specs=P("d"), out_specs=P("d")
-    )
-    np.testing.assert_array_equal(jax.jit(sharded)(w, x), expected)
 
 
 def test_views_of_what_is_kept_are_not_kept_beside_it():

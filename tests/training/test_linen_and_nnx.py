@@ -253,3 +253,17 @@ def test_gradients_by_parameters_in_fp8_are_those_by_their_values():
     assert relative_error(nnx.as_pure(grads), nnx.as_pure(expected)) < 1e-6
     assert_same(stored.first.kernel[...], params["first"]["kernel"][...])
     assert isinstance(stored.first.kernel[...], jfp8.ScaledArray)
+
+
+@pytest.mark.slow
+def test_a_function_that_saves_in_fp8_inside_a_module():
+    def backward_of(activation):
+        model = made("mxfp8", activation=activation)
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        _, backward = jax.vjp(lambda params: nnx.merge(graphdef, params, rest)(X), params)
+        return backward(jnp.ones_like(X))[0], backward
+
+    (found, kept), (expected, wide) = map(backward_of, (jfp8.save_in_fp8(nnx.gelu), nnx.gelu))
+    assert 0 < relative_error(nnx.as_pure(found), nnx.as_pure(expected)) < 0.05
+    bytes_of = lambda backward: sum(x.nbytes for x in jax.tree.leaves(backward) if x.ndim > 1)
+    assert bytes_of(kept) < bytes_of(wide) - 2 * X.size

@@ -228,15 +228,3 @@ def test_a_linen_layer_in_a_model_is_told_that_its_histories_stand_still():
     current = nnx.bridge.ToNNX(jfp8.Dense(8, recipe="current"), rngs=nnx.Rngs(0))
     current.lazy_init(X)
     assert jfp8.nnx.value_and_grad(loss_fn)(current, BATCH)[0] > 0
-
-
-@pytest.mark.slow
-def test_averaged_histories_are_not_used_on_several_devices():
-    """The histories begin anew: one entry, of this step."""
-    model = Plain(nnx.Rngs(0))
-    jfp8.nnx.value_and_grad(loss_fn)(model, BATCH)
-    averaged = jax.tree.map(lambda x: 0.1 * x, nnx.state(model, jfp8.nnx.Fp8State))
-    nnx.update(model, averaged)
-    nnx.jit(of_devices(8, loss_fn))(model, BATCH)
-    for role in ("lhs", "rhs", "grad"):
-        assert np.count_nonzero(model.last.dot_general.fp8[role][...]) == 1

@@ -78,14 +78,3 @@ def test_what_differs_is_not_stacked():
     for (x,), each in zip(arguments, found, strict=True):
         np.testing.assert_array_equal(each["y"], 2 * x)
         assert each["n"].shape == x.shape[:-1]
-
-
-def test_what_vmap_maps_is_not_stacked_with_what_it_does_not():
-    def f(x, y):
-        first, second, third = over_stacked(lambda x: x + 1, [(x,), (y,), (x,)])
-        return first + third, second
-
-    axes = {"in_axes": (0, None), "out_axes": (0, None)}
-    mapped, shared = jax.vmap(f, **axes)(jnp.ones((2, 3)), jnp.ones(3))
-    np.testing.assert_array_equal(mapped, np.full((2, 3), 4.0))
-    np.testing.assert_array_equal(shared, np.full(3, 2.0))

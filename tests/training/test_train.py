@@ -248,24 +248,6 @@ class TestApplyGradients:
         after = state.apply_gradients(scaled)
         np.testing.assert_array_equal(after.params["not scaled"], np.full(3, 0.5))
 
-    @pytest.mark.slow
-    def test_a_model_without_fp8_trains_as_with_plain_optax(self):
-        model, tx = Mlp(nn.Dense), optax.adamw(1e-2)
-        state, loss_fn = create(model, tx), squared_error(model)
-        plain_loss = lambda params, batch: loss_fn({"params": params}, batch)[0]
-        gradient = jax.jit(jax.grad(plain_loss))
-        params, opt_state = state.params, state.opt_state
-        for step in range(3):
-            grads = gradient(params, batch_of(step))
-            # The optimizers run without jit, which would fuse, and so round, both differently.
-            updates, opt_state = tx.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            _, ours = jfp8.value_and_grad(loss_fn)(state, batch_of(step))
-            assert_same(ours.params, gradient(state.params, batch_of(step)))
-            state = state.apply_gradients(ours)
-            assert_same((state.params, state.opt_state), (params, opt_state))
-        assert state.step == 3
-
     def test_raw_gradients_are_those_of_the_scaled_loss(self):
         """By hand: ``scale_loss``, ``jax.grad``, and the loss scale in tx divides again."""
         model, batch = Mlp(nn.Dense), batch_of()
@@ -548,14 +530,11 @@ class TestAdvance:
         loss = lambda sink: jnp.sum(model.apply({**variables, "fp8_sink": sink}, normal((8, 16))))
         return variables, jax.grad(loss)(variables["fp8_sink"])
 
-    def test_it_changes_no_argument_and_takes_frozen_dicts(self):
+    def test_it_takes_frozen_dicts(self):
         variables, cotangent = self.cotangent()
-        before = jax.tree.map(np.array, variables["fp8"])
         new = jfp8.advance(variables["fp8"], cotangent)
-        assert_same(variables["fp8"], before)
         frozen = jfp8.advance(flax.core.freeze(variables["fp8"]), flax.core.freeze(cotangent))
         assert_same(frozen, new)
-        assert jax.tree.structure(new) == jax.tree.structure(variables["fp8"])
         assert history(new, "grad")[0] == 1.0
 
     def test_trap_a_changed_loss_scale_does_not_saturate(self):
@@ -652,4 +631,3 @@ def test_states_and_gradients_print_what_is_in_them():
         "Gradients(params=(2 arrays, 36 B), fp8_sink=(1 array, 24.6 kB), "
         "collections=(batch_stats: 1 array, 12 B))"
     )
-    assert repr(Gradients(dense, {}, {})) == "Gradients(params=(2 arrays, 36 B))"

@@ -120,15 +120,6 @@ def test_histories_that_vmap_has_recorded_may_be_averaged():
     assert_same(found, apply({"params": variables["params"]}, 20 * X))
 
 
-def test_states_of_before_there_were_checks_are_used(trees):
-    old = jax.tree.map(lambda x: x, trees[2])
-    for layer in old["fp8"].values():
-        del layer["DotGeneral_0"]["check"]
-    assert_same(apply(old, X), apply(trees[2], X))
-    state = jfp8.TrainState.create(apply_fn=MODEL.apply, variables=old, tx=optax.adam(0.05))
-    assert jax.tree.structure(train(state).fp8) == jax.tree.structure(old["fp8"])
-
-
 class Model(nnx.Module):
     def __init__(self, seed: int):
         rngs = nnx.Rngs(seed)

@@ -85,7 +85,8 @@ def lhs(fp8, n=4):
     return np.asarray(fp8["dense"]["DotGeneral_0"]["lhs"]["amax_history"][:n])
 
 
-def state_of(model, tx=optax.sgd(0.0)):
+def state_of(model, tx=None):
+    tx = optax.sgd(0.0) if tx is None else tx
     return jfp8.TrainState.create(apply_fn=None, variables=model.init(KEY, X), tx=tx)
 
 

@@ -76,44 +76,6 @@ class TestTrapL:
         assert np.linalg.norm(ours - expected) < 0.3 * np.linalg.norm(expected)
 
 
-class Backbone(nn.Module):
-    """A frozen layer and a head."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(jfp8.Dense(16, name="frozen", implementation="emulate")(x))
-        return jfp8.Dense(4, name="head", implementation="emulate")(x)
-
-
-@pytest.mark.slow
-def test_trap_m_frozen_layers_cost_no_backward_pass():
-    """A sink forces the backward pass through its layer; without it, there is none."""
-    variables, x = Backbone().init(KEY, filled(1.0)), filled(1.0)
-
-    def gradient(sinks):
-        def loss(head, sinks):
-            params = {"frozen": variables["params"]["frozen"], "head": head}
-            y = Backbone().apply({**variables, "params": params, "fp8_sink": sinks}, x)
-            return jnp.sum(y)
-
-        return lambda: jax.grad(loss, argnums=(0, 1))(variables["params"]["head"], sinks)
-
-    def products(f):
-        return str(jax.make_jaxpr(f)()).count("dot_general[")
-
-    sinks = variables["fp8_sink"]
-    with_all, with_head = gradient(sinks), gradient({"head": sinks["head"]})
-    assert products(with_all) == 2 * 3
-    assert products(with_head) == 1 + 3
-
-    grads, cotangent = with_head()
-    np.testing.assert_array_equal(grads["kernel"], with_all()[0]["kernel"])
-    fp8 = jfp8.advance(variables["fp8"], cotangent)
-    assert_one_entry(fp8["head"], "grad", 1.0)
-    for leaf in jax.tree.leaves(fp8["frozen"]):
-        assert not np.any(leaf)
-
-
 # What Flax and JAX cannot do, and the way around it.
 
 

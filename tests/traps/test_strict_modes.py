@@ -6,8 +6,6 @@ import optax
 import pytest
 
 import jfp8
-from jfp8.scaling.casts import ROUNDINGS
-from jfp8.scaling.formats import FORMATS
 from jfp8.scaling.scales import SCALE_ROUNDINGS
 
 X = jnp.linspace(-3.0, 5.0, 32).reshape(4, 8)

@@ -18,11 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jfp8
-from jfp8 import recipes
 from support.arrays import assert_same
 
 WORDS, LENGTH, BATCH, IMAGE, CLASSES = 16, 16, 32, 32, 4
@@ -303,15 +301,11 @@ def case(request) -> Case:
     return CASES[request.param]
 
 
-def convert(model: Any) -> Any:
-    return jfp8.convert(model, recipes.DelayedScaling())
-
-
 @pytest.mark.slow
 def test_every_product_that_should_be_is_in_fp8(case):
     model = case.model()
     expected, counts = case.products, {}
-    for kind, m in (("plain", model), ("converted", convert(model))):
+    for kind, m in (("plain", model), ("converted", jfp8.convert(model, "delayed"))):
         gradient = jfp8.value_and_grad(functools.partial(case.loss, m))
         state = jax.eval_shape(functools.partial(state_of, case, m))
         counts[kind] = products_in(jax.make_jaxpr(gradient)(state, case.example()).jaxpr)
@@ -322,7 +316,7 @@ def test_every_product_that_should_be_is_in_fp8(case):
 @pytest.mark.slow
 def test_parameters_are_those_of_the_model(case):
     model = case.model()
-    theirs, ours = initial(case, model), initial(case, convert(model))
+    theirs, ours = initial(case, model), initial(case, jfp8.convert(model, "delayed"))
     assert set(ours) - set(theirs) == {"fp8", "fp8_sink"}
     assert_same({name: ours[name] for name in theirs}, theirs)
 
@@ -330,7 +324,7 @@ def test_parameters_are_those_of_the_model(case):
 @pytest.mark.slow
 def test_it_trains_as_it_did(case):
     model = case.model()
-    converted = convert(model)
+    converted = jfp8.convert(model, "delayed")
     theirs, their_losses = train(case, model)
     ours, our_losses = train(case, converted)
 
@@ -349,40 +343,3 @@ def test_it_trains_as_it_did(case):
         assert_same(read, without_fp8(writer))
         plain, fp8 = (float(loss(read, last)[0]) for loss in evaluate)
         assert fp8 == pytest.approx(plain, rel=0.05)
-
-
-# ---- NNX
-
-
-def gqa() -> nnx.Module:
-    """Decoder only, in NNX: grouped queries, rotary positions, gated feed-forward layers."""
-    config = third_party("dantinox.core.config").ModelConfig(
-        dim=32,
-        n_heads=4,
-        kv_heads=2,
-        num_blocks=2,
-        attention="gqa",
-        vocab_size=WORDS,
-        max_context=LENGTH,
-        weight_tying=False,
-    )
-    return third_party("dantinox.core.model").Transformer(config, rngs=nnx.Rngs(0))
-
-
-def nnx_loss(model: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array:
-    return cross_entropy(model(batch["x"], deterministic=True).logits, batch["y"])
-
-
-def test_nnx_every_product_that_should_be_is_in_fp8():
-    """Per block one for query, key and value, one for what they give, two in the MLP."""
-    counts, batch = {}, {name: array[0] for name, array in text(1).items()}
-    for kind, model in (("plain", gqa()), ("converted", convert(gqa()))):
-        graph, state = nnx.split(model)
-
-        def gradient(state, graph=graph):
-            return nnx.value_and_grad(nnx_loss)(nnx.merge(graph, state, copy=True), batch)
-
-        counts[kind] = products_in(jax.make_jaxpr(gradient)(state).jaxpr)
-    expected = Products(8, 8, 8, plain=2 * ATTENTION + LOGITS)
-    assert counts["converted"] == vars(expected)
-    assert counts["plain"] == {"plain": sum(vars(expected).values())}

@@ -111,12 +111,6 @@ def test_a_functional_loop_of_one_product():
     np.testing.assert_allclose(kernel, after.params["kernel"], rtol=1e-5, atol=1e-7)
 
 
-def test_one_sink_for_a_whole_collection_is_refused():
-    state = state_of(jfp8.Dense(4, recipe="delayed"), optax.sgd(0.1))
-    with pytest.raises(ValueError, match="'amax'] at the top, which the fp8 collection lacks"):
-        jfp8.advance(state.fp8, jfp8.scaling.init_sink())
-
-
 def test_metrics_without_has_aux_are_told():
     """They were taken for collections, and dropped."""
     model = jfp8.Dense(4, recipe="delayed")

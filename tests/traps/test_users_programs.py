@@ -14,7 +14,6 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
-from jax.sharding import AxisType, PartitionSpec
 
 import jfp8
 from support.arrays import assert_same, normal
@@ -107,28 +106,6 @@ def test_a_population_whose_winners_are_copied():
         np.testing.assert_allclose(found, history(alone.fp8, "last", role), rtol=2e-2)
     copied, _ = jax.jit(jax.vmap(step))(of(states, np.array([1, 1, 2])))
     assert_same(of(copied, 0), of(copied, 1))
-
-
-@pytest.mark.slow
-def test_gradients_that_are_scattered_and_gathered():
-    """ZeRO by hand: every leaf of the gradients, sinks too, goes through a reduce-scatter."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def mean(leaf):
-        flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % 8))
-        part = jax.lax.psum_scatter(flat, "data", tiled=True) / 8
-        whole = jax.lax.all_gather(part, "data", tiled=True)
-        return whole[: leaf.size].reshape(leaf.shape)
-
-    whole, part = PartitionSpec(), PartitionSpec("data")
-    specs = {"in_specs": (whole, part, part), "out_specs": whole}
-
-    @functools.partial(jax.shard_map, mesh=mesh, **specs, check_vma=False)
-    def train(state, x, y):
-        loss, grads = jfp8.value_and_grad(loss_fn)(state, x, y)
-        return state.apply_gradients(jax.tree.map(mean, grads)), jax.lax.pmean(loss, "data")
-
-    check(*losses_of(lambda state: train(state, X, Y), new()), exact_losses())
 
 
 def test_gradients_that_a_scan_accumulates_from_zeros():

@@ -106,11 +106,7 @@ class LayerNormAttention(nn.Module):
         deterministic: bool = True,
         **options: Any,
     ) -> tuple[jax.Array, KVCache | None]:
-        """Return ``[..., q, hidden_size]``, from `inputs` of that shape and, if given, `encoded`.
-
-        With a `cache`, `inputs` are the next positions; the second result is then the new cache.
-        For `options` see `projected_attention`.
-        """
+        """Return ``[..., q, hidden_size]``, and the new `cache` of earlier positions, if any."""
         hidden_size, heads, groups = inputs.shape[-1], self.num_attention_heads, self.num_gqa_groups
         depth, shared_by = hidden_size // heads, heads // groups
         projected = partial(LayerNormDense, **self.norm, **self.dense)

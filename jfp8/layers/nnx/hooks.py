@@ -117,18 +117,12 @@ def install(
 
 @dataclass(frozen=True)
 class SparingScaledArrays:
-    """A layer's ``promote_dtype`` that leaves `ScaledArray`s unchanged.
-
-    Unlike a closure it compares by value, for JAX's caches.
-    """
+    """A layer's ``promote_dtype`` that leaves `ScaledArray`s unchanged, and compares by value."""
 
     promote_dtype: Callable[..., Any]
 
     def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
-        """Promote all but the `ScaledArray`s among `args`.
-
-        By Flax's own rule, a kernel in f32 is left to the matmul, which casts it.
-        """
+        """Promote all others; by Flax's own rule, a kernel in f32 is left to the matmul."""
         promote = lambda arrays: self.promote_dtype(tuple(arrays), **options)
         casts_kernel = self.promote_dtype is dtypes.promote_dtype
         return tuple(promoted(promote, args, casts_kernel))
