@@ -141,23 +141,17 @@ class TransformerOptions(Architecture):
 
     def normalization(self) -> dict[str, Any]:
         """Return the options of a normalisation."""
-        return {
-            "layernorm_type": self.layernorm_type,
-            "epsilon": self.layernorm_epsilon,
-            "zero_centered_gamma": self.zero_centered_gamma,
-            "saved_activations": self.saved_activations,
-        }
+        names = "layernorm_type", "zero_centered_gamma", "saved_activations"
+        return {"epsilon": self.layernorm_epsilon, **options_of(self, names)}
 
     def attention_options(self) -> dict[str, Any]:
         """Return the options of both attentions."""
+        names = "num_attention_heads", "attention_dropout", "attention_products", "attention_sinks"
         return {
-            "num_attention_heads": self.num_attention_heads,
             "num_gqa_groups": self.num_gqa_groups or self.num_attention_heads,
             "norm": self.normalization(),
             "dense": options_of(self, PRODUCT_OPTIONS),
-            "attention_dropout": self.attention_dropout,
-            "attention_products": self.attention_products,
-            "attention_sinks": self.attention_sinks,
+            **options_of(self, names),
         }
 
     def mlp_options(self) -> dict[str, Any]:

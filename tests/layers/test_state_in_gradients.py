@@ -164,11 +164,6 @@ def test_every_layer_takes_the_collection():
         assert len(jax.tree.leaves(shapes[OWG])) == products
 
 
-def test_a_recipe_without_state_has_no_variable():
-    layer = jfp8.Dense(4, recipe="current", state_collection=OWG)
-    assert sorted(jax.eval_shape(layer.init, KEY, X)) == ["params"]
-
-
 # What loops do to gradients.
 
 

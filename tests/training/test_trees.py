@@ -252,8 +252,9 @@ def test_what_is_no_common_factor_is_loud():
     """Noise on statistics makes them NaN; f16, which would lose them, raises."""
     state, noise = normalised_state(), jax.random.normal
     grads = gradients(state)
-    noisy = jax.tree.map(lambda g: g + 1e-3 * noise(KEY, g.shape, g.dtype), grads)
-    assert np.isnan(noisy.collections["batch_stats"]["BatchNorm_0"]["var"]).all()
+    for size in (2.0**-65, 1e-3):
+        noisy = jax.tree.map(lambda g, s=size: g + s * noise(KEY, g.shape, g.dtype), grads)
+        assert np.isnan(noisy.collections["batch_stats"]["BatchNorm_0"]["var"]).all()
     only = dataclasses.replace(grads, params=noisy.params)
     assert_same(dict(only.collections), dict(grads.collections))
     with pytest.raises(TypeError, match=r"float16 cannot hold.*dataclasses\.replace\(grads"):

@@ -13,8 +13,7 @@ from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike, PromoteDtypeFn
 
-from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
-from jfp8.layers.nnx.hooks import install
+from jfp8.layers.nnx.hooks import HookedConvTranspose, install
 from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.options import pass_on
 from jfp8.matmul.spec import Implementation
