@@ -14,11 +14,7 @@ from jfp8.scaling.arrays import ScaledArray
 
 
 def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, Any, Numbers]:
-    """Reshape operands to at most one batch, one free and one contracting dimension.
-
-    Raises:
-      ValueError: `rhs` is a `ScaledArray`, whose blocks would be cut.
-    """
+    """Reshape to at most one batch, free and contracting dimension each; blocks are not cut."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     layout = layout_of(lhs.shape, rhs.shape, numbers)
     lhs, lhs_k = as_matrix(lhs, lhs_batch, layout.lhs_free, lhs_contract)

@@ -26,12 +26,7 @@ from jfp8.tracing.notes import EXPLAINING
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the product of two operands, as the planner for the device computes it.
-
-    Raises:
-      ValueError: a model of a tensor core, for formats that it does not multiply.
-      NotImplementedError: the named implementation cannot compute it.
-    """
+    """Return the product of two operands, as the planner for the device computes it."""
     if spec.accumulation.startswith("hopper"):
         if not HARDWARE_FORMATS.issuperset((lhs.format, rhs.format)):
             raise ValueError(

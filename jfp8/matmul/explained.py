@@ -14,12 +14,7 @@ _EXPLANATIONS = "jfp8.kernels.explain"
 
 
 def explained(what: str, *arguments: Any) -> AbstractContextManager[object]:
-    """Return a context that notes how a GPU would compute something, if a report is being made.
-
-    Args:
-      what: a function of `jfp8.kernels.explain`.
-      arguments: of that.
-    """
+    """Return a context in which the function `what` notes, for a report, how a GPU computes."""
     if EXPLAINING.value is None:
         return contextlib.nullcontext()
     return getattr(importlib.import_module(_EXPLANATIONS), what)(*arguments)

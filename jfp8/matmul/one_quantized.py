@@ -24,9 +24,6 @@ def multiply_dequantized(
 
     Where the other one is in bf16, accelerators multiply the values in bf16 if that is exact, up to
     scales that do not vary along the sum and are applied after it.
-
-    Args:
-      sum_dtype: of the sums.
     """
     which = 0 if isinstance(lhs, ScaledArray) else 1
     q, x = (lhs, rhs) if which == 0 else (rhs, lhs)

@@ -104,12 +104,7 @@ def check_dimension_numbers(
     rhs_shape: Sequence[int],
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> Numbers:
-    """Return `dimension_numbers` as tuples of non-negative ints, checked against the shapes.
-
-    Raises:
-      ValueError: not of the form ``((lc, rc), (lb, rb))``, a dimension that does not exist or is
-        named twice, or paired dimensions of different sizes; the message names both.
-    """
+    """Return `dimension_numbers` as tuples of non-negative ints, checked against the shapes."""
     try:
         (lc, rc), (lb, rb) = dimension_numbers
         lc, rc, lb, rb = (tuple(map(operator.index, dims)) for dims in (lc, rc, lb, rb))
@@ -147,18 +142,12 @@ def free_dims(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple
 
 @dataclass(frozen=True)
 class Layout:
-    """Map the dimensions of two operands to dimensions of their product.
-
-    Attributes:
-      lhs_free, rhs_free: the dimensions that are neither contracted nor batch dimensions.
-      sizes: ``(m, n, k)`` of each matrix product: lhs free, rhs free, contracted.
-      shape: shape of the result: batch, lhs free, rhs free dimensions.
-    """
+    """Map the dimensions of two operands to dimensions of their product."""
 
     lhs_free: tuple[int, ...]
     rhs_free: tuple[int, ...]
-    sizes: tuple[int, int, int]
-    shape: tuple[int, ...]
+    sizes: tuple[int, int, int]  # ``(m, n, k)`` of each matrix: lhs free, rhs free, contracted
+    shape: tuple[int, ...]  # batch, lhs free, rhs free dimensions
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,10 +28,7 @@ def seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
 def rotation_seed(
     product: Product, kind: str, amax: jax.Array, seed: jax.Array | None
 ) -> jax.Array | None:
-    """Return the seed of the random rotation of both operands, uint32[2]; None if there is none.
-
-    The `amax` is that of one of them.
-    """
+    """Return the seed of a random rotation of both operands, from the `amax` of one, or None."""
     if product.rotation is None or not product.rotation.random:
         return None
     return seed_for(f"{kind} rotation", amax, seed)

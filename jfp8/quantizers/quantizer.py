@@ -164,11 +164,7 @@ def quantized(
 
 @dataclass(frozen=True, repr=False)
 class ScalesFromData(Quantizer):
-    """A `Quantizer` whose scales are computed from the data by `scaling.scale_from_amax`.
-
-    Attributes:
-      scale_rounding: see `scaling.scale_from_amax`; None gives f32 scales.
-    """
+    """A `Quantizer` whose scales are computed from the data by `scaling.scale_from_amax`."""
 
     scale_rounding: ScaleRounding = None
 
@@ -177,28 +173,31 @@ class ScalesFromData(Quantizer):
         check_scale_rounding(self.scale_rounding)
 
 
-def _without_nan(quantizer: Quantizer) -> ValueError:
-    """Return the error for a format without NaN: scales not from the data hold none either."""
-    return ValueError(
-        f"{type(quantizer).__name__}({quantizer.fmt.name}): the format has no NaN, and the "
-        "scale is not computed from the data, so a NaN or Inf would vanish. Use Current, "
-        "Rowwise, Blockwise or TwoLevel."
-    )
-
-
-class _OneScale(Quantizer):
-    """Quantize a tensor alike, whichever dimensions a matmul sums over."""
+@dataclass(frozen=True, repr=False)
+class _NotFromData(Quantizer):
+    """A `Quantizer` with one scale that is not computed from the data, nor becomes NaN by it."""
 
     one_for_both = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.fmt.has_nan:
+            raise ValueError(
+                f"{type(self).__name__}({self.fmt.name}): the format has no NaN, and the scale is "
+                "not computed from the data, so a NaN or Inf would vanish. Use Current, Rowwise, "
+                "Blockwise or TwoLevel."
+            )
+
 
 @dataclass(frozen=True, repr=False)
-class Current(_OneScale, ScalesFromData):
+class Current(ScalesFromData):
     """Per-tensor scale from the data itself: ``amax(x) / fmt.max`` ("dynamic", "just-in-time").
 
     Attributes:
       scale_rounding: see `scaling.scale_from_amax`.
     """
+
+    one_for_both = True
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         scale = scale_from_amax(context.amax, self.fmt, scale_rounding=self.scale_rounding)
@@ -206,7 +205,7 @@ class Current(_OneScale, ScalesFromData):
 
 
 @dataclass(frozen=True, repr=False)
-class Delayed(_OneScale):
+class Delayed(_NotFromData):
     """Per-tensor scale from the amaxes of earlier steps.
 
     ``scale = max(history) / fmt.max * 2^margin``, or with ``algo="most_recent"`` from the newest
@@ -228,8 +227,6 @@ class Delayed(_OneScale):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.fmt.has_nan:
-            raise _without_nan(self)
         if self.scale_rounding is not None:
             check_scale_rounding(self.scale_rounding)
         if self.algo not in ("max", "most_recent"):
@@ -266,13 +263,8 @@ class Delayed(_OneScale):
 
 
 @dataclass(frozen=True, repr=False)
-class Unit(_OneScale):
+class Unit(_NotFromData):
     """No scaling: the scale is 1; values outside the format's range saturate or are flushed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.fmt.has_nan:
-            raise _without_nan(self)
 
     def scale_shared_along(self, history: bool) -> frozenset[Along]:
         del history

@@ -347,10 +347,6 @@ def _check_leaves(data: Any, scale: Any) -> None:
 
     Placeholders of any type pass, and so do scalars, which may stand for a leaf: a mask, a learning
     rate.
-
-    Raises:
-      TypeError: `data` holds floats of more than 8 bits, or `scale` floats of 16; or both are
-        tracers that an arithmetic operation made.
     """
     is_array = isinstance(data, jax.Array | np.ndarray)
     if not is_array or not data.ndim or not jnp.issubdtype(data.dtype, jnp.floating):

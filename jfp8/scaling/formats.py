@@ -115,10 +115,6 @@ def as_format(given: FormatLike, name: str = "fmt", known: Sequence[Format] = FO
     ``uint8`` stands for no format. ``float8_e4m3`` and ``float8_e3m4`` of ml_dtypes have an Inf,
     and are not the formats ``"e4m3"`` and ``"e3m4"``.
 
-    Raises:
-      TypeError: `given` is not a `Format`, nor the name or the dtype of one in `known`.
-      ValueError: no format in `known` has this name.
-
     >>> from jfp8.scaling.formats import as_format
     >>> as_format("e4m3"), as_format(np.dtype("float8_e5m2"))
     (Format(E4M3FN), Format(E5M2))

@@ -30,16 +30,8 @@ def with_least_error(
     """Return the candidate with the smallest ``sum((q * s - x)^2)`` of each block, or the first.
 
     Errors are rounded to 2^-14 of the scale, and added as integers. A sum in f32 would depend on
-    its order, and with it the bytes on the device.
-
-    Args:
-      x: ``f32 | bf16 | f16`` array.
-      candidates: ``(scale, inverse)``, as `two_level_scale` gives them, that differ in the inner
-        scales only.
-      granularity: the blocks, of at most `LARGEST_COMPARED` elements if there is a choice.
-
-    Returns:
-      ``(scale, inverse)``, from the best candidate for each block.
+    its order, and with it the bytes on the device. Candidates are from `two_level_scale`, differ in
+    the inner scales only, and have blocks of at most `LARGEST_COMPARED` elements.
     """
     best, *others = candidates
     if not others:

@@ -78,20 +78,7 @@ def index_of_scales(
     """Return the index into the scales that belongs to `index` into the data.
 
     A slice must begin and end where blocks do, or stay within one block. An integer (or 0-d integer
-    array) takes the scale of its block with it.
-
-    Args:
-      index: integers, slices and an Ellipsis, or a tuple of them.
-      shape: of the data.
-      scale_shape: as many dimensions as `shape`, which it fits.
-      block: `ScaledArray.block`.
-
-    Returns:
-      The index, with an entry for each dimension, and the `block` of the part.
-
-    Raises:
-      TypeError: the part cuts blocks, or is neither an integer nor a slice.
-      IndexError: an integer is out of bounds, or there are more of them than dimensions.
+    array) takes the scale of its block with it. The second result is the `block` of the part.
     """
     at, sizes = [], []
     items = _one_for_each(index, len(shape))

@@ -158,13 +158,8 @@ def scaled_array(
 ) -> str:
     """Return a `ScaledArray`: format, shape, scales, and the range of the values if available.
 
-    Args:
-      data: stored bytes.
-      scale: scale of the blocks.
-      outer: the scale of scales in a format, or None.
-      sizes: elements that share a scale in each dimension, ``()`` if all do; None if `data` and
-        `scale` do not belong together.
-      carrier: `ScaledArray.carrier`.
+    `outer` is the scale of scales, or None. `sizes` has the elements that share a scale in each
+    dimension, ``()`` if all do; None if `data` and `scale` do not belong together.
     """
     kind = array(data)
     if is_arraylike(data) and data.dtype == E3M4.dtype:

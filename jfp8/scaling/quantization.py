@@ -153,8 +153,6 @@ def two_level_scale(
     below the amax that their scale is zero become zero.
 
     Args:
-      block_amax: f32 array, of each block.
-      fmt, scale_fmt: of the data and of its scales.
       target: value to scale the largest element of a block to; None means ``fmt.max``.
       reach: value to scale the amax to; None means ``scale_fmt.max * target``.
       axis: blocks along it share an ``S``; None means all do.

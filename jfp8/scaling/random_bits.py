@@ -14,13 +14,6 @@ def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     ``bits[i] = f(f(i + seed_0) ^ seed_1)`` with ``f`` the finalizer of MurmurHash3, ``i`` the flat
     index and the two seed words drawn from `key` by JAX's own generator. Good enough to round
     with, and reproducible; not a cryptographic generator.
-
-    Args:
-      key: a typed key (``jax.random.key``) or a raw ``uint32`` key.
-      shape: shape of the result.
-
-    Returns:
-      ``uint32`` array of `shape`.
     """
     return hash_bits(seed_of(key), shape)
 

@@ -11,27 +11,19 @@ Shape = tuple[int, ...]
 
 
 class Reshaped(NamedTuple):
-    """Describe scales after their data was reshaped.
+    """Describe scales after their data was reshaped."""
 
-    Attributes:
-      scale: the shape of the scales.
-      sizes: elements that share a scale along each dimension.
-    """
-
-    scale: Shape
-    sizes: Shape
+    scale: Shape  # of the scales
+    sizes: Shape  # elements that share a scale along each dimension
 
 
 def reshaped_scales(shape: Shape, sizes: Shape, new: Shape) -> Reshaped | None:
-    """Return the scales of data of `shape` in blocks of `sizes`, once it has the shape `new`.
+    """Return the scales of data of `shape` in blocks of `sizes` in the shape `new`, or None.
 
     Dimensions that are merged or split must be in blocks that are runs of consecutive elements, and
     dimensions that a run does not fill must consist of whole runs. So a matrix ``[k, 256]`` in
     blocks of ``128 x 128`` can become ``[k, 4, 64]``, where two heads share a scale, but ``[k,
     384]`` cannot become ``[k, 2, 192]``.
-
-    Returns:
-      None if no blocks of `new` hold the same elements.
     """
     scale, blocks = [], []
     for old, of_old, others in _groups(shape, sizes, new):
@@ -90,11 +82,7 @@ def _of_run(run: int | None, shape: Shape) -> Shape | None:
 
 
 def reshaped(q: Any, shape: Sequence[int]) -> Any:
-    """Return the `ScaledArray` `q` in another shape, bit for bit.
-
-    Raises:
-      ValueError: the shape has another number of elements, or cuts blocks.
-    """
+    """Return the `ScaledArray` `q` in another shape, bit for bit; blocks are not cut."""
     shape = _full(shape, q.size)
     carrier = None if q.carrier is None else q.carrier.reshape(shape)
     data, scale, block = q.data.reshape(shape), q.scale, None
@@ -114,11 +102,7 @@ def reshaped(q: Any, shape: Sequence[int]) -> Any:
 
 
 def _full(shape: Sequence[int], size: int) -> Shape:
-    """Return `shape` with the number in place of a -1.
-
-    Raises:
-      ValueError: it does not hold `size` elements.
-    """
+    """Return `shape` with the number in place of a -1; it must hold `size` elements."""
     rest = math.prod(n for n in shape if n != -1)
     found = tuple(size // max(rest, 1) if n == -1 else n for n in shape)
     if math.prod(found) != size or list(shape).count(-1) > 1:

@@ -48,30 +48,20 @@ from jfp8.tracing.compat import same_varying_axes
 
 
 class Softmax(NamedTuple):
-    """The result of the forward pass, and its normalization.
+    """The result of the forward pass, ``[batch, heads, groups, queries, ...]``, f32."""
 
-    Attributes:
-      out: O, f32[batch, heads, groups, queries, depth].
-      log_sum: ``m + log(l)``, f32[batch, heads, groups, queries]; -inf for a query without keys.
-    """
-
-    out: jax.Array
-    log_sum: jax.Array
+    out: jax.Array  # O
+    log_sum: jax.Array  # ``m + log(l)``; -inf for a query without keys
 
 
 class Gradients(NamedTuple):
-    """With respect to the operands, f32, shaped like them.
-
-    Attributes:
-      bias: None if there is none.
-      largest: f32[], ``max(|dS|)``.
-    """
+    """With respect to the operands, f32, shaped like them."""
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
     bias: jax.Array | None
-    largest: jax.Array
+    largest: jax.Array  # f32[], ``max(|dS|)``
 
 
 def forward(
@@ -82,9 +72,6 @@ def forward(
     Args:
       q: ``[batch, heads, groups, queries, depth]``; those of a group share the keys of a head.
       k, v: ``[batch, heads, keys, depth]``.
-      visible: who sees what.
-      scale: of the scores.
-      numerics: what the recipe says.
     """
     (fmt, _), (size, of_keys) = numerics.weights, visible.block
     factor, rows = weights_factor(fmt), q.data.shape[3]
@@ -117,11 +104,7 @@ def forward(
 
 
 def with_sinks(found: Softmax, sinks: jax.Array | None) -> Softmax:
-    """Return `found` with ``exp(sink)`` added to the denominator of each head's softmax.
-
-    Args:
-      sinks: see `Visible`.
-    """
+    """Return `found` with ``exp(sink)`` added to the denominator of each head's softmax."""
     if sinks is None:
         return found
     seen = found.log_sum > -jnp.inf
@@ -147,14 +130,7 @@ def backward(
     scale: float,
     numerics: Numerics,
 ) -> Gradients:
-    """Compute the gradients with respect to Q, K, V and the bias.
-
-    Args:
-      operands: shaped as those of `forward`; dO like Q.
-      visible, scale, numerics: as of `forward`.
-      log_sum: see `Softmax`.
-      dot: ``sum_h dO O``, f32[batch, heads, groups, queries].
-    """
+    """Compute the gradients with respect to Q, K, V and the bias; `dot` is ``sum_h dO O``."""
     (_, fmt), (size, of_keys) = numerics.weights, visible.block
     factor = weights_factor(fmt)
     for_dq, for_dk = numerics.scores

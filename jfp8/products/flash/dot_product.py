@@ -238,9 +238,6 @@ class _Inputs(NamedTuple):
     Attributes:
       query: ``[batch, heads, groups, queries, depth]``.
       key, value: ``[batch, heads, keys, depth]``.
-      projections: see `attention_of_projections`; they get no gradient.
-      visible: with the bias, which gets a gradient.
-      state, sink: see `scaled_dot_product_attention`.
     """
 
     query: jax.Array

@@ -63,23 +63,14 @@ class Uses(NamedTuple):
 
 @dataclass(frozen=True)
 class Numerics:
-    """Quantizers of each operand of the six matmuls; see `blocks` for the equations.
+    """Quantizers of each operand of the six matmuls; see `blocks` for the equations."""
 
-    Attributes:
-      query: in S and dK.
-      key: in S and dQ.
-      value: in O and dP.
-      grad: dO, in dP and dV.
-      weights: the format of P in O and in dV; None: high precision.
-      scores: the format of dS in dQ and in dK.
-    """
-
-    query: Uses = Uses()
-    key: Uses = Uses()
-    value: Uses = Uses()
-    grad: Uses = Uses()
-    weights: tuple[Format | None, Format | None] = (None, None)
-    scores: tuple[Format | None, Format | None] = (None, None)
+    query: Uses = Uses()  # in S and dK
+    key: Uses = Uses()  # in S and dQ
+    value: Uses = Uses()  # in O and dP
+    grad: Uses = Uses()  # dO, in dP and dV
+    weights: tuple[Format | None, Format | None] = (None, None)  # P in O and dV
+    scores: tuple[Format | None, Format | None] = (None, None)  # dS in dQ and dK
 
 
 @functools.cache
@@ -89,9 +80,6 @@ def numerics_of(recipe: Recipe | None) -> Numerics:
     S and O are forward products, and K and V their second operands. dQ and dP are gradients of
     first operands, dK and dV of second ones. The format of gradients is that of forward operands:
     with a scale for each token, they need no wider range, and would lose a bit of precision.
-
-    Raises:
-      ValueError: the recipe emulates the sums of a GPU, which is done for products only.
     """
     if recipe is None:
         return Numerics()

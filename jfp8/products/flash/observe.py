@@ -30,11 +30,7 @@ def shown(
     x: jax.Array,
     both: tuple[Quantized, Quantized],
 ) -> tuple[Quantized, Quantized]:
-    """Return `both`, shown: a stored operand as its two products, of these `kinds`, take it.
-
-    Args:
-      x: the operand, ``[..., tokens, depth]``.
-    """
+    """Return `both`, shown: a stored operand `x` as its two products, of these `kinds`, take it."""
     is_one = both[0] is both[1]
     first = _shown(part, role, "+".join(kinds) if is_one else kinds[0], uses.first, x, both[0])
     return first, first if is_one else _shown(part, role, kinds[1], uses.second, x, both[1])
@@ -57,12 +53,7 @@ def shown_block(
     data: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    """Return `data`, shown: a block of weights or of gradients of scores as one product takes it.
-
-    Args:
-      x: the block before it was rounded.
-      scale: broadcasts to its shape.
-    """
+    """Return `data`, shown: the block `x` of weights or of gradients of scores, rounded."""
     return data if fmt is None else _data(part, role, kind, Unit(fmt), x, data, scale)
 
 

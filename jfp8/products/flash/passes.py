@@ -27,17 +27,13 @@ _SPELLED = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in FORMATS}
 class Pass(NamedTuple):
     """A pass, as its name describes it.
 
-    Attributes:
-      which: ``"forward"`` or ``"backward"``.
-      is_causal: whether later keys are hidden.
-      sizes: ``(batch, heads, groups, queries, keys, depth)``.
-      formats: of both operands of each product: Q and K, P and V; or dO and V, P and dO, dS and K,
-        dS and Q.
+    The formats are of both operands of each product: Q and K, P and V; or dO and V, P and dO, dS
+    and K, dS and Q.
     """
 
-    which: str
+    which: str  # "forward" or "backward"
     is_causal: bool
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # batch, heads, groups, queries, keys, depth
     formats: tuple[str, ...]
 
     @property

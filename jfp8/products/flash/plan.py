@@ -19,34 +19,21 @@ _KERNELS = "jfp8.kernels.attention"  # the planner for GPUs, and of implementati
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The spec of attention for planners; see `scaled_dot_product_attention`.
+    """The spec of attention for planners; see `scaled_dot_product_attention`."""
 
-    Attributes:
-      recipe: how operands are quantized; None: not at all.
-      visible: which keys a query sees.
-      depth: H.
-      scale: of the scores.
-      dtype: of the query.
-      device: that the program is traced for.
-    """
-
-    recipe: Recipe | None
+    recipe: Recipe | None  # None quantizes nothing
     visible: Visible
     depth: int
-    scale: float
-    dtype: np.dtype
+    scale: float  # of the scores
+    dtype: np.dtype  # of the query
     device: Device = None
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The plan of the core: attention is computed by `blocks`, on any device.
+    """The plan of the core: attention is computed by `blocks`, on any device."""
 
-    Attributes:
-      named: whether it was asked for.
-    """
-
-    named: bool = False
+    named: bool = False  # by the user
     whole = None  # or a function that computes attention and is differentiated as a whole
     cast_heads = None  # or a function that quantizes heads straight and transposed
 
@@ -62,11 +49,7 @@ class Reference:
 
 
 def plan_attention(spec: AttentionSpec, implementation: str | None) -> Any:
-    """Return the implementation that is asked for, or the best that computes what `blocks` does.
-
-    Raises:
-      ValueError: it is unknown, or does not compute this.
-    """
+    """Return the implementation that is asked for, or the best that computes what `blocks` does."""
     if implementation in ("emulate", "bf16"):
         return Reference(named=True)
     if implementation is None and not isinstance(spec.device, Gpu):

@@ -25,17 +25,10 @@ from jfp8.tracing.compat import same_varying_axes
 
 @dataclass(frozen=True)
 class Grouped(Operation):
-    """Base class of grouped matmuls, ``y[t] = lhs[t] . rhs[group[t]]``.
+    """Base class of grouped matmuls, ``y[t] = lhs[t, h, k] . rhs[group[t], k, n]``."""
 
-    Attributes:
-      shapes: shapes of lhs ``[t, h, k]`` and rhs ``[g, k, n]``.
-      dtypes: dtypes of lhs, rhs and y.
-      group: i32[t], the group of each tile.
-      padded_sizes: i32[g], number of rows in the tiles of each group.
-    """
-
-    group: jax.Array
-    padded_sizes: jax.Array
+    group: jax.Array  # i32[t], the group of each tile
+    padded_sizes: jax.Array  # i32[g], number of rows in the tiles of each group
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((2,), (1,)), "dgrad": ((2,), (2,)), "wgrad": ((1,), (1,))}[kind]

@@ -126,11 +126,6 @@ def expert_mesh(
     """Return an `ExpertMesh` of the given axes that the mesh of ``jax.set_mesh`` has.
 
     Without an `expert_axis` experts are not sharded.
-
-    Raises:
-      NotImplementedError: the mesh has explicit axes.
-      ValueError: there is a mesh, but without `expert_axis`; or it does not divide the experts; or
-        it belongs to an enclosing ``jax.shard_map``.
     """
     mesh = mesh_in_effect()
     if expert_axis is None or mesh is None:

@@ -180,14 +180,6 @@ def updated_bias(bias: jax.Array, group_sizes: jax.Array, rate: float) -> jax.Ar
     The load of an expert is how many tokens chose it. Devices that see parts of the batch, in
     ``jax.shard_map`` or ``jax.pmap``, add up their loads, and so agree on the bias.
 
-    Args:
-      bias: f32[g].
-      group_sizes: i32[g], the loads.
-      rate: how far a bias moves in a step; 0.001 in the papers.
-
-    Returns:
-      f32[g].
-
     References:
       arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
