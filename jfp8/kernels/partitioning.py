@@ -30,13 +30,15 @@ import numpy as np
 from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
 from jfp8.tracing.devices import Gpu
 
-Combine = Literal["sum", "max", "alike"]
+Combine = Literal["sum", "max", "max later", "alike"]
 Axes = tuple[str, ...]
+ByDimension = Sequence[Axes]
 
 
 class Dim(NamedTuple):
@@ -57,14 +59,13 @@ class Rule:
     @staticmethod
     def parse(text: str) -> Rule:
         """From ``"i k, k/128 j, -> i j"``: here the last operand is a single number."""
-        sides = (
+        operands, results = (
             tuple(
                 tuple(Dim(n, int(unit or 1)) for n, unit in re.findall(r"(\w+)(?:/(\d+))?", array))
                 for array in side.split(",")
             )
             for side in text.split("->")
         )
-        operands, results = sides
         if has_transposed := "()" in text:
             operands = *operands[:-1], operands[1][::-1]
         return Rule(operands, results, has_transposed)
@@ -190,20 +191,15 @@ def divided(
       rule: see `Rule.parse`.
       combine: how the parts of a result are put together where a dimension is divided that it does
         not have: added, or their maximum, NaN if one is (of numbers that are not negative, or of
-        their bits); or they are alike. One for each result, or one for all.
+        their bits); or they are alike. "max later": all parts are sent to all devices, and XLA
+        takes their maximum in the kernel that reads it. One for each result, or one for all; needed
+        if a result does not have all dimensions.
       of_parts: what computes parts of a sum, to send them in another dtype; None: `function`.
 
     Where parts would not have whole units, an operand is put together first, with a warning.
-
-    Raises:
-      ValueError: a result does not have all dimensions, and `combine` is None.
     """
     rule = Rule.parse(rule) if isinstance(rule, str) else rule
-    if combine is None and (lacking := rule.lacking()):
-        raise ValueError(
-            f"divided({name!r}): a result lacks {', '.join(sorted(lacking))}, so that devices may "
-            "have parts of it. Say how to combine them: 'sum', 'max' or 'alike'."
-        )
+    assert combine or not rule.lacking(), f"{name}: a result lacks dimensions; say how to combine"
     if kernels_are_interpreted():  # with side effects, which a divided function cannot have
         return function
     # In shard_map a device has its own part already. (The compiler still divides along axes that
@@ -266,13 +262,14 @@ def _partitioned(
         ins, outs = jax.tree.leaves(operands), jax.tree.leaves(results)
         axes = rule.axes(units, ins, outs, mesh)
         rule.warn_cut(name.partition(",")[0], ins, mesh)
-        apart = [
-            tuple(a for n in axes if n not in _names(dims) for a in axes[n])
-            for dims in rule.results
-        ]
+        lacking = lambda dims: tuple(a for n in axes if n not in _names(dims) for a in axes[n])
         of_results = [tuple(axes.get(dim.name, ()) for dim in dims) for dims in rule.results]
+        # The maximum over all devices is the same, and XLA merges exchanges among the same devices.
+        every = lambda way, a, dims: mesh.axis_names if a and way != "sum" and not any(dims) else a
+        apart = list(map(every, ways, map(lacking, rule.results), of_results))
+        wanted = [axes_by_dimension(x, mesh) for x in outs]
         if of_parts is not function:  # else XLA sees by itself that a sum is wanted in parts
-            args = zip(outs, of_results, apart, strict=True)
+            args = zip(outs, of_results, apart, wanted, strict=True)
             of_results = [_shared_out(*each, mesh) for each in args]
 
         of_operands = [[axes.get(dim.name, ()) for dim in dims] for dims in rule.operands]
@@ -288,7 +285,7 @@ def _partitioned(
             with jax.sharding.use_abstract_mesh(of_one):
                 found = lowered(any(apart), mesh, *map(jax.typeof, parts))(*parts)
                 leaves, tree = jax.tree.flatten(found)
-                combined = map(_combined, ways, leaves, apart, of_results)
+                combined = map(_combined, ways, leaves, apart, of_results, wanted)
                 pairs = zip(combined, outs, strict=True)
                 return tree.unflatten(x.astype(out.dtype) for x, out in pairs)
 
@@ -349,31 +346,35 @@ def _names(dims: Sequence[Dim]) -> set[str]:
 
 
 def _shared_out(
-    result: jax.ShapeDtypeStruct, by_dimension: Sequence[Axes], apart: Axes, mesh: Mesh
-) -> tuple[Axes, ...]:
+    result: Any, by_dimension: ByDimension, apart: Axes, wanted: ByDimension, mesh: Mesh
+) -> ByDimension:
     """Return the axes of each dimension of a sum of parts.
 
     Axes of the sum, too, where the result shall be divided along them.
     """
     found = list(by_dimension)
     devices = math.prod(mesh.shape[axis] for axis in apart)
-    for d, wanted in enumerate(axes_by_dimension(result, mesh)):
-        if apart and wanted == apart and not found[d] and result.shape[d] % devices == 0:
+    for d, axes in enumerate(wanted):
+        if apart and axes == apart and not found[d] and result.shape[d] % devices == 0:
             found[d] = apart
-    return tuple(found)
+    return found
 
 
 def _combined(
-    combine: Combine | None, x: jax.Array, axes: Axes, by_dimension: Sequence[Axes]
+    combine: Combine | None, x: jax.Array, axes: Axes, have: ByDimension, wanted: ByDimension
 ) -> jax.Array:
     """A result of all devices along `axes`, of which each has a part."""
     if not axes or combine == "alike":
         return x
     if combine == "sum":
-        if axes in by_dimension:
-            dimension = by_dimension.index(axes)
-            return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+        if x.ndim == 2 and axes == wanted[1][: len(axes)]:
+            # XLA would write columns, to scatter them, and scale them apart, by a rounded scale.
+            x = with_layout_constraint(x, Layout((0, 1)))
+        if axes in have:
+            return lax.psum_scatter(x, axes, scatter_dimension=have.index(axes), tiled=True)
         return lax.psum(x, axes)
+    if combine == "max later":
+        return jnp.max(lax.all_gather(x, axes), axis=0)
     # As integers, without the sign that a NaN may have: not all devices know a maximum with NaN.
     # Kernels give such bits themselves.
     if x.dtype != jnp.int32:

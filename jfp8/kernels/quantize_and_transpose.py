@@ -264,12 +264,10 @@ def _with_one_scale(
     )
     ones = ["ONE"] * len(others)
     operands = [read.dims, *known, *ones]
+    parts = ["PART"] * (largest is None)  # on several devices, only for the next step's scale
     results = [f"i {read.columns}", f"{read.columns} i", "ONE", *ones]
-    combine: list[Combine] = ["alike"] * len(results)
-    if largest is None:
-        results.append("PART")
-        combine.append("max")
-    rule = f"{', '.join(operands)} -> {', '.join(results)}"
+    combine: list[Combine] = [*["alike"] * len(results), *["max later"] * len(parts)]
+    rule = f"{', '.join(operands)} -> {', '.join([*results, *parts])}"
     name = f"quantize_tensor, {quantizer}, {read.what}"
     q, q_t, *numbers = divided(name, kernel, rule, combine)(*read.arrays, *known.values(), *others)
     q, q_t = q.reshape(shape), q_t.reshape(shape[::-1])
@@ -318,9 +316,8 @@ def _blockwise(
         rule = f"{read.dims} -> i {columns}, {columns}/{along} i, {columns} i, i/{along} {columns}"
     found = divided(f"{name}, {rounding}, {read.what}", kernel, rule)(*read.arrays)
     if across > 1:
-        q, q_t, scale = found
-        scale = scale.reshape(len(scale), -1)
-        scales = scale, scale.T
+        q, q_t, s = found
+        scales = s.reshape(len(s), -1), s.reshape(len(s), -1).T
     else:
         q, s, q_t, s_t = found
         scales = s.reshape(-1, s.shape[-1]).T, s_t.reshape(len(s_t), -1).T

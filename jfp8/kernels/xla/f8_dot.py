@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,6 +23,8 @@ from jfp8.tracing.devices import Gpu
 
 # cuBLASLt requires all sizes of an FP8 matmul to be multiples of this.
 ALIGNMENT = 16
+# XLA may split such sums of such results, and add the parts in f32 in a kernel that also scales.
+LONG_SUM, FEW_TILES = 2 * 768, 222 * 64 * 128  # elements; on up to 148 multiprocessors
 
 
 def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
@@ -68,16 +71,15 @@ def cuda(
     """
     if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
         return exact_product(lhs, rhs, spec.dimension_numbers, factors, spec.dtype)
-    preset = lax.DotAlgorithmPreset
-    algorithm = (
-        preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if spec.fast_accumulation else preset.ANY_F8_ANY_F8_F32
-    )
+    fast = "_FAST_ACCUM" if spec.fast_accumulation else ""
+    algorithm = lax.DotAlgorithmPreset[f"ANY_F8_ANY_F8_F32{fast}"]
     single, numbers = [factor for factor in factors if not factor.ndim], spec.dimension_numbers
 
     def scaled(dtype, lhs, rhs, *given):
         def product(lhs, rhs, numbers):
-            scales = given[: len(single)]
-            first = dtype if dtype == jnp.bfloat16 else np.float32
+            scales, layout = given[: len(single)], layout_of(lhs.shape, rhs.shape, numbers)
+            in_parts = layout.sizes[2] >= LONG_SUM and math.prod(layout.shape) < FEW_TILES
+            first = dtype if dtype == jnp.bfloat16 and not in_parts else np.float32
             if scales and not numbers[1][0] and lhs.dtype == jnp.float8_e4m3fn:
                 # An activation may be in several matmuls, which XLA would merge if they are small,
                 # and round their scales to bf16. Weights and gradients are in one matmul each.
@@ -87,7 +89,7 @@ def cuda(
             )
             for factor in scales:
                 y = y * factor.astype(first)
-            return y
+            return y.astype(dtype) if in_parts else y
 
         return aligned(lhs, rhs, numbers, product)
 
