@@ -17,6 +17,7 @@ from jfp8.matmul.as_matrices import matrix_groups
 from jfp8.matmul.spec import MatmulSpec, layout_of
 from jfp8.products.dot_general import DotSpec, multiply_operands
 from jfp8.products.operation import Kind, Operand, Operation, Use
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 
 _BOTH_LAST = (((1,), (1,)), ((), ()))
@@ -41,6 +42,7 @@ class KMajorDot(Operation):
     rhs: Arrangement
     grad: Arrangement
     kernels: bool  # whether Pallas kernels may quantize
+    rows: tuple[int, ...]  # sizes of the dimensions of lhs that are merged into m, if in order
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[kind]
@@ -83,11 +85,14 @@ class KMajorDot(Operation):
         return operand if contracting == (1,) else operand.T
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        y = multiply_operands(
-            first, second, replace(spec, dimension_numbers=_BOTH_LAST, dtype=self.dtype_of(kind))
-        )
-        of = {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
-        return of.array(y)
+        numbers, of = _BOTH_LAST, {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
+        one_scale = isinstance(first, ScaledArray) and not first.scale.ndim
+        if self.rows and one_scale and kind != "wgrad":
+            # Shardy cannot shard merged rows along, for example, parts of each sequence.
+            first = replace(first, data=first.data.reshape(*self.rows, -1))
+            numbers = ((len(self.rows),), (1,)), ((), ())
+        spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
+        return of.array(multiply_operands(first, second, spec))
 
 
 def k_major(spec: DotSpec) -> KMajorDot | None:
@@ -113,6 +118,8 @@ def k_major(spec: DotSpec) -> KMajorDot | None:
     by_role = arrangements(shapes, numbers)
     k_is_first = matrix_groups((), layout.lhs_free, lhs_sum)[-1] != lhs_sum
     k_is_last = matrix_groups((), layout.rhs_free, rhs_sum)[-1] == rhs_sum
+    rows = tuple(shapes[0][d] for d in layout.lhs_free)
+    in_order = by_role["lhs"].order == tuple(range(len(shapes[0]))) and math.prod(rows) == m
     return KMajorDot(
         ((m, k), (k, n)),
         spec.dtypes,
@@ -120,6 +127,7 @@ def k_major(spec: DotSpec) -> KMajorDot | None:
         replace(by_role["rhs"], swapped=k_is_last, padded=(k, n)),
         replace(by_role["grad"], padded=(m, n), values=layout.shape),
         found == "kernels",
+        rows if in_order and not k_is_first else (),
     )
 
 

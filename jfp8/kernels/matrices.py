@@ -36,10 +36,10 @@ class Arrangement:
         return x if self.padded is None else _padded(x, self.padded)
 
     def array(self, y: jax.Array) -> jax.Array:
-        """Return a matrix as the array."""
+        """Return a matrix, or one whose rows are not merged yet, as the array."""
         if self.padded is not None:
             rows, columns = self.sizes[::-1] if self.swapped else self.sizes
-            y = y[:rows, :columns]
+            y = y.reshape(self.padded)[:rows, :columns]
         y = y.T if self.swapped else y
         y = y.reshape([self.shape[d] for d in self.order])
         y, values = y.transpose(np.argsort(self.order).tolist()), self.values or self.shape

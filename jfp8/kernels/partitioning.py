@@ -13,6 +13,7 @@ second one transposed: it is sent in its place, because others need it, too, and
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -92,13 +93,15 @@ class Rule:
     ) -> dict[str, Axes]:
         """The axes of `mesh` along which each name is divided; names that are whole are absent.
 
-        An operand that is divided in another way is exchanged between devices first, so the larger
-        operands decide. A name to sum over is divided only if all operands that have it are divided
-        alike: else one would have to be exchanged, and the result added up.
+        An array that is divided in another way is exchanged between devices, so most arrays decide,
+        or else the larger operand. A name to sum over is divided only if all operands that have it
+        are divided alike: else one would have to be exchanged, and the result added up.
         """
         sizes = self.sizes([x.shape for x in operands])
         of_results = [axes_by_dimension(x, mesh) for x in results]
         wishes = [*self._wishes(operands, mesh), *_pairs(self.results, of_results)]
+        votes = collections.Counter((dim.name, axes) for dim, axes in wishes)
+        wishes.sort(key=lambda wish: -votes[wish[0].name, wish[1]])
         chosen: dict[str, Axes] = {}
         for (name, _), axes in wishes:
             if name in units and name not in chosen:

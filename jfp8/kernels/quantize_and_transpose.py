@@ -83,16 +83,11 @@ class BothWays(NamedTuple):
 
 def has_kernel(quantizer: Quantizer) -> bool:
     """Return True if a kernel computes the results of `quantizer`, bit for bit."""
+    fits = quantizer.block in _BLOCKS
     if quantizer.block is None:
         fits = getattr(quantizer, "scale_rounding", None) in _ROUNDINGS
-    else:
-        fits = quantizer.block in _BLOCKS
-    return (
-        type(quantizer) in _KERNELS
-        and quantizer.rounding == "nearest_even"
-        and quantizer.fmt in HARDWARE_FORMATS
-        and fits
-    )
+    is_known = type(quantizer) in _KERNELS and quantizer.fmt in HARDWARE_FORMATS
+    return is_known and quantizer.rounding == "nearest_even" and fits
 
 
 # Kernels are slow to compile, so each is compiled once for all layers of the same shapes.
@@ -110,9 +105,7 @@ def quantize_both_ways(
         x = x.array
     if quantizer.block is not None or isinstance(quantizer, Rowwise):
         meets = None, None
-
-    def by_kernel(x, state, meets):
-        return kernel(quantizer, _read(x, dtype), state, meets)
+    by_kernel = lambda x, state, meets: kernel(quantizer, _read(x, dtype), state, meets)
 
     def by_quantizer(x, state, meets):
         values = _read(x, dtype).values()

@@ -166,6 +166,20 @@ def test_sequences_of_odd_length_stay_on_their_devices(recipe):
     assert large == {"all-gather", "reduce-scatter"}  # of weights and their gradients
 
 
+def test_results_are_scattered_to_parts_of_sequences():
+    """As with sequence parallelism: partial sums are not added up on devices that need a part."""
+    layer = jfp8.Dense(N, recipe="current", **layer_options)
+    forward, args = lambda variables, x: layer.apply(variables, x), (4, 2048, N)
+    _, (variables, x, _) = forward_and_backward(layer, args)
+    specs = jax.tree.map(lambda leaf: P("model") if leaf.size == N * N else P(), variables)
+    specs = (specs, P("data", None, "model")), P("data", "model")
+    axes = {"data": 2, "model": 4}
+    program = compile_divided("h200", axes, forward, (variables, x), *specs)
+    assert len(program.hlo.fp8_products) == 1
+    large = [(c.op, c.dtype) for c in program.exchanged.collectives if c.elements > 2**14]
+    assert large == [("reduce-scatter", "bf16")]
+
+
 @pytest.mark.parametrize(("recipe", "fp8"), [("current", 3), ("rowwise", 3), ("block", 0)])
 def test_inside_of_shard_map_over_one_axis(recipe, fp8):
     """The compiler divides columns by four; it has no rules for kernels there."""

@@ -230,6 +230,17 @@ def test_inside_of_shard_map_over_one_axis_of_two(sizes):
     np.testing.assert_array_equal(jax.jit(f)(x, w), x @ w.T)
 
 
+def test_most_arrays_decide_which_dimension_an_axis_divides():
+    """Parts of sequences are gathered for a weight that is divided as its results are."""
+    rows = lambda a, b: lax.dot_general(a, b, (((2,), (1,)), ((), ())))
+    of_sequences = divided("product", rows, "b s k, n k -> b s n", combine="sum")
+    x, w = integers(2, 64, 32), integers(8, 32, seed=1)
+    specs = (P("data", "model"), P("model")), P("data", None, "model")
+    y, exchanged = on_devices(of_sequences, (x, w), *specs)
+    np.testing.assert_array_equal(y, x @ w.T)
+    assert exchanged == ["all-gather"]
+
+
 def test_what_becomes_of_parts_must_be_said():
     with pytest.raises(AssertionError, match="product: a result lacks dimensions"):
         divided("product", times_transposed, "i k, j k -> i j")

@@ -133,17 +133,13 @@ def aligned(
     XLA would pad, too, but then neither scale nor bias would be part of the call.
     """
     layout = layout_of(lhs.shape, rhs.shape, numbers)
-    if not any(size % ALIGNMENT for size in layout.sizes):
-        return product(lhs, rhs, numbers)
     lhs, rhs, numbers = as_matrices(lhs, rhs, numbers)
-    y = product(_padded(lhs, numbers[1][0]), _padded(rhs, numbers[1][1]), numbers)
+    if not any(size % ALIGNMENT for size in layout.sizes):
+        return product(lhs, rhs, numbers).reshape(layout.shape)
+    by = lambda shape: [(0, 0)] * (len(shape) - 2) + [(0, -n % ALIGNMENT) for n in shape[-2:]]
+    y = product(jnp.pad(lhs, by(lhs.shape)), jnp.pad(rhs, by(rhs.shape)), numbers)
     m, n, _ = layout.sizes
     return lax.slice(y, [0] * y.ndim, [*y.shape[:-2], m, n]).reshape(layout.shape)
-
-
-def _padded(x: jax.Array, batch: Sequence[int]) -> jax.Array:
-    """Return `x` with all but the batch dimensions padded with zeros to a multiple of 16."""
-    return jnp.pad(x, [(0, 0 if d in batch else -n % ALIGNMENT) for d, n in enumerate(x.shape)])
 
 
 BACKEND = Backend(
