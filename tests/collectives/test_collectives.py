@@ -220,20 +220,13 @@ def test_zeros_stay_zero_and_have_their_sign():
     np.testing.assert_array_equal(on_devices(pmean)(x), x)
 
 
-def stochastic(draws: int, f):
-
-    def all_draws(x):
-        return lax.map(lambda seed: f(x, key=jax.random.key(seed)), jnp.arange(draws))
-
-    return on_devices(all_draws)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, collectives.FINEST])
 def test_stochastic_rounding_is_unbiased_over_draws(fmt):
     x = gaussian(2048)
     mean = functools.partial(pmean, rounding="stochastic", fmt=fmt)
-    draws = np.asarray(stochastic(400, mean)(x), np.float64)[0]
+    draw = lambda x: lax.map(lambda seed: mean(x, key=jax.random.key(seed)), jnp.arange(400))
+    draws = np.asarray(on_devices(draw)(x), np.float64)[0]
     exact = x.astype(np.float64).mean(0)
     error = draws - exact
     spread = error.std(0)

@@ -39,12 +39,6 @@ def make_gradients(count: int = STEPS, seed: int = 0) -> list[dict[str, np.ndarr
     ]
 
 
-def overflowing(gradient):
-    bad = {name: g.copy() for name, g in gradient.items()}
-    bad["w"][1, 2], bad["b"][0] = np.inf, np.nan
-    return bad
-
-
 def begin(tx, params):
     """State of `tx` for gradients that a test scales by itself: its loss scale counts as read."""
     state = tx.init(params)
@@ -65,7 +59,9 @@ def train(tx, gradients, *, bad_steps=(), jit=False):
     for step, gradient in enumerate(gradients):
         scaler = find_loss_scale(state)
         scale = np.float32(1) if scaler is None else np.asarray(scaler.loss_scale)
-        gradient = overflowing(gradient) if step in bad_steps else gradient
+        if step in bad_steps:
+            gradient = {name: g.copy() for name, g in gradient.items()}
+            gradient["w"][1, 2], gradient["b"][0] = np.inf, np.nan
         scaled = jax.tree.map(lambda g, s=scale: jnp.asarray(g * s), gradient)
         updates, state = update(scaled, state, params)
         params = optax.apply_updates(params, updates)
@@ -81,13 +77,6 @@ def adam_state(opt_state) -> optax.ScaleByAdamState:
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
     (found,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
     return found
-
-
-def moved(before, after) -> bool:
-    return all(
-        (np.asarray(a) != np.asarray(b)).any()
-        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    )
 
 
 # The state machine ---------------------------------------------------------------------------
@@ -310,7 +299,7 @@ def test_a_skipped_step_is_exact(tx, plain):
 
     before, at, after = (history[BAD_STEP + i][0] for i in (-1, 0, 1))
     assert_same(at, before)
-    assert moved(before, after)
+    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after)))
     for (params, _), (plain_params, _) in zip(without(history, BAD_STEP), expected, strict=True):
         assert_same(params, plain_params)
     final, plain_final = adam_state(history[-1][1]), adam_state(expected[-1][1])

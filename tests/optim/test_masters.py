@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -442,15 +443,9 @@ Y = jnp.sin(X[:, :4])
 
 
 @functools.cache
-def model_and_variables(recipe):
-    import flax.linen as nn
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4)(nn.relu(nn.Dense(64)(x)))
-
-    model = jfp8.convert(Net(), recipe, exempt=())
+def model_and_variables():
+    model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(4)])
+    model = jfp8.convert(model, CURRENT, exempt=())
     return model, jax.jit(model.init)(jax.random.key(0), X)
 
 
@@ -461,16 +456,15 @@ def squared_error(model):
     )
 
 
-def trained(tx, steps, recipe=CURRENT, fp8=True, **options):
-    model, variables = model_and_variables(recipe)
-    if fp8:
-        params = jfp8.quantize_params(variables["params"], recipe)
-        variables = {**variables, "params": params}
+def trained(tx, steps):
+    model, variables = model_and_variables()
+    params = jfp8.quantize_params(variables["params"], CURRENT)
+    variables = {**variables, "params": params}
     state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
     @jax.jit
     def step(state):
-        loss, grads = jfp8.value_and_grad(squared_error(model), **options)(state, (X, Y))
+        loss, grads = jfp8.value_and_grad(squared_error(model))(state, (X, Y))
         return state.apply_gradients(grads), loss
 
     losses = []
@@ -484,8 +478,8 @@ class TestTrainState:
     @pytest.mark.slow
     def test_gradients_are_those_by_the_values_and_products_use_the_bytes(self):
         """Weights on a grid that current scaling finds again: then both ways agree bit for bit."""
-        model, variables = model_and_variables(CURRENT)
-        kernel = variables["params"]["Dense_0"]["kernel"]
+        model, variables = model_and_variables()
+        kernel = variables["params"]["layers_0"]["kernel"]
         codes = (kernel / jnp.abs(kernel).max() * 448).astype(jnp.float8_e4m3fn)
         q = ScaledArray(codes, jnp.float32(2.0**-9))
         dense = jnp.asarray(values(q))
@@ -494,14 +488,14 @@ class TestTrainState:
             ("stored", q, master_weights(optax.sgd(1.0))),
             ("dense", dense, optax.sgd(1.0)),
         ):
-            layer = {**variables["params"]["Dense_0"], "kernel": leaf}
-            params = {**variables["params"], "Dense_0": layer}
+            layer = {**variables["params"]["layers_0"], "kernel": leaf}
+            params = {**variables["params"], "layers_0": layer}
             state = jfp8.TrainState.create(
                 apply_fn=model.apply, variables={**variables, "params": params}, tx=tx
             )
             grads[name] = jax.jit(jfp8.value_and_grad(squared_error(model)))(state, (X, Y))
         assert_same(grads["stored"], grads["dense"])
-        assert np.any(grads["stored"][1].params["Dense_0"]["kernel"])
+        assert np.any(grads["stored"][1].params["layers_0"]["kernel"])
 
     @pytest.mark.slow
     def test_frozen_without_master_weights(self):
@@ -509,9 +503,9 @@ class TestTrainState:
         tx = jfp8.loss_scale(optax.adamw(1e-2, weight_decay=0.1))
         state, losses = trained(tx, 20)
         before, _ = trained(tx, 0)
-        for layer in ("Dense_0", "Dense_1"):
+        for layer in ("layers_0", "layers_2"):
             assert_same(state.params[layer]["kernel"], before.params[layer]["kernel"])
-        assert np.any(state.params["Dense_0"]["bias"])
+        assert np.any(state.params["layers_0"]["bias"])
         assert losses[-1] < 0.95 * losses[0]
 
     @pytest.mark.slow
@@ -519,7 +513,7 @@ class TestTrainState:
         """A loop of one's own takes the same steps."""
         tx = master_weights(optax.adam(1e-2), "bfloat16")
         state, _ = trained(tx, 3)
-        model, variables = model_and_variables(CURRENT)
+        model, variables = model_and_variables()
         params = jfp8.quantize_params(variables["params"], CURRENT)
         loss = squared_error(model)
 
