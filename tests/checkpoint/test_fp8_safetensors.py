@@ -131,9 +131,6 @@ def test_trap_scales_of_others_are_no_powers_of_two(monkeypatch):
     assert seen == [True, True, True, False, False]  # frozen weights have no wgrad
 
 
-# Styles of one's own.
-
-
 # Mistakes.
 
 
@@ -147,6 +144,7 @@ def changed(folder: Path, **config) -> Path:
 
 
 INTEGERS = {"a": {"weights": {"type": "int", "num_bits": 8}}}
+MXFP6 = {"a": {"weights": {"type": "float", "num_bits": 6, "strategy": "group", "group_size": 32}}}
 UNKNOWN = [
     (
         {"quant_method": "awq"},
@@ -156,14 +154,18 @@ UNKNOWN = [
     ({"fmt": "e5m2fnuz"}, "fmt='e5m2fnuz' in quantization_config is not read"),
     ({"weight_block_size": [8]}, "weight_block_size=\\[8\\] .* not a list of two sizes"),
     ({"weight_block_size": [32, 32]}, "of 32 x 32 need .* Does config.json belong to"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo='W4A16_AWQ'"),
+    ({"expert_dtype": "nf4"}, "expert_dtype='nf4' in quantization_config is not read"),
     (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": INTEGERS,
-        },
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+        "quant_algo='W4A16_AWQ'.*Known: .*'NVFP4'.*Deq",
+    ),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": INTEGERS},
         "weights={'type': 'int', 'num_bits': 8} in quantization_config is not read here. Known",
+    ),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": MXFP6},
+        "weights=.*'num_bits': 6, .* Known",
     ),
 ]
 

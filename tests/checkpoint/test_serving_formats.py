@@ -399,29 +399,6 @@ def test_several_processes_write_files_of_one_checkpoint(tmp_path):
 
 # Mistakes.
 
-MXFP6 = {"a": {"weights": {"type": "float", "num_bits": 6, "strategy": "group", "group_size": 32}}}
-MISTAKES = [
-    ("deepseek", {"expert_dtype": "nf4"}, "expert_dtype='nf4' in quantization_config is not read"),
-    ("compressed-tensors", {"config_groups": MXFP6}, "weights=.*'num_bits': 6, .* Known"),
-    ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'.*Known: .*'NVFP4'.*Deq"),
-    (
-        "modelopt",
-        {"quant_algo": "MXFP8"},
-        r"float8_e4m3fn\[4, 2\], but mxfp8 of 1 x 32 need \[4, 1\]",
-    ),
-]
-
-
-@pytest.mark.parametrize(("style", "config", "message"), MISTAKES)
-def test_what_is_not_read_says_what_is(style, config, message, tmp_path):
-    w = {"a.weight": jnp.linspace(-1, 1, 128).reshape(4, 32)}
-    recipe = {"deepseek": F32_SCALES, "modelopt": "nvfp4"}.get(style, "mxfp8")
-    checkpoint.save_fp8_safetensors(tmp_path, w, style, recipe=recipe)
-    tree = {"quantization_config": config_of(tmp_path) | config}
-    (tmp_path / "config.json").write_text(json.dumps(tree))
-    with pytest.raises(ValueError, match=message):
-        checkpoint.load_fp8_safetensors(tmp_path)
-
 
 def test_what_a_style_has_not(tmp_path):
     save, w = partial(checkpoint.save_fp8_safetensors, tmp_path), jnp.ones((64, 64))

@@ -111,6 +111,7 @@ def test_the_mean_is_rounded_twice_and_summed_in_f32(fmt, dtype, largest, check_
 def test_every_size_is_padded_and_cut_right():
     sizes = (34, 127, 128, 129, 1023, 1024, 1025, 8 * 128 * 3 + 5)
     tree = {size: integers(size, seed=size) for size in sizes}
+    tree[0] = np.zeros((N, 8192), np.float32)
     result = on_devices(pmean)(tree)
     for size, x in tree.items():
         expected = rounded(rounded(x).sum(0) / np.float32(N))
@@ -212,12 +213,6 @@ def test_trap_what_is_not_finite_on_one_device_reaches_all(bad, fmt, check_vma):
     assert not np.isfinite(result[:, 1000]).any()
     elsewhere = np.delete(np.arange(20000), np.s_[1000 // 128 * 128 : 1000 // 128 * 128 + 128])
     np.testing.assert_array_equal(result[:, elsewhere], np.tile(clean[elsewhere], (len(result), 1)))
-
-
-@pytest.mark.slow
-def test_zeros_stay_zero_and_have_their_sign():
-    x = np.zeros((N, 8192), np.float32)
-    np.testing.assert_array_equal(on_devices(pmean)(x), x)
 
 
 @pytest.mark.slow
