@@ -362,6 +362,16 @@ def test_multi_steps_drops_the_bad_micro_step(tx):
     assert (scaler.loss_scale, scaler.overflow_count) == (2.0**14, 1)
 
 
+def test_skipping_restores_what_a_loss_scale_inside_wraps():
+    """A scaled gradient beyond 2^62 is within once it is unscaled."""
+    tx, params = jfp8.skip_on_overflow(jfp8.loss_scale(adam())), make_params()
+    state = begin(tx, params)
+    huge = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**63), params)
+    updates, after = tx.update(huge, state, params)
+    assert_same(updates, jax.tree.map(jnp.zeros_like, params))
+    assert_same(after.inner_state, state.inner_state)
+
+
 def test_extra_arguments_reach_the_wrapped_transformation():
     def update(updates, state, params=None, *, value, **extra):
         return jax.tree.map(lambda g: g * value, updates), state
