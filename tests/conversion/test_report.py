@@ -24,6 +24,7 @@ from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.rowwise import RowwiseScaling
+from jfp8.tracing.notes import notes_of
 from support.devices import traced_for
 from support.models import Model
 
@@ -506,6 +507,13 @@ def test_verbose_text_has_a_line_for_each_product():
     assert lines[3].endswith(f"high precision: {LOGITS}")
     assert lines[-1] == "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products."
     assert len(lines) == 2 + 5 + 1
+
+
+def test_notes_of_a_name_stack():
+    """The innermost of each kind; a new path forgets what was noted about another layer."""
+    stack = "jit(f)/path=A;/layer=Dense;/recipe=current;/dot/path=A/b;/layer=Conv;/reason=no, it;/x"
+    assert notes_of(stack) == {"path": "A/b", "layer": "Conv", "reason": "no, it"}
+    assert notes_of("jit(f)/xpath=A;/dot") == {}
 
 
 def test_layers_that_are_alike_are_one_line():

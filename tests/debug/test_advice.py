@@ -118,10 +118,6 @@ def first(advice):
     return advice.findings[0]
 
 
-def tensors(findings):
-    return {finding.tensor for finding in findings}
-
-
 @pytest.mark.slow
 def test_a_branch_whose_gradient_dies():
     """Layer scale: the gradient of one branch is tiny, that of the others is not."""
@@ -129,7 +125,7 @@ def test_a_branch_whose_gradient_dies():
     finding = first(advice)
     assert (finding.fault, finding.tensor) == ("vanishing_gradient", "Dense_1 grad")
     assert finding.remedy.startswith("Use a recipe with scales for gradients")
-    assert tensors(advice.findings) == {"Dense_1 grad"}
+    assert {f.tensor for f in advice.findings} == {"Dense_1 grad"}
     mended = train(recipes.Float8CurrentScaling(), 5, branch=2.0**-30)
     assert report(mended).findings == ()
 
@@ -151,7 +147,7 @@ def test_a_history_that_is_never_put_back():
     assert "jfp8.TrainState" in finding.remedy
     assert {f.fault for f in advice.findings} == {"stale_history"}
     # All that move are named, and of each the steps in which its scale is the same.
-    assert {"Dense_1 lhs", "Dense_1 grad"} <= tensors(advice.findings)
+    assert {"Dense_1 lhs", "Dense_1 grad"} <= {f.tensor for f in advice.findings}
     assert min(finding.steps) in (5, 6)
     assert max(finding.steps) == 19
 
@@ -166,7 +162,7 @@ def test_an_empty_history():
     advice = report(rows)
     assert {f.fault for f in advice.findings} == {"empty_history"}
     assert {f.severity for f in advice.findings} == {"note"}
-    assert {"Dense_0 lhs", "Dense_1 lhs"} <= tensors(advice.findings)
+    assert {"Dense_0 lhs", "Dense_1 lhs"} <= {f.tensor for f in advice.findings}
 
 
 def test_values_that_outgrow_their_history():
