@@ -71,9 +71,9 @@ def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
     for path, node in nodes_of(converted):
         if isinstance(node, nnx.MultiHeadAttention):
             install_cache(node, dtype, path)
-        elif any(isinstance(x, nnx.Cache) for x in vars(node).values()) or isinstance(
-            node, TransformerLayer
-        ):
+            continue
+        kept = any(isinstance(x, nnx.Cache) for x in vars(node).values())
+        if kept or isinstance(node, TransformerLayer):
             raise ValueError(
                 f"cache_dtype={dtype} does not reach the cache of {path!r}, a "
                 f"{type(node).__name__}, but only those of nnx.MultiHeadAttention. Leave out "

@@ -124,25 +124,16 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Follower:
-    """Follow the parameters of modules through every operation under `interposed`.
-
-    Attributes:
-      modules: those whose parameters it follows.
-      parameter_of: the parameter of one of them that an array is, if it is one.
-      found: what each product of a parameter with something else becomes.
-      prepare: makes a `Prepared` of such a product in a body, whose `x` and `weight` are shapes.
-      enters: whether to follow into a ``jit`` that is given these values.
-      known: values made of a parameter, by identity, kept so that no other value gets that.
-      sums: for each parameter, the shapes of weights with the dimensions that are summed over, in
-        the order in which products are seen.
-    """
+    """Follow the parameters of modules through every operation under `interposed`."""
 
     modules: Sequence[Any]
-    parameter_of: Callable[[Any], Parameter | None]
-    found: Callable[[ParameterProduct], jax.Array]
-    prepare: Callable[[ParameterProduct], Prepared]
-    enters: Callable[[Any], bool]
+    parameter_of: Callable[[Any], Parameter | None]  # that an array is, if it is one of `modules`
+    found: Callable[[ParameterProduct], jax.Array]  # computes a product of a parameter
+    prepare: Callable[[ParameterProduct], Prepared]  # the same in a body; its operands are shapes
+    enters: Callable[[Any], bool]  # whether to follow into a ``jit`` that is given these values
+    # Values made of a parameter, by identity; kept, so that no other value gets that.
     known: dict[int, tuple[Any, Parameter]] = field(default_factory=dict)
+    # By the path of a parameter, what tells its products apart, in the order of the program.
     sums: dict[str, list[Any]] = field(default_factory=dict)
 
     def __call__(self, primitive: Any, values: Any, params: Mapping[str, Any]) -> Any:

@@ -141,13 +141,9 @@ def _lines_of(rows: Rows) -> Lines:
     for row in rows:
         nowhere = "(the model itself)" if row.layer else "(no layer)"
         layers.setdefault(row.path or nowhere, []).append(row)
-    alike = {
-        path: frozenset(dataclasses.replace(row, path="") for row in of_layer)
-        for path, of_layer in layers.items()
-    }
-    return [
-        (line, [row for path in line.layers for row in layers[path]]) for line in tree_lines(alike)
-    ]
+    same = lambda rows: frozenset(dataclasses.replace(row, path="") for row in rows)
+    lines = tree_lines({path: same(of_layer) for path, of_layer in layers.items()})
+    return [(line, [row for path in line.layers for row in layers[path]]) for line in lines]
 
 
 def _table_of(lines: Lines) -> Table:

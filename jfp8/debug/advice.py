@@ -48,11 +48,8 @@ class Advice(Printed):
             group = self.of(fault)
             printed = group[:_PRINTED]
             for finding, following in zip(printed, [*printed[1:], None], strict=True):
-                lines += [
-                    "",
-                    f"{finding.severity}: {finding.tensor} ({fault})",
-                    f"  {finding.evidence}",
-                ]
+                head = f"{finding.severity}: {finding.tensor} ({fault})"
+                lines += ["", head, f"  {finding.evidence}"]
                 if following is None or following.remedy != finding.remedy:
                     lines.append(f"  -> {finding.remedy}")
             if rest := group[_PRINTED:]:
@@ -64,9 +61,8 @@ class Advice(Printed):
     def _headline(self) -> str:
         if not self.n_tensors:
             return "No tensor in FP8 was recorded."
-        seen = counted(self.n_tensors, "tensor") + (
-            f", steps {self.steps[0]} to {self.steps[1]}" if self.steps else ""
-        )
+        seen = counted(self.n_tensors, "tensor")
+        seen += f", steps {self.steps[0]} to {self.steps[1]}" if self.steps else ""
         if not self.findings:
             return f"Nothing is wrong ({seen})."
         count = lambda kind: sum(f.severity == kind for f in self.findings)

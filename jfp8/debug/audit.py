@@ -98,9 +98,8 @@ class Audit:
         rows += [(f"  {name}", f"{times:,}", "times") for name, times in self.quantized_again]
         wide = max(len(row[0]) for row in rows)
         lines = [f"{name:<{wide}}  {n:>7}  {more}".rstrip() for name, n, more in rows]
-        return "\n".join(
-            lines + ["Some loops do not say how often they run."] * (not self.is_exact)
-        )
+        lines += ["Some loops do not say how often they run."] * (not self.is_exact)
+        return "\n".join(lines)
 
 
 def audit(compiled: Any) -> Audit:

@@ -194,10 +194,7 @@ class _Errors(Measurement):
     Sums squares of ``y``, and per recipe of ``y' - y``, ``y* - y``, ``y' - y*``; see `compare`.
     """
 
-    powers: ClassVar[tuple[str, ...]] = (
-        "signal",
-        *(f"{part}_{i}" for i in range(2) for part in _PARTS),
-    )
+    powers: ClassVar = ("signal", *(f"{part}_{i}" for i in range(2) for part in _PARTS))
     maxima: ClassVar[tuple[str, ...]] = ("amax",)
 
     structure: jax.tree_util.PyTreeDef  # of the operation

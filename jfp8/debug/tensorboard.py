@@ -55,9 +55,8 @@ class TensorBoardWriter:
                 if math.isfinite(value):
                     self._writer.add_scalar(f"{name}/{tag}", value, step)
             if row.exponents:
-                self._writer.add_histogram_raw(
-                    f"exponent/{tag}", **_histogram(row), global_step=step
-                )
+                histogram = _histogram(row) | {"global_step": step}
+                self._writer.add_histogram_raw(f"exponent/{tag}", **histogram)
         self._writer.flush()
 
     def close(self) -> None:
