@@ -137,23 +137,20 @@ def norms(module, x):
     return nn.Dense(3)(h.mean((1, 2)))
 
 
-# One of each layer of Flax's that has a product.
-KINDS = nn.Sequential(
-    [
-        nn.DenseGeneral((2, 4)),
-        nn.DenseGeneral(8, axis=(-2, -1)),
-        nn.Einsum((8, 8), "bsf,fg->bsg"),
-        nn.Conv(8, (3,)),
-        nn.ConvTranspose(8, (3,)),
-        nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8),
-        nn.RNN(nn.SimpleCell(8)),
-        nn.Dense(3),
-    ]
-)
+def kinds(module, x):
+    """One of each layer of Flax's that has a product."""
+    x = nn.DenseGeneral((2, 4))(x)
+    x = nn.DenseGeneral(8, axis=(-2, -1))(x)
+    x = nn.Einsum((8, 8), "bsf,fg->bsg")(x)
+    x = nn.Conv(8, (3,))(x)
+    x = nn.ConvTranspose(8, (3,))(x)
+    x = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8)(x)
+    x = nn.RNN(nn.SimpleCell(8))(x)
+    return nn.Dense(3)(x)
 
 
 MODELS = {
-    # model, input, number of FP8 layers, and of products; 3 plain ones are those of the head
+    # Model, input, number of FP8 layers, and of products; the head has 3 plain ones, attention 6.
     "compact": (Compact(), X, 2, {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3}),
     "setup": (Setup(), X, 2, {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3}),
     "stacked": (
@@ -181,7 +178,7 @@ MODELS = {
         {"fprop": 3, "dgrad": 1, "wgrad": 2, "plain": 3},
     ),
     "norms": (Model(norms), IMAGES, 2, {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2 + 3}),
-    "kinds": (KINDS, SEQUENCES, 11, {"fprop": 11, "dgrad": 10, "wgrad": 11, "plain": 2 * 3 + 3}),
+    "kinds": (Model(kinds), SEQUENCES, 11, {"fprop": 11, "dgrad": 10, "wgrad": 11, "plain": 9}),
 }
 
 
@@ -388,7 +385,7 @@ def test_mutable_is_obeyed(setup_model, mutable):
         assert jax.tree.structure(mutated["fp8"]) == jax.tree.structure(variables["fp8"])
         found = mutated["fp8"]["layers_0"]["DotGeneral_0"]
         assert found["lhs"]["amax_history"][0] == np.abs(X).max()
-        assert found["grad"]["amax_history"][0] == 0
+        assert (found["grad"]["amax_history"] == 20).all()  # as it was
 
 
 @pytest.mark.slow
