@@ -98,7 +98,6 @@ def extended(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
 
 
 def _written(stored: Stored, x: jax.Array, index: jax.Array) -> Stored:
-    """Return `stored` with `x` from position `index` on."""
     if not isinstance(stored, ScaledArray):
         return lax.dynamic_update_slice_in_dim(stored, x.astype(stored.dtype), index, x.ndim - 3)
     by_token_and_head = PerAxis(tuple(range(x.ndim - 1)))

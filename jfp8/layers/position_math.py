@@ -83,7 +83,7 @@ def relative_position_buckets(
     num_buckets: int = 32,
     max_distance: int = 128,
 ) -> np.ndarray:
-    """Return the bucket of each distance, position of key minus that of query, as T5 has them.
+    """Return T5's bucket of each distance: position of the key minus position of the query.
 
     Half of the buckets are for exact distances, the others for ranges that grow in proportion up to
     `max_distance`; the last one is for everything beyond. If `bidirectional`, half of all buckets

@@ -82,7 +82,6 @@ class TransformerOptions(Architecture):
     def _check_inputs(
         self, inputs: jax.Array, encoded: jax.Array | None, encoder_decoder_mask: jax.Array | None
     ) -> None:
-        """Raise ``ValueError`` unless the layer may be called with these arrays."""
         if inputs.ndim < 2 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"inputs must be [..., length, hidden_size={self.hidden_size}]; got {inputs.shape}."
@@ -140,12 +139,10 @@ class TransformerOptions(Architecture):
         return {"mask": transformer_math.both_masks(kv_cache.visible(cache, length, window), mask)}
 
     def normalization(self) -> dict[str, Any]:
-        """Return the options of a normalisation."""
         names = "layernorm_type", "zero_centered_gamma", "saved_activations"
         return {"epsilon": self.layernorm_epsilon, **options_of(self, names)}
 
     def attention_options(self) -> dict[str, Any]:
-        """Return the options of both attentions."""
         names = "num_attention_heads", "attention_dropout", "attention_products", "attention_sinks"
         return {
             "num_gqa_groups": self.num_gqa_groups or self.num_attention_heads,
@@ -155,7 +152,6 @@ class TransformerOptions(Architecture):
         }
 
     def mlp_options(self) -> dict[str, Any]:
-        """Return the options of the MLP."""
         return {
             "activation": self.mlp_activation,
             "intermediate_dropout_rate": self.intermediate_dropout,

@@ -225,7 +225,6 @@ def _specs_of(params: Any, specs: Any) -> list[Any]:
 
 
 def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quantizer) -> ScaledArray:
-    """Quantize `x`, then gather it."""
     if x.ndim != 2 and not quantizer.one_for_both:
         quantizer = Current(quantizer.fmt)
     context = Context((0,), largest, None, None)

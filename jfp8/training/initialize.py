@@ -130,7 +130,6 @@ def initialize(
 
 
 def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Store the `_MOMENTS` that `tx` has in few bits."""
     inner = transformation("initialize", tx)
 
     def init(params: optax.Params) -> Any:

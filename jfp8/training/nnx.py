@@ -154,7 +154,6 @@ def _intact_histories(products: Mapping[Path, Product]) -> dict[Path, Any]:
 
 
 def _overwrite(products: Iterable[Product], states: Sequence[tuple[Any, jax.Array]]) -> None:
-    """Give each of `products` its histories and their check."""
     for product, state in zip(products, states, strict=True):
         product.overwrite_histories(*state)
 
@@ -201,7 +200,6 @@ def _gradient(f: Callable[..., Any], argnums: Any, sinks: list[jax.Array], *args
 
 @contextlib.contextmanager
 def _holding(variables: Iterable[nnx.Variable], values: Any) -> Iterator[None]:
-    """Give `variables` other `values`, until the end."""
     before = [(variable, variable.get_value()) for variable in variables]
     try:
         for variable, value in zip(variables, values, strict=True):
@@ -266,7 +264,6 @@ def _end_step(products: Any, before: Any, seen: Any, failed: jax.Array, loss_sca
 
 
 def _end_of(product: Product, before: Any, amaxes: Any, failed: jax.Array) -> tuple[Any, ...]:
-    """Return what `_ended` takes of `product`."""
     amaxes, failed = _of_all_examples(amaxes, failed, before)
     after = product.histories() if amaxes is None else None
     return before, after, amaxes, _on_any_device(failed, before["lhs"])

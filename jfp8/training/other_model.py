@@ -35,7 +35,6 @@ def histories_for(model: nn.Module, args: Any, kwargs: Any, state: Any) -> Colle
 
 
 def _shapes_in(variables: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes by path."""
     leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_scaled_array)
     spelled = partial(jax.tree_util.keystr, simple=True, separator="/")
     return {spelled(path): tuple(jnp.shape(leaf)) for path, leaf in leaves}

@@ -148,7 +148,7 @@ class SparingScaledArrays:
 
 @dataclass(frozen=True)
 class ValuesOfScaledArrays:
-    """The same for layers that keep their own matmul, which gets the values of `ScaledArray`s."""
+    """Like `SparingScaledArrays`, for layers with their own matmul, which gets the values."""
 
     promote_dtype: Callable[..., Any]
 

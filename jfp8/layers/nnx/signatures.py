@@ -44,7 +44,6 @@ class ExplicitModule(nnx.Module):
 
 
 def _unknown(layer: type, name: str, known: list[str]) -> Exception:
-    """Return the error for an option that is not among the `known` ones of `layer`."""
     flax = next((base for base in layer.__mro__ if base.__module__.startswith("flax.nnx.nn")), None)
     if flax is not None and name in inspect.signature(flax.__init__).parameters:
         return ValueError(

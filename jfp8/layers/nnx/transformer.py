@@ -152,7 +152,6 @@ class LayerNormAttention(nnx.Module):
         return self.out(context), cache
 
     def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
-        """Return the key of the ``nnx.Dropout``, or None if nothing is dropped."""
         if self.dropout is None:
             return None
         fixed = self.dropout.deterministic if deterministic is None else deterministic
