@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from jfp8.matmul.spec import ACCUMULATIONS, Accumulation
@@ -34,7 +34,9 @@ class Float8BlockScaling(Recipe):
 
     fp8_format: Fp8Format = takes(FP8_FORMATS, "E4M3")
     scale_rounding: ScaleRounding = takes((None, "power_of_two"), "power_of_two")
-    accumulation: Accumulation = takes(ACCUMULATIONS, "f32_every_128", kw_only=True)
+    accumulation: Accumulation = field(
+        default="f32_every_128", kw_only=True, metadata={"allowed": ACCUMULATIONS}
+    )
 
     def products(self) -> Products:
         forward, backward = FP8_FORMATS[self.fp8_format]

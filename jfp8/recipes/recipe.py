@@ -26,9 +26,9 @@ from jfp8.scaling.history import AmaxState, init_amax_state
 # Fields of recipes that list the values they take.
 
 
-def takes(allowed: Iterable[Any] | type[bool], default: Any, *, kw_only: bool = False) -> Any:
+def takes(allowed: Iterable[Any] | type[bool], default: Any) -> Any:
     """Return a field that takes one of `allowed`: some values, the ints of a range, or ``bool``."""
-    return dataclasses.field(default=default, kw_only=kw_only, metadata={"allowed": allowed})
+    return dataclasses.field(default=default, metadata={"allowed": allowed})
 
 
 def check_fields(recipe: Any) -> None:
@@ -89,7 +89,9 @@ class Recipe:
     exact_export: ClassVar[bool] = False
     """Whether `jfp8.quantize_params` gives what the forward pass multiplies, or raises."""
 
-    accumulation: Accumulation = takes(ACCUMULATIONS, "f32", kw_only=True)
+    accumulation: Accumulation = field(
+        default="f32", kw_only=True, metadata={"allowed": ACCUMULATIONS}
+    )
     fast_accumulation: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **fields: Any) -> Recipe:

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jfp8
 from jfp8 import E4M3FN, E5M2, recipes
 from jfp8.kernels.blackwell import attention as blackwell
+from jfp8.kernels.flash.mask_bits import WORD, packed
 from jfp8.kernels.flash.problem import BLOCK
 from jfp8.kernels.hopper import attention as hopper
 from jfp8.kernels.pallas_attention import backward_rule, forward_rule
@@ -177,6 +178,47 @@ def test_later_tokens_change_nothing(gpu, window, by_mask):
         assert (np.asarray(x)[:, seen:] != np.asarray(y)[:, seen:]).any()
 
 
+# Masks as bits
+
+MASKED = 200, 300  # queries and keys
+OF_KEYS = 2  # heads of queries that share one of keys
+ROWS = 128  # of a tile
+
+
+@pytest.mark.parametrize("columns", ["queries", "keys"])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, *MASKED), (1, 1, 200, 1), (2, 1, 1, 300)], ids=["all", "of-queries", "of-keys"]
+)
+def test_bits_and_spans(shape, columns):
+    width = 64 if columns == "queries" else 128
+    mask = np.random.default_rng(0).random(shape) < 0.5
+    mask[..., :130, :] &= shape[2] == 1
+    mask[..., 270:] &= shape[3] == 1
+    pack = jax.jit(packed, static_argnums=(1, 2, 3, 4))
+    dimension = ["queries", "keys"].index(columns) + 2
+    found = pack(jnp.array(mask), MASKED, dimension, (ROWS, width), OF_KEYS)
+    bits, spans = (np.asarray(found[name]) for name in ("bits", "spans"))
+
+    whole = np.broadcast_to(mask, (*shape[:2], *MASKED))
+    whole = whole.swapaxes(2, 3) if columns == "queries" else whole  # of rows and columns
+    (n_rows, n_columns), (words, rows) = whole.shape[2:], bits.shape[2:]
+    row, column = np.arange(n_rows)[:, None], np.arange(n_columns)
+    # One tile, or one block, where all are alike.
+    row, column = row % rows, column % (words * WORD)
+    np.testing.assert_array_equal(bits[:, :, column // WORD, row] >> (column % WORD) & 1, whole)
+    of_rows, of_columns = shape[2:] if columns == "keys" else shape[:1:-1]
+    assert (rows == ROWS) == (of_rows == 1)
+    assert (words * WORD == width) == (of_columns == 1)
+
+    heads = OF_KEYS if shape[1] > 1 else 1
+    for b, head, tile in np.ndindex(shape[0], shape[1] // heads, -(-n_rows // ROWS)):
+        seen = whole[b, head * heads : (head + 1) * heads, tile * ROWS : (tile + 1) * ROWS]
+        blocks = np.flatnonzero(seen.any((0, 1))) // width
+        first, end = spans[b, head, :, tile]
+        assert (first, end) == ((blocks[0], blocks[-1] + 1) if len(blocks) else (first, 0))
+        assert first >= end or len(blocks)
+
+
 # In `scaled_dot_product_attention`
 
 
@@ -262,7 +304,7 @@ def test_it_computes_what_the_emulation_computes(gpu, options):
     """But for the last places of f32, which decide how a few weights are rounded."""
     arrays = {n: jnp.array(x) for n, x in options.items() if "lengths" in n or n == "sinks"}
     options = options | arrays
-    if packed := "segments" in options:
+    if segmented := "segments" in options:
         ids = jnp.repeat(jnp.arange(3), jnp.array(options.pop("segments")))[None]
         options |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
     q, k, v = (normal(seed, (1, 170, heads, 64)) for seed, heads in enumerate((4, 2, 2)))
@@ -281,7 +323,7 @@ def test_it_computes_what_the_emulation_computes(gpu, options):
     with plgpu.force_gpu_interpret_mode():
         found = results(NAMES[gpu])
     expected = results("emulate")
-    if packed:  # of which the reference rounds P for dV by the queries of one sequence
+    if segmented:  # of which the reference rounds P for dV by the queries of one sequence
         assert distance(found.pop(), expected.pop()) < 0.03
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype

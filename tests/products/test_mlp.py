@@ -164,26 +164,21 @@ def test_the_kernel_makes_a_gradient(quantizer, state, name, n, special):
 
 
 @needs_mosaic
-def test_a_gradient_whose_blocks_would_mix_projections_is_taken_as_an_array():
+@pytest.mark.parametrize(
+    ("quantizer", "make"),
+    [
+        (Blockwise(E4M3, (128, 1)), Gradient(Activation("swiglu"))),
+        (Current(E4M3), Activation("swiglu")),
+    ],
+    ids=["blocks that would mix projections", "an amax beforehand"],
+)
+def test_what_kernels_do_not_make_is_taken_as_an_array(quantizer, make):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    parts = [projections("swiglu"), cotangent()]
-    quantizer, array = Blockwise(E4M3, (128, 1)), jnp.ones((100, 300), jnp.bfloat16)
+    parts = [projections("swiglu"), *([cotangent()] if isinstance(make, Gradient) else [])]
+    array = jnp.ones((100, 150 * len(parts)), jnp.bfloat16)
     with plgpu.force_gpu_interpret_mode():
-        made = Made(array, parts, Gradient(Activation("swiglu")))
-        found = quantize_both_ways(quantizer, None, made, None)
-    np.testing.assert_array_equal(found.straight.dequantize(), array)
-
-
-@needs_mosaic
-def test_an_amax_beforehand_is_taken_of_the_array():
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    x = projections("swiglu", 64, 64)
-    array = jnp.ones((64, 64), jnp.bfloat16)
-    made = Made(array, [x], Activation("swiglu"))
-    with plgpu.force_gpu_interpret_mode():
-        found = quantize_both_ways(Current(E4M3), None, made, None)
+        found = quantize_both_ways(quantizer, None, Made(array, parts, make), None)
     np.testing.assert_array_equal(found.straight.dequantize(), array)
 
 

@@ -17,7 +17,9 @@ from jfp8 import recipes
 from jfp8.kernels.backend import facts_of
 from jfp8.kernels.tpu.backend import choose_on_tpu
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
+from jfp8.kernels.tpu.sharded import Layout, layout_of_matrices
 from jfp8.matmul.spec import MatmulSpec
+from jfp8.products.explicit_sharding import Specs
 from jfp8.products.operation import Use
 from jfp8.quantizers.quantizer import Context, Current
 from jfp8.quantizers.rotations import Hadamard
@@ -318,6 +320,39 @@ LAYOUTS = {
     "fsdp over both": (P("a"), P(("a", "b")), P("a")),
     "fsdp over the others first": (P("a"), P(("b", "a")), P("a")),
 }
+
+
+# How matrices lie on several TPUs, by the types of what they are made of.
+A, B, NONE = ("a",), ("b",), ()
+SHAPES = (4, 256, 1024), (1024, 512)
+NUMBERS = ((2,), (0,)), ((), ())
+MESH = AbstractMesh((2, 4), ("a", "b"))
+SPECS = Specs(P("a"), P("a", "b"), P("a", None, "b"))
+
+
+def test_dimensions_that_make_up_rows():
+    with use_abstract_mesh(MESH):
+        found = layout_of_matrices(SPECS, SHAPES, NUMBERS)
+        assert found == Layout((A, NONE), (A, B), (A, B))
+        over_both = SPECS._replace(rhs=P(("a", "b")))
+        assert layout_of_matrices(over_both, SHAPES, NUMBERS).rhs == (A + B, NONE)
+        one = (1, 256, 1024), SHAPES[1]  # a dimension of 1 is not in the way
+        specs = Specs(P(None, "a"), P(), P(None, "a"))
+        assert layout_of_matrices(specs, one, NUMBERS) == Layout((A, NONE), (NONE,) * 2, (A, NONE))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lhs": P(None, "a")},  # every fourth of the rows in two parts
+        {"lhs": P("a", "b")},
+        {"y": P("a", "b")},
+        {"rhs": P(None, ("a", "b"))},  # 64 columns each
+    ],
+)
+def test_parts_that_kernels_do_not_take(changed):
+    with use_abstract_mesh(MESH):
+        assert layout_of_matrices(SPECS._replace(**changed), SHAPES, NUMBERS) is None
 
 
 SEVERAL = [

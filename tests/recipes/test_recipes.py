@@ -185,35 +185,43 @@ def test_print_is_short_and_begins_with_the_call():
 # What a recipe means
 
 
-E4M3_POWERS, E5M2_POWERS = (Current(fmt, "power_of_two") for fmt in (E4M3FN, E5M2))
 DELAYED = {"margin": 2, "algo": "most_recent", "scale_rounding": "power_of_two", "length": 7}
-ROWS = Rowwise(E5M2, scale_rounding=None)
-STRETCH, TILE = (Blockwise(E4M3FN, (128, n), "power_of_two") for n in (1, 128))
-MX, MX_TILE = (Blockwise(E5M2, (32, n), "floor") for n in (1, 32))
-E5M2_UNIT = Unit(E5M2)
-# A recipe, and the quantizers of activations, weights and gradients.
+IN_BLOCKS = lambda *args: lambda fmt: Blockwise(fmt, *args)
+# Quantizers of activations and gradients by their format, and of weights, where those are others.
 UNIFORM = [
     (
         DelayedScaling(2, "HYBRID", 7, "most_recent", "power_of_two"),
-        (Delayed(E4M3FN, **DELAYED), Delayed(E4M3FN, **DELAYED), Delayed(E5M2, **DELAYED)),
+        *(partial(Delayed, **DELAYED), None),
     ),
-    (Float8CurrentScaling("HYBRID", "power_of_two"), (E4M3_POWERS, E4M3_POWERS, E5M2_POWERS)),
-    (RowwiseScaling("E5M2", None), (ROWS,) * 3),
-    (Float8BlockScaling(), (STRETCH, TILE, STRETCH)),
-    (MXFP8BlockScaling("E5M2", "floor", True), (MX, MX_TILE, MX)),
-    (MXFP8BlockScaling("E5M2", "floor"), (MX,) * 3),
-    (Unscaled("E5M2"), (E5M2_UNIT,) * 3),
+    (
+        Float8CurrentScaling("HYBRID", "power_of_two"),
+        *(partial(Current, scale_rounding="power_of_two"), None),
+    ),
+    (RowwiseScaling("HYBRID", None), Rowwise, None),
+    (
+        Float8BlockScaling("HYBRID"),
+        *(IN_BLOCKS((128, n), "power_of_two") for n in (1, 128)),
+    ),
+    (MXFP8BlockScaling("HYBRID", "floor"), IN_BLOCKS((32, 1), "floor"), None),
+    (
+        MXFP8BlockScaling("HYBRID", "floor", True),
+        *(IN_BLOCKS((32, n), "floor") for n in (1, 32)),
+    ),
+    (Unscaled("HYBRID"), Unit, None),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "quantizers"), UNIFORM, ids=repr)
-def test_each_tensor_has_its_quantizer_in_both_products(recipe, quantizers):
-    lhs, rhs, grad = quantizers
+@pytest.mark.parametrize(("recipe", "others", "weights"), UNIFORM, ids=lambda x: str(x)[:9])
+def test_each_tensor_has_its_quantizer_in_both_products(recipe, others, weights):
+    lhs, rhs, grad = others(E4M3FN), (weights or others)(E4M3FN), others(E5M2)
     assert recipe.products() == Products(
         fprop=Product(lhs, rhs, fast_accumulation=True),
         dgrad=Product(grad, rhs),
         wgrad=Product(lhs, grad),
     )
+    for name, fmt in (("E4M3", E4M3FN), ("E5M2", E5M2)):
+        alike = dataclasses.replace(recipe, fp8_format=name).products()
+        assert {q.fmt for q in alike.quantizers()} == {fmt}
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
