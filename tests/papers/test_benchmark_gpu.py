@@ -168,24 +168,3 @@ def test_device_times_are_those_of_the_kernels_of_a_run():
     """
     profile = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(text))
     assert device_time.spans_of_runs(profile) == {0: (5000, 4000), 1: (4000, 4000)}
-
-
-def test_slopes_leave_out_what_a_launch_takes(monkeypatch):
-    """Each call takes 2 ms, and each launch 5."""
-    clock = [0.0]
-
-    def program(calls):
-        def run():
-            clock[0] += 5e-3 + 2e-3 * calls
-
-        return run
-
-    monkeypatch.setattr(device_time.time, "perf_counter", lambda: clock[0])
-    timed = timing.Timed(program(12), 12, {}, program(4), 4)
-    (times,) = device_time.measure({"case": timed}, 5).values()
-    assert times == {
-        "ms": pytest.approx(2.0),
-        "ms_p10": pytest.approx(2.0),
-        "ms_p90": pytest.approx(2.0),
-        "clock": "slope",
-    }

@@ -1,15 +1,7 @@
 """Everything public is documented, in docstrings and on pages; their code runs; the site builds.
 
-What a docstring has to say is checked by its sections, as `inspect` and `ast` see the code:
-
-  * every function: a first sentence; ``Args`` with an entry for every parameter, which says the
-    shape or dtype of arrays; ``Returns`` or ``Yields`` if it returns something; ``Raises`` with
-    every exception that its own code, or its private helpers in the same file, raise;
-  * what implements a rule that somebody else published: ``References``;
-  * functions of `jfp8` itself: an example;
-  * every class: ``Attributes`` (or ``Args``) with every field, and docstrings of public methods and
-    properties, which name every parameter. Fields may be documented by a base of Flax, or by
-    another class that the docstring says to see.
+Docstrings have the sections that fit the code, rules of others their ``References``, and
+functions of `jfp8` itself an example.
 """
 
 from __future__ import annotations

@@ -85,11 +85,6 @@ def test_a_converted_model_trains_as_it_did(text, capsys):
     assert 0 < float(figures["fp8_percent_of_flops"]) < 100
 
 
-def test_the_plain_model_knows_nothing_of_fp8():
-    source = (EXAMPLES / "lm/plain_gpt.py").read_text()
-    assert "jfp8" not in source
-
-
 @pytest.mark.slow
 def test_a_layer_can_be_left_as_it_is(text, capsys):
     script = imported("convert_model", "examples")

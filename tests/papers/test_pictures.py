@@ -88,12 +88,6 @@ def test_gradients_of_lower_layers_die(pictures, tmp_path):
     assert rows.count(5) > 5
 
 
-def test_another_name_is_refused(pictures, capsys):
-    with pytest.raises(SystemExit):
-        pictures.main(["histogram"])
-    assert "no picture is called histogram" in capsys.readouterr().err
-
-
 # The roofline's model, by hand
 
 

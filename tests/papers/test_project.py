@@ -89,13 +89,6 @@ def test_workflows_may_do_little(workflow):
     assert extra == ({"publish": {"id-token": "write"}} if workflow.stem == "release" else {})
 
 
-def test_issue_forms_ask_for_the_doctor():
-    forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
-    bug = yaml.safe_load(next(form for form in forms if form.stem == "bug").read_text())
-    assert "python -m jfp8 doctor" in str(bug["body"])
-    assert all(yaml.safe_load(form.read_text()) for form in forms)
-
-
 def test_the_code_for_agents_runs():
     text = (ROOT / "AGENTS.md").read_text()
     assert len(text.splitlines()) <= 60
