@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
-import jax
 import numpy as np
 from hypothesis import strategies as st
 
 WIDTH = 8  # all layers are square, so that any may follow any
 ROWS = 16
 COLLECTIONS = ("params", "fp8", "fp8_sink")
-
-Path = tuple[str, ...]
-Pullback = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass
@@ -47,7 +43,7 @@ class Uses:
 class Place:
     """Where a weight is: the path of its layer, and its index in a stack of layers."""
 
-    path: Path = ()
+    path: tuple[str, ...] = ()
     index: tuple[int, ...] = ()
 
     def inside(self, name: str) -> Place:
@@ -64,21 +60,13 @@ def leaf(tree: Any, place: Place, names: Sequence[str] = ("kernel",)) -> np.ndar
     return np.asarray(tree)[place.index]
 
 
-Weights = Callable[[Place], np.ndarray]
-Seen = dict[Place, Uses]
-
-
 @dataclass(frozen=True)
 class Program:
-    """A function of rows, f32[rows, WIDTH] to the same shape."""
+    """A function of rows, f32[rows, WIDTH] to the same shape.
 
-    def linen(self, layer: Callable[[], nn.Module]) -> nn.Module:
-        """As a Linen module of layers that `layer` makes."""
-        raise NotImplementedError
-
-    def run(self, x: np.ndarray, at: Place, weights: Weights, seen: Seen) -> tuple[Any, Pullback]:
-        """The result, and a function from its gradient to that of `x`; both record in `seen`."""
-        raise NotImplementedError
+    ``linen(layer)`` is a Linen module of layers that `layer` makes. ``run(x, at, weights, seen)``
+    returns the result, and a function from its gradient to that of `x`; both record in `seen`.
+    """
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ class Relu(Program):
     """``max(x, 0)``."""
 
     def linen(self, layer):
-        return Elementwise(nn.relu)
+        return nn.relu
 
     def run(self, x, at, weights, seen):
         return np.maximum(x, 0), lambda dy: np.where(x > 0, dy, 0)
@@ -204,13 +192,6 @@ def run_in_turn(programs, x, weights, seen):
 # Linen modules of the above.
 
 
-class Elementwise(nn.Module):
-    function: Callable[[jax.Array], jax.Array]
-
-    def __call__(self, x):
-        return self.function(x)
-
-
 class Repeated(nn.Module):
     part: nn.Module
     times: int
@@ -261,7 +242,7 @@ class Mapped(nn.Module):
 # Which there are.
 
 
-def overflowed(seen: Seen) -> bool:
+def overflowed(seen: dict[Place, Uses]) -> bool:
     """Whether any operand or gradient was not finite."""
     return not all(
         np.all(np.isfinite(uses.gradient)) and np.all(np.isfinite(list(uses.amaxes.values())))
