@@ -45,11 +45,9 @@ def _cast_heads(
 ) -> Pair:
     """Return ``cast(x * inverse[..., None], fmt)``, straight and transposed.
 
-    Args:
-      x: ``[batch, groups, heads of a group, tokens, depth]``; the third may be missing, for 1.
-      inverse: ``f32[batch, groups, heads of a group, tokens]``, likewise.
-      projection: ``[batch, tokens, groups, heads of a group, depth]``, which contains `x`.
-      first: index of the first head of `x` in its group of `projection`.
+    `x` is ``[batch, groups, heads of a group, tokens, depth]``, the third of which may be missing,
+    for 1. `projection`, ``[batch, tokens, groups, heads of a group, depth]``, contains it, from
+    head `first` of each group on.
     """
     each = x.shape[:-2]
 

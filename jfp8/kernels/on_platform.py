@@ -82,14 +82,9 @@ def on_platform(
 ) -> Any:
     """Return ``compute(*operands)``, an array or a tree, if the program is for `platform`.
 
-    Interpreted kernels run anywhere.
-
-    Args:
-      elsewhere: computes the same from the same operands on any other platform, and closes over
-        no arrays; or the reason why there is no alternative.
-
-    Raises:
-      NotImplementedError: with that reason, when the program is compiled for anything else.
+    `elsewhere` computes the same on any other platform, and closes over no arrays; or it is the
+    reason why nothing does, with which compiling raises ``NotImplementedError`` there. Interpreted
+    kernels run anywhere.
     """
     if kernels_are_interpreted():
         return compute(*operands)

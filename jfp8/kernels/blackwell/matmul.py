@@ -43,7 +43,6 @@ def scaled_matmul(
         N is not a multiple of 128, XLA copies operands to pad them.
       a_scale, b_scale: ``[M, ceil(K/block)]`` and ``[N, ceil(K/block)]``. MX: e8m0, for blocks of
         32. NVFP4: e4m3fn, not negative, for blocks of 16.
-      out_dtype: f32, bf16 or f16.
     """
     kind = NVFP4 if a.dtype in NVFP4.data else MX
     (m, k), n = a.shape, b.shape[0]

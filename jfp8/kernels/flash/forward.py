@@ -40,12 +40,9 @@ def attention_forward(
       k, v_t: ``f8[..., G / groups, S, H]`` and ``f8[..., G / groups, H, S]``.
       q_scale, k_scale: ``f32[..., G, T]`` and ``f32[..., G / groups, S]``, positive.
       v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100.
-      key_lengths: ``i32[..., G / groups]``: key j is visible to query i only if ``j <
-        key_lengths[g]``.
-      mask: ``bool[... | 1, G | 1, T | 1, S | 1]``: key j is visible only if it is True.
-      groups: number of heads of queries that share a head of keys and values.
+      key_lengths: ``i32[..., G / groups]``.
+      mask: ``bool[... | 1, G | 1, T | 1, S | 1]``, True for visible keys.
       scale: of the logits, positive.
-      is_causal: True if key j is visible only if ``j <= i``.
       window: ``(left, right)``: visible if ``i - left <= j <= i + right``. None for no bound.
       out_dtype: f32, bf16 or f16, to which `o` is rounded once.
 

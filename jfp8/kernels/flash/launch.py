@@ -24,14 +24,9 @@ def launch(
     heads: int,
     out_dtype: jax.typing.DTypeLike,
 ) -> list[jax.Array]:
-    """Compute the results of `work`.
+    """Return ``out_dtype[batches, tokens, heads, size]``, and another or ``f32[heads, tokens]``.
 
-    Args:
-      operands: by name, with all heads concatenated.
-      heads: number of heads of `work.like` in one batch.
-
-    Returns:
-      ``out_dtype[batches, tokens, heads, size]``, and a second one or ``f32[all heads, tokens]``.
+    `operands` have all heads concatenated; `heads` is the number of `work.like` in one batch.
     """
     n, tokens, _ = operands[work.like].shape
     matrix = jax.ShapeDtypeStruct((n // heads, tokens, heads, p.size), out_dtype)

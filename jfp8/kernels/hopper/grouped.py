@@ -57,7 +57,6 @@ def grouped_matmul(
       a_scale: ``f32[ceil(K/128), T * 128]``, or None if all are one.
       b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the matmul is tiled.
     """
     (m, k), (groups, n, _) = a.shape, b.shape
     if 0 in (m, n, k, groups):
@@ -107,7 +106,6 @@ def grouped_outer(
       first, count: ``i32[G]``, the first tile of each group and its number of tiles, all of which
         must exist.
       a_scale, b_scale: ``f32[T, M]``, and ``f32[T, N]`` or None if all are one.
-      out_dtype, tiles: see `grouped_matmul`.
     """
     (m, k), n, groups = a.shape, b.shape[0], first.shape[0]
     if 0 in (m, n, k, groups):

@@ -57,7 +57,6 @@ def matmul(
       out_dtype: f32, bf16 or f16: the scaled f32 sum is rounded once.
       promote: add the tensor cores' sum to a sum in f32 after every 128 of K ("full accumulation").
         Otherwise one sum runs through the tensor cores, which keep fewer bits of it ("fast").
-      tiles: how the matmul is tiled; chosen by its shape if None.
     """
     scales = {
         "rows" if row_scale.ndim else "row": row_scale,
@@ -81,7 +80,6 @@ def block_matmul(
     The tensor cores compute the inner sums, of 128 terms; everything else is f32.
 
     Args:
-      a, b, out_dtype, tiles: see `matmul`.
       a_scale: ``f32[ceil(K/128), M]``.
       b_scale: ``f32[ceil(K/128), N]``, or ``f32[ceil(K/128), ceil(N/128)]``: one for 128 columns.
     """

@@ -150,9 +150,7 @@ def _quantize(
 ) -> tuple[jax.Array, ...]:
     """Return both directions, and results of the shapes `more`, of which the last are the amaxes.
 
-    Args:
-      prepare: from references to `known` and to those results, the factors of rows and columns:
-        scalars, or references to vectors.
+    `prepare` returns the factors of rows and columns, scalars or references to vectors.
     """
 
     def kernel(x: Sequence[Ref], *refs: Ref) -> None:

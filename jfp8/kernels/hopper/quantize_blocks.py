@@ -31,10 +31,8 @@ def quantize_rows_in_blocks(
     `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
     the first dimension of the scales, so that scales of neighbouring lines are contiguous.
 
-    Args:
-      x: f32, bf16 or f16[M, N]; or the arrays it is computed from, see `Walk.over`.
-      block: 128 or 32.
-      scale_rounding: see `scaling.scale_from_amax`.
+    `x` is f32, bf16 or f16[M, N], or the arrays it is computed from, see `Walk.over`; `block` is
+    128 or 32.
 
     Returns:
       ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].

@@ -72,11 +72,7 @@ def bytes_read(x: Input) -> int:
 
 
 def both_ways(x: Input, stages: int = 2) -> Sweep:
-    """Return tiles with which two blocks fit a multiprocessor, each with two tiles and results.
-
-    Args:
-      stages: number of tiles instead of two, if they fit.
-    """
+    """Return tiles with which two blocks fit a multiprocessor, each with `stages`, and results."""
     read = bytes_read(x)
     return Sweep(rows=128 if read == 2 else 64, stages=stages if read <= 4 else 2)
 
@@ -117,10 +113,8 @@ class Walk:
           x: the matrix, ``[M, N]``; or, if there is a `make`, arrays ``[M, projections, N]`` and
             ``[M, N]`` of one dtype: then the matrix is ``make(x[0][:, 0], x[0][:, 1], ..., x[1])``
             in f32, rounded to their dtype. If `make` returns several, they are side by side.
-          default: the tiles, if no `sweep` is given.
-          sweep: the tiles.
+          sweep: tiles instead of the `default`.
           dtype: dtype to which elements are cast when they are read; None for no cast.
-          make: see `x`; None if `x` is the matrix itself.
         """
         arrays, sweep = arrays_of(x), sweep or default
         sizes, dtype = (arrays[0].shape[0], arrays[0].shape[-1]), dtype or arrays[0].dtype
@@ -152,12 +146,9 @@ class Walk:
         return min(self.sweep.blocks, math.prod(self.tiles))
 
     def whole(self, x: jax.Array, axis: int, *sizes: int) -> jax.Array:
-        """Return a result of a kernel without the padding of its tiles.
+        """Return a result of a kernel without the padding of its tiles, of these `sizes`.
 
-        Args:
-          axis: the axis of columns. If several matrices are made, it becomes two, the first their
-            number.
-          sizes: of rows and columns, in the order of `x`.
+        If several matrices are made, the `axis` of columns becomes two, the first their number.
         """
         before, (columns, *after) = x.shape[:axis], x.shape[axis:]
         x = x.reshape(*before, self.outputs, columns // self.outputs, *after)
@@ -211,11 +202,9 @@ class Walk:
         Args:
           body: gets the position of the tile, and tile and slices in shared memory; if there is a
             `carry`, it returns the next one.
-          x: references to `arrays`.
           vectors: vectors in memory, each with the matrix dimension that it belongs to. Not
             supported if several matrices are computed.
           wanted: bool[]; if False nothing is read.
-          carry: initial value.
         """
         sweep, (down, across) = self.sweep, self.tiles
         total, stride, block = down * across, self.blocks, lax.axis_index("block")

@@ -29,10 +29,8 @@ def quantize_tensor(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``q = cast(x * inverse)`` and the amax of `x`. Finite values saturate; others: NaN.
 
-    Args:
-      x: f32 or bf16 matrix whose sizes are multiples of 128.
-      inverse: f32[1, 1], the reciprocal of the scale.
-      dtype: dtype to which `x` is cast when it is read; None for no cast.
+    `x` is an f32 or bf16 matrix whose sizes are multiples of 128, cast to `dtype` when it is read;
+    `inverse`, f32[1, 1], is the reciprocal of the scale.
 
     Returns:
       f8 matrix, and int32[8, 128], the bits of amaxes, the largest of which belongs to `x`.
@@ -149,8 +147,7 @@ def quantize_blocks(
             by_row[_blocks(j, block), i] = _largest(bits.T, block)
             by_column[_blocks(i, block), j] = _largest(bits, block)
         for scales, found in ((s, by_row), (s_other, by_column)):
-            scales[...], inverse = _scales(found[...], fmt, scale_rounding)
-            found[...] = lax.bitcast_convert_type(inverse, jnp.int32)
+            _to_inverses(found, scales, fmt, scale_rounding)
         for i, j in _squares(rows, columns):
             values = _read(x, dtype, i, j)
             inverse = _inverse(by_row[_blocks(j, block), i], block).T
@@ -190,8 +187,7 @@ def quantize_tiles(
             by_column = _largest(_magnitude(_read(x, dtype, i, j)), block)
             by_row = _largest(along_rows(by_column, block).T, block)
             by_block[_blocks(i, block), j] = _largest(along_rows(by_row, block).T, block)
-        s[...], inverse = _scales(by_block[...], fmt, scale_rounding)
-        by_block[...] = lax.bitcast_convert_type(inverse, jnp.int32)
+        _to_inverses(by_block, s, fmt, scale_rounding)
         for i, j in _squares(rows, columns):
             inverse = _inverse(by_block[_blocks(i, block), j], block)
             q[i, j] = _cast(_read(x, dtype, i, j) * inverse, fmt, scale_rounding)
@@ -217,9 +213,7 @@ def _result(x, sizes, dtype, unit=1, transposed=False):
 def _run(name, kernel, sizes, operands, in_specs, results, scratch=()):
     """Return ``kernel(*operands, *results)`` for each tile of the last operand, of these `sizes`.
 
-    Args:
-      in_specs: block specs of the other operands.
-      results: types and blocks.
+    `in_specs` are of the other operands, `results` types and blocks.
     """
     x, (rows, columns), (out, out_specs) = operands[-1], sizes, zip(*results, strict=True)
     return pl.pallas_call(
@@ -289,11 +283,11 @@ def _cast(values: jax.Array, fmt: Format, scale_rounding: ScaleRounding = None) 
     return values.astype(fmt.dtype)
 
 
-def _scales(
-    bits: jax.Array, fmt: Format, scale_rounding: ScaleRounding
-) -> tuple[jax.Array, jax.Array]:
-    """Return the scales from the bits of amaxes, and their reciprocals."""
-    return scale_and_inverse(lax.bitcast_convert_type(bits, jnp.float32), fmt, scale_rounding)
+def _to_inverses(found: Ref, scales: Ref, fmt: Format, scale_rounding: ScaleRounding) -> None:
+    """Write scales from the bits of amaxes, and the bits of their reciprocals in place of these."""
+    largest = lax.bitcast_convert_type(found[...], jnp.float32)
+    scales[...], inverse = scale_and_inverse(largest, fmt, scale_rounding)
+    found[...] = lax.bitcast_convert_type(inverse, jnp.int32)
 
 
 def _scale_dtype(scale_rounding: ScaleRounding) -> Any:

@@ -60,10 +60,8 @@ def quantized_for_both(
 ) -> tuple[Operand, Operand | None, jax.Array] | None:
     """Return a matrix in the form of both of its matmuls; None if no quantizer below quantizes it.
 
-    Args:
-      dtype: dtype to which it is cast first; None for no cast.
-      kernels: True for Pallas kernels; else XLA alone, which can shard the matrix.
-      axes: axes over which it is sharded, if each TPU runs the kernels on its shard.
+    It is cast to `dtype` first. Without `kernels` XLA quantizes, which can shard the matrix; with
+    `axes`, over which it is sharded, each TPU runs the kernels on its shard.
     """
     x, quantizer = Matrix(array, dtype), first.quantizer
     uses = [first] if second is None else [first, second]
