@@ -193,17 +193,10 @@ def test_trap_bf16_parameters_get_f32_moments():
 @pytest.mark.slow
 def test_tree_map_params_finds_the_moments():
     """It calls ``init`` with placeholders."""
-    params = normal(99)
-    tx = optax.chain(optax.clip(1.0), adam(1e-3))
-    state = tx.init(params)
-    found = optax.tree_utils.tree_map_params(
-        tx,
-        lambda kept, param: kept.shape == param.shape,
-        state,
-        params,
-        transform_non_params=lambda _: None,
-        is_leaf=is_stored,
-    )
+    tx, params = optax.chain(optax.clip(1.0), adam(1e-3)), normal(99)
+    fits = lambda kept, param: kept.shape == param.shape
+    options = {"transform_non_params": lambda _: None, "is_leaf": is_stored}
+    found = optax.tree_utils.tree_map_params(tx, fits, tx.init(params), params, **options)
     assert jax.tree.leaves(found) == [True] * 8
 
 
