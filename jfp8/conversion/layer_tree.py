@@ -22,14 +22,6 @@ def tree_lines(layers: Mapping[str, Hashable]) -> list[TreeLine]:
 
     Siblings are alike if their names differ only in the last number, and everything inside them has
     equal names and values.
-
-    >>> for line in tree_lines({"a_0/up": 1, "a_1/up": 1, "a_2/up": 3, "head": 2}):
-    ...     print("  " * line.depth + line.name, line.layers)
-    a_{0,1} ()
-      up ('a_0/up', 'a_1/up')
-    a_2 ()
-      up ('a_2/up',)
-    head ('head',)
     """
     return list(_lines(layers, "", [""], 0))
 

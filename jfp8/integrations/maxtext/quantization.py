@@ -27,15 +27,13 @@ class Quantization(quantizations.Fp8Quantization):
     """Products in FP8 as `recipe` says, with their state in ``_overwrite_with_gradient``.
 
     A subclass of MaxText's FP8 because its mixture of experts makes state for that class only.
-
-    Attributes:
-      recipe: of all products.
-      quantize_dtype: what MaxText hands to its grouped product; see `enabled`.
     """
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.quantize_dtype: Any = recipe
+        self.quantize_dtype: Any = (
+            recipe  # what MaxText hands to its grouped product; see `enabled`
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Quantization) and self.recipe == other.recipe
