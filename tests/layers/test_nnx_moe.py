@@ -22,6 +22,7 @@ RAW = functools.partial(jfp8.nnx.route, renormalize=False)
 OPTIONS = {
     "route": functools.partial(jfp8.nnx.route, scores="sigmoid"),
     "bias_update_rate": 0.125,
+    "capacity_factor": 0.5,
     "return_load_balancing_loss": True,
     "dtype": jnp.bfloat16,
     "recipe": DelayedScaling(amax_history_len=3),

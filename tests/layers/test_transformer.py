@@ -261,7 +261,12 @@ def test_a_relative_embedding_can_be_shared():
     shared = TransformerLayer(**SIZES)
     y = apply(shared, {"params": params}, X, attention_bias=biases)
     table = {"relpos_bias": random_params(own, X)["relpos_bias"]}
-    np.testing.assert_array_equal(y, apply(own, {"params": {**params, **table}}, X))
+    with_table = {"params": {**params, **table}}
+    np.testing.assert_array_equal(y, apply(own, with_table, X))
+    twice = apply(own, with_table, X, attention_bias=biases)
+    np.testing.assert_allclose(
+        twice, apply(shared, {"params": params}, X, attention_bias=2 * biases)
+    )
     assert relative_error(y, apply(shared, {"params": params}, X)) > 1e-3
 
 
