@@ -224,8 +224,6 @@ def test_kinds_of_scales(blocks, kind):
     assert scales_of(blocks) == kind
 
 
-# Attention
-
 # TFLOP/s of cuDNN in 16 bits on an H100 SXM5, from figures 5 and 6 of FlashAttention-3 (arXiv
 # 2407.08608): 16,384 tokens in all, 2,048 numbers in the heads of each. By pass, depth, causality.
 TOKENS = 1024, 2048, 4096, 8192, 16384

@@ -152,9 +152,6 @@ def test_nan_and_infinities_as_in_ieee_arithmetic():
     assert_same_bits(dot_general(f8(w, "e5m2"), f8(x, "e5m2"), ROWS), np.float32(expected))
 
 
-# Sums of many.
-
-
 # Shapes and transformations.
 
 
