@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from support.compiled_layers import gradients_of
 from support.gpu_programs import compile_divided, compile_for, forward_and_backward, why_not
 
 if reason := why_not():
@@ -32,13 +33,12 @@ ALL = {"is_causal": False, "window": None}
 WINDOW = {"is_causal": False, "window": (1000, 64)}
 
 
-def program_of(size, groups, with_lengths, out_dtype=BF16, heads=(1, 8), mask=None, **options):
-    """Attention of `heads`, as function and arguments."""
-    batch, heads = heads
-    key_heads = heads // groups
-    of = lambda shape, dtype: jax.ShapeDtypeStruct((batch, *shape), dtype)
-    args = [of((heads, T, size), F8), of((key_heads, T, size), F8), of((key_heads, size, T), F8)]
-    args += [of((n, T), F32) for n in (heads, key_heads, key_heads)]
+def program_of(size, groups, with_lengths, out_dtype=BF16, mask=None, **options):
+    """Attention of eight heads, as function and arguments."""
+    key_heads = 8 // groups
+    of = lambda shape, dtype: jax.ShapeDtypeStruct((1, *shape), dtype)
+    args = [of((8, T, size), F8), of((key_heads, T, size), F8), of((key_heads, size, T), F8)]
+    args += [of((n, T), F32) for n in (8, key_heads, key_heads)]
     hidden = {"key_lengths": of((key_heads,), jnp.int32)} if with_lengths else {}
     hidden |= {} if mask is None else {"mask": jax.ShapeDtypeStruct(mask, jnp.bool_)}
     options |= {"groups": groups, "scale": size**-0.5, "out_dtype": out_dtype}
@@ -62,32 +62,28 @@ def assert_fp8_alone(program, size):
     assert not [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
 
 
-@pytest.mark.parametrize("options", [ALL, CAUSAL, WINDOW], ids=["all", "causal", "window"])
-@pytest.mark.parametrize("size", [64, 128])
-def test_attention(size, options, compiled):
-    f, args = program_of(size, 1, with_lengths=False, **options)
-    name = f"attention kernel, {T} tokens, 8 heads of {size}"
-    assert_fp8_alone(compiled(f"{name}, {options}", "h200", f, *args), size)
+FORWARD = {
+    # Heads of keys for one of queries, with lengths, dtype, mask; options.
+    "all": (1, False, BF16, None, ALL),
+    "causal": (1, False, BF16, None, CAUSAL),
+    "window": (1, False, BF16, None, WINDOW),
+    "grouped, lengths, f32": (4, True, F32, None, ALL),
+    "mask": (1, False, BF16, (1, 1, T, T), ALL),
+}
 
 
+@pytest.mark.parametrize("case", FORWARD)
 @pytest.mark.parametrize("size", [64, 128])
-def test_mask(size, compiled):
-    """Bits of one mask for all heads beside the operands."""
-    f, args = program_of(size, 1, with_lengths=False, mask=(1, 1, T, T), **ALL)
-    name = f"attention kernel, {T} tokens, 8 heads of {size}, a mask"
+def test_attention(size, case, compiled):
+    groups, with_lengths, out_dtype, mask, options = FORWARD[case]
+    f, args = program_of(size, groups, with_lengths, out_dtype, mask, **options)
+    name = f"attention kernel, {T} tokens, 8 heads of {size}, {case}"
     program = compiled(name, "h200", f, *args)
     assert_fp8_alone(program, size)
-    # The mask is read once; its bits are written, and read once for the spans.
-    dtypes = lambda i: {r.dtype for r in i.results}
-    packing = sum(n for i, n in program.hlo.kernels if dtypes(i) <= {"s32", "pred"})
-    assert packing < T * T * 1.3
-
-
-@pytest.mark.parametrize("size", [64, 128])
-def test_grouped_queries_with_lengths(size, compiled):
-    f, args = program_of(size, 4, with_lengths=True, out_dtype=F32, **ALL)
-    name = f"attention kernel, {T} tokens, 8 heads of {size}, 2 of keys, lengths, f32"
-    assert_fp8_alone(compiled(name, "h200", f, *args), size)
+    if mask is not None:  # is read once; its bits are written, and read once for the spans
+        dtypes = lambda i: {r.dtype for r in i.results}
+        packing = sum(n for i, n in program.hlo.kernels if dtypes(i) <= {"s32", "pred"})
+        assert packing < T * T * 1.3
 
 
 @pytest.mark.parametrize("options", [ALL, CAUSAL, WINDOW], ids=["all", "causal", "window"])
@@ -95,25 +91,11 @@ def test_heads_of_256(options):
     """Sums and logits take 192 of 240 registers. Masks spill a few numbers that stay the same in
     the loop: stored once, loaded in each step.
     """
-    f, args = program_of(256, 1, with_lengths=False, **options)
+    f, args = program_of(256, 1, False, **options)
     program = compile_for("h200", f, *args)
     assert_fp8_alone(program, 256)
     (kernel,) = program.kernels
     assert kernel.spilled <= (0 if options is ALL else 100)
-
-
-def test_heads_are_divided(compiled_for_eight):
-    """Each of eight devices has its heads, and sends nothing."""
-    f, args = program_of(128, 4, with_lengths=True, heads=(2, 32), **CAUSAL)
-    program = compiled_for_eight(
-        "8 GPUs, heads: attention kernel",
-        {"x": 2, "y": 4},
-        f,
-        tuple(args),
-        (P("x", "y"),) * len(args),
-    )
-    assert_fp8_alone(program, 128)
-    assert program.exchanged.total == 0
 
 
 # Two at a time of 32 numbers each: the scores and dP over `size`; dQ over 128 keys; dV and dK over
@@ -137,13 +119,10 @@ def assert_fp8_backward(program, size, forward=0, spilled=0):
     assert not [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
 
 
-def program_backward(size, groups, with_lengths, heads=(1, 8), out_dtype=BF16, **options):
+def program_backward(size, groups, with_lengths, out_dtype=BF16, **options):
     """As `program_of`."""
-    batch, heads = heads
-    of = lambda heads, *shape: jax.ShapeDtypeStruct((batch, heads, *shape), F8)
-    q, k, q_t, k_t = (
-        of(n, *shape) for shape in ((T, size), (size, T)) for n in (heads, heads // groups)
-    )
+    of = lambda heads, *shape: jax.ShapeDtypeStruct((1, heads, *shape), F8)
+    q, k, q_t, k_t = (of(n, *shape) for shape in ((T, size), (size, T)) for n in (8, 8 // groups))
     by_query, by_key = (jax.ShapeDtypeStruct(x.shape[:3], F32) for x in (q, k))
     args = [q, k, k, q, q_t, k_t, q_t, by_query, *[by_key] * 2, *[by_query] * 2, by_key]
     lengths = jax.ShapeDtypeStruct(k.shape[:2], jnp.int32) if with_lengths else None
@@ -158,36 +137,23 @@ def program_backward(size, groups, with_lengths, heads=(1, 8), out_dtype=BF16, *
     return divided("attention_backward", f, rule), args
 
 
-@pytest.mark.parametrize("options", [ALL, CAUSAL], ids=["all", "causal"])
-@pytest.mark.parametrize("size", [64, 128])
-def test_backward(size, options, compiled):
-    f, args = program_backward(size, 1, False, **options)
-    name = f"attention's backward kernels, {T} tokens, 8 heads of {size}, {options}"
-    assert_fp8_backward(compiled(name, "h200", f, *args), size)
+# Windows, heads that share keys, and lengths: a few numbers are spilled, as above.
+BACKWARD = {
+    "all": (1, False, BF16, ALL, 0),
+    "causal": (1, False, BF16, CAUSAL, 0),
+    "window": (1, False, BF16, WINDOW, 64),
+    "grouped": (4, True, F32, CAUSAL, 64),
+}
 
 
 @pytest.mark.parametrize(
-    ("groups", "with_lengths", "out_dtype", "options"),
-    [(1, False, BF16, WINDOW), (4, True, F32, CAUSAL)],
-    ids=["window", "grouped"],
+    ("size", "case"), [(128, case) for case in BACKWARD] + [(64, "all"), (64, "causal")]
 )
-def test_backward_with_more_to_remember(groups, with_lengths, out_dtype, options):
-    """Windows, heads that share keys, and lengths: a few numbers are spilled, as above."""
-    f, args = program_backward(128, groups, with_lengths, out_dtype=out_dtype, **options)
-    assert_fp8_backward(compile_for("h200", f, *args), 128, spilled=64)
-
-
-def test_heads_are_divided_backward(compiled_for_eight):
-    f, args = program_backward(128, 2, False, heads=(2, 16), **CAUSAL)
-    program = compiled_for_eight(
-        "8 GPUs, data x heads: attention's backward kernels",
-        {"x": 2, "y": 4},
-        f,
-        tuple(args),
-        (P("x", "y"),) * len(args),
-    )
-    assert_fp8_backward(program, 128)
-    assert program.exchanged.total == 0
+def test_backward(size, case, compiled):
+    *how, options, spilled = BACKWARD[case]
+    f, args = program_backward(size, *how, **options)
+    name = f"attention's backward kernels, {T} tokens, 8 heads of {size}, {case}"
+    assert_fp8_backward(compiled(name, "h200", f, *args, spilled=spilled), size, spilled=spilled)
 
 
 @pytest.mark.parametrize("spec", [None, P("x", None, "y")], ids=["one", "eight"])
@@ -196,11 +162,7 @@ def test_public_function(spec, compiled, compiled_for_eight):
     attend = partial(jfp8.scaled_dot_product_attention, is_causal=True, recipe="current")
     of = lambda heads: jax.ShapeDtypeStruct((2, T, heads, 128), BF16)
     args = (of(8),) * 4
-
-    def f(q, k, v, grad):
-        y, back = jax.vjp(attend, q, k, v)
-        return y, *back(grad)
-
+    f = gradients_of(attend)
     name = f"`scaled_dot_product_attention`, 2×{T}, 8 heads of 128, causal, current"
     if spec is None:
         program = compiled(name, "h200", f, *args)
@@ -225,8 +187,7 @@ def test_masks_are_divided(shape, compiled_for_eight):
 
     def f(q, k, v, grad, mask):
         attend = partial(jfp8.scaled_dot_product_attention, mask=mask, recipe="current")
-        y, back = jax.vjp(attend, q, k, v)
-        return y, *back(grad)
+        return gradients_of(attend)(q, k, v, grad)
 
     name = "8 GPUs, data x heads: `scaled_dot_product_attention`, 2×{0}, 8 heads of 128, mask {1}"
     args = (of(8), of(4), of(4), of(8), jax.ShapeDtypeStruct(shape, jnp.bool_))
@@ -247,8 +208,7 @@ def test_packed_sequences_with_sinks(axes):
     def f(q, k, v, grad, ids, sinks):
         options = {"query_segment_ids": ids, "key_value_segment_ids": ids, "is_causal": True}
         attend = partial(jfp8.scaled_dot_product_attention, recipe="current", **options)
-        y, back = jax.vjp(lambda q, k, v, sinks: attend(q, k, v, sinks=sinks), q, k, v, sinks)
-        return y, *back(grad)
+        return gradients_of(lambda *x: attend(*x[:3], sinks=x[3]))(q, k, v, sinks, grad)
 
     args = (of(8), of(4), of(4), of(8), ids, sinks)
     specs = *[P("x", None, "y")] * 4, P("x"), P("y")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from support.compiled_layers import gradients_of
 from support.gpu_programs import (
     assert_resources,
     compile_divided,
@@ -113,11 +114,7 @@ def test_public_function(spec, recorded):
     """
     attend = partial(jfp8.scaled_dot_product_attention, is_causal=True, recipe="current")
     args = (jax.ShapeDtypeStruct((2, T, HEADS, 128), BF16),) * 4
-
-    def f(q, k, v, grad):
-        y, back = jax.vjp(attend, q, k, v)
-        return y, *back(grad)
-
+    f = gradients_of(attend)
     name = f"B200: `scaled_dot_product_attention`, 2×{T}, 8 heads of 128, causal, current"
     if spec is None:
         program = recorded(name, compile_for("b200", f, *args))

@@ -8,7 +8,7 @@ skipped. Nothing is executed or timed, and the autotuner, which needs a device, 
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -34,11 +34,12 @@ from support.compiled_layers import (
     Dense,
     assert_by_cublaslt,
     assert_costs,
+    gradients_of,
+    gradients_of_groups,
     is_rotation,
     of,
 )
 from support.gpu_programs import (
-    Kernel,
     assert_resources,
     compile_for,
     forward_and_backward,
@@ -49,17 +50,19 @@ from support.interpreter import cudnn_known
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
+from jfp8.kernels.hopper.grouped import grouped_matmul, grouped_outer
+from jfp8.kernels.hopper.matmul import block_matmul, matmul
+from jfp8.kernels.hopper.quantize import (
+    quantize_lines,
+    quantize_tensor,
+    row_and_column_amax,
+    tensor_amax,
+)
+from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
+from jfp8.kernels.hopper.quantize_heads import quantize_heads
+from jfp8.kernels.scales_in_kernels import scale_and_inverse
+
 ROWS = (((1,), (1,)), ((), ()))  # both operands are rows: lhs @ rhs.T
-
-
-def gradients_of(product):
-    """`product` of two operands as a function of (x, w, cotangent): result and both gradients."""
-
-    def f(x, w, dy):
-        y, back = jax.vjp(product, x, w)
-        return y, *back(dy)
-
-    return f
 
 
 # The reader itself: programs that are known to be bad
@@ -74,107 +77,57 @@ SQUARE = (of((4096, 4096), F8), of((4096, 4096), F8), of((), F32))
 SIZE = 4096 * 4096
 
 
-def test_control_good_program():
-    hlo = compile_for("h200", scaled, *SQUARE).hlo
-    assert len(hlo.f8_products) == 1
-    assert hlo.other_products == hlo.passes_over_outputs == hlo.f8_transposes == []
-    assert hlo.f32_written(SIZE) == []
-    assert hlo.bytes_beside_products < 100
+def converted(q, k, scale):
+    return scaled(q, k, scale, out=F32).astype(BF16)
 
 
-def test_control_convert_of_an_f32_output():
-    f = lambda *args: scaled(*args, out=F32).astype(BF16)
+def transposed(q, k, scale):
+    return scaled(q, k.T, scale)
+
+
+def dequantized(q, k, scale):
+    decode = lambda q: q.astype(BF16) * scale.astype(BF16)
+    return lax.dot_general(decode(q), decode(k), ROWS)
+
+
+# FP8 products, others, passes over outputs, transposes; bytes beside products, about.
+CONTROLS = {
+    scaled: (1, 0, 0, 0, 0),
+    converted: (1, 0, 1, 0, SIZE * (4 + 2)),
+    transposed: (1, 0, 0, 1, 2 * SIZE),  # on Hopper the contraction must be the last dimension
+    dequantized: (0, 1, 0, 0, None),
+}
+
+
+@pytest.mark.parametrize("f", CONTROLS, ids=lambda f: f.__name__)
+def test_controls(f):
+    """Programs that are known to be bad, and a good one."""
     hlo = compile_for("h200", f, *SQUARE).hlo
-    assert len(hlo.f8_products) == 1
-    assert len(hlo.passes_over_outputs) == 1
-    assert hlo.f32_written(SIZE) == hlo.f8_products
-    assert hlo.bytes_beside_products == SIZE * (4 + 2)
+    found = hlo.f8_products, hlo.other_products, hlo.passes_over_outputs, hlo.f8_transposes
+    *expected, moved = CONTROLS[f]
+    assert [*map(len, found)] == expected
+    assert hlo.f32_written(SIZE) == (hlo.f8_products if f is converted else [])
+    assert moved is None or hlo.bytes_beside_products == pytest.approx(moved, abs=100)
 
 
-def test_control_fp8_lost():
-    """Values that are dequantized before the product are multiplied in bf16, or in TF32."""
-    for dtype in (BF16, F32):
+# One scale per tensor: three calls of cuBLASLt. Only from f8 to bf16 does it add a bias.
 
-        def f(q, k, scale, dtype=dtype):
-            decode = lambda q: q.astype(dtype) * scale.astype(dtype)
-            return lax.dot_general(decode(q), decode(k), ROWS)
-
-        hlo = compile_for("h200", f, *SQUARE).hlo
-        assert len(hlo.f8_products) == 0
-        assert len(hlo.other_products) == 1
+DENSE = {f"bias, {name}": ({"recipe": r}, (8192, 4096)) for name, r in PER_TENSOR.items()} | {
+    "no bias, delayed": ({"use_bias": False}, (8192, 4096)),
+    "bias, delayed, leading dimensions": ({}, (4, 2048, 4096)),
+    "no bias, delayed, float32": ({"use_bias": False, "dtype": F32}, (8192, 4096)),
+}
 
 
-def test_control_transpose_of_f8():
-    """On Hopper the contraction must be the last dimension of both."""
-    f = lambda q, k, scale: scaled(q, k.T, scale)
-    hlo = compile_for("h200", f, *SQUARE).hlo
-    assert len(hlo.f8_products) == len(hlo.f8_transposes) == 1
-    assert hlo.bytes_beside_products == 2 * SIZE
-
-
-def test_control_library_products_and_loops():
-    """A bf16 product of cuBLAS, in a loop: it is found there, and counted once."""
-
-    def f(x, w):
-        preset = lax.DotAlgorithmPreset.BF16_BF16_F32
-        step = lambda _, x: lax.dot_general(x, w, ROWS, preset, BF16)
-        return lax.fori_loop(0, 3, step, x)
-
-    x = of((4096, 4096), BF16)
-    hlo = compile_for("h200", f, x, x).hlo
-    assert len(hlo.f8_products) == 0
-    assert len(hlo.other_products) == 1
-
-
-def test_control_spilled_registers(tmp_path):
-    """What ptxas reports of a kernel that is too large, and nvdisasm of its two products."""
-    reports = {
-        "ptxas": "ptxas info : Compiling entry function 'k_mosaic_gpu_kernel' for 'sm_90a'\n"
-        "0 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads\n"
-        "ptxas info : Used 168 registers, used 16 barriers, 1 bytes smem\n",
-        "sass_ctrl": "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR16], R24\nHGMMA.64x128x16.F32 R0",
-        "after_layout_inference.txt": "%c_i32 = arith.constant 163904 : i32\n"
-        "gpu.launch async dynamic_shared_memory_size %c_i32 {",
-    }
-    for suffix, text in reports.items():
-        (tmp_path / f"k_0.{suffix}").write_text(text)
-    products = (("QGMMA.64x128x32.F32.E4M3.E4M3",), ("HGMMA.64x128x16.F32",))
-    kernel = Kernel.read(tmp_path / "k_0")
-    assert kernel == Kernel("k", 168, 8 + 16, 163904, *products)
-    with pytest.raises(AssertionError, match="spilled=24"):
-        assert_resources(SimpleNamespace(kernels=(kernel,)))
-
-
-# One scale per tensor: three calls of cuBLASLt
-
-
-@pytest.mark.parametrize("name", PER_TENSOR)
+@pytest.mark.parametrize("name", DENSE)
 def test_dense(name, compiled):
-    layer = Dense(4096, recipe=PER_TENSOR[name])
-    f, args = forward_and_backward(layer, (8192, 4096))
-    program = compiled(f"`Dense`, 8192×4096→4096, bias, {name}", "h200", f, *args)
-    assert_by_cublaslt(program, 3, 4096 * 4096)
+    options, shape = DENSE[name]
+    options = {"param_dtype": options.get("dtype", BF16)} | options
+    f, args = forward_and_backward(Dense(4096, **options), shape, options["param_dtype"])
+    program = compiled(f"`Dense`, {'×'.join(map(str, shape))}→4096, {name}", "h200", f, *args)
+    dtype = "f32" if options["param_dtype"] == F32 else "bf16"
+    assert_by_cublaslt(program, 3, 4096 * 4096, dtype=dtype)
     assert program.hlo.f8_transposes == []
-
-
-def test_dense_without_bias(compiled):
-    f, args = forward_and_backward(Dense(4096, use_bias=False), (8192, 4096))
-    program = compiled("`Dense`, 8192×4096→4096, no bias, delayed", "h200", f, *args)
-    assert_by_cublaslt(program, 3, 4096 * 4096)
-
-
-def test_dense_with_leading_dimensions(compiled):
-    f, args = forward_and_backward(Dense(4096), (4, 2048, 4096))
-    program = compiled("`Dense`, 4×2048×4096→4096, bias, delayed", "h200", f, *args)
-    assert_by_cublaslt(program, 3, 4096 * 4096)
-    assert program.hlo.f8_transposes == []
-
-
-def test_dense_in_f32(compiled):
-    """Without a bias, which cuBLASLt adds to f8 products in bf16 only."""
-    f, args = forward_and_backward(jfp8.Dense(4096, use_bias=False), (8192, 4096), F32)
-    program = compiled("`Dense`, 8192×4096→4096, no bias, delayed, float32", "h200", f, *args)
-    assert_by_cublaslt(program, 3, 4096 * 4096, dtype="f32")
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
@@ -416,9 +369,7 @@ def test_other_recipes(name, compiled):
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
 def test_experts(name, compiled):
     """By kernels for groups; by rows, a tile of each group at a time."""
-    f = lambda x, w, sizes, dy: gradients_of(
-        lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipes.get(name))
-    )(x, w, dy)
+    f = gradients_of_groups(name)
     args = (of((8192, 2048), BF16), of((8, 2048, 1024), BF16), of((8,), jnp.int32))
     args = (*args, of((8192, 1024), BF16))
     program = compiled(f"`scaled_ragged_dot`, 8192×2048→1024, 8 groups, {name}", "h200", f, *args)
@@ -457,20 +408,18 @@ def assert_tensor_cores(program, products=1):
 
 
 ALL_PAIRS = PAIRS | {"e5m2×e5m2": (F8_GRAD, F8_GRAD)}
-SUMS = {"fast sums": False, "promoted sums": True}
 
 
 @pytest.mark.parametrize(
-    ("pair", "sums"),
-    [(pair, "fast sums") for pair in ALL_PAIRS] + [(pair, "promoted sums") for pair in PAIRS],
+    ("pair", "promote"),
+    [(pair, False) for pair in ALL_PAIRS] + [(pair, True) for pair in PAIRS],
 )
-def test_matmul(pair, sums, compiled):
-    from jfp8.kernels.hopper.matmul import matmul
-
+def test_matmul(pair, promote, compiled):
     m, n, k = 8192, 4096, 2048
-    f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=SUMS[sums])
+    f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=promote)
     a, b = ALL_PAIRS[pair]
     args = (of((m, k), a), of((n, k), b), of((m,), F32), of((n,), F32))
+    sums = "promoted sums" if promote else "fast sums"
     program = compiled(f"kernel `matmul`, {pair}, {sums}", "h200", f, *args)
     assert_tensor_cores(program)
     types = pair.upper().split("×")
@@ -482,8 +431,6 @@ def test_matmul(pair, sums, compiled):
 @pytest.mark.parametrize("out", [BF16, F32], ids=lambda out: np.dtype(out).name)
 @pytest.mark.parametrize("columns", ["128×128", "1×128"])
 def test_block_matmul(columns, out, compiled):
-    from jfp8.kernels.hopper.matmul import block_matmul
-
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: block_matmul(a, b, s, t, out)
     scales = of((k // 128, n // 128 if columns == "128×128" else n), F32)
@@ -492,40 +439,27 @@ def test_block_matmul(columns, out, compiled):
     assert_tensor_cores(compiled(name, "h200", f, *args))
 
 
-@pytest.mark.parametrize("sums", SUMS)
-def test_matmul_of_ragged_shapes(sums, compiled):
-    from jfp8.kernels.hopper.matmul import matmul
-
-    f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=SUMS[sums])
+@pytest.mark.parametrize("promote", [False, True])
+def test_matmul_of_ragged_shapes(promote):
+    f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=promote)
     args = (of((1000, 333), F8), of((777, 333), F8), of((), F32), of((777,), F32))
-    assert_tensor_cores(compiled(f"kernel `matmul`, 1000×333×777, {sums}", "h200", f, *args))
+    assert_tensor_cores(compile_for("h200", f, *args))
 
 
 @pytest.mark.parametrize("with_scales", [False, True])
-def test_grouped_matmul(with_scales, compiled):
-    from jfp8.kernels.hopper.grouped import grouped_matmul
-
+def test_grouped_kernels(with_scales, compiled):
     tiles, groups, n, k = 64, 8, 4096, 2048
     f = lambda a, b, group, s, t: grouped_matmul(a, b, group, s, t, BF16)
     args = (of((tiles * 128, k), F8), of((groups, n, k), F8), of((tiles,), jnp.int32))
-    scales = (of((k // 128, tiles * 128), F32), of((groups, k // 128, n // 128), F32))
-    args = (*args, *(scales if with_scales else (None, scales[1])))
+    scales = of((k // 128, tiles * 128), F32) if with_scales else None
+    args = (*args, scales, of((groups, k // 128, n // 128), F32))
     how = "1×128 and 128×128" if with_scales else "scales of matrices"
     assert_tensor_cores(compiled(f"kernel `grouped_matmul`, {how}", "h200", f, *args))
 
-
-@pytest.mark.parametrize("with_scales", [False, True])
-def test_grouped_outer(with_scales, compiled):
-    from jfp8.kernels.hopper.grouped import grouped_outer
-
-    tiles, groups, n, k = 64, 8, 4096, 2048
     f = lambda a, b, first, count, s, t: grouped_outer(a, b, first, count, s, t, BF16)
     args = (of((k, tiles * 128), F8), of((n, tiles * 128), F8_GRAD))
-    args = (*args, of((groups,), jnp.int32), of((groups,), jnp.int32))
-    scales = (of((tiles, k), F32), of((tiles, n), F32))
-    args = (*args, *(scales if with_scales else (scales[0], None)))
-    how = "1×128" if with_scales else "scales of rows"
-    assert_tensor_cores(compiled(f"kernel `grouped_outer`, {how}", "h200", f, *args))
+    args = (*args, of((groups,), jnp.int32), of((groups,), jnp.int32), of((tiles, k), F32))
+    assert_tensor_cores(compile_for("h200", f, *args, of((tiles, n), F32) if with_scales else None))
 
 
 def in_one_read(program, *arrays, written):
@@ -539,65 +473,41 @@ def in_one_read(program, *arrays, written):
     )  # partial results, among others
 
 
-by_dtype = pytest.mark.parametrize(
-    "dtype", [BF16, jnp.float16, F32], ids=lambda dtype: np.dtype(dtype).name
-)
+def with_scale(fmt, **how):
+    scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), fmt, None)
+    return partial(quantize_tensor, fmt=fmt, scale_of=scale_of, with_amax=True, **how)
 
 
-@by_dtype
-def test_quantize_tensor(dtype, compiled):
-    from jfp8.kernels.hopper.quantize import quantize_tensor
-    from jfp8.kernels.scales_in_kernels import scale_and_inverse
-
-    def f(x, amax):
-        scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), E5M2, None)
-        return quantize_tensor(x, amax, fmt=E5M2, scale_of=scale_of, with_amax=True)
-
-    x = of((8192, 4096), dtype)
-    program = compiled(f"kernel `quantize_tensor`, {x.dtype.name}", "h200", f, x, of((1,), F32))
-    in_one_read(program, x, written=2 * x.size)
-
-
-@by_dtype
-def test_quantize_lines(dtype, compiled):
-    from jfp8.kernels.hopper.quantize import quantize_lines
-
-    x = of((8192, 4096), dtype)
-    f = lambda x, r, c: quantize_lines(x, r, c, E5M2)
-    name = f"kernel `quantize_lines`, {x.dtype.name}"
-    program = compiled(name, "h200", f, x, of((8192,), F32), of((4096,), F32))
-    in_one_read(program, x, written=2 * x.size)
+# The read that may be left out is one branch of the same kernel.
+largest = partial(tensor_amax, unless=lambda known: known[0] > 0)
+# Function, shape of the array, those of f32 vectors, bytes written for each element.
+QUANTIZING = {
+    "quantize_tensor": (with_scale(E5M2), (8192, 4096), [(1,)], 2),
+    "quantize_lines": (
+        lambda *args: quantize_lines(*args, E5M2),
+        (8192, 4096),
+        [(8192,), (4096,)],
+        2,
+    ),
+    "tensor_amax": (largest, (8192, 4096), [(1,)], 0),
+    "row_and_column_amax": (row_and_column_amax, (8192, 4096), [], 0),
+    "quantize_heads": (
+        partial(quantize_heads, first=0, fmt=E4M3FN),
+        (2, 4096, 4, 3, 128),
+        [(2, 4, 3, 4096)],
+        2,
+    ),
+}
 
 
-@by_dtype
-def test_amax(dtype, compiled):
-    """The read that may be left out is one branch of the same kernel."""
-    from jfp8.kernels.hopper.quantize import tensor_amax
-
-    x = of((8192, 4096), dtype)
-    f = lambda x, known: tensor_amax(x, known, unless=lambda known: known[0] > 0)
-    program = compiled(f"kernel `tensor_amax`, {x.dtype.name}", "h200", f, x, of((1,), F32))
-    in_one_read(program, x, written=0)
-
-
-@by_dtype
-def test_row_and_column_amax(dtype, compiled):
-    from jfp8.kernels.hopper.quantize import row_and_column_amax
-
-    x = of((8192, 4096), dtype)
-    name = f"kernel `row_and_column_amax`, {x.dtype.name}"
-    in_one_read(compiled(name, "h200", row_and_column_amax, x), x, written=0)
-
-
-@by_dtype
-def test_quantize_heads(dtype, compiled):
-    from jfp8.kernels.hopper.quantize_heads import quantize_heads
-
-    x = of((2, 4096, 4, 3, 128), dtype)
-    f = lambda x, inverse: quantize_heads(x, inverse, first=0, fmt=E4M3FN)
-    name = f"kernel `quantize_heads`, {x.dtype.name}"
-    program = compiled(name, "h200", f, x, of((2, 4, 3, 4096), F32))
-    in_one_read(program, x, written=2 * x.size)
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16, F32], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("name", QUANTIZING)
+def test_kernels_that_quantize(name, dtype, compiled):
+    f, shape, vectors, written = QUANTIZING[name]
+    x = of(shape, dtype)
+    more = [of(each, F32) for each in vectors]
+    program = compiled(f"kernel `{name}`, {x.dtype.name}", "h200", f, x, *more)
+    in_one_read(program, x, written=written * x.size)
 
 
 BLOCKS = {
@@ -611,8 +521,6 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_quantize_rows_in_blocks(name, compiled):
-    from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks
-
     dtype, block, rounding = BLOCKS[name]
     x = of((8192, 4096), dtype)
     f = lambda x: quantize_rows_in_blocks(x, E4M3FN, block, rounding)
@@ -624,8 +532,6 @@ def test_quantize_rows_in_blocks(name, compiled):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("rounding", [None, "power_of_two"])
 def test_quantize_tiles(rounding, dtype, compiled):
-    from jfp8.kernels.hopper.quantize_blocks import quantize_tiles
-
     x = of((4096, 8192), dtype)
     name = f"kernel `quantize_tiles`, {x.dtype.name}, {rounding or 'exact'}"
     program = compiled(name, "h200", lambda x: quantize_tiles(x, E4M3FN, rounding), x)
@@ -642,34 +548,25 @@ def activation_and_input(name, gradient, m=4096, n=8192):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_that_make_what_they_quantize(activation, gradient, compiled):
     """The lowering of kernels knows all that activations and their gradients consist of."""
-    from jfp8.kernels.hopper.quantize import quantize_tensor, tensor_amax
-    from jfp8.kernels.scales_in_kernels import scale_and_inverse
-
     make, x = activation_and_input(activation, gradient)
     made = x[0].size if gradient else 4096 * 8192
-
-    def f(amax, *x):
-        scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), E4M3FN, None)
-        return quantize_tensor(x, amax, fmt=E4M3FN, scale_of=scale_of, with_amax=True, make=make)
-
+    f = lambda known, *x: with_scale(E4M3FN, make=make)(x, known)
     name = f"kernel `quantize_tensor`, {'gradient of ' * gradient}{activation}, bfloat16"
     program = compiled(name, "h200", f, of((1,), F32), *x)
     in_one_read(program, *x, written=2 * made)
-    find = lambda known, *x: tensor_amax(x, known, unless=lambda known: known[0] > 0, make=make)
+    find = lambda known, *x: largest(x, known, make=make)
     program = compile_for("h200", find, of((1,), F32), *x)
     assert_resources(program)
     in_one_read(program, *x, written=0)
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["", "gradient"])
-@pytest.mark.parametrize(("activation", "block"), [("swiglu", 128), ("swiglu", 32), ("gelu", 128)])
-def test_kernels_that_make_what_they_quantize_in_blocks(activation, block, gradient, compiled):
-    from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks
-
+@pytest.mark.parametrize("block", [128, 32])
+def test_kernels_that_make_what_they_quantize_in_blocks(block, gradient, compiled):
     rounding = "power_of_two" if block == 128 else "rceil"
-    make, x = activation_and_input(activation, gradient)
+    make, x = activation_and_input("swiglu", gradient)
     f = lambda *x: quantize_rows_in_blocks(x, E4M3FN, block, rounding, make=make)
-    name = f"1×{block}, {'gradient of ' * gradient}{activation}"
+    name = f"1×{block}, {'gradient of ' * gradient}swiglu"
     program = compiled(f"kernel `quantize_rows_in_blocks`, {name}", "h200", f, *x)
     made = x[0].size if gradient else 4096 * 8192
     scales = 2 * made // block * (4 if block == 128 else 1)

@@ -18,6 +18,8 @@ from support.compiled_layers import (
     Dense,
     assert_by_cublaslt,
     assert_costs,
+    gradients_of,
+    gradients_of_groups,
     is_rotation,
     of,
 )
@@ -149,12 +151,7 @@ def test_trap_small_products_stay_in_bf16(compiled):
 @pytest.mark.parametrize("name", ["current", "rowwise", "block", "mxfp8", "nvfp4"])
 def test_experts(name, compiled):
     """A tile of each group at a time: no group is multiplied by the matrices of others."""
-
-    def f(x, w, sizes, dy):
-        product = lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipes.get(name))
-        y, back = jax.vjp(product, x, w)
-        return y, *back(dy)
-
+    f = gradients_of_groups(name)
     args = of((8192, 2048), BF16), of((8, 2048, 1024), BF16), of((8,), jnp.int32)
     title = f"B200: `scaled_ragged_dot`, 8192×2048→1024, 8 groups, {name}"
     hlo = compiled(title, "b200", f, *args, of((8192, 1024), BF16)).hlo
@@ -173,14 +170,8 @@ WAYS = {"data": (P("x"), P(), P("x")), "FSDP": (P("x"), P("x"), P("x"))}
 )
 def test_on_eight_gpus(recipe, way, recorded):
     """Kernels and products are divided; what travels for the weight is a byte for each element."""
-
-    def f(x, w, dy):
-        product = lambda x, w: jfp8.scaled_dot_general(
-            x, w, (((1,), (0,)), ((), ())), recipe=recipes.get(recipe)
-        )
-        y, back = jax.vjp(product, x, w)
-        return y, *back(dy)
-
+    numbers = (((1,), (0,)), ((), ()))
+    f = gradients_of(lambda x, w: jfp8.scaled_dot_general(x, w, numbers, recipe=recipe))
     x, w, y = WAYS[way]
     args = of((8 * N, N), BF16), of((N, N), BF16), of((8 * N, N), BF16)
     program = compile_divided("b200", {"x": 8}, f, args, (x, w, y), (y, x, w))
@@ -199,12 +190,7 @@ def test_on_eight_gpus(recipe, way, recorded):
 @pytest.mark.parametrize("way", ["data", "data, shard_map"])
 def test_experts_on_eight_gpus(way, recorded):
     """Tokens sorted over all devices change places first; in shard_map devices sort their own."""
-
-    def f(x, w, sizes, dy):
-        product = lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe="mxfp8")
-        y, back = jax.vjp(product, x, w)
-        return y, *back(dy)
-
+    f = gradients_of_groups("mxfp8")
     rows, groups, sizes = P("x"), 8, P()
     if way != "data":
         groups, sizes = 64, P("x")

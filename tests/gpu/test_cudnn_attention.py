@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from support.compiled_layers import gradients_of
 from support.gpu_programs import compile_divided, compile_for, why_not
 from support.interpreter import cudnn_known
 
@@ -25,6 +26,10 @@ T, BF16 = 4096, jnp.bfloat16
 def all_scores(program):
     """What holds an array of ``[T, T]``."""
     return [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
+
+
+def gradients_of_layer(layer):
+    return gradients_of(lambda params, x: layer.apply({"params": params}, x))
 
 
 @pytest.mark.parametrize(
@@ -46,12 +51,8 @@ def test_a_transformer_layer_in_high_precision(options):
     x = jax.ShapeDtypeStruct((1, T, 1024), BF16)
     params = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
 
-    def step(params, x, grad):
-        y, vjp = jax.vjp(lambda params, x: layer.apply({"params": params}, x), params, x)
-        return y, vjp(grad)
-
     with cudnn_known():
-        program = compile_for("h200", step, params, x, x)
+        program = compile_for("h200", gradients_of_layer(layer), params, x, x)
     targets = [i.target for i in program.hlo.other_products]
     again = "saved_activations" in options
     assert sorted(targets) == sorted(
@@ -76,12 +77,9 @@ def test_a_transformer_layer_in_high_precision_on_eight_gpus():
     specs = jax.tree.map(lambda w: P("x") if w.ndim > 1 else P(), params)
     specs["self_attention"]["qkv"]["kernel"] = P("x", "y")
 
-    def step(params, x, grad):
-        y, vjp = jax.vjp(lambda params, x: layer.apply({"params": params}, x), params, x)
-        return y, vjp(grad)
-
     with cudnn_known():
         specs = specs, P("x"), P("x")
+        step = gradients_of_layer(layer)
         program = compile_divided("h200", {"x": 2, "y": 4}, step, (params, x, x), specs)
     targets = [i.target for i in program.hlo.other_products]
     assert sorted(targets) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
@@ -91,13 +89,8 @@ def test_a_transformer_layer_in_high_precision_on_eight_gpus():
 def test_costs_of_attention(heads, depth):
     """In FP8, what the model of time has beside the matmuls: bytes and launches of both passes."""
     q, k = (jax.ShapeDtypeStruct((1, T, n, depth), BF16) for n in heads)
-
-    def step(q, k, v, grad):
-        attend = lambda *x: jfp8.scaled_dot_product_attention(*x, is_causal=True, recipe="current")
-        y, vjp = jax.vjp(attend, q, k, v)
-        return y, vjp(grad)
-
-    program = compile_for("h200", step, q, k, k, q)
+    attend = lambda *x: jfp8.scaled_dot_product_attention(*x, is_causal=True, recipe="current")
+    program = compile_for("h200", gradients_of(attend), q, k, k, q)
     assert len(program.hlo.kernels) == sum(each.launches for each in PASSES.values())
     products = program.hlo.pallas_products
     assert len(products) == sum(each.fp8_kernels for each in PASSES.values())

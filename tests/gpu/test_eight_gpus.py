@@ -6,6 +6,8 @@ little beside it, and weights are exchanged as bytes. See `test_compiled`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 from jfp8 import recipes
 from jfp8.linen import MoE
+from support.compiled_layers import gradients_of, gradients_of_groups
 from support.gpu_programs import compile_divided, forward_and_backward, why_not
 from support.interpreter import cudnn_known
 
@@ -37,6 +40,11 @@ WAYS = {
     "by columns": ((N, N, 8 * N), P(), P(None, "x"), P(None, "x"), 2 * 2),  # gradients of x
     "by rows": ((N, 8 * N, N), P(None, "x"), P("x"), P(), 2 * 2),  # results
 }
+
+
+def times(x, w, recipe):
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    return jfp8.scaled_dot_general(x, w, numbers, recipe=recipe)
 
 
 def layer_on_devices(layer, shape, kernel, x, y):
@@ -105,14 +113,7 @@ def test_gradients_of_f32_params_travel_in_bf16(recipe, way):
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_explicit_axes(recipe):
     """Where shardings are part of types; data by two, columns by four."""
-
-    def f(x, w, dy):
-        product = lambda x, w: jfp8.scaled_dot_general(
-            x, w, (((2,), (0,)), ((), ())), recipe=recipes.get(recipe)
-        )
-        y, back = jax.vjp(product, x, w)
-        return y, *back(dy)
-
+    f = gradients_of(partial(times, recipe=recipe))
     of = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
     args = of(8, 2048, N), of(N, 2 * N), of(8, 2048, 2 * N)
     specs = P("x"), P(None, "y"), P("x", None, "y")
@@ -147,9 +148,7 @@ def test_sequences_of_odd_length_stay_on_their_devices(recipe):
     """Zeros after their rows shift no shards, so JAX's attention finds q, k and v sharded alike."""
 
     def attend(params, x):
-        product = lambda x, name: jfp8.scaled_dot_general(
-            x, params[name], (((2,), (0,)), ((), ())), recipe=recipes.get(recipe)
-        )
+        product = lambda x, name: times(x, params[name], recipe)
         heads = lambda y: jnp.pad(y, ((0, 0), (0, 1), (0, 0))).reshape(8, 2048, -1, 128)
         q, k, v = (heads(product(x, name)) for name in "qkv")
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
@@ -183,15 +182,7 @@ def test_results_are_scattered_to_parts_of_sequences():
 @pytest.mark.parametrize(("recipe", "fp8"), [("current", 3), ("rowwise", 3), ("block", 0)])
 def test_inside_of_shard_map_over_one_axis(recipe, fp8):
     """The compiler divides columns by four; it has no rules for kernels there."""
-
-    def f(x, w, dy):
-        product = lambda x, w: jfp8.scaled_dot_general(
-            x, w, (((1,), (0,)), ((), ())), recipe=recipes.get(recipe)
-        )
-        y, back = jax.vjp(product, x, w)
-        return y, *back(dy)
-
-    rows = P("data")
+    f, rows = gradients_of(partial(times, recipe=recipe)), P("data")
     mapped = jax.shard_map(
         f, in_specs=(rows, P(), rows), out_specs=(rows, rows, P()), axis_names={"data"}
     )
@@ -202,46 +193,10 @@ def test_inside_of_shard_map_over_one_axis(recipe, fp8):
     assert (len(hlo.fp8_products), len(hlo.other_products)) == (fp8, 3 - fp8)
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_without_kernels(recipe):
-    """XLA quantizes by itself, and writes bytes, not masks."""
-    (m, k, n), x, w, y, _ = WAYS["data"]
-    layer = jfp8.Dense(n, recipe=recipes.get(recipe), implementation="xla", **layer_options)
-    program = layer_on_devices(layer, (m, k), lambda _: w, x, y)
-    hlo = compile_divided("h200", {"x": 8}, *program).hlo
-    assert len(hlo.f8_products) == 3
-    assert hlo.other_products == hlo.masks(N * N) == []
-
-
-@pytest.mark.parametrize(("recipe", "way"), [("current", "FSDP"), ("block", "tensor parallel")])
-def test_layer_norm_mlp(recipe, way, compiled_for_eight):
-    layer = jfp8.LayerNormMLP(4 * N, recipe=recipes.get(recipe), **layer_options)
-    split = {"FSDP": lambda path: P("x")}.get(
-        way, lambda path: P("x") if "wo" in path else P(None, None, "x")
-    )
-    x = P("x") if way == "FSDP" else P()
-    shape = (8 if way == "FSDP" else 1, N, N)
-    program = compiled_for_eight(
-        f"8 GPUs, {way}: `LayerNormMLP`, {N}×{N}→{4 * N}→{N} for each, {recipe}",
-        {"x": 8},
-        *layer_on_devices(layer, shape, split, x, x),
-    )
-    hlo = program.hlo
-    assert len(hlo.fp8_products) == 6
-    assert hlo.other_products == []
-    assert len(hlo.f8_transposes) == (2 if way == "FSDP" else 0)
-
-
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_grouped_products(recipe, compiled_for_eight):
     """Tokens that are sorted over all devices change places first, in bf16."""
-
-    def f(x, w, sizes, dy):
-        product = lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipes.get(recipe))
-        y, back = jax.vjp(product, x, w)
-        return y, *back(dy)
-
-    of = jax.ShapeDtypeStruct
+    f, of = gradients_of_groups(recipe), jax.ShapeDtypeStruct
     args = of((8 * 8192, 2048), BF16), of((8, 2048, 1024), BF16), of((8,), jnp.int32)
     program = compiled_for_eight(
         f"8 GPUs, data: `scaled_ragged_dot`, 8192×2048→1024 for each, 8 groups, {recipe}",
@@ -309,16 +264,14 @@ def test_transformer_layer(recipe, compiled_for_eight):
 
 def test_weights_of_eight_gpus_are_gathered_as_bytes():
     """Under plain jit: one byte for each element, once in either loop; gradients are scattered."""
-    recipe, layers = recipes.get("current"), 4
+    recipe, layers = "current", 4
     specs = {name: P("fsdp") for name in ("wi", "wo")}
     policy = jax.checkpoint_policies.save_only_these_names("fp8_saved")
 
     def layer(x, params):
         tree = {name: {"kernel": w} for name, w in params.items()}
         whole = jfp8.gather_weights(tree, "fsdp", specs, recipe=recipe)
-        product = lambda x, name: jfp8.scaled_dot_general(
-            x, whole[name]["kernel"], (((1,), (0,)), ((), ())), recipe=recipe
-        )
+        product = lambda x, name: times(x, whole[name]["kernel"], recipe)
         return x + product(jnp.tanh(product(x, "wi")), "wo"), None
 
     def loss(params, x):

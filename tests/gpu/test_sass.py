@@ -131,11 +131,3 @@ def test_machine_code(name, record_property):
         record_property(kernel.name, counted)
         assert counted[0] <= most
         assert 0 < counted[1] <= longest
-
-
-def test_complaints_are_found():
-    report = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
-    report += "serialized due to the presence of Extern calls in the function 'f'\n"
-    ignored = "ptxas info : (C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain"
-    injected = "ptxas info : (C7519) warpgroup.arrive is injected in around line 641 by compiler\n"
-    assert len(complaints(report + injected + ignored)) == 2

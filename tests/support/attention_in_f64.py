@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from jfp8 import E4M3FN
@@ -39,8 +38,8 @@ def visible_keys(rows, keys, is_causal, window, length):
     return seen & (j <= i) if is_causal else seen
 
 
-def e4m3(x):
-    return x.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+def rounded(x, fmt=E4M3FN):
+    return x.astype(np.float32).astype(fmt.dtype).astype(np.float64)
 
 
 def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
@@ -66,11 +65,11 @@ def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
         unit = np.where(unit == 0, 1, unit)
         w = p * (v_scale[block] / unit[:, None]) * 2.0**8
         off = slack[:, block] + np.where(seen, slack[:, block], 0).max(1, keepdims=True) + 2.0**-22
-        flips = e4m3(w * (1 + off)) - e4m3(w * (1 - off))
+        flips = rounded(w * (1 + off)) - rounded(w * (1 - off))
         unit = unit[:, None] * 2.0**-8
-        acc = acc * shrink[:, None] + e4m3(w) @ v_t[:, block].T * unit
+        acc = acc * shrink[:, None] + rounded(w) @ v_t[:, block].T * unit
         bound = bound * shrink[:, None] + flips @ np.abs(v_t[:, block]).T * unit
-        bound = bound + 2.0**-16 * (e4m3(w) @ np.abs(v_t[:, block]).T * unit)
+        bound = bound + 2.0**-16 * (rounded(w) @ np.abs(v_t[:, block]).T * unit)
     some = l > 0
     factor = np.where(some, 1 / np.where(some, l, 1), 0)
     off = np.where(visible, slack, 0).max(1) + 2.0**-20
@@ -142,10 +141,6 @@ def backward_operands_of(sizes, seen, grad_fmt, scale):
             log_sum[head] = np.log(np.where(visible, np.exp(s), 0).sum(1))
     dot = jnp.asarray(rng.standard_normal((heads, rows)), jnp.float32)
     return stored, Vectors(*scales, jnp.asarray(log_sum, jnp.float32), dot)
-
-
-def rounded(x, fmt):
-    return x.astype(np.float32).astype(fmt.dtype).astype(np.float64)
 
 
 def times(x, error, matrix, fmt):

@@ -56,6 +56,27 @@ def assert_by_cublaslt(program, products, size, dtype="bf16"):
     assert all("ANY_F8_ANY_F8_F32" in call.attributes for call in hlo.f8_products)
 
 
+def gradients_of(function):
+    """`function` of some operands as one of these and a cotangent: result and all gradients."""
+
+    def f(*operands_and_dy):
+        *operands, dy = operands_and_dy
+        y, back = jax.vjp(function, *operands)
+        return y, *back(dy)
+
+    return f
+
+
+def gradients_of_groups(recipe):
+    """The same for grouped products, of (x, w, sizes, cotangent)."""
+
+    def f(x, w, sizes, dy):
+        product = lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipe)
+        return gradients_of(product)(x, w, dy)
+
+    return f
+
+
 def is_rotation(product):
     """NVFP4's: by a matrix of 16x16."""
     return 16 in product.results[0].shape

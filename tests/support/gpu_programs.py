@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
@@ -51,8 +52,7 @@ VERSION = (0, 11, 2)  # JAX 0.12 cannot hand an f8 product to its compiler witho
 def why_not(least: tuple[int, ...] | None = None) -> str | None:
     """Why nothing can be compiled for a GPU in this process; None: it can.
 
-    Args:
-      least: for kernels alone, which JAX from this version on compiles, for CUDA 12, too.
+    For kernels alone JAX from `least` on is enough, and CUDA 12.
     """
     plugins = [f"jax_plugins.xla_cuda{n}" for n in ((13,) if least is None else (13, 12))]
     if importlib.util.find_spec("jax_plugins") is None or not any(
@@ -93,10 +93,7 @@ class Hlo(Launches):
 
     @functools.cached_property
     def split_products(self) -> list[Instruction]:
-        """Those of `f8_products` that XLA has split along a long sum, where the result is small.
-
-        They are batched, and leave partial sums in f32, which another kernel adds and scales.
-        """
+        """Those that XLA has split along a long sum: another kernel adds partial sums in f32."""
         return [i for i in self.f8_products if i.name.startswith("cublas-batch-gemm")]
 
     @functools.cached_property
@@ -117,10 +114,7 @@ class Hlo(Launches):
 
     @functools.cached_property
     def other_products(self) -> list[Instruction]:
-        """Products in bf16, f16, TF32 or f32, in a library or a kernel that XLA generates.
-
-        Triton's of f8 operands are among them: XLA rounds their sums as it likes.
-        """
+        """Products in 16 or 32 bits, and Triton's of f8, whose sums XLA rounds as it likes."""
         fp8 = {i.name for i in self.fp8_products}
         return [self.by_name[name] for name in self.kinds if name not in fp8]
 
@@ -193,10 +187,7 @@ class Kernel:
 
     @classmethod
     def read(cls, stem: Path) -> Kernel:
-        """From the files ``{stem}.{ptxas, sass_ctrl, after_layout_inference.txt}``.
-
-        Those of PTX and of passes are for tests that execute a kernel, and may be absent.
-        """
+        """From the dumped files; those of PTX and of passes may be absent."""
         ptxas, sass, module = (
             stem.with_name(stem.name + suffix).read_text()
             for suffix in (".ptxas", ".sass_ctrl", ".after_layout_inference.txt")
@@ -267,10 +258,7 @@ def assert_resources(program: Program, spilled: int = 0) -> None:
 
 
 def compile_for(target: str, f: Callable[..., Any], *args: Any) -> Program:
-    """``jit(f)`` of arguments like `args` (trees of anything with shape and dtype) for `target`.
-
-    That is an ``h200``, a ``b200``, or one with fewer multiprocessors, ``h200:2``.
-    """
+    """``jit(f)`` of arguments like `args` for an ``h200``, a ``b200``, or a smaller ``h200:2``."""
     everywhere = jax.tree.map(lambda _: PartitionSpec(), args)
     return compile_divided(target, {"x": 1}, f, args, everywhere)
 
@@ -296,17 +284,15 @@ def compile_divided(
     described = AbstractMesh(
         tuple(axes.values()), tuple(axes), (kind,) * len(axes), abstract_device=device_of(target)
     )
-    before = os.environ.get("MOSAIC_GPU_DUMP_TO")
-    with tempfile.TemporaryDirectory() as folder, use_abstract_mesh(described):
-        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
-        try:
-            places = None if out_specs is None else place(out_specs)
-            jitted = jax.jit(f, out_shardings=places, donate_argnums=donated)
-            compiled = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile()
-        finally:
-            del os.environ["MOSAIC_GPU_DUMP_TO"]
-            if before is not None:
-                os.environ["MOSAIC_GPU_DUMP_TO"] = before
+    places = None if out_specs is None else place(out_specs)
+    jitted = jax.jit(f, out_shardings=places, donate_argnums=donated)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        use_abstract_mesh(described),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("MOSAIC_GPU_DUMP_TO", folder)
+        compiled = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile()
         kernels = tuple(
             Kernel.read(p.with_suffix("")) for p in sorted(Path(folder).glob("*.ptxas"))
         )
@@ -369,21 +355,28 @@ def forward_and_backward(
 # The table
 
 
-def print_table(*reports: str) -> None:
-    """From the properties that tests left in JUnit reports: one row each, in Markdown."""
-    rows = []
-    for number, report in enumerate(reports):
-        for case in xml.etree.ElementTree.parse(report).iter("testcase"):
-            properties = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
-            if "program" in properties:
-                rows.append(((number, int(properties.pop("order"))), properties))
+def properties_of(report: str) -> list[dict[str, str]]:
+    """Return the properties that tests left in a JUnit report."""
+    cases = xml.etree.ElementTree.parse(report).iter("testcase")
+    return [{p.get("name", ""): p.get("value", "") for p in c.iter("property")} for c in cases]
+
+
+def print_rows(rows: list[dict[str, str]]) -> None:
+    """Print a table in Markdown."""
     if not rows:
-        sys.exit(f"{', '.join(reports)}: no program was compiled.")
-    rows.sort(key=lambda row: row[0])
-    print("|", " | ".join(rows[0][1]), "|")
-    print("|---" * len(rows[0][1]) + "|")
-    for _, counts in rows:
-        print("|", " | ".join(counts.values()), "|")
+        sys.exit(f"{', '.join(sys.argv[1:])}: no program was compiled.")
+    print("|", " | ".join(rows[0]), "|")
+    print("|---" * len(rows[0]) + "|")
+    for row in rows:
+        print("|", " | ".join(row.values()), "|")
+
+
+def print_table(*reports: str) -> None:
+    rows = []
+    for report in reports:
+        found = [row for row in properties_of(report) if "program" in row]
+        rows += sorted(found, key=lambda row: int(row.pop("order")))
+    print_rows(rows)
 
 
 if __name__ == "__main__":

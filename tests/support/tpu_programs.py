@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-import xml.etree.ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstr
 import jfp8
 from jfp8.collectives.hlo import Hlo
 from jfp8.debug import collective_bytes
-from support.gpu_programs import forward_and_backward
+from support.gpu_programs import forward_and_backward, print_rows, properties_of
 
 KINDS = {"TPU7x": "tpu7x:2x2x1", "v6e": "v6e:2x4"}  # eight cores each
 WAYS = ("one core", "8 cores, FSDP", "8 cores, tensor parallel")
@@ -184,21 +183,10 @@ def row(kind: str, way: str, recipe: str, axes: str = "auto") -> dict[str, str]:
 
 
 def print_table(report: str) -> None:
-    """From the properties that tests left in a JUnit report, in Markdown."""
-    rows = [
-        {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
-        for case in xml.etree.ElementTree.parse(report).iter("testcase")
-    ]
-    rows = [each for each in rows if "recipe" in each]
-    if not rows:
-        sys.exit(f"{report}: no program was compiled.")
-    kinds = list(KINDS)
-    axes = ["–", *AXES]
+    rows = [each for each in properties_of(report) if "recipe" in each]
+    kinds, axes = list(KINDS), ["–", *AXES]
     rows.sort(key=lambda r: (kinds.index(r["TPU"]), WAYS.index(r["on"]), axes.index(r["axes"])))
-    print("|", " | ".join(rows[0]), "|")
-    print("|---" * len(rows[0]) + "|")
-    for each in rows:
-        print("|", " | ".join(each.values()), "|")
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,11 @@ class Emulated:
 
 def _compiled(equation: Any) -> Kernel:
     args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
-    call = lambda *values: equation.primitive.bind(*values, **equation.params)
+
+    def call(*values: Any) -> Any:
+        with jax.named_scope(str(equation.source_info.name_stack)):  # which names the kernel
+            return equation.primitive.bind(*values, **equation.params)
+
     (kernel,) = compile_for(TARGET, call, *args).kernels
     return kernel
 

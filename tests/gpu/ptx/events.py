@@ -25,7 +25,6 @@ class Event:
     done: bool = False
 
     def __post_init__(self) -> None:
-        self.name = self.what, self.warp.number, self.warp.steps
         self.warp.block.events.append(self)
 
     def ready(self) -> bool:

@@ -121,7 +121,6 @@ class Registers:
         self.widths = widths
         self.places: dict[tuple[str, int], int] = {}
         self.initial: list[np.ndarray] = []
-        self.names: list[str] = []
 
     def __call__(self, operand: str, bits: int = 32) -> int:
         """Return the place of a register, or of a number with so many bits."""
@@ -129,7 +128,6 @@ class Registers:
         key = (operand, width or bits)
         if key not in self.places:
             self.places[key] = len(self.initial)
-            self.names.append(operand)
             first = UNWRITTEN if width else _number(operand)
             self.initial.append(constant(first, key[1]))
         return self.places[key]

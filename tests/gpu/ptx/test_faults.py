@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from gpu.ptx.memory import Fault
-from gpu.ptx.schedules import Ahead, Drawn, Turns, every
+from gpu.ptx.schedules import Ahead, Drawn, Turns
 
 
 @functools.cache
 def kernel(name):
     """Return a kernel with rings of two slots that turn several times, and what it should give."""
     from gpu.ptx.emulate import Emulated
-    from gpu.ptx.test_products import E4M3, F16, F32, Numbers, wide
+    from gpu.ptx.test_products import E4M3, F32, Numbers, wide
     from jfp8.kernels.hopper.matmul import block_matmul, matmul
     from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks
     from jfp8.kernels.hopper.tiles import Tiles
@@ -35,12 +35,8 @@ def kernel(name):
         scale = np.abs(blocks).max(2, keepdims=True) / np.float32(448)
         want = (blocks * (np.float32(1) / scale)).reshape(512, 256).astype(E4M3)
         return emulated, want.view(np.uint8)
-    m, n, k = (128, 64, 256) if name == "small" else (256, 256, 640)
-    tiles = Tiles(64, 64 if name == "small" else 128, 1 if name == "small" else 2, 8)
+    m, n, k, tiles = 256, 256, 640, Tiles(64, 128, 2, 8)
     a, b, s, t = draw.matrix(m, k), draw.matrix(n, k), draw.scales(m), draw.scales(n)
-    if name == "small":
-        f = lambda a, b: matmul(a, b, jnp.ones(()), jnp.ones(()), F16, promote=True, tiles=tiles)
-        return Emulated(f, a, b), a.astype(float) @ b.astype(float).T
     if name == "block":
         s, t = draw.scales(k // 128, m), draw.scales(k // 128, n)
         want = (a * wide(s.T, a.shape)) @ (b * wide(t.T, b.shape)).T
@@ -89,28 +85,21 @@ STORE = r"cp\.async\.bulk\.wait_group\.read\s+1;"
 FENCE, BARRIER = r"fence\.proxy\.async\.shared::cta;", r"bar\.sync\s+%r\d+, 128;"
 FAULTS = {
     "wait_group too lax": ("fast", instead(r"(wgmma\.wait_group\S*) 1;", r"\1 2;")),
-    "last wait_group left out": ("fast", without(r"wgmma\.wait_group\S* 0;")),
     "wait_group left out": ("promoted", without(r"wgmma\.wait_group\S* 0;")),
-    "scales: wait_group left out": ("block", without(r"wgmma\.wait_group\S* 0;")),
     "wgmma.fence left out": ("fast", without(r"wgmma\.fence\S*;")),
     "commit_group left out": ("promoted", without(r"wgmma\.commit_group\S*;")),
     "no proxy fence": ("fast", without(FENCE)),
-    "no proxy fence for codes": ("quantize", without(FENCE)),
     "no barrier after staging": ("fast", without(BARRIER, slice(1, None, 2))),
     "no barriers around codes": ("quantize", without(BARRIER)),
     "staged store not awaited": ("fast", without(STORE)),
-    "staged codes not awaited": ("quantize", without(STORE)),
     "last stores not awaited": ("promoted", without(r"cp\.async\.bulk\.wait_group\s+0;")),
     "too few arrivals": ("fast", without(ARRIVE, slice(1))),
     "too many arrivals": ("promoted", instead(ARRIVE, r"\1, 2;")),
-    "an arrival twice": ("block", instead(ARRIVE, r"\g<0> \g<0>")),
     "arrives before it multiplies": ("promoted", lambda ptx: early_arrival(ptx)),
     "count of a barrier": ("fast", instead(r"(mbarrier\.init[^,]*), %r\d+;", r"\1, 128;")),
     "too few bytes": ("fast", instead(r"(expect_tx[^;]*), %r\d+;", r"\1, 64;")),
-    "too many bytes": ("block", instead(r"(expect_tx[^;]*), %r\d+;", r"\1, 4096;", slice(1))),
     "empty slots not awaited": ("fast", instead(WAIT, PASS, slice(1))),
     "full slots not awaited": ("fast", instead(WAIT, PASS, slice(-2, None))),
-    "full slots not awaited, promoted": ("promoted", instead(WAIT, PASS, slice(-2, None))),
     "tiles not awaited": ("quantize", instead(WAIT, PASS)),
     "registers not given back": ("fast", without(r"setmaxnreg\.dec[^;]*;")),
     "wrong coordinates": ("fast", instead(r"(%r\d+),(%r\d+)(\} \], \[)", r"\2,\1\3")),
@@ -126,8 +115,7 @@ def early_arrival(ptx):
 def one_arrives(ptx):
     """Free a slot by one thread of a warpgroup, when its own warp's quarter is multiplied."""
     elected = re.search(r"@(%p\d+) cp\.async\.bulk\.tensor\S*global\.shared::cta", ptx)[1]
-    ptx = instead(ARRIVE, rf"@{elected} \1, 128;")(ptx)
-    return ptx
+    return instead(ARRIVE, rf"@{elected} \1, 128;")(ptx)
 
 
 @pytest.mark.parametrize("name", ["fast", "promoted", "block", "quantize"])
@@ -149,17 +137,3 @@ def test_one_thread_must_not_free_a_slot(name):
     """It knows of its own warp alone; if products end for a warpgroup together, that is enough."""
     assert seen(name, one_arrives, seeds=1) is None
     assert "has yet to read" in seen(name, one_arrives, collective=False)
-
-
-def test_every_order_of_two_steps(record_property):
-    """One tile, one slot, two steps: all that three warpgroups, copies and products may do."""
-    emulated, want = kernel("small")
-
-    def run(schedule):
-        np.testing.assert_array_equal(emulated(schedule).astype(np.float64), want)
-
-    orders = sum(1 for _ in every(run))
-    record_property("orders", orders)
-    assert orders > 50
-    with pytest.raises(Fault, match="has yet to read"):
-        list(every(lambda schedule: emulated(schedule, edit=early_arrival)))
