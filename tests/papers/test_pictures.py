@@ -17,14 +17,10 @@ from support.scripts import imported
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "docs/_static"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+pictures = imported("pictures", "benchmarks")
 
 
-@pytest.fixture(scope="module")
-def pictures():
-    return imported("pictures", "benchmarks")
-
-
-def test_every_stored_picture_has_its_command_and_its_page(pictures):
+def test_every_stored_picture_has_its_command_and_its_page():
     shown = {}
     for page in PAGES:
         for text, target in re.findall(r"!\[([^]]*)\]\(([^)]+\.png)\)", page.read_text()):
@@ -36,29 +32,21 @@ def test_every_stored_picture_has_its_command_and_its_page(pictures):
     assert all(path.stat().st_size < 130_000 for path in stored)
 
 
-def test_pictures_of_notebooks_are_theirs(pictures, tmp_path):
+def test_pictures_of_notebooks_are_theirs(tmp_path):
     for name in pictures.NOTEBOOKS:
         pictures.write(name, tmp_path)
         assert (tmp_path / f"{name}.png").read_bytes() == (STATIC / f"{name}.png").read_bytes()
 
 
 QUICK = ("core", "like_float32", "loss", "experts")
-SLOW = (
-    "memory",
-    "roofline",
-    "curves",
-    "long_run",
-    "error_against_bits",
-    "error_map",
-    "sums",
-    "gaps",
-)
+SLOW = ("memory", "roofline", "curves", "long_run", "error_against_bits", "error_map")
+SLOW += ("sums", "gaps")
 
 
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_stored_pictures_are_what_is_drawn_now(pictures, name, tmp_path):
+def test_stored_pictures_are_what_is_drawn_now(name, tmp_path):
     """Up to letters, which another version of matplotlib may draw otherwise."""
     assert set(pictures.DRAWN) == {"dead_gradients", *QUICK, *SLOW}
     folder = tmp_path / "_static"
@@ -72,7 +60,7 @@ def test_stored_pictures_are_what_is_drawn_now(pictures, name, tmp_path):
 
 
 @pytest.mark.slow
-def test_gradients_of_lower_layers_die(pictures, tmp_path):
+def test_gradients_of_lower_layers_die(tmp_path):
     """A training, of which other flags of XLA change the squares, but not what the picture says."""
     figure = pictures.dead_gradients()
     imported("png", "benchmarks").save(figure, tmp_path / "drawn.png")
