@@ -123,6 +123,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seen: Counter[str] = Counter()
     for item in items:
         for mark in item.iter_markers("representative"):
+            if item.get_closest_marker("slow"):
+                continue
             test = item.nodeid.partition("[")[0]
             seen[test] += 1
             if seen[test] > mark.args[0]:

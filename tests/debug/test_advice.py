@@ -347,6 +347,7 @@ def test_outliers_of_gradients_and_under_fine_scales():
     gradient = dataclasses.replace(bad, tensor="grad", scale_min=bad.scale_max)
     (finding,) = report([gradient]).findings
     assert finding.fault == "outliers"
+    assert "75 % of its elements are within 2^8 of it" in finding.evidence
     assert 'fp8_format="HYBRID"' in finding.remedy
     (finding,) = report([bad]).findings
     assert finding.remedy.startswith("Try MXFP8BlockScaling()")

@@ -62,6 +62,23 @@ def test_the_program_says_what_perturbed_inputs_say(recipe, layer):
     assert check.is_causal == jfp8.recipes.get(recipe).is_causal(kind, history=has_history)
 
 
+def by_sequence(w, x):
+    return jax.lax.map(lambda sequence: sequence @ w, x)
+
+
+def by_position(w, x):
+    return jax.lax.map(lambda position: position @ w, x.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("program", [by_sequence, by_position])
+def test_loops_keep_sequences_and_positions_apart(program):
+    f = jfp8.convert(program, "current", exempt=())
+    check = jfp8.debug.check_program(f, jnp.eye(32), X)
+    assert not check.unknown
+    mixed = not check.is_causal, not check.is_batch_invariant
+    assert mixed == (program is not by_position, program is not by_sequence)
+
+
 def qkv(params, x):
     """Three products of one input, an f32 one that nobody asked for, and a product by itself."""
     q, k, v = (x @ params[name] for name in "qkv")

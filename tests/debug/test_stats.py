@@ -159,6 +159,16 @@ def test_block_scales_have_a_range_and_one_headroom():
     assert fprop.sqnr == pytest.approx(sqnr, abs=1e-4)
 
 
+def test_a_block_of_zeros_says_nothing_of_headroom():
+    x = normal((32, 32))
+    x[:, :16] = 0  # their scales are 0 in NVFP4
+    recipe = jfp8.recipes.NVFP4BlockScaling(stochastic_rounding=False)
+    _, seen = stats_of(recipe)(x, normal((32, 16), 1))
+    row = next(r for r in seen.rows() if r.tensor == "lhs")
+    assert row.scale_min == 0 < row.scale_max
+    assert abs(row.headroom) < 0.1
+
+
 def test_large_tensors_have_a_sampled_histogram_and_exact_sums():
     x = normal((512, 256))
     _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, normal((256, 8), 1))

@@ -310,6 +310,12 @@ def test_amax_history_of_arrays():
     assert ax.get_yscale() == "log"
 
 
+def test_amax_history_of_a_few_steps_in_a_narrow_range_has_numbers_at_its_axes():
+    ax = plot.amax_history([1.0, 1.4, 1.9])
+    assert {"1.25", "1.5"} < {tick.get_text() for tick in ax.get_yticklabels()}
+    assert all(tick.is_integer() for tick in ax.get_xticks())
+
+
 @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2])
 def test_amax_history_of_current_scaling_never_saturates(fmt):
     amax = np.exp(np.random.default_rng(5).normal(size=500)).astype(np.float32)

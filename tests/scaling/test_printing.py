@@ -21,7 +21,7 @@ from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.product import Product
 from jfp8.recipes.rowwise import RowwiseScaling
-from jfp8.scaling.printing import number
+from jfp8.scaling.printing import dtype, number
 
 # 448 = 7 * 64 is the largest value of e4m3fn: the scale is exactly 1/64, and so are the values.
 X = jnp.array([[-3.5, 1.0], [0.5, 7.0]])
@@ -208,6 +208,11 @@ def test_moments():
     one = jnp.ones((2, 1), jnp.bfloat16)
     expanded = ExpandedArray(jnp.zeros((2, 3), ml_dtypes.float8_e4m3fn), one, one)
     assert repr(expanded) == "ExpandedArray(E4M3FN[2,3], amax bf16[2,1], power bf16[2,1])"
+
+
+def test_dtypes_are_named_as_jax_does_and_formats_by_their_names():
+    given = (jnp.int32, np.uint8, jnp.bfloat16, "float64", bool, E5M2.dtype)
+    assert [dtype(jnp.dtype(x)) for x in given] == ["i32", "u8", "bf16", "f64", "bool", "E5M2"]
 
 
 def test_a_number_is_whole_or_has_four_digits():
