@@ -272,8 +272,7 @@ def _partitioned(
         apart = list(map(every, ways, map(lacking, rule.results), of_results))
         wanted = [axes_by_dimension(x, mesh) for x in outs]
         if of_parts is not function:  # else XLA sees by itself that a sum is wanted in parts
-            args = zip(outs, of_results, apart, wanted, strict=True)
-            of_results = [_shared_out(*each, mesh) for each in args]
+            of_results = [*map(partial(_shared_out, mesh=mesh), outs, of_results, apart, wanted)]
 
         of_operands = [[axes.get(dim.name, ()) for dim in dims] for dims in rule.operands]
         sends_last = rule.transposed and axes_by_dimension(ins[2], mesh) != of_operands[2]
@@ -289,8 +288,7 @@ def _partitioned(
                 found = lowered(any(apart), mesh, *map(jax.typeof, parts))(*parts)
                 leaves, tree = jax.tree.flatten(found)
                 combined = map(_combined, ways, leaves, apart, of_results, wanted)
-                pairs = zip(combined, outs, strict=True)
-                return tree.unflatten(x.astype(out.dtype) for x, out in pairs)
+                return tree.unflatten(x.astype(out.dtype) for x, out in zip(combined, outs))
 
         lie = lambda by_dimension: NamedSharding(mesh, PartitionSpec(*by_dimension))
         laid_out = jax.tree.structure(results).unflatten(map(lie, of_results))
