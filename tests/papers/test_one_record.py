@@ -129,6 +129,20 @@ def test_tables_on_pages_are_the_records(name):
     assert [text for text in found if text not in TEXTS[page]] == []
 
 
+def test_the_page_has_the_gains_of_whole_steps():
+    programs = json.loads((ROOT / "benchmarks/results/whole_steps.json").read_text())["programs"]
+    table = TEXTS["docs/gpus.md"].partition("### Whole training steps")[2].split("\n\n")[2]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    assert len(rows) == len(programs)
+    for name, bf16, *gains in rows:
+        found = programs[name]
+        assert float(bf16) == pytest.approx(found["bf16"]["ms"], abs=0.05)
+        by_recipe = dict(zip((cell.strip("`") for cell in head[-4:]), gains, strict=True))
+        shown = {recipe: float(gain) for recipe, gain in by_recipe.items() if gain.strip(" –")}
+        ratios = {r: found["bf16"]["ms"] / x["ms"] for r, x in found.items() if r != "bf16"}
+        assert shown == pytest.approx(ratios, abs=0.005001)
+
+
 def test_the_picture_of_the_readme_is_described_by_the_record():
     record = json.loads(PARITY.read_text())["lm"]["gaps"]
     (text,) = re.findall(r"!\[(Mean gap .*?)\]", TEXTS["README.md"])

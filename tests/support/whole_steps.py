@@ -21,8 +21,18 @@ BF16 = jnp.bfloat16
 TOKENS = 2048  # of a sequence; a device has four sequences, or parts of them
 
 
+def placed(x, spec):
+    """Shard `x` as `spec` says, if there is a mesh."""
+    no_mesh = jax.sharding.get_abstract_mesh().empty
+    return x if no_mesh else jax.lax.with_sharding_constraint(x, spec)
+
+
 class Block(nnx.Module):
     """RMSNorm, grouped-query attention, SwiGLU: seven layers, three of them of one input."""
+
+    # How arrays lie between attention and MLP, and inside of both; None: as the compiler likes.
+    outside: P | None = None
+    inside: P | None = None
 
     def __init__(self, width: int, mlp: int, rngs: nnx.Rngs):
         norm = partial(nnx.RMSNorm, width, dtype=BF16, param_dtype=BF16, rngs=rngs)
@@ -36,12 +46,23 @@ class Block(nnx.Module):
         self.down = nnx.Linear(mlp, width, **how)
 
     def __call__(self, x):
-        y, heads = self.norms[0](x), (*x.shape[:2], -1, 128)
-        q, k, v = (layer(y).reshape(heads) for layer in (self.q, self.k, self.v))
+        whole, columns = (
+            (lambda x: x) if spec is None else partial(placed, spec=spec)
+            for spec in (self.outside, self.inside)
+        )
+        y, heads = whole(self.norms[0](x)), (*x.shape[:2], -1, 128)
+        q, k, v = (columns(layer(y)).reshape(heads) for layer in (self.q, self.k, self.v))
         how = {"is_causal": True, "implementation": "cudnn"}
-        x = x + self.out(jax.nn.dot_product_attention(q, k, v, **how).reshape(x.shape))
-        y = self.norms[1](x)
-        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+        y = columns(jax.nn.dot_product_attention(q, k, v, **how).reshape(x.shape))
+        x = x + whole(self.out(y))
+        y = whole(self.norms[1](x))
+        return x + whole(self.down(nnx.silu(columns(self.gate(y))) * columns(self.up(y))))
+
+
+class SequenceParallelBlock(Block):
+    """The same, with parts of each sequence outside of attention and MLP."""
+
+    outside, inside = P("data", "tp"), P("data", None, "tp")
 
 
 class LanguageModel(nnx.Module):
@@ -54,9 +75,7 @@ class LanguageModel(nnx.Module):
         self.head = nnx.Linear(width, 32003, use_bias=False, **how)
 
     def __call__(self, tokens):
-        x = self.embedding(tokens)
-        if not jax.sharding.get_abstract_mesh().empty:
-            x = jax.lax.with_sharding_constraint(x, P("data"))
+        x = placed(self.embedding(tokens), P("data"))
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -81,6 +100,8 @@ class Step:
             if "embedding" in name or "head" in name:  # whose vocabulary is odd
                 return P(None, "data") if "embedding" in name else P("data")
             return self.narrow if "out" in name or "down" in name else self.wide
+        if leaf.ndim == 3 and self.model is SequenceParallelBlock:
+            return self.model.outside
         is_batch = leaf.ndim == 3 or leaf.dtype == jnp.int32 and leaf.ndim == 2
         return P("data") if is_batch and "data" in self.axes else P()
 
@@ -141,6 +162,7 @@ PROGRAMS: dict[str, Step | FusedLayer] = {
     "one GPU": Step({"x": 1}),
     "8 GPUs, FSDP": Step(*FSDP),
     "8 GPUs, FSDP×TP 2×4": Step(*BOTH),
+    "8 GPUs, FSDP×TP 2×4, parts of sequences": Step(*BOTH, model=SequenceParallelBlock),
     "TransformerLayer": FusedLayer(),
     "4 micro-batches": Step({"x": 1}, micro_batches=4),
     "width 512": Step({"x": 1}, width=512),
