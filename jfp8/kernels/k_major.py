@@ -104,17 +104,22 @@ def k_major(spec: DotSpec) -> KMajorDot | None:
         return None
     if spec.has_quantized_rhs and not products.matrices:
         return None
-    layout, ((lhs_sum, rhs_sum), _) = layout_of(*spec.shapes, numbers), numbers
-    gpu, shapes = known_gpu(options.device), spec.shapes
-    found = quantizing_k_major(options.recipe, layout.sizes, gpu, options.implementation)
-    if found is None:
-        return None
-    tile = TILE if found == "kernels" else 1
-    if not any(q.block for q in products.quantizers()):  # other rows would be in a block
+    gpu, sizes = known_gpu(options.device), layout_of(*spec.shapes, numbers).sizes
+    found = quantizing_k_major(options.recipe, sizes, gpu, options.implementation)
+    return None if found is None else _in_tiles(spec, found == "kernels")
+
+
+def _in_tiles(spec: DotSpec, kernels: bool) -> KMajorDot | None:
+    """Return the operation on padded matrices; None if bytes would have to be padded."""
+    numbers, shapes = spec.dimension_numbers, spec.shapes
+    layout, ((lhs_sum, rhs_sum), _) = layout_of(*shapes, numbers), numbers
+    tile = TILE if kernels else 1
+    if not any(q.block for q in spec.options.recipe.resolved().quantizers()):
+        # Blocks of several rows would hold other rows.
         shapes = _rows_apart(shapes[0], layout.lhs_free, tile), shapes[1]
     m, n, k = (-(-size // tile) * tile for size in layout_of(*shapes, numbers).sizes)
     if spec.has_quantized_rhs and (n, k) != layout.sizes[1:]:
-        return None  # bytes are not padded
+        return None
     by_role = arrangements(shapes, numbers)
     k_is_first = matrix_groups((), layout.lhs_free, lhs_sum)[-1] != lhs_sum
     k_is_last = matrix_groups((), layout.rhs_free, rhs_sum)[-1] == rhs_sum
@@ -126,7 +131,7 @@ def k_major(spec: DotSpec) -> KMajorDot | None:
         replace(by_role["lhs"], swapped=k_is_first, padded=(m, k), values=spec.shapes[0]),
         replace(by_role["rhs"], swapped=k_is_last, padded=(k, n)),
         replace(by_role["grad"], padded=(m, n), values=layout.shape),
-        found == "kernels",
+        kernels,
         rows if in_order and not k_is_first else (),
     )
 
