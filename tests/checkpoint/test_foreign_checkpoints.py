@@ -47,77 +47,48 @@ class FlaxDirectOp(fp8_ops.Fp8DirectDotGeneralOp):
     amax_history_length: int = LENGTH
 
 
-def init_flax():
-    return jax.jit(nn.Sequential(layers(FlaxDirectOp)).init)(jax.random.key(0), BATCHES[0])
-
-
-@pytest.fixture(scope="module")
-def flax_run():
-    """A model in Flax's FP8 after each of the steps: what the loop of Flax's guide does."""
-    model = nn.Sequential(layers(FlaxDirectOp))
-    variables = init_flax()
-
-    @jax.jit
-    def step(variables, x):
-        loss = lambda v: jnp.mean((model.apply(v, x) - jnp.flip(x, 1)) ** 2)
-        grads = jax.grad(loss)(variables)
-        params = jax.tree.map(lambda p, g: p - 0.05 * g, variables["params"], grads["params"])
-        return {"params": params, OWG: grads[OWG]}
-
-    after = []
-    for x in BATCHES:
-        variables = step(variables, x)
-        after.append(variables)
-    return model, after
-
-
-def product_of(variables):
-    (state,) = variables[OWG]["layers_0"].values()
-    return state
-
-
 def shapes(model):
     """What an import needs of the target: the structure and the shapes of its variables."""
     return jax.eval_shape(model.init, jax.random.key(1), BATCHES[0])
 
 
-def jfp8_model(length):
-    recipe = DelayedScaling(amax_history_len=length)
+def jfp8_model():
+    recipe = DelayedScaling(amax_history_len=LENGTH)
     return jfp8.convert(nn.Sequential(layers()), recipe, only=["layers_0"], exempt=())
 
 
-def test_flax_products_without_a_counterpart():
-    variables = init_flax()
-    model = jfp8.convert(nn.Sequential(layers()), only=["layers_2"], exempt=())
-    _, messages = told(from_flax_fp8_ops, variables, shapes(model))
-    assert messages == [
-        "Amax histories of products that the target does not have are dropped: "
-        f"{OWG}/layers_0/FlaxDirectOp_0.",
-        "Amax histories that the checkpoint lacks start empty (current scaling until they fill): "
-        "fp8/layers_2/DotGeneral_0.",
-    ]
+def test_flax_train_state_becomes_ours():
+    """After the loop of Flax's guide: its params hold the collections; moments and step go on."""
+    flax_model = nn.Sequential(layers(FlaxDirectOp))
+    variables = jax.jit(flax_model.init)(jax.random.key(0), BATCHES[0])
 
+    @jax.jit
+    def train(variables, x):
+        loss = lambda v: jnp.mean((flax_model.apply(v, x) - jnp.flip(x, 1)) ** 2)
+        grads = jax.grad(loss)(variables)
+        params = jax.tree.map(lambda p, g: p - 0.05 * g, variables["params"], grads["params"])
+        return {"params": params, OWG: grads[OWG]}
 
-def test_flax_train_state_becomes_ours(flax_run):
-    """Its params hold the collections; the moments and the step go on."""
-    flax_model, after = flax_run
+    products = []
+    for x in BATCHES:
+        variables = train(variables, x)
+        products += variables[OWG]["layers_0"].values()
     tx = optax.adamw(1e-3)
-    saved = FlaxTrainState.create(apply_fn=flax_model.apply, params=after[-1], tx=tx)
+    saved = FlaxTrainState.create(apply_fn=flax_model.apply, params=variables, tx=tx)
     moved = jax.tree.map(lambda x: x + jnp.asarray(0.5, x.dtype), saved.opt_state)
     saved = saved.replace(step=7, opt_state=moved)
-    model = jfp8_model(LENGTH)
-    variables = jax.jit(model.init)(jax.random.key(3), BATCHES[0])
-    target = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+    model = jfp8_model()
+    start = jax.jit(model.init)(jax.random.key(3), BATCHES[0])
+    target = jfp8.TrainState.create(apply_fn=model.apply, variables=start, tx=tx)
     state, messages = told(upgrade, saved, target)
     assert messages == []
     assert int(state.step) == 7
-    np.testing.assert_array_equal(
-        state.params["layers_0"]["kernel"], after[-1]["params"]["layers_0"]["kernel"]
-    )
+    kernel = variables["params"]["layers_0"]["kernel"]
+    np.testing.assert_array_equal(state.params["layers_0"]["kernel"], kernel)
     assert float(state.opt_state[0].nu["layers_2"]["bias"][0]) == 0.5
     for role, name in FLAX_NAMES.items():
         found = state.fp8["layers_0"]["DotGeneral_0"][role]
-        amaxes = [product_of(variables)[f"{name}_amax_history"][0] for variables in after]
+        amaxes = [product[f"{name}_amax_history"][0] for product in products]
         newest_first = np.float32(amaxes[::-1][:LENGTH])
         assert len(set(newest_first)) == LENGTH
         np.testing.assert_array_equal(found["amax_history"], newest_first)
@@ -125,13 +96,18 @@ def test_flax_train_state_becomes_ours(flax_run):
 
 
 def test_flax_collections_that_are_none():
-    target = shapes(jfp8_model(LENGTH))
+    target, rings = shapes(jfp8_model()), np.ones(LENGTH, np.float32)
+    state = {f"{n}_amax_history": rings for n in FLAX_NAMES.values()}
+    state |= {f"{n}_scale": np.ones(1, np.float32) for n in FLAX_NAMES.values()}
+    others = [state | {"kernel_amax_history": bad} for bad in (rings.astype(int), rings[:4])]
     for variables, message in (
         ({"params": {}}, "no collection '_overwrite_with_gradient'.*a dict with 'params'"),
         ([1], "no collection '_overwrite_with_gradient'"),
         ({OWG: {"layers_0": np.ones(3)}}, "layers_0: float.*which is no state of Flax's"),
         ({OWG: {"layers_0": {"op": "x" * 10_000}}}, "layers_0/op: an object of Python's str"),
         ({OWG: {"a/b": {1.5: np.ones(3)}}}, "a/b has the key '1.5' of type float"),
+        ({OWG: {"layers_0": {"op": others[0]}}}, "int64.8.*not f32 arrays of one shape"),
+        ({OWG: {"layers_0": {"op": others[1]}}}, "float32.4.*not f32 arrays of one shape"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             from_flax_fp8_ops(variables, target)
@@ -352,14 +328,3 @@ def test_te_metas_that_are_none(mlp):
     for nothing in (None, []):  # as if the layer had no state
         _, messages = told(from_transformer_engine, {"out": nothing}, mlp)
         assert "fp8/out" in messages[0]
-
-
-def test_flax_histories_of_integers_or_of_unequal_shapes():
-    for name in FLAX_NAMES.values():
-        for bad in (np.ones(LENGTH, np.int32), np.ones(4, np.float32)):
-            rings = dict.fromkeys(FLAX_NAMES.values(), np.ones(LENGTH, np.float32)) | {name: bad}
-            state = {f"{n}_amax_history": ring for n, ring in rings.items()}
-            state |= {f"{n}_scale": np.ones(1, np.float32) for n in rings}
-            shown = f"{bad.dtype}.{len(bad)}.*not f32 arrays of one shape"
-            with pytest.raises(ValueError, match=shown):
-                from_flax_fp8_ops({OWG: {"layers_0": {"op": state}}}, {})
