@@ -83,15 +83,6 @@ def run(tx, params, grads):
     return params, state
 
 
-def ascend(tx, params, state, steps):
-    """Parameters after steps with gradients of -1, in one program."""
-    grads = carriers(params)
-    grads = jax.tree.map(lambda g: -jnp.ones(g.shape, jnp.float32), grads)
-
-    body = lambda _, carry: stepping(tx)(*carry, grads)
-    return jax.jit(lambda carry: jax.lax.fori_loop(0, steps, body, carry))((params, state))
-
-
 class TestWhatArrives:
     SHAPE, STEPS, RATE = (128, 512), 500, 1e-5
 
@@ -104,7 +95,9 @@ class TestWhatArrives:
         tx = master_weights(optax.sgd(self.RATE), master)
         # Beside a master it matters where between two codes a weight begins.
         state = init_masters(tx.init(params), {"w": w})
-        after, _ = ascend(tx, params, state, self.STEPS)
+        body = lambda _, carry: stepping(tx)(*carry, {"w": -jnp.ones(self.SHAPE)})
+        loop = jax.jit(lambda carry: jax.lax.fori_loop(0, self.STEPS, body, carry))
+        after, _ = loop((params, state))
         gained = values(after["w"]).astype(np.float64) - values(params["w"])
         error_of_mean = gained.std() / np.sqrt(gained.size)
         assert error_of_mean < 2e-4

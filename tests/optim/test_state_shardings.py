@@ -24,13 +24,10 @@ def mesh():
     return jax.sharding.Mesh(np.asarray(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
 
 
-def tree_of(leaf):
-    return jax.tree.map(leaf, SHAPES, is_leaf=lambda s: isinstance(s, tuple))
-
-
 def parameters(seed=0):
     rng = np.random.default_rng(seed)
-    return tree_of(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
+    normal = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return jax.tree.map(normal, SHAPES, is_leaf=lambda s: isinstance(s, tuple))
 
 
 def shardings_on(mesh):
