@@ -87,6 +87,6 @@ class Optimizer(nnx.Optimizer):
         nnx.update(model, keep_unless(finite, apply_updates(params, updates), params))
         nnx.update(self.opt_state, nnx.state(keep_unless(finite, new, opt_state)))
         self.step[...] += 1
-        self.skipped_steps[...] += ~finite
+        self.skipped_steps[...] += jnp.where(finite, 0, 1)
         self.skipped_in_a_row[...] = jnp.where(finite, 0, self.skipped_in_a_row[...] + 1)
         return updates

@@ -270,7 +270,7 @@ class TrainState(flax.struct.PyTreeNode):
         return self.replace(
             step=self.step + 1,
             examples=examples,
-            skipped_steps=self.skipped_steps + ~finite,
+            skipped_steps=self.skipped_steps + jnp.where(finite, 0, 1),
             skipped_in_a_row=jnp.where(finite, 0, self.skipped_in_a_row + 1),
             params=params,
             fp8=fp8,
