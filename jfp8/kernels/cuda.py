@@ -20,6 +20,7 @@ from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.k_major import k_major
 from jfp8.kernels.on_platform import on_cuda
 from jfp8.kernels.partitioning import divided
+from jfp8.kernels.quantize_and_transpose import found_in, has_kernel
 from jfp8.kernels.stacked import over_stacked as over_stacked
 from jfp8.kernels.xla.grouped import GroupedByXla
 from jfp8.matmul.emulate import emulated
@@ -27,9 +28,12 @@ from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.conv import Convolution, ConvSpec
 from jfp8.products.dot_general import DotSpec
 from jfp8.products.ragged.dot import TILE, GroupedPlan, GroupedSpec, tile_height
+from jfp8.quantizers.quantizer import Delayed
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.history import AmaxState
 from jfp8.tracing.backends import first_allowed
-from jfp8.tracing.device import current_gpu, has_explicit_axes
+from jfp8.tracing.device import current_gpu, explicit_mesh_of, has_explicit_axes
 from jfp8.tracing.notes import note
 
 # For matmuls that are not quantized.
@@ -84,6 +88,17 @@ def _grouped(spec: GroupedSpec) -> GroupedPlan:
 def quantizes_by_kernels() -> bool:
     """Return True if Pallas kernels quantize anything on the GPU that the program is traced for."""
     return hopper.why_no_quantizing(current_gpu()) is None
+
+
+def amax_if_needed(x: jax.Array, recipe: Recipe, state: AmaxState) -> jax.Array | None:
+    """Return the amax of lhs that kernels find before they quantize it; None if there are none."""
+    quantizer = recipe.resolved().fprop.lhs
+    is_delayed = isinstance(quantizer, Delayed) and has_kernel(quantizer)
+    is_matrix = x.ndim > 1 and x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+    is_explicit = has_explicit_axes() or explicit_mesh_of(x) is not None
+    if is_explicit or not (is_delayed and is_matrix and quantizes_by_kernels()):
+        return None
+    return found_in(quantizer, None, x.reshape(-1, x.shape[-1]), state)
 
 
 def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:

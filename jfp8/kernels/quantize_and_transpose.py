@@ -197,23 +197,15 @@ def _current(
 
 
 def _delayed(quantizer: Delayed, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
-    from jfp8.kernels.hopper import quantize
     from jfp8.kernels.hopper.sweep import largest_of
 
     if state is None:
         return _current(quantizer, read, None, meets)
-    history, in_step = state["amax_history"], state["amax"].reshape(1)
-    if quantizer.algo == "max" and history.size > _LONG:
-        history = quantizer.expected(state).reshape(1)
-    entries = history.size if quantizer.algo == "max" else 1
-
-    def expected(history: Any) -> jax.Array:
-        return functools.reduce(jnp.maximum, [history[i] for i in range(entries)])
-
-    # The current amax matters only while the history is empty, and is computed only then.
-    find = read.by(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
-    name = f"tensor_amax, {quantizer}, {read.what}"
-    found = divided(name, find, f"{read.dims}, STEP -> PART", "max")(*read.arrays, history)
+    history, expected = _history(quantizer, state)
+    in_step = state["amax"].reshape(1)
+    found = state.get("found")
+    if found is None:
+        found = found_in(quantizer, read.options.get("dtype"), read.x, state)
 
     def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
         predicted = jnp.full((128,), expected(history))
@@ -222,6 +214,31 @@ def _delayed(quantizer: Delayed, read: _Read, state: AmaxState | None, meets: Me
 
     known = {"STEP": history, "ONE": in_step, "PART": found}
     return _with_one_scale(quantizer, read, known, scale_of, meets)
+
+
+def _history(quantizer: Delayed, state: AmaxState) -> tuple[jax.Array, Callable[..., jax.Array]]:
+    """Return a history, f32[n], and the function of it, in a kernel, that predicts an amax."""
+    history = state["amax_history"]
+    if quantizer.algo == "max" and history.size > _LONG:
+        history = quantizer.expected(state).reshape(1)
+    entries = history.size if quantizer.algo == "max" else 1
+    return history, lambda h: functools.reduce(jnp.maximum, [h[i] for i in range(entries)])
+
+
+# Not in `quantize_both_ways`: layers with one input find this once, and so quantize it once.
+@partial(jax.jit, static_argnums=(0, 1))
+def found_in(quantizer: Delayed, dtype: np.dtype | None, x: Matrix, state: AmaxState) -> jax.Array:
+    """Return the amaxes of slices of `x`, as bits, if its history is empty; otherwise zeros."""
+    from jfp8.kernels.hopper import quantize, sweep
+
+    def by_kernel(x: Matrix, state: AmaxState) -> jax.Array:
+        read, (history, expected) = _read(x, dtype), _history(quantizer, state)
+        find = read.by(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
+        name = f"tensor_amax, {quantizer}, {read.what}"
+        return divided(name, find, f"{read.dims}, STEP -> PART", "max")(*read.arrays, history)
+
+    nothing = lambda x, state: jnp.zeros((sweep.parts(),), jnp.int32)
+    return on_platform("cuda", by_kernel, nothing, x, state)
 
 
 def _scale(quantizer: Current | Delayed, amax: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -41,6 +41,7 @@ class State(NamedTuple):
     histories: dict[str, AmaxState] | None = None  # called ``state`` there
     sink: jax.Array | None = None
     key: jax.Array | None = None
+    found: jax.Array | None = None  # in lhs, by a kernel: once for all layers with this input
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
+from jfp8.matmul.spec import planner_of
 from jfp8.products.operation import State
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.history import AmaxState
 from jfp8.scaling.sink import encode_amax
+from jfp8.tracing.device import current_device
 
 
 @dataclass(eq=False)
@@ -44,8 +45,8 @@ class Uses:
     sinks: list[jax.Array]  # tracers, with respect to which the loss is differentiated
     trace: Any  # of the loss
     found: list[ProductUse] = field(default_factory=list)
-    # Each lhs, its history, and for which other uses of it that history is read, too.
-    inputs: list[tuple[jax.Array, AmaxState, Any]] = field(default_factory=list)
+    # Each lhs, for which other uses of it its history is read, too, that history, `State.found`.
+    inputs: list[tuple[jax.Array, Any, Any, Any]] = field(default_factory=list)
 
     def may_record(self, sink: jax.Array | None) -> bool:
         """Return False if the loss is known not to be differentiated with respect to `sink`."""
@@ -120,9 +121,14 @@ def uses_of(layer: str | None, lhs: jax.Array, recipe: Recipe, state: State) -> 
     uses, histories = _noting.get(), state.histories
     if uses is not None and histories is not None and uses.may_record(state.sink):
         like = get_opaque_trace_state(), recipe, jax.typeof(histories["lhs"]["amax_history"])
-        uses.inputs.append((lhs, histories["lhs"], like))
-        first = next(own for x, own, other in uses.inputs if x is lhs and other == like)
-        state = state._replace(histories={**histories, "lhs": first})
+        same = [shared for x, *shared in uses.inputs if x is lhs and shared[0] == like]
+        if not same:
+            find = getattr(planner_of(current_device(lhs)), "amax_if_needed", None)
+            found = find and find(jax.lax.stop_gradient(lhs), recipe, histories["lhs"])
+            same = [(like, histories["lhs"], found)]
+            uses.inputs.append((lhs, *same[0]))
+        _, first, found = same[0]
+        state = state._replace(histories={**histories, "lhs": first}, found=found)
     token = _layer.set(layer)
     try:
         yield state

@@ -107,6 +107,9 @@ def multiply_quantized(
     carrier, if it has one.
     """
     how, operands = begin(lhs, rhs, options, state)
+    if state.found is not None and operands.histories is not None:
+        of_lhs = {**operands.histories["lhs"], "found": state.found}
+        operands = operands._replace(histories={**operands.histories, "lhs": of_lhs})
     if jax.sharding.get_abstract_mesh().manual_axes:
         operation, operands = same_varying_axes((operation, operands))
     y, observed = _multiply(how, operation, operands)
@@ -117,7 +120,7 @@ def multiply_quantized(
 
 def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple[How, Operands]:
     """Check and note a use of a product, for `forward` and `backward`."""
-    recipe, (histories, sink, key) = options.recipe, state
+    recipe, (histories, sink, key, _) = options.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
         check_states(histories, recipe)
