@@ -42,7 +42,14 @@ class KMajorDot(Operation):
     rhs: Arrangement
     grad: Arrangement
     kernels: bool  # whether Pallas kernels may quantize
-    rows: tuple[int, ...]  # sizes of the dimensions of lhs that are merged into m, if in order
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Return the first dimensions of lhs, if they are merged into m, and nothing else is."""
+        (m, _), shape = self.shapes[0], self.lhs.shape
+        in_order = not self.lhs.swapped and list(self.lhs.order) == sorted(self.lhs.order)
+        first = [shape[:i] for i in range(len(shape)) if in_order]
+        return next((sizes for sizes in first if math.prod(sizes) == m), ())
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[kind]
@@ -123,8 +130,6 @@ def _in_tiles(spec: DotSpec, kernels: bool) -> KMajorDot | None:
     by_role = arrangements(shapes, numbers)
     k_is_first = matrix_groups((), layout.lhs_free, lhs_sum)[-1] != lhs_sum
     k_is_last = matrix_groups((), layout.rhs_free, rhs_sum)[-1] == rhs_sum
-    rows = tuple(shapes[0][d] for d in layout.lhs_free)
-    in_order = by_role["lhs"].order == tuple(range(len(shapes[0]))) and math.prod(rows) == m
     return KMajorDot(
         ((m, k), (k, n)),
         spec.dtypes,
@@ -132,7 +137,6 @@ def _in_tiles(spec: DotSpec, kernels: bool) -> KMajorDot | None:
         replace(by_role["rhs"], swapped=k_is_last, padded=(k, n)),
         replace(by_role["grad"], padded=(m, n), values=layout.shape),
         kernels,
-        rows if in_order and not k_is_first else (),
     )
 
 

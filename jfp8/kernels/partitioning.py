@@ -146,7 +146,7 @@ class Rule:
     def lacking(self) -> set[str]:
         """The names of dimensions that may be divided and that a result does not have."""
         names = {dim.name for dims in self.operands for dim in dims if not dim.name.isupper()}
-        return set().union(*(names - _names(dims) for dims in self.results))
+        return set().union(*(names - {dim.name for dim in dims} for dims in self.results))
 
     def summed(self) -> tuple[str, ...]:
         """The names that no result has."""
@@ -265,11 +265,12 @@ def _partitioned(
         ins, outs = jax.tree.leaves(operands), jax.tree.leaves(results)
         axes = rule.axes(units, ins, outs, mesh)
         rule.warn_cut(name.partition(",")[0], ins, mesh)
-        lacking = lambda dims: tuple(a for n in axes if n not in _names(dims) for a in axes[n])
+        named = [{dim.name for dim in dims} for dims in rule.results]
+        lacking = [tuple(a for n in axes if n not in names for a in axes[n]) for names in named]
         of_results = [tuple(axes.get(dim.name, ()) for dim in dims) for dims in rule.results]
         # The maximum over all devices is the same, and XLA merges exchanges among the same devices.
         every = lambda way, a, dims: mesh.axis_names if a and way != "sum" and not any(dims) else a
-        apart = list(map(every, ways, map(lacking, rule.results), of_results))
+        apart = list(map(every, ways, lacking, of_results))
         wanted = [axes_by_dimension(x, mesh) for x in outs]
         if of_parts is not function:  # else XLA sees by itself that a sum is wanted in parts
             of_results = [*map(partial(_shared_out, mesh=mesh), outs, of_results, apart, wanted)]
@@ -340,10 +341,6 @@ def _leading(axes: Axes, mesh: Mesh, taken: set[str], divisible: int) -> Axes:
             break
         found = (*found, axis)
     return found
-
-
-def _names(dims: Sequence[Dim]) -> set[str]:
-    return {dim.name for dim in dims}
 
 
 def _shared_out(
