@@ -93,11 +93,11 @@ class KMajorDot(Operation):
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         numbers, of = _BOTH_LAST, {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
-        one_scale = isinstance(first, ScaledArray) and not first.scale.ndim
-        if self.rows and one_scale and kind != "wgrad":
+        if isinstance(first, ScaledArray) and not first.scale.ndim and kind != "wgrad":
             # Shardy cannot shard merged rows along, for example, parts of each sequence.
-            first = replace(first, data=first.data.reshape(*self.rows, -1))
-            numbers = ((len(self.rows),), (1,)), ((), ())
+            rows = self.rows or first.shape[:1]
+            first = replace(first, data=first.data.reshape(*rows, -1))
+            numbers = ((len(rows),), (1,)), ((), ())
         spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
         return of.array(multiply_operands(first, second, spec))
 
