@@ -1,4 +1,4 @@
-"""Calls for type checkers, which tests/layers/test_types.py has check them; nobody runs them.
+"""Calls for type checkers, which tests/layers/test_signatures.py has check them; nobody runs them.
 
 A line that ends in "refused" is wrong, and all others are right.
 """
