@@ -99,7 +99,11 @@ class KMajorDot(Operation):
             first = replace(first, data=first.data.reshape(*rows, -1))
             numbers = ((len(rows),), (1,)), ((), ())
         spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
-        return of.array(multiply_operands(first, second, spec))
+        y = multiply_operands(first, second, spec)
+        if kind == "fprop" and isinstance(first, ScaledArray) and first.scale.ndim:
+            # A loop over layers uses this result and saves it: XLA would run the kernel twice.
+            y = jax.lax.optimization_barrier(y)
+        return of.array(y)
 
 
 def k_major(spec: DotSpec) -> KMajorDot | None:

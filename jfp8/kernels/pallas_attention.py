@@ -49,7 +49,7 @@ class Pallas:
         if not spec.scale > 0:
             return f"scale={spec.scale}: the kernels are for positive ones; negate the queries"
         stored = numerics.query.first, numerics.key.first, numerics.value.first
-        if not _multiplied(map(format_of, stored)) or numerics.weights[0] != E4M3FN:
+        if {*map(format_of, stored)} - HARDWARE_FORMATS or numerics.weights[0] != E4M3FN:
             return "a recipe whose forward products are not of E4M3FN and E5M2, with P in E4M3FN"
         return None
 
@@ -60,7 +60,7 @@ class Pallas:
             return f"heads of {depth} numbers: the kernels of the backward pass are for {sizes}"
         of = numerics
         stored = of.query.second, of.key.second, of.value.second, of.grad.first, of.grad.second
-        if not _multiplied([*map(format_of, stored), *of.scores]) or of.weights[1] != E4M3FN:
+        if {*map(format_of, stored), *of.scores} - HARDWARE_FORMATS or of.weights[1] != E4M3FN:
             return "a recipe whose backward products are not of E4M3FN and E5M2, with P in E4M3FN"
         return None
 
@@ -156,10 +156,6 @@ BLACKWELL = Pallas(
 def _listed(sizes: tuple[int, ...]) -> str:
     *most, last = map(str, sizes)
     return f"{', '.join(most)} and {last}"
-
-
-def _multiplied(formats: Any) -> bool:
-    return all(fmt in HARDWARE_FORMATS for fmt in formats)
 
 
 def _heads(x: jax.Array) -> jax.Array:

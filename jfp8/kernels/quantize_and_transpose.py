@@ -180,7 +180,7 @@ def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
 
 def _unit(quantizer: Unit, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
     del state
-    ones = lambda: (jnp.ones((128,), jnp.float32),) * 2
+    ones = lambda: (np.float32(1.0),) * 2
     q, q_t, amaxes = _with_one_scale(quantizer, read, {}, ones, meets)
     one = jnp.ones((), jnp.float32)  # by a constant XLA multiplies nothing
     return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)
@@ -192,7 +192,7 @@ def _current(
     """Quantize by a scale from the matrix's amax, which XLA computes along with the matrix."""
     del state
     largest = amax(read.values())
-    scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]))
+    scale_of = lambda known: _scale(quantizer, known[0])
     return _with_one_scale(quantizer, read, {"ONE": largest.reshape(1)}, scale_of, meets, largest)
 
 
@@ -208,7 +208,7 @@ def _delayed(quantizer: Delayed, read: _Read, state: AmaxState | None, meets: Me
         found = found_in(quantizer, read.options.get("dtype"), read.x, state)
 
     def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
-        predicted = jnp.full((128,), expected(history))
+        predicted = expected(history)
         observed = jnp.where(predicted > 0, predicted, largest_of(found))
         return _scale(quantizer, jnp.maximum(observed, in_step[0]))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,15 +26,16 @@ def scale_and_inverse(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the scale computed from an amax, and its reciprocal, in f32.
 
-    Uses operations that the device computes exactly, on arrays: bitcasts of scalars cannot be
-    lowered. E8M0 scales are returned as codes (uint8), only for `poison` without a `margin`.
+    Uses operations that the device computes exactly. E8M0 scales are returned as codes (uint8),
+    only for `poison` without a `margin`.
 
     Args:
-      amax: f32[n].
+      amax: f32[n], or f32[]: kernels that compute one scale are compiled faster without arrays,
+        whose layouts the compiler has to find.
       fmt, scale_rounding, margin: see `scaling.scale_from_amax`.
       poison: True if an `amax` that is not finite makes both NaN; otherwise it makes them 1.
     """
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    bits = bitcast(amax, jnp.int32)
     finite = bits < INFINITY
     other = np.float32(np.nan if poison else 1)
     if scale_rounding is None:
@@ -39,27 +43,23 @@ def scale_and_inverse(
         divisor = fmt.max * 2.0**-margin
         smallest = max(divisor * float(SMALLEST_SCALE), np.finfo(np.float32).tiny)
         largest = min(divisor * float(LARGEST_SCALE), float(np.finfo(np.float32).max))
-        clipped = jnp.clip(
-            jnp.where(finite, amax, np.float32(1.0)), np.float32(smallest), np.float32(largest)
-        )
-        scale = divide(clipped, jnp.full_like(amax, np.float32(divisor)))
-        scale = jnp.where(bits == 0, np.float32(1.0), scale)
-        inverse = divide(jnp.ones_like(amax), scale)
+        one = np.float32(1.0)
+        clipped = jnp.clip(jnp.where(finite, amax, one), np.float32(smallest), np.float32(largest))
+        scale = jnp.where(bits == 0, one, divide(clipped, np.float32(divisor)))
+        inverse = divide(one, scale)
         return jnp.where(finite, scale, other), jnp.where(finite, inverse, other)
     if scale_rounding == "power_of_two":
-        code = jnp.clip(e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
+        code = jnp.clip(_by_array(lambda x: e8m0_code(x, fmt, "rceil"), amax) + margin, 1, 253)
         code = jnp.where(bits == 0, 127, code)
-        scale, inverse = (
-            lax.bitcast_convert_type(c << 23, jnp.float32) for c in (code, 254 - code)
-        )
+        scale, inverse = (bitcast(c << 23, jnp.float32) for c in (code, 254 - code))
         return jnp.where(finite, scale, other), jnp.where(finite, inverse, other)
     code = e8m0_code(amax, fmt, scale_rounding)
     # The reciprocal of 2^(c-127) has the code 254 - c, which is 0, an f32 subnormal, for no amax.
-    inverse = lax.bitcast_convert_type((254 - code) << 23, jnp.float32)
+    inverse = bitcast((254 - code) << 23, jnp.float32)
     return code.astype(jnp.uint8), jnp.where(code == 255, np.float32(np.nan), inverse)
 
 
-def divide(a: jax.Array, b: jax.Array) -> jax.Array:
+def divide(a: jax.Array | np.generic, b: jax.Array | np.generic) -> jax.Array:
     """Return ``a / b`` rounded to nearest, for positive normal numbers with a normal quotient.
 
     The device's own division may be off by two units in the last place.
@@ -67,15 +67,14 @@ def divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return nearest_quotient(a / b, a, b)
 
 
-def nearest_quotient(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+def nearest_quotient(y: jax.Array, a: Any, b: Any) -> jax.Array:
     """Return the f32 nearest to ``a / b``, from a `y` off by at most three units in the last place.
 
     With the 24-bit mantissas ``A, B, Y`` as integers, ``Y ~ A 2^k / B`` where `k` is 23 or 24. The
     remainder ``A 2^k - B Y`` is a few times `B` at most, which survives arithmetic modulo 2^32, and
     `Y` is right once it is no larger than ``B / 2``. (A quotient never lies halfway.)
     """
-    a, b = lax.bitcast_convert_type(a, jnp.int32), lax.bitcast_convert_type(b, jnp.int32)
-    bits = lax.bitcast_convert_type(y, jnp.int32)
+    a, b, bits = (bitcast(x, jnp.int32) for x in (a, b, y))
     hidden, low = np.int32(1 << 23), np.int32((1 << 23) - 1)
     numerator, divisor = (a & low) | hidden, (b & low) | hidden
     # The quotient has the exponent e(a) - e(b), or one less if A < B; `y` may be on either side of
@@ -90,4 +89,16 @@ def nearest_quotient(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         )
         quotient = quotient + step
         remainder = remainder - step * divisor
-    return lax.bitcast_convert_type(quotient - hidden + (exponent << 23), jnp.float32)
+    return bitcast(quotient - hidden + (exponent << 23), jnp.float32)
+
+
+def bitcast(x: jax.Array | np.generic, dtype: jax.typing.DTypeLike) -> Any:
+    """Return the bits of `x` as those of another type of the same width."""
+    if isinstance(x, np.generic):
+        return x.view(dtype)
+    return _by_array(lambda x: lax.bitcast_convert_type(x, dtype), x)
+
+
+def _by_array(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return ``f(x)``; kernels for GPUs can bitcast arrays, but not scalars."""
+    return f(x) if x.ndim else jnp.max(f(jnp.full((128,), x)))

@@ -220,6 +220,33 @@ def test_loop_over_layers(compiled):
     assert program.hlo.f32_written(4096 * 4096) == []
 
 
+def test_loop_over_layers_runs_no_kernel_twice(compiled):
+    """XLA copies a kernel whose result is saved into the loop's stack, if others use it, too."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            options = {"use_bias": False, "recipe": "block", "dtype": BF16}
+            inner, outer = (jfp8.Dense(2048, **options) for _ in range(2))
+            x = inner(x)
+            return x * outer(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(Block, {"params": 0}, split_rngs={"params": True}, length=2)
+            return layers()(x, None)[0]
+
+    f, args = forward_and_backward(Model(), (2048, 2048))
+    program = compiled("`nn.scan` over two `Dense`, 2048×2048→2048, block", "h200", f, *args)
+    bodies = [list(body.values()) for body in program.hlo.hlo.computations.values()]
+    counts = [sum(i.kernel == "jfp8_block_matmul" for i in body) for body in bodies]
+    assert sum(counts) == 6
+    # The kernels of weights' gradients write into their stacks themselves.
+    fused = [body for body, n in zip(bodies, counts, strict=True) if n]
+    assert sum(any(i.opcode == "dynamic-update-slice" for i in body) for body in fused) == 2
+
+
 def test_attention_projections(compiled):
     """Four FP8 projections; the two products of attention itself stay in bf16."""
     layer = nn.MultiHeadDotProductAttention(16, dtype=BF16, param_dtype=BF16)
@@ -474,7 +501,7 @@ def in_one_read(program, *arrays, written):
 
 
 def with_scale(fmt, **how):
-    scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), fmt, None)
+    scale_of = lambda known: scale_and_inverse(known[0], fmt, None)
     return partial(quantize_tensor, fmt=fmt, scale_of=scale_of, with_amax=True, **how)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,19 @@ def in_two_steps(quantizer, x, state):
         quantizer(x, Context((0,), largest, state)).T,
         largest,
     )
+
+
+@needs_mosaic
+def test_a_kernel_computes_its_scale_as_a_number():
+    """The compiler searches a layout for every array, which took most of the lowering."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    quantize = lambda x: quantize_both_ways(Delayed(E4M3, length=4), None, x, SEEN)
+    with plgpu.force_gpu_interpret_mode():
+        program = jax.make_jaxpr(quantize)(matrix(jnp.bfloat16, 128, 128))
+    results = re.findall(r":(f32|i32|bool)\[(128)?\] = ", str(program))
+    arrays = [size for _, size in results if size]
+    assert len(arrays) < 30 < len(results) - len(arrays)
 
 
 @pytest.mark.representative(4)

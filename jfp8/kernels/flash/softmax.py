@@ -39,7 +39,9 @@ def raised(
     highest = jnp.maximum(before, largest * factor - np.float32(LIFT))
     shift = jnp.where(highest == -jnp.inf, 0.0, highest)
     shrink = jnp.exp2(before - shift)
-    return highest, shift + _log2(unit), shrink
+    # The unit is a normal power of two, the logarithm of which is exact.
+    log_unit = (lax.bitcast_convert_type(unit, jnp.int32) >> 23) - 127
+    return highest, shift + log_unit.astype(jnp.float32), shrink
 
 
 def probabilities(x: jax.Array, factor: jax.Array, shift: jax.Array) -> jax.Array:
@@ -55,9 +57,3 @@ def log_sum(highest: jax.Array, sums: jax.Array) -> jax.Array:
 def inverse(sums: jax.Array) -> jax.Array:
     """Return the reciprocal of the denominator; arbitrary for a row without keys."""
     return 1.0 / jnp.where(sums == 0, 1.0, sums)
-
-
-def _log2(x: jax.Array) -> jax.Array:
-    """Return the logarithm of powers of two that are normal, exactly."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return ((bits >> 23) - 127).astype(jnp.float32)

@@ -96,8 +96,7 @@ def quantize_tensor(
     Args:
       x: see `tensor_amax`.
       known: vectors for `scale_of`, followed by the scales, f32[1], of operands paired with `x`.
-      scale_of: of references to `known`: the scale and its reciprocal, as in `scale_and_inverse`,
-        f32[128] of equal numbers.
+      scale_of: of references to `known`: the scale and its reciprocal, f32[].
       meets: number of operands paired with `x`.
 
     Returns:
@@ -112,12 +111,11 @@ def quantize_tensor(
 
         @pl.when(lax.axis_index("block") == 0)
         def _():
-            results[0][0] = own = jnp.max(scale)
+            results[0][0] = scale
             for factor, other in zip(results[1:], known[first_met:], strict=False):
-                factor[0] = jnp.minimum(own * other[0], LARGEST_FACTOR)
+                factor[0] = jnp.minimum(scale * other[0], LARGEST_FACTOR)
 
-        factor = jnp.max(inverse)
-        return factor, factor
+        return inverse, inverse
 
     out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
     out += [jax.ShapeDtypeStruct((sweep.parts(),), jnp.int32)] if with_amax else []

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.kernels.hopper import sweep
 from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Sweep, Walk, both_ways, fastest
 from jfp8.kernels.hopper.tiles import multiprocessors
-from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.scales_in_kernels import bitcast, scale_and_inverse
 from jfp8.kernels.shared_memory import along
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
@@ -95,15 +95,12 @@ def quantize_tiles(
     def kernel(x, q, q_t, s, staged, staged_t) -> None:
         def body(i, j, tile):
             values = sweep.read(tile, ROWS, walk.dtype)
-            # Only reductions over one dimension at a time and bitcasts of vectors can be lowered.
+            # Only reductions over one dimension at a time can be lowered.
             largest = sweep.f32_magnitude(jnp.max(sweep.magnitude(values), axis=1), walk.dtype)
-            amax = lax.bitcast_convert_type(jnp.full((128,), jnp.max(largest)), jnp.float32)
+            amax = bitcast(jnp.max(largest), jnp.float32)
             scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
-            s[i, j] = jnp.max(lax.bitcast_convert_type(scale, jnp.int32))
-
-            def cast(values):
-                scaled = values.astype(jnp.float32) * along(inverse, values.shape, 0)
-                return sweep.saturating(scaled, fmt)
+            s[i, j] = bitcast(scale, jnp.int32)
+            cast = lambda values: sweep.saturating(values.astype(jnp.float32) * inverse, fmt)
 
             at_row, at_column = walk.sweep.part(i, j)
             sweep.write(cast(values), staged, q.at[at_row, at_column])

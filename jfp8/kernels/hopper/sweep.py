@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper.measured import measured
 from jfp8.kernels.hopper.tiles import multiprocessors
+from jfp8.kernels.scales_in_kernels import bitcast
 from jfp8.kernels.shared_memory import load, padded, swizzled, tile
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
@@ -341,6 +342,6 @@ def write_amax(target: Ref, amax: jax.Array, walk: Walk) -> None:
 
 
 def largest_of(amaxes: Ref) -> jax.Array:
-    """Return the largest amax that another kernel has computed, f32[128], all equal."""
+    """Return the largest amax that another kernel has computed, f32[]."""
     largest = jnp.max(plgpu.load(amaxes, layout=plgpu.Layout.WG_STRIDED((amaxes.shape[0],), 1)))
-    return lax.bitcast_convert_type(jnp.full((128,), largest), jnp.float32)
+    return bitcast(largest, jnp.float32)
