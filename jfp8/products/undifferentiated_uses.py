@@ -45,8 +45,8 @@ class Uses:
     sinks: list[jax.Array]  # tracers, with respect to which the loss is differentiated
     trace: Any  # of the loss
     found: list[ProductUse] = field(default_factory=list)
-    # Each lhs, for which other uses of it its history is read, too, that history, `State.found`.
-    inputs: list[tuple[jax.Array, Any, Any, Any]] = field(default_factory=list)
+    # Each lhs, its history, `State.found`, for which other uses of it both are read, and the model.
+    inputs: list[tuple[jax.Array, AmaxState, Any, Any, Any]] = field(default_factory=list)
 
     def may_record(self, sink: jax.Array | None) -> bool:
         """Return False if the loss is known not to be differentiated with respect to `sink`."""
@@ -111,23 +111,26 @@ def are_noted() -> bool:
 
 
 @contextlib.contextmanager
-def uses_of(layer: str | None, lhs: jax.Array, recipe: Recipe, state: State) -> Iterator[State]:
+def uses_of(
+    layer: str | None, lhs: jax.Array, recipe: Recipe, state: State, model: Any = None
+) -> Iterator[State]:
     """Return a context whose uses belong to `layer`; None if the layer records by itself.
 
-    It gives the state to quantize with: layers with one `lhs` read the history that the first of
-    them has of it, so that their scales are one, and the compiler quantizes that array once. Only
-    histories that this step records are shared, not, for example, a frozen teacher's.
+    It gives the state to quantize with: layers of one `model` with one `lhs` read the history that
+    the first of them has, so that their scales are one, and the compiler quantizes the array once.
+    Only histories that this step records are shared, not, for example, a frozen teacher's.
     """
     uses, histories = _noting.get(), state.histories
     if uses is not None and histories is not None and uses.may_record(state.sink):
-        like = get_opaque_trace_state(), recipe, jax.typeof(histories["lhs"]["amax_history"])
-        same = [shared for x, *shared in uses.inputs if x is lhs and shared[0] == like]
+        own = histories["lhs"]
+        like = get_opaque_trace_state(), id(model), recipe, jax.typeof(own["amax_history"])
+        same = [use for use in uses.inputs if use[0] is lhs and use[3] == like]
         if not same:
             find = getattr(planner_of(current_device(lhs)), "amax_if_needed", None)
-            found = find and find(jax.lax.stop_gradient(lhs), recipe, histories["lhs"])
-            same = [(like, histories["lhs"], found)]
-            uses.inputs.append((lhs, *same[0]))
-        _, first, found = same[0]
+            found = find and find(jax.lax.stop_gradient(lhs), recipe, own)
+            same = [(lhs, own, found, like, model)]
+            uses.inputs += same
+        _, first, found, *_ = same[0]
         state = state._replace(histories={**histories, "lhs": first}, found=found)
     token = _layer.set(layer)
     try:

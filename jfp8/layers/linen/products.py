@@ -124,10 +124,9 @@ class ProductModule(nn.Module):
             rhs = self.warned_without_histories(recipe, rhs)
         elif state.sink is not None and not are_noted():
             state = told_if_constant(state, rhs)
-        with (
-            self._noted(recipe, layer, state),
-            uses_of(None if records else "/".join(self.path), lhs, recipe, state) as read,
-        ):
+        name = None if records else "/".join(self.path)
+        model = self.scope and self.scope.root
+        with self._noted(recipe, layer, state), uses_of(name, lhs, recipe, state, model) as read:
             options = Options(recipe, self.implementation, rhs_dtype)
             y, observed = quantized(lhs, rhs, options=options, state=read)
         if records:

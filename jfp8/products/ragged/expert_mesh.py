@@ -104,9 +104,6 @@ class ExpertMesh:
         """Return ``jax.lax.ragged_all_to_all``."""
         return lax.ragged_all_to_all(x, result, *chunks, axis_name=self.expert_axis)
 
-    def sum_over_tensor(self, x: jax.Array) -> jax.Array:
-        return x if self.tensor == 1 else lax.psum(x, self.tensor_axis)
-
     def sum_over_data(self, x: jax.Array, dimension: int | None) -> jax.Array:
         """Return the sum of `x`, or of `dimension` only the part that this device shall have."""
         axes = self.summed_axes

@@ -169,8 +169,8 @@ class ExpertDot(Operation):
             here = replace(self._here(exchange.here), dtypes=(parts,) * 3)
             a, b = structure.unflatten(leaves)
             y = here.multiply(kind, a, b, spec)
-            if divided and divided not in names[2]:
-                y = mesh.sum_over_tensor(y)
+            if divided and divided not in names[2] and mesh.tensor > 1:
+                y = lax.psum(y, mesh.tensor_axis)
             if kind == "wgrad":
                 y = mesh.sum_over_data(y, scattered)
             y = y.astype(dtype)
