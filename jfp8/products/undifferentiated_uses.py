@@ -22,6 +22,7 @@ from jax.extend.core import get_opaque_trace_state
 from jfp8.matmul.spec import planner_of
 from jfp8.products.operation import State
 from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.history import AmaxState
 from jfp8.scaling.sink import encode_amax
 from jfp8.tracing.device import current_device
 
