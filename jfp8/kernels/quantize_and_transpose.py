@@ -180,7 +180,7 @@ def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
 
 def _unit(quantizer: Unit, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
     del state
-    ones = lambda: (np.float32(1.0),) * 2
+    ones: Any = lambda: (np.float32(1.0),) * 2
     q, q_t, amaxes = _with_one_scale(quantizer, read, {}, ones, meets)
     one = jnp.ones((), jnp.float32)  # by a constant XLA multiplies nothing
     return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)

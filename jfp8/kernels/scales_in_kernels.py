@@ -59,7 +59,7 @@ def scale_and_inverse(
     return code.astype(jnp.uint8), jnp.where(code == 255, np.float32(np.nan), inverse)
 
 
-def divide(a: jax.Array | np.generic, b: jax.Array | np.generic) -> jax.Array:
+def divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
     """Return ``a / b`` rounded to nearest, for positive normal numbers with a normal quotient.
 
     The device's own division may be off by two units in the last place.
@@ -67,7 +67,7 @@ def divide(a: jax.Array | np.generic, b: jax.Array | np.generic) -> jax.Array:
     return nearest_quotient(a / b, a, b)
 
 
-def nearest_quotient(y: jax.Array, a: Any, b: Any) -> jax.Array:
+def nearest_quotient(y: Any, a: Any, b: Any) -> jax.Array:
     """Return the f32 nearest to ``a / b``, from a `y` off by at most three units in the last place.
 
     With the 24-bit mantissas ``A, B, Y`` as integers, ``Y ~ A 2^k / B`` where `k` is 23 or 24. The
@@ -93,7 +93,7 @@ def nearest_quotient(y: jax.Array, a: Any, b: Any) -> jax.Array:
 
 
 def bitcast(x: jax.Array | np.generic, dtype: jax.typing.DTypeLike) -> Any:
-    """Return the bits of `x` as those of another type of the same width."""
+    """Return `x` with its bits read as another type of the same width."""
     if isinstance(x, np.generic):
         return x.view(dtype)
     return _by_array(lambda x: lax.bitcast_convert_type(x, dtype), x)

@@ -84,7 +84,7 @@ def test_the_same_bytes_scales_and_amax(quantizer, state, dtype):
     with plgpu.force_gpu_interpret_mode():
         found = quantize_both_ways(quantizer, None, x, state)
     found = found._replace(amax=jnp.max(found.amax))
-    assert jax.tree.structure(tuple(found)) == jax.tree.structure(expected)
+    assert [q.block for q in found[:2]] == [q.block for q in expected[:2]]
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
