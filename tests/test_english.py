@@ -3,8 +3,6 @@
 A page is read without code, links and headings, a docstring up to its first empty line.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The shape of the package: who may import whom, what an import costs, what is documented."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib

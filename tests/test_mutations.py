@@ -1,7 +1,5 @@
 """`mutations.py`: mutants are other programs, the same for the same seed, and are caught or not."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

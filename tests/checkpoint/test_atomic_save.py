@@ -1,7 +1,5 @@
 """Saving is whole or not at all, whichever call fails, and in whatever moment the process ends."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Checkpoints come back bit for bit, from both formats, and bad ones not at all."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import json

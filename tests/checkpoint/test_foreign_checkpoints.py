@@ -5,8 +5,6 @@ here, and slot 0 after each step is the amax of that step. Transformer Engine is
 rule for one step is written down from its source, once for all of its layouts.
 """
 
-from __future__ import annotations
-
 import pickle
 
 import flax.linen as nn

@@ -3,8 +3,6 @@
 tests/data/fp8_checkpoints/make.py made the files, and what their libraries say of the values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

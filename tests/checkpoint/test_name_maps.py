@@ -1,7 +1,5 @@
 """The names of models in files of Hugging Face, and their parameters in libraries for JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -3,8 +3,6 @@
 This file is also the program that runs in each process.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

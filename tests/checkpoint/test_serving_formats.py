@@ -4,8 +4,6 @@ tests/data/fp8_checkpoints/make.py wrote the files with the libraries whose form
 the CRC-32 or a sum of the values that these libraries give. `published` has their rules in NumPy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -4,8 +4,6 @@ The model is small but real: two kernels large enough for stored moments, three 
 that moments, histories, counts and loss scales are none of them what they were at the start.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -4,8 +4,6 @@ The numpy oracle rounds block by block as the docstrings say. Where results are 
 bit, the data is made of integers, so that no sum depends on its order.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from support.gpu_programs import assert_resources, compile_divided, compile_for

@@ -3,8 +3,6 @@
 As `test_compiled.py`: nothing is executed. Elsewhere all are skipped.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

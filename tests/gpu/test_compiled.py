@@ -5,8 +5,6 @@ makes it, runs these tests, and prints the counts that they leave in the report.
 skipped. Nothing is executed or timed, and the autotuner, which needs a device, does not run.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What the compilers for a B200 make of jfp8. As `test_compiled`, which is about an H200."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

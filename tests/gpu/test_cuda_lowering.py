@@ -1,7 +1,5 @@
 """What a CUDA compiler is given, read from StableHLO on a machine without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 As `test_compiled.py`: nothing is executed; elsewhere it is skipped.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

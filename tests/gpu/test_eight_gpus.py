@@ -4,8 +4,6 @@ The compiler divides arrays among the devices, and kernels with them: every prod
 little beside it, and weights are exchanged as bytes. See `test_compiled`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -4,8 +4,6 @@ The report adds up the cost model of matmuls, `benchmarks/whole_steps.py` the ke
 program. Both are models, with different rates.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

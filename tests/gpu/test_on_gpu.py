@@ -1,7 +1,5 @@
 """The same program on an NVIDIA GPU, if that is the default device, and on the CPU beside it."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

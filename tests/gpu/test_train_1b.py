@@ -3,8 +3,6 @@
 Nothing is executed; elsewhere it is skipped: see `test_compiled`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import jax

@@ -5,8 +5,6 @@ are quantized more than once, and the time that compiling takes. Nothing is exec
 is skipped: see `test_compiled`.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ were rounded by ml_dtypes, and whose gradient is straight-through. For attention
 function that layers call, which tests/products/test_flash_attention.py compares with sums of bytes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

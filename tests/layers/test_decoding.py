@@ -1,7 +1,5 @@
 """Decoding step by step from a cache of keys and values, against the whole sequence."""
 
-from __future__ import annotations
-
 import functools
 from functools import partial
 

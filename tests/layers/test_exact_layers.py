@@ -5,8 +5,6 @@ of these are integers below 2^24, so no order of summing rounds. A transposed ax
 wrong sign or a window one off gives another integer.
 """
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

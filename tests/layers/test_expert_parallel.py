@@ -1,7 +1,5 @@
 """A mixture of experts divided over eight devices against the same one on one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -3,8 +3,6 @@
 They are what the same layer gives for a kernel that was cast before, but not rounded to bf16.
 """
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Weights that are only kept in FP8: a `ScaledArray` where a kernel was, in products and layers."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

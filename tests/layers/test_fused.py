@@ -4,8 +4,6 @@ The oracle is fake quantization: the layer written out, in float32, with product
 were rounded by ml_dtypes, and whose gradient is straight-through.
 """
 
-from __future__ import annotations
-
 import functools
 
 import flax.linen as nn

@@ -3,8 +3,6 @@
 The oracle is fake quantization in numpy: values rounded by ml_dtypes, multiplied in float64.
 """
 
-from __future__ import annotations
-
 import functools
 
 import flax.core

@@ -1,7 +1,5 @@
 """The mixture of experts against one that computes every expert for every token, and its parts."""
 
-from __future__ import annotations
-
 import functools
 
 import flax.linen as nn

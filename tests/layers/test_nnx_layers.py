@@ -1,7 +1,5 @@
 """NNX layers: drop-in for Flax's, and their numbers against fake quantization."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

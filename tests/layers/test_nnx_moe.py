@@ -1,7 +1,5 @@
 """The mixture of experts of NNX: that of Linen, bit by bit, whose formulas `test_moe` checks."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The fused NNX layers: those of Linen, whose formulas `test_fused` and its like check."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Scores, biases and losses of routing, against NumPy in float64; and the bias in training."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

@@ -1,7 +1,5 @@
 """Layers that have an input in common quantize it once."""
 
-from __future__ import annotations
-
 import re
 
 import flax.linen as nn

@@ -1,7 +1,5 @@
 """Constructors name what they take: for people, for completion and for type checkers."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

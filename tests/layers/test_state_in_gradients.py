@@ -3,8 +3,6 @@
 The oracle is `jfp8.TrainState`, whose histories other tests compare with NumPy, or NumPy itself.
 """
 
-from __future__ import annotations
-
 import functools
 
 import flax.core

@@ -3,8 +3,6 @@
 The oracle's operands were rounded by ml_dtypes; between the products it is plain float32.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

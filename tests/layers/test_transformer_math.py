@@ -1,7 +1,5 @@
 """The formulas between the products of a Transformer layer, against numpy in float64."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from functools import partial

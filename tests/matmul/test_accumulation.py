@@ -4,8 +4,6 @@ The data are small integers, so that a sum of 128 products is exact in f32 in an
 left is what the name says: the scaling of each partial sum and the additions of those, in f32.
 """
 
-from __future__ import annotations
-
 import functools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Attention in Pallas for Hopper and Blackwell, interpreted, against its equations in float64."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Products of `ScaledArray`s by each backend against float64, and the choice for NVIDIA GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -3,8 +3,6 @@
 What it compiles to for a Blackwell GPU is checked with the other programs for GPUs.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

@@ -1,7 +1,5 @@
 """The rates of GPUs against published timings, and the model of time against numbers by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The f8 products in Pallas, interpreted, against float64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The table of measured tiles."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """`scaled_matmul` and its backends: one suite for all, held to products in float64 and int64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

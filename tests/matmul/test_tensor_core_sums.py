@@ -13,8 +13,6 @@ numpy 2.4.6 and Python 3.11. For the formats e4m3fn and e5m2 it holds
   in ``scales``: f32[2].
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

@@ -1,7 +1,5 @@
 """The Pallas kernels for TPUs, interpreted, against NumPy in float64 and ml_dtypes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

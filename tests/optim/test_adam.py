@@ -3,8 +3,6 @@
 Oracle: Adam in numpy with the storage of MS-AMP, torchao and COAT around it, from their sources.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import jax

@@ -1,7 +1,5 @@
 """Gradients rounded to FP8, and their mean over devices. The oracles are ml_dtypes and float64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

@@ -4,8 +4,6 @@ Oracles: the same training without a loss scale, and which loops are right by co
 Structures of earlier tests must not play a part, so that parameters are named after the test.
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 

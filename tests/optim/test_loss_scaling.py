@@ -4,8 +4,6 @@ Oracles: the update rules written in plain Python floats, plain optax transforma
 a loss scale, and powers of two, which make every comparison below an equality of bits.
 """
 
-from __future__ import annotations
-
 import math
 
 import flax.serialization

@@ -4,8 +4,6 @@ The oracles are numpy and ml_dtypes: a master is an f32 sum, its working copy a 
 ml_dtypes with the power of two that a search finds.
 """
 
-from __future__ import annotations
-
 import functools
 
 import flax.linen as nn

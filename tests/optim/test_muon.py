@@ -3,8 +3,6 @@
 Oracles: `optax.contrib.muon` in f32, and polar factors from NumPy's singular value decomposition.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import flax.linen as nn

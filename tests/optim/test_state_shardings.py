@@ -1,7 +1,5 @@
 """Sharded optimizer states: where each leaf goes, and that nothing else changes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 Oracles: the rules of MS-AMP, torchao and COAT in numpy with the casts of ml_dtypes, and float64.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

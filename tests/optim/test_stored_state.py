@@ -3,8 +3,6 @@
 Oracle: the same transformation without it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

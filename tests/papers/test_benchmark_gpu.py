@@ -1,7 +1,5 @@
 """The GPU benchmark runs without a GPU: tiny, with kernels interpreted; and nothing stops it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

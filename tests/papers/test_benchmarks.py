@@ -1,7 +1,5 @@
 """Numbers of scripts in benchmarks/: against tables of Student's t, JAX, and numbers by hand."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -4,8 +4,6 @@ Docstrings have the sections that fit the code, rules of others their ``Referenc
 functions of `jfp8` itself an example.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

@@ -1,7 +1,5 @@
 """The other scripts of `examples/`: help for each, and a run of a few small steps."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

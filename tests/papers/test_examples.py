@@ -1,7 +1,5 @@
 """The examples are run as a stranger would run them, only with fewer and smaller steps."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

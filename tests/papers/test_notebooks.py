@@ -1,7 +1,5 @@
 """Every notebook runs from top to bottom, and is committed with the outputs of such a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

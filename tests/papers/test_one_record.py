@@ -3,8 +3,6 @@
 Printed output is compared in test_docs.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

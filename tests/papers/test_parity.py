@@ -1,7 +1,5 @@
 """`benchmarks/parity.py`: what it runs, repeats, refuses and concludes; nothing is trained."""
 
-from __future__ import annotations
-
 import json
 import math
 

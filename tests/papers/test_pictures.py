@@ -1,7 +1,5 @@
 """The pictures of the pages: stored ones are what `benchmarks/pictures.py` draws, and are shown."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The planning calculator, against arrays and compiled programs at small sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

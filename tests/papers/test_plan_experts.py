@@ -1,7 +1,5 @@
 """The planning calculator for mixtures of experts, against numbers by hand and copies counted."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The repository's own files agree: versions, the support window, workflows and AGENTS.md."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """docs/promises.md: every promise names tests that hold it; they exist, and assert something."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """The examples on several devices and in several processes, with small models and few steps."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Long trainings with random faults, `benchmarks/soak.py`: short every day, and 20,000 steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

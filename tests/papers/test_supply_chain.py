@@ -1,7 +1,5 @@
 """What jfp8 is built of, and what it does to a machine: no network, nothing that runs code."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`examples/train_images.py`: its data, its convolution, and a run of a few steps."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import json

@@ -1,7 +1,5 @@
 """`examples/train_moe.py`: a run of a few steps, and its model without FP8."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is drawn is what numpy and ml_dtypes count; and the pictures can be read."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Operands of attention that a kernel quantizes where a projection wrote them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

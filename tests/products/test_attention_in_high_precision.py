@@ -1,7 +1,5 @@
 """Attention that is not quantized: by blocks, and on GPUs by cuDNN, whose place XLA takes here."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

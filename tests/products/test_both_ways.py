@@ -1,7 +1,5 @@
 """Quantizing in both directions by a kernel, which is interpreted, against the two steps."""
 
-from __future__ import annotations
-
 import re
 
 import jax

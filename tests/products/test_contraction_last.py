@@ -3,8 +3,6 @@
 There need not be a GPU: an abstract mesh describes one, and kernels are interpreted.
 """
 
-from __future__ import annotations
-
 import re
 
 import flax.linen as nn

@@ -1,7 +1,5 @@
 """Convolutions in FP8 against convolutions of values that FP8 can hold."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Transposed convolutions: the rules of ``jax.lax.conv_transpose`` and of Flax, in FP8."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

@@ -4,8 +4,6 @@ Interpreted kernels run on one device, so each division is made by hand: an oper
 name of its rule, the kernel is called with either half, and the results are put together.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """`scaled_dot_general` against fake quantization written here: numpy, ml_dtypes, float64 sums."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from functools import partial
 

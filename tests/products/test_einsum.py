@@ -1,7 +1,5 @@
 """Einsums of two operands as one ``dot_general``: against ``numpy.einsum``, exactly."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Meshes with explicit axes: products forward and backward, laid out as JAX lays out its own."""
 
-from __future__ import annotations
-
 import functools
 
 import chex

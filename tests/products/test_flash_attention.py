@@ -1,7 +1,5 @@
 """Attention in FP8: against attention without it, exact sums of its own bytes, its promises."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

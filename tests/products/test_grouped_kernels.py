@@ -1,7 +1,5 @@
 """Grouped products by kernels for Hopper: lowered for a GPU that is described, and interpreted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

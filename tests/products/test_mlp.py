@@ -1,7 +1,5 @@
 """Two products as one operation, and operands that the kernel which quantizes them makes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

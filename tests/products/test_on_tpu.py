@@ -1,7 +1,5 @@
 """Products on TPUs: what is chosen for them, and that interpreted kernels give the same numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Packed sequences, attention sinks and windows: against f64 and JAX's own, in every recipe."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

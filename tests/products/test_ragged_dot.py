@@ -1,7 +1,5 @@
 """Grouped products in FP8 against a loop over groups of fake-quantized matrices, in numpy."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -3,8 +3,6 @@
 The oracle quantizes with ml_dtypes and has its derivatives written out, in float64.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -3,8 +3,6 @@
 With an identity matrix as the other operand, a gradient shows the rounded gradient itself.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

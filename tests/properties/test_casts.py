@@ -5,8 +5,6 @@ an f32 is ``M * 2^E``, and what is cut off from ``M`` decides, so that also the 
 stochastic rounding is known exactly.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

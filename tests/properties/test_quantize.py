@@ -4,8 +4,6 @@ What hypothesis draws is checked by bounds and symmetries, which follow from the
 granularity alone; that the bits are right is in `test_quantizers.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

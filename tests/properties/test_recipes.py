@@ -1,7 +1,5 @@
 """Every recipe there is, as a value, as text and as JSON; and every text there is, as a recipe."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Random programs with and without `jit`: the same bits, whatever the numbers and the recipe."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from functools import partial
 

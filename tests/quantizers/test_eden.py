@@ -1,7 +1,5 @@
 """MS-EDEN: held to its definition in float64, and to what makes it worth having."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """quantize: its bytes and scales held to numpy and ml_dtypes, its error to half a step."""
 
-from __future__ import annotations
-
 import functools
 import math
 

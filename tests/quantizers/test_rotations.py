@@ -1,7 +1,5 @@
 """The rotation held to its matrix, built from Kronecker products in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

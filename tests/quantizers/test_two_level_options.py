@@ -1,7 +1,5 @@
 """Targets and rows of `TwoLevel`, held to brute force in float64, ml_dtypes and numpy's f32."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -3,8 +3,6 @@
 The oracle is fake quantization by the published rule of each recipe, and products in float64.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """The recipes in 4 bits: what they are made of, and gradients that are right on average."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """`jfp8.autocast`: regions of a program in which Linen layers compute FP8 products."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

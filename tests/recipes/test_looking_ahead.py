@@ -1,7 +1,5 @@
 """The contract about looking ahead: what recipes promise, and whether it is so to the bit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The forward operand is seen by multiplying the identity, so that no sum rounds. 
 quantization in numpy and ml_dtypes by the rule of each format.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import flax.linen as nn

@@ -1,7 +1,5 @@
 """Recipes: frozen values with names, JSON and messages that help."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import json

@@ -1,7 +1,5 @@
 """ScaledArray: a pytree that survives, and values that are ``data * scale`` to the last bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -5,8 +5,6 @@ E3M4, which ml_dtypes does not have, is held to its definition.
 The oracles work on float64, which holds every f32 and every value of every format exactly.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import jax

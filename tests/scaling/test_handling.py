@@ -1,7 +1,5 @@
 """A `ScaledArray` as people handle one: by leaves, by operators, by index, by NumPy, by pickle."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle

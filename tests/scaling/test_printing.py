@@ -1,7 +1,5 @@
 """What prints: short, true, and never an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Random bits: a hash of index and key that others have tested, however they are computed."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Bytes and scales in other shapes: the same values, bit for bit, or an error."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

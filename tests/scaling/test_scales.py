@@ -1,7 +1,5 @@
 """amax, scales and histories, held to numpy, to Fractions and to the bits of f32."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """The sink: an amax survives whatever JAX does to a cotangent, exactly or as a close bound."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Amaxes, and values on the grid that they give, in NumPy."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

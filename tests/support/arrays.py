@@ -1,7 +1,5 @@
 """Arrays for tests, and comparisons of them."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Attention of f8 operands by its equations in float64, with bounds on what roundings change."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Helpers of the tests of checkpoints."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

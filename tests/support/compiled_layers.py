@@ -3,8 +3,6 @@
 They are in files of their own: in one process Mosaic GPU compiles kernels for one kind of GPU.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Programs for devices that are not here."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

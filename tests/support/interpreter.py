@@ -4,8 +4,6 @@ The only file of the tests that reaches into the private parts of JAX, which has
 ask for races.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -3,8 +3,6 @@
 Its products have operands that were rounded by ml_dtypes, and straight-through gradients.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Models of one function, and their training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints opened and dequantized by compressed-tensors and transformers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

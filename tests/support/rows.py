@@ -1,7 +1,5 @@
 """Rows of statistics that no program made."""
 
-from __future__ import annotations
-
 from jfp8.debug.records import TensorStats
 
 _NUMBERS = dict.fromkeys(("underflow", "overflow", "nonfinite"), 0.0) | {

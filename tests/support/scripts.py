@@ -1,7 +1,5 @@
 """Scripts of `examples/` and `benchmarks/` as modules or processes, and a text to train on."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -5,8 +5,6 @@ these tests, and prints the table that they leave in the report. Elsewhere all a
 is executed; times are what the compiler expects.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which GPU a program is traced for, described by an abstract mesh where there is none."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import jax

@@ -3,8 +3,6 @@
 All values are small integers, so that sums are exact in any order.
 """
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Programs for other platforms than this host's."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

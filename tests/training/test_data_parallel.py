@@ -3,8 +3,6 @@
 Losses and amaxes have to be those of one device; only the mean of the gradients is rounded.
 """
 
-from __future__ import annotations
-
 import functools
 
 import flax.linen as nn

@@ -1,7 +1,5 @@
 """Weights gathered as bytes: the same numbers as without, a quarter of the traffic of float32."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -3,8 +3,6 @@
 The reference is the same step without the split: the whole gradient in each turn of the loop.
 """
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

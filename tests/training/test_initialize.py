@@ -3,8 +3,6 @@
 What the optimizer becomes is held against optax's own, fed with gradients that ml_dtypes rounds.
 """
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

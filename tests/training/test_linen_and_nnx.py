@@ -1,7 +1,5 @@
 """Linen next to NNX: the table of docs/works_with.md, and tests of NNX of no other file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

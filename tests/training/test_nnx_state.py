@@ -1,7 +1,5 @@
 """NNX state: what calls and steps record, under every transformation; and the traps of it."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Whole steps of NNX: skipped ones, micro-batches, several devices; Linen next to NNX."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Switch to another recipe at a step, and resume there."""
 
-from __future__ import annotations
-
 import functools
 
 import flax.linen as nn

@@ -6,8 +6,6 @@ its state that there is, all in one step, on as many devices as it is started wi
 Bit for bit means: the files are equal, byte by byte.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """States of products that a GPU stacks, against the same function of one after another."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

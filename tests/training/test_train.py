@@ -4,8 +4,6 @@ Most tests use a linear loss, ``sum(y * c)``: its gradient by the output is ``c`
 scale, whatever the weights are. So every amax is known without asking the library.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """What people do to whole trees: states and gradients are averaged, scaled, cast and added up."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import flax.linen as nn

@@ -5,8 +5,6 @@ It is an input of the compiled program, `soak.hurt`, so that one program takes t
 it the loss is that of a run without it.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

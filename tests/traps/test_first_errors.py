@@ -3,8 +3,6 @@
 docs/quickstart.md has them in a table, which is checked here.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

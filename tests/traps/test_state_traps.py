@@ -4,8 +4,6 @@ Rows a to m are measured failures of other libraries, and jfp8 has to be right i
 The loss is always ``sum(y * dy)``, whose gradient by the output is ``dy`` itself.
 """
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

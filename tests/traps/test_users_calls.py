@@ -1,7 +1,5 @@
 """Calls that people write, and that ended in an error of another library or were silently wrong."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

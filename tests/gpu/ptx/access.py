@@ -1,7 +1,5 @@
 """Load and store: of a lane its own, and 8x8 matrices of 16 bits together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Compute what a lane computes for itself: instructions from registers to registers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wait for others, and talk to the other lanes: barriers, shuffles, and the register file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 A function is traced for an H200 with two multiprocessors. What is no kernel of ours JAX computes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A schedule chooses among a block's warps that can go on, and events that can hap
 to its next barrier, copy or product.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The compiled kernels for attention, executed: against their equations in float64."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -3,8 +3,6 @@
 It sees one if under some schedule a result is wrong, or a `Fault` ends the run.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The compiled kernels for products, executed: integers, exactly."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np

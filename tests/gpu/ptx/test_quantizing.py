@@ -1,7 +1,5 @@
 """The compiled kernels that quantize, executed: codes, scales and amaxes, to the bit."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np

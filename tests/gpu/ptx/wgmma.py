@@ -4,8 +4,6 @@ PTX lets each warp wait for its own quarter of the rows. If the quarters end tog
 `collective` products need all warps and end at once, others each for itself.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
