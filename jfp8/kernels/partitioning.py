@@ -317,8 +317,9 @@ def _each_once(function: Callable[..., Any], of_parts: Callable[..., Any]) -> Ca
         compute = of_parts if in_parts else function
         if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
             return compute
-        kernels = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-        lower = export.export(jax.jit(compute), platforms=["cuda"], disabled_checks=[kernels])
+        allow = export.DisabledSafetyCheck.custom_call
+        checks = [allow("mosaic_gpu_v2"), allow("__op$block_scaled_dot")]  # cuDNN's, on Blackwell
+        lower = export.export(jax.jit(compute), platforms=["cuda"], disabled_checks=checks)
         return lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parts)).call
 
     return lowered
