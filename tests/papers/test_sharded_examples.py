@@ -115,6 +115,20 @@ def test_a_device_that_differs_is_found():
         sharding.assert_same_on_every_device({"history": replicated(other)})
 
 
+def test_histories_differ_by_their_amaxes_and_not_by_their_hashes():
+    layer, x = jfp8.Dense(4, recipe=jfp8.recipes.get("delayed")), jnp.ones((2, 4))
+    empty = layer.init(jax.random.key(0), x)["fp8"]
+
+    def after(scale):
+        kernel = {"kernel": jnp.full((4, 4), scale), "bias": jnp.zeros(4)}
+        _, seen = layer.apply({"params": kernel, "fp8": empty}, x, mutable="fp8")
+        return jax.tree.map(np.asarray, seen["fp8"])
+
+    differ = train_sharded.largest_difference
+    assert 0 < differ(after(1 + 2**-20), after(1.0)) < 1e-6
+    assert differ(after(1.5), after(1.0)) == 0.5
+
+
 # A model of a named size, in NNX
 
 
