@@ -11,8 +11,7 @@ peaks that NVIDIA publishes for the H200 SXM: for a forecast, pass rates measure
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 BLOCK = 128
@@ -30,15 +29,12 @@ class Model:
     sequence: int
     batch: int
     mlp: int = 4  # hidden features / width
-
-    @property
-    def kernels_per_layer(self) -> int:
-        """Count the elements of qkv, out, up and down: the FP8 matmuls."""
-        return (3 + 1 + 2 * self.mlp) * self.width**2
+    head_size: int = 128  # features of an attention head
 
     @property
     def kernels(self) -> int:
-        return self.layers * self.kernels_per_layer
+        """Count the elements of qkv, out, up and down: the FP8 matmuls."""
+        return self.layers * (3 + 1 + 2 * self.mlp) * self.width**2
 
     @property
     def head(self) -> int:
@@ -96,6 +92,7 @@ class Precision:
     exchanged: float = 2  # activations between devices, over the tensor axis
     product_inputs: float = 2  # kept for the backward pass
     other_activations: float = 2  # kept for the backward pass: norms, gelu, v
+    attends_again: bool = False  # in the backward pass, instead of keeping results of attention
     kernels: float = 0  # FP8 codes of weights, kept for the backward pass; not with FSDP
     muon: bool = False  # instead of Adam for kernels, with polar factors by FP8 matmuls
 
@@ -103,17 +100,18 @@ class Precision:
 # The first row is the best that bf16 does: gradients and gathered weights are cast before they
 # travel. What jfp8 has no FP8 for stays at that in every row.
 BF16 = Precision("bf16", fp8_products=False)
-PRODUCTS = dataclasses.replace(
-    BF16, name="FP8 matmuls", fp8_products=True, product_inputs=1, kernels=1
-)
-O1 = dataclasses.replace(PRODUCTS, name="O1: and FP8 gradients on the wire", reduced=IN_BLOCKS)
-O2 = dataclasses.replace(O1, name="O2: and an FP8 and a 16-bit moment", moments=IN_BLOCKS + 2)
-ADAM = dataclasses.replace(O1, name="O1 and jfp8.optim.adamw", moments=2 * IN_BLOCKS)
-MUON = dataclasses.replace(ADAM, name="O1 and jfp8.optim.muon, FP8 matmuls", muon=True)
-GATHER = dataclasses.replace(ADAM, name="... and jfp8.gather_weights", gathered=1)
-SCATTER = dataclasses.replace(GATHER, name="... and its gradients_as=E4M3FN", scattered=IN_BLOCKS)
-SAVED = dataclasses.replace(
-    SCATTER, name="... and saved activations in FP8", other_activations=IN_SAVED_BLOCKS
+PRODUCTS = replace(BF16, name="FP8 matmuls", fp8_products=True, product_inputs=1, kernels=1)
+O1 = replace(PRODUCTS, name="O1: and FP8 gradients on the wire", reduced=IN_BLOCKS)
+O2 = replace(O1, name="O2: and an FP8 and a 16-bit moment", moments=IN_BLOCKS + 2)
+ADAM = replace(O1, name="O1 and jfp8.optim.adamw", moments=2 * IN_BLOCKS)
+MUON = replace(ADAM, name="O1 and jfp8.optim.muon, FP8 matmuls", muon=True)
+GATHER = replace(ADAM, name="... and jfp8.gather_weights", gathered=1)
+SCATTER = replace(GATHER, name="... and its gradients_as=E4M3FN", scattered=IN_BLOCKS)
+SAVED = replace(
+    SCATTER,
+    name="... and saved activations in FP8",
+    other_activations=IN_SAVED_BLOCKS,
+    attends_again=True,
 )
 PRECISIONS = (BF16, PRODUCTS, O1, O2, MUON, ADAM, GATHER, SCATTER, SAVED)
 
@@ -144,13 +142,15 @@ def saved_per_layer(model: Model, devices: Devices, precision: Precision) -> flo
 
     Per token, with w the width: the inputs of the four matmuls, w + w + w + mlp w; of the two
     norms, w + w; of gelu, mlp w; and of attention q and k, 2 w in 16 bits, and v, w. Its weights
-    are computed again. Tensor parallelism divides what lies between its columns and rows: q, k, v,
-    the input of out, and all of mlp w.
+    are computed again. Unless all of attention is, its results are saved, too: the log-sum-exp, an
+    f32 per head, and the output, w in 16 bits; without FP8, the output is the input of out. Tensor
+    parallelism divides q, k, v, the results of attention, the input of out, and all of mlp w.
     """
     whole, divided = 1.0, 1.0 / devices.tensor
     products = precision.product_inputs * (2 * whole + (1 + model.mlp) * divided)
     others = precision.other_activations * (2 * whole + (1 + model.mlp) * divided)
-    return devices.tokens(model) * model.width * (products + others + 2 * 2 * divided)
+    results = 0 if precision.attends_again else 2 * precision.fp8_products + 4 / model.head_size
+    return devices.tokens(model) * model.width * (products + others + (2 * 2 + results) * divided)
 
 
 # Bytes that one device sends in a step
@@ -238,7 +238,7 @@ def seconds(model: Model, devices: Devices, precision: Precision, rates: Rates) 
     layers = work["layers"] / (rates.fp8_flops if precision.fp8_products else rates.bf16_flops)
     rest = (work["logits"] + work["attention"]) / rates.bf16_flops
     products = (layers + rest) / devices.count
-    held = memory(model, devices, dataclasses.replace(precision, kernels=0))
+    held = memory(model, devices, replace(precision, kernels=0))
     moved = 2 * held["weights"] + held["gradients"] + 2 * held["moments"]
     optimizer = moved / rates.memory
     if precision.muon:
