@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 F8 = ("f8e4m3fn", "f8e5m2")
@@ -14,6 +14,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 _LOCATION = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
+_LATER = re.compile(r"-(done|update)$")  # names what its start has called
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 # Without cost on the device: names for parts or other views of arrays.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"}
@@ -84,12 +85,9 @@ class Instruction:
 
     def calls(self, *keys: str) -> list[str]:
         """Return the names of the computations under attributes `keys`."""
-        found = []
-        for key in keys:
-            pattern = rf"\b{key}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))"
-            for several, one in re.findall(pattern, self.attributes):
-                found += [one] if one else re.findall(r"[\w.\-]+", several)
-        return found
+        pattern = rf"\b(?:{'|'.join(keys)})=(?:\{{([^}}]*)\}}|%?([\w.\-]+))"
+        found = re.findall(pattern, self.attributes)
+        return [name for several, one in found for name in re.findall(r"[\w.\-]+", several or one)]
 
 
 class Hlo:
@@ -133,7 +131,7 @@ class Hlo:
             before = times.get(name, 0)
             times[name] = None if before is None or count is None else before + count
             for i in self.computations.get(name, {}).values():
-                if re.search(r"-(done|update)$", i.opcode):  # names what its start has called
+                if _LATER.search(i.opcode):
                     continue
                 inside = count
                 if i.opcode == "while":
@@ -152,19 +150,27 @@ class Hlo:
     @functools.cached_property
     def launched(self) -> list[tuple[Instruction, list[Instruction]]]:
         """Return every kernel once, with the instructions that its operands name."""
-        found, todo, seen = [], [self.entry], set()
-        while todo:
-            name = todo.pop()
-            if name in seen:
-                continue
-            seen.add(name)
+        found, entered = [], [self.entry]
+        for name in entered:
             body = self.computations[name]
-            for i in body.values():
-                todo += i.calls("body", "condition", *_BRANCHES)
-                todo += i.calls("to_apply") if i.opcode == "call" else []
+            begun = {i.operands[0] for i in body.values() if _LATER.search(i.opcode)}
+            for i in (self._whole(i) for i in body.values() if i.name not in begun):
+                called = i.calls("body", "condition", *_BRANCHES)
+                called += i.calls("to_apply") if i.opcode == "call" else []
+                entered += [each for each in called if each not in entered]
                 if i.opcode not in _FREE:
                     found.append((i, [body[operand] for operand in i.operands]))
         return found
+
+    def _whole(self, i: Instruction) -> Instruction:
+        """Return a kernel together with its start, and with the call that it wraps in slices."""
+        body = self.computations[self.body_of[i.name]]
+        start = body[i.operands[0]] if _LATER.search(i.opcode) else i
+        opcode = start.opcode.removesuffix("-start")
+        # The end has the name and the results that other instructions use.
+        whole = replace(start, name=i.name, results=i.results, written=i.written, opcode=opcode)
+        calls = [c.attributes for c in self.inside(whole) if c.target and opcode == "fusion"]
+        return replace(whole, attributes=", ".join([*calls, start.attributes]))
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yield the instructions that a kernel consists of."""
@@ -177,17 +183,13 @@ class Hlo:
 
     def source(self, instruction: Instruction) -> Instruction:
         """Return the kernel, parameter, or part of either, that `instruction` is a name for."""
+        if instruction.opcode not in ("get-tuple-element", "bitcast", "opt-barrier"):
+            return instruction
         body = self.computations[self.body_of[instruction.name]]
-        while instruction.opcode in ("get-tuple-element", "bitcast", "opt-barrier"):
-            whole = body[instruction.operands[0]]
-            if instruction.part is not None:
-                while whole.opcode == "opt-barrier":
-                    whole = body[whole.operands[0]]
-                if whole.opcode != "tuple":
-                    break
-                whole = body[whole.operands[instruction.part]]
-            instruction = whole
-        return instruction
+        whole = self.source(body[instruction.operands[0]])
+        if instruction.part is None or whole.opcode != "tuple":
+            return whole if instruction.part is None else instruction
+        return self.source(body[whole.operands[instruction.part]])
 
     def is_invariant(self, instruction: Instruction) -> bool:
         """Return whether this is a parameter, or a part of one, that no iteration changes."""
@@ -254,10 +256,8 @@ def _parse(name: str, text: str) -> Instruction:
     stop = _closing(text, start)
     operands = tuple(re.findall(r"%([\w.\-]+)", text[start:stop]))
     attributes = text[stop + 1 :].partition(', module = "')[0]  # of Mosaic GPU: its whole kernel
-    written = text[:end]
-    return Instruction(
-        name, arrays_in(written), written, text[end:start].strip(), operands, attributes
-    )
+    written, opcode = text[:end], text[end:start].strip()
+    return Instruction(name, arrays_in(written), written, opcode, operands, attributes)
 
 
 def _closing(text: str, start: int) -> int:

@@ -13,7 +13,7 @@ from jfp8.collectives.hlo import F8, Array, Hlo, Instruction, read
 from jfp8.collectives.sent import CollectiveBytes, sent_by
 
 _SMALL = 1e6  # bytes
-_COLLECTIVES = "all-|ragged-all-|reduce-scatter|collective-|async-|partition-id|replica-id"
+_COLLECTIVES = "all-|ragged-all-|reduce-scatter|collective-|async|partition-id|replica-id"
 _DOTS = {"dot", "convolution", "scaled-dot", "ragged-dot"}
 _FP8_LIBRARIES = {
     "__cublas$lt$matmul$f8": "FP8, cuBLASLt",
@@ -164,14 +164,13 @@ class Launches:
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
         """Return the kind of each matmul, by the name of its instruction."""
-        found = {i.name: self._kind(i, operands) for i, operands in self.launched}
-        return {name: kind for name, kind in found.items() if kind}
+        return {i.name: kind for i, _ in self.launched if (kind := self._kind(i))}
 
-    def _kind(self, i: Instruction, operands: list[Instruction]) -> str:
+    def _kind(self, i: Instruction) -> str:
         if i.target in _FP8_LIBRARIES:
             return _FP8_LIBRARIES[i.target]
         if re.search("matmul|outer|attention", i.kernel):
-            is_f8 = any(o.results[0].dtype in F8 for o in operands)
+            is_f8 = any(o.dtype in F8 for call in self._products(i) for o in self._operands(call))
             return "FP8, Pallas" if is_f8 else ""
         if i.target.startswith("__cudnn$fmha"):
             return "attention, cuDNN"
@@ -183,8 +182,13 @@ class Launches:
 
     def factors(self, matmul: Instruction) -> set[str]:
         """Return the types that a matmul multiplies, in a library or a kernel of XLA's."""
-        dots = [i for i in self.hlo.inside(matmul) if i.opcode in _DOTS or i is matmul]
-        return {o.dtype for i in dots for o in self._operands(i)[:2]}
+        return {o.dtype for i in self._products(matmul) for o in self._operands(i)[:2]}
+
+    def _products(self, matmul: Instruction) -> list[Instruction]:
+        """Return the dots that a matmul consists of, or the call that it is or wraps in slices."""
+        parts = list(self.hlo.inside(matmul))
+        dots = [i for i in parts if i.opcode in _DOTS]
+        return dots or [i for i in parts if i.target] or [matmul]
 
     def _operands(self, i: Instruction) -> list[Array]:
         """Return the types of the operands that are single arrays."""
@@ -195,8 +199,7 @@ class Launches:
         """Return the floating-point operations of a matmul; 0 for attention."""
         if "attention" in matmul.kernel or "fmha" in matmul.target:
             return 0.0
-        dots = [i for i in self.hlo.inside(matmul) if i.opcode in _DOTS]
-        return float(sum(map(self._flops_of_dot, dots or [matmul])))
+        return float(sum(map(self._flops_of_dot, self._products(matmul))))
 
     def _flops_of_dot(self, i: Instruction) -> float:
         """Return 2 m k n, and that for each of a batch."""
@@ -247,19 +250,16 @@ class Launches:
     @functools.cached_property
     def quantized_again(self) -> tuple[tuple[str, int], ...]:
         """Return the arrays that are quantized several times, with how often."""
-        found: dict[str, int] = collections.defaultdict(int)
-        names = {}
+        found: dict[Instruction, int] = collections.defaultdict(int)
         for i, operands in self.launched:
             wide = [o for o in large(operands) if o.results[0].bytes > o.results[0].size]
             writes = any(r.dtype in F8 and r.size > 4096 for r in i.results)
             if wide and writes and i.name not in self.kinds and not is_collective(i):
                 source = self.hlo.source(wide[0])
-                names[source.name] = source.op_name or source.name
                 # A kernel that takes a slice itself takes another one in each iteration.
-                slices = "dynamic-slice" in self.opcodes(i)
-                repeats = self.hlo.is_invariant(source) and not slices
-                found[source.name] += self.hlo.times(i) if repeats else 1
-        return tuple((names[name], times) for name, times in found.items() if times > 1)
+                repeats = self.hlo.is_invariant(source) and "dynamic-slice" not in self.opcodes(i)
+                found[source] += self.hlo.times(i) if repeats else 1
+        return tuple((i.op_name or i.name, times) for i, times in found.items() if times > 1)
 
 
 def is_collective(i: Instruction) -> bool:

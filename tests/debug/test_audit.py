@@ -128,6 +128,70 @@ def test_a_program_for_a_gpu():
     assert "arrays quantized more than once" in rows
 
 
+# As compiled for an H200 by JAX 0.11.2: a loop over layers whose matmul reads its weight from a
+# stack and writes its result into another, and copies that other work may overlap.
+STACK = "[3,512,512]{2,1,0}"
+STATE = f"(s32[], u8{STACK}, bf16{STACK}, f8e4m3fn{ROWS})"
+TYPES = "p0: u8[3,512,512], p1: f8e4m3fn[512,512], p2: bf16[3,512,512], p3: s32[]"
+COPIED = f"((f8e4m3fn{ROWS}), f8e4m3fn{ROWS}, u32[])"
+SLICES = f"""HloModule jit_step, is_scheduled=true, num_partitions=1
+
+%dynamic-slice-fusion ({TYPES}) -> bf16[3,512,512] {{
+  %p2 = bf16{STACK} parameter(2)
+  %p0 = u8{STACK} parameter(0)
+  %p3 = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %slice = u8[1,512,512]{{2,1,0}} dynamic-slice(%p0, %p3, %zero, %zero)
+  %weight = f8e4m3fn{ROWS} bitcast(%slice)
+  %p1 = f8e4m3fn{ROWS} parameter(1)
+  %call = bf16{ROWS} custom-call(%p1, %weight), {MULTIPLY}
+  %layer = bf16[1,512,512]{{2,1,0}} bitcast(%call)
+  ROOT %update = bf16{STACK} dynamic-update-slice(%p2, %layer, %p3, %zero, %zero)
+}}
+
+%copying (p4: f8e4m3fn[512,512]) -> f8e4m3fn[512,512] {{
+  %p4 = f8e4m3fn{ROWS} parameter(0)
+  ROOT %copy = f8e4m3fn{ROWS} copy(%p4)
+}}
+
+%body (state: {STATE}) -> {STATE} {{
+  %state = {STATE} parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %weights = u8{STACK} get-tuple-element(%state), index=1
+  %results = bf16{STACK} get-tuple-element(%state), index=2
+  %q = f8e4m3fn{ROWS} get-tuple-element(%state), index=3
+  %fusion-start = {COPIED} fusion-start(%q), kind=kLoop, calls=%copying
+  %written = bf16{STACK} fusion(%weights, %q, %results, %count), calls=%dynamic-slice-fusion
+  %fusion-done = f8e4m3fn{ROWS} fusion-done(%fusion-start)
+  %copy-start = (f8e4m3fn{ROWS}, f8e4m3fn{ROWS}, u32[]) copy-start(%fusion-done)
+  %copy-done = f8e4m3fn{ROWS} copy-done(%copy-start)
+  ROOT %next = {STATE} tuple(%count, %weights, %written, %copy-done)
+}}
+
+%condition (state: {STATE}) -> pred[] {{
+  %state.1 = {STATE} parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}
+
+ENTRY %main (w: u8[3,512,512], y: bf16[3,512,512], x: f8e4m3fn[512,512]) -> bf16[3,512,512] {{
+  %w = u8{STACK} parameter(0)
+  %y = bf16{STACK} parameter(1)
+  %x = f8e4m3fn{ROWS} parameter(2)
+  %none = s32[] constant(0)
+  %all = {STATE} tuple(%none, %w, %y, %x)
+  %loop = {STATE} while(%all), {LOOP.replace('"2"', '"3"')}
+  ROOT %result = bf16{STACK} get-tuple-element(%loop), index=2
+}}
+"""
+
+
+def test_matmuls_with_slices_and_kernels_that_start_and_end_apart():
+    found = audit(SLICES)
+    assert found.matmuls == (Matmuls("FP8, Pallas", 3, 3 * 2 * 512**3),)
+    assert found.launches == 3 * 3  # in each iteration the matmul and two copies
+    assert found.bytes_beside_matmuls == 3 * 2 * (512 * 512 + 512 * 512)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
