@@ -51,7 +51,7 @@ def sent(program):
     """Bytes that a device sends, by operation and type; without scales, amaxes and norms."""
     found = Counter()
     for c in program.exchanged.collectives:
-        found[c.op, c.dtype] += c.bytes if c.bytes > 2e6 else 0
+        found[c.op, c.dtype] += c.bytes if c.bytes > 4e6 else 0
     return +found
 
 
