@@ -43,7 +43,7 @@ class Bounds:
       kernels: Pallas kernels that are compiled: one of each shape and type for amaxes, and one that
         quantizes.
       sent: bytes over those of bf16. Weights are gathered in one byte instead of two.
-      compiling: seconds over those of bf16.
+      compiling: seconds over those of bf16, measured plus 15 percent.
     """
 
     small: int
@@ -51,16 +51,16 @@ class Bounds:
     exchanges: int = 0
     kernels: int = 18
     sent: float = 1.0
-    compiling: float = 12
+    compiling: float = 5.2
 
 
 BOUNDS = {
     ("one GPU", "delayed"): Bounds(36),
     ("one GPU", "current"): Bounds(31),
     ("4 micro-batches", "delayed"): Bounds(334),
-    ("8 GPUs, FSDP", "delayed"): Bounds(74, transposes=7, exchanges=10, sent=0.76),
+    ("8 GPUs, FSDP", "delayed"): Bounds(74, transposes=7, exchanges=10, sent=0.76, compiling=6.0),
     ("8 GPUs, FSDP×TP 2×4", "delayed"): Bounds(
-        72, transposes=9, exchanges=10, kernels=24, sent=0.96
+        72, transposes=9, exchanges=10, kernels=24, sent=0.96, compiling=6.9
     ),
 }
 
@@ -74,7 +74,7 @@ def test_step(name, recipe, recorded):
     bf16, audit, most = plain.audit, program.audit, BOUNDS[name, recipe]
     step = PROGRAMS[name]
     print(name, recipe, f"compiled in {seconds:.1f} s, bf16 in {plain_seconds:.1f} s")
-    print(audit, f"kernels compiled: {len(program.kernels)}", sep="\n")
+    print(audit, f"kernels compiled: {len(program.hlo.mosaic_kernels)}", sep="\n")
     assert {m.kind: m.count for m in audit.matmuls} == {
         "FP8, cuBLASLt": 21 * step.micro_batches,
         "attention, cuDNN": 2 * step.micro_batches,
@@ -87,7 +87,7 @@ def test_step(name, recipe, recorded):
     assert audit.small_launches <= most.small
     assert audit.f8_transposes <= most.transposes
     assert audit.small_collectives <= most.exchanges
-    assert len(program.kernels) <= most.kernels
+    assert 0 < len(program.hlo.mosaic_kernels) <= most.kernels
     assert audit.rounded_scales == 0
     assert seconds <= most.compiling * plain_seconds
     assert audit.quantized_again == ()

@@ -118,6 +118,12 @@ class Hlo(Launches):
         fp8 = {i.name for i in self.fp8_products}
         return [self.by_name[name] for name in self.kinds if name not in fp8]
 
+    @functools.cached_property
+    def mosaic_kernels(self) -> set[str]:
+        """The hashes of kernels in Mosaic GPU, of which XLA compiles equal ones once."""
+        calls = [i for i, _ in self.launched if i.target.startswith("mosaic_gpu")]
+        return {i.attributes.partition("backend_config=")[2] for i in calls}
+
     # What surrounds them
 
     @functools.cached_property
@@ -218,7 +224,7 @@ class Program:
     """What became of a function."""
 
     hlo: Hlo
-    kernels: tuple[Kernel, ...]  # of Mosaic GPU, one per call
+    kernels: tuple[Kernel, ...]  # of Mosaic GPU, one per call; () without dumps
     audit: jfp8.debug.Audit
     memory: int  # bytes: arguments, results that take no argument's place, and what is in between
 
@@ -272,8 +278,12 @@ def compile_divided(
     out_specs: Any = None,
     kind: AxisType = AxisType.Auto,
     donated: tuple[int, ...] = (),
+    dumped: bool = True,
 ) -> Program:
-    """The same for a mesh with these axes; arguments and results lie as their specs say."""
+    """Compile for a mesh with these axes; arguments and results lie as their specs say.
+
+    Dumps of Mosaic's kernels take CPU time, so programs that are timed are compiled without them.
+    """
     mesh = _mesh_of(target, tuple(axes), tuple(axes.values()), kind)
     place = lambda specs: jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=_is_spec)
     args = jax.tree.map(
@@ -291,7 +301,8 @@ def compile_divided(
         use_abstract_mesh(described),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv("MOSAIC_GPU_DUMP_TO", folder)
+        if dumped:
+            patch.setenv("MOSAIC_GPU_DUMP_TO", folder)
         compiled = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile()
         kernels = tuple(
             Kernel.read(p.with_suffix("")) for p in sorted(Path(folder).glob("*.ptxas"))
