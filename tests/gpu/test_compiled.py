@@ -179,13 +179,16 @@ def test_statistics_leave_products_in_fp8(recipe):
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_odd_sizes(name, compiled):
-    """Padded inside. What is cut off a result is a pass over it, which also adds what was split."""
+    """Padded inside. What is cut off a result is a pass over it, which also adds what was split.
+
+    The gradient of the weight is a long sum, which XLA may split, so it is scaled in f32.
+    """
     layer = Dense(777, recipe=PER_TENSOR[name])
     f, args = forward_and_backward(layer, (2000, 1333))
     hlo = compiled(f"`Dense`, 2000×1333→777, bias, {name}", "h200", f, *args).hlo
     assert len(hlo.f8_products) == 3
     assert hlo.other_products == []
-    assert hlo.f32_written(1333 * 777) == hlo.split_products
+    assert len(hlo.f32_written(1333 * 777)) == 1
     assert len(hlo.passes_over_outputs) <= 3
 
 
