@@ -220,7 +220,7 @@ def _module_of(product: ParameterProduct, chosen: ProductOf) -> ProductModule:
     """Make the module of a product, whose state is next to the parameter: ``DotGeneral_<name>``.
 
     If the module of the parameter differentiates, its own dgrad is another product,
-    ``DotGeneral_<name>_2``: the amaxes of gradients have nothing to do with those of activations.
+    ``DotGeneral_<name>_2``: amaxes of gradients and of activations have nothing in common.
     """
     scope = product.parameter.module.scope
     assert scope is not None

@@ -63,7 +63,7 @@ def test_advice_says_what_to_type(changed, is_wrong, words):
 
 
 def test_some_assemblers_miscompile():
-    """Those of CUDA 12.8.0, 12.8.1 and 12.9.0, not of 12.6.3, 12.9.1 and 13.0."""
+    """CUDA 12.8.0, 12.8.1 and 12.9.0 ship them; 12.6.3, 12.9.1 and 13.0 do not."""
     for version in ("12.6.85", "12.8.61", "12.8.93", "12.9.41", "12.9.86", "13.0.88"):
         found = list(doctor.advice(facts(ptxas={"path": "/bin/ptxas", "version": version})))
         assert len(found) == (version in ("12.8.61", "12.8.93", "12.9.41"))

@@ -67,7 +67,7 @@ def loss_of(model):
 
 
 def products(model, x) -> Counter:
-    """Those of ``model`` and its gradient by the parameters."""
+    """Products in ``model`` and in its gradient with respect to the parameters."""
     others = dict(jax.eval_shape(model.init, KEY, x))
     params, _ = others.pop("params"), others.pop("fp8_sink", None)
     loss = lambda params, others: loss_of(model)({"params": params, **others}, x)[0]

@@ -160,7 +160,7 @@ def test_mistakes(recipes, error, words):
         ("Dense_0", "Encoder_0/Dense_0", False),  # patterns begin at the top
         ("*/Dense_0", "Encoder_0/Dense_0", True),
         ("*Dense_0", "Encoder_0/Dense_0", True),
-        ("Encoder_0", "Encoder_0/Block_3/Dense_0", True),  # a module stands for all inside of it
+        ("Encoder_0", "Encoder_0/Block_3/Dense_0", True),  # a module stands for all inside it
         ("Encoder_0/*", "Encoder_0/Block_3/Dense_0", True),
         ("*/Block_3", "Encoder_0/Block_3/Dense_0", True),
         ("Encoder_0", "Encoder_01/Dense_0", False),

@@ -656,7 +656,7 @@ def test_siblings_that_are_alike_are_one_line(numbers, name):
 
 
 def test_alike_are_layers_with_equal_insides():
-    """Whatever is inside of them: another value, another name, and nothing at all tell apart."""
+    """Another value, another name, or nothing at all inside tells them apart."""
     same = {f"{i}/attention/out": "a" for i in range(5)} | {f"{i}/mlp": "b" for i in range(5)}
     layers = {**same, "1/mlp": "c", "2/more": "d", "3": "e"}
     assert [f"{'  ' * line.depth}{line.name}" for line in tree_lines(layers)] == [

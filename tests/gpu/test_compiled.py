@@ -506,7 +506,7 @@ def with_scale(fmt, **how):
 
 # The read that may be left out is one branch of the same kernel.
 largest = partial(tensor_amax, unless=lambda known: known[0] > 0)
-# Function, shape of the array, those of f32 vectors, bytes written for each element.
+# Function, shape of the array, shapes of f32 vectors, bytes written for each element.
 QUANTIZING = {
     "quantize_tensor": (with_scale(E5M2), (8192, 4096), [(1,)], 2),
     "quantize_lines": (

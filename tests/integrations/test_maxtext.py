@@ -51,7 +51,7 @@ MIXTURE = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 
 
 
 def run(program, *words):
-    """What became of a program of Python, in a process of its own."""
+    """Run a Python program in a process of its own, and return the finished process."""
     paths = [str(ROOT / "benchmarks" / "clients"), str(ROOT)]
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     environment = {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags}

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:A model with delayed scaling is 
 
 
 def assert_as_written(layer, written_out, params, x, dy):
-    """Values and all gradients are those of rounded operands, and further from those unrounded."""
+    """Values and gradients follow from rounded operands, and differ more from unrounded ones."""
     oracle, unrounded = (functools.partial(written_out, f) for f in (fake_product, exact_product))
 
     @jax.jit

@@ -250,7 +250,7 @@ def test_kernels_are_chosen_where_they_compute_the_same(gpu, how):
     ],
 )
 def test_when_the_reference_computes(gpu, options, size, reason):
-    """What the kernels do not compute is refused where they are asked for, and only there."""
+    """Kernels refuse what they do not compute, but only if they are named."""
     x = jnp.ones((1, 8, 2, size))
     attend = partial(jfp8.scaled_dot_product_attention, **options)
     with pytest.raises(ValueError, match=reason):

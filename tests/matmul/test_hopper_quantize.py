@@ -1,4 +1,4 @@
-"""The GPU's quantization kernels, interpreted, to the bit."""
+"""The GPU's quantization kernels, interpreted: bitwise identical to the reference."""
 
 import jax
 import jax.numpy as jnp

@@ -292,7 +292,7 @@ def test_a_level_is_right_on_average():
 
 
 def test_levels_stand_still():
-    """What was stored is stored as it is, by lot too, also when the largest grows by a binade."""
+    """Stored values are stored again unchanged, even stochastically or if the largest grows."""
     largest = np.arange(256) % 128 == 0
     x = 10.0 ** np.random.default_rng(0).uniform(-4, -0.1, (8, 256))  # 14 binades, then 15
     once = round_trip(LOT, np.where(largest, 1, x))

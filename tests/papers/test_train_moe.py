@@ -17,7 +17,7 @@ train_moe = imported("train_moe", "examples")
 
 @pytest.mark.slow
 def test_the_backward_pass_of_the_twin_is_float32():
-    """No number in eight bits is in its program; in that of the other one there are."""
+    """Its program has no number in eight bits; the other program has some."""
     sizes = {"width": 16, "layers": 2, "heads": 2, "max_length": 12, "experts": 4}
     make = lambda recipe: train_moe.MoETransformer(**sizes, intermediate=8, recipe=recipe)
     tokens = np.random.default_rng(0).integers(256, size=(1, 12))

@@ -41,7 +41,7 @@ def uses_every_layer_once(program) -> bool:
 
 
 def results_of(program, recipe, seed, steps, wrap):
-    """What steps leave behind."""
+    """State after some steps."""
     rng = np.random.default_rng(seed)
     model = program.linen(partial(jfp8.Dense, WIDTH, use_bias=False, recipe=recipe))
     shapes = jax.eval_shape(model.init, jax.random.key(0), np.ones((ROWS, WIDTH), np.float32))

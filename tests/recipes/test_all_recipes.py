@@ -111,7 +111,7 @@ def assert_agree(results, expected, recipe):
     "variant", [name for name, (_, rules) in VARIANTS.items() if rules.outputs is not None]
 )
 def test_results_that_are_rounded(variant):
-    """Those of others, in any dtype and layout, are in tests/properties."""
+    """Other recipes, in any dtype and layout, are in tests/properties."""
     recipe, rules = VARIANTS[variant]
     arrays = [integers(shape, i) for i, shape in enumerate(((50, 200), (200, 91), (50, 91)))]
     results = value_and_grads(*arrays, recipe=recipe)

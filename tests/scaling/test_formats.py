@@ -351,7 +351,7 @@ def test_a_format_by_name_and_by_dtype():
         assert cast(x, given).dtype == dtype
         assert round_to_format(x, given).tolist() == [0.3125, 448.0]
         assert quantize(x, given).format is E4M3FN
-    # Those of ml_dtypes with an Inf among them: E4M3 up to 240, E3M4 up to 15.5.
+    # Formats of ml_dtypes, with an Inf among them: E4M3 up to 240, E3M4 up to 15.5.
     for other in ("float8_e4m3", "float8_e3m4", "e4m3fnuz", "uint8", ""):
         with pytest.raises(ValueError, match=r"there is no such format.*jfp8\.E4M3FN"):
             formats.as_format(other)

@@ -193,7 +193,7 @@ class Kernel:
 
     @classmethod
     def read(cls, stem: Path) -> Kernel:
-        """From the dumped files; those of PTX and of passes may be absent."""
+        """Read the dumped files; PTX and passes may be absent."""
         ptxas, sass, module = (
             stem.with_name(stem.name + suffix).read_text()
             for suffix in (".ptxas", ".sass_ctrl", ".after_layout_inference.txt")

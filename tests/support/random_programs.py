@@ -65,7 +65,8 @@ class Program:
     """A function of rows, f32[rows, WIDTH] to the same shape.
 
     ``linen(layer)`` is a Linen module of layers that `layer` makes. ``run(x, at, weights, seen)``
-    returns the result, and a function from its gradient to that of `x`; both record in `seen`.
+    returns the result, and a function from its gradient to the gradient of `x`. Both record in
+    `seen`.
     """
 
 

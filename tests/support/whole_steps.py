@@ -30,7 +30,7 @@ def placed(x, spec):
 class Block(nnx.Module):
     """RMSNorm, grouped-query attention, SwiGLU: seven layers, three of them of one input."""
 
-    # How arrays lie between attention and MLP, and inside of both; None: as the compiler likes.
+    # How arrays lie between attention and MLP, and inside both; None: as the compiler likes.
     outside: P | None = None
     inside: P | None = None
 
