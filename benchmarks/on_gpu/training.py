@@ -34,7 +34,9 @@ QUANTIZE_BYTES = {"delayed": 4.0, "current": 6.0, "rowwise": 6.0, "block": 4.06,
 
 def linear(settings: Settings) -> Iterator[Group]:
     """Section: ``y = x w``, dx and dw from x, w and dy, all in bf16."""
-    for shape in shapes(settings):
+    large = shapes(settings)
+    small = [] if settings.smoke else [(n, n, n) for n in (1024, 2048)]
+    for shape in (*large, *small):
         yield Group(name_of(shape), list(_linear_cases(shape, settings)), "bf16")
 
 
@@ -64,7 +66,8 @@ def _linear_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
         return Case(name, prepare, kernels)
 
     yield case("bf16", _bf16_linear, tuple, {"flops_bf16": flops})
-    for recipe, implementation in _SMOKE_LINEARS if settings.smoke else _LINEARS:
+    compared = _LINEARS if shape == (8192, 8192, 8192) else _LINEARS[:4]
+    for recipe, implementation in _SMOKE_LINEARS if settings.smoke else compared:
         bytes_per_element = QUANTIZE_BYTES.get(recipe, QUANTIZE_BYTES["delayed"])
         work = {"flops_f8": flops, "bytes": int(bytes_per_element * elements)}
         if recipe.startswith("Flax"):
@@ -84,10 +87,10 @@ _LINEARS: list[tuple[str, str | None]] = [
     ("delayed", None),
     ("current", None),
     ("block", None),
-    ("Flax Fp8DirectDotGeneralOp", None),
+    ("rowwise", None),
     ("delayed", "xla"),
     ("delayed", "mosaic_gpu"),
-    ("rowwise", None),
+    ("Flax Fp8DirectDotGeneralOp", None),
     ("mxfp8", None),
     ("Flax Fp8DotGeneralOp", None),
     ("current", "xla"),
@@ -212,10 +215,10 @@ VARIANTS: dict[str, tuple[str, Any]] = {
     "bf16": ("plain", None),
     "delayed": ("jfp8", "delayed"),
     _FP8_ATTENTION: ("jfp8", "delayed"),
-    "Flax Fp8DirectDotGeneralOp": ("flax", "Fp8DirectDotGeneralOp"),
     "current": ("jfp8", "current"),
     "block": ("jfp8", "block"),
     "rowwise": ("jfp8", "rowwise"),
+    "Flax Fp8DirectDotGeneralOp": ("flax", "Fp8DirectDotGeneralOp"),
     "mxfp8": ("jfp8", "mxfp8"),
     "Flax Fp8DotGeneralOp": ("flax", "Fp8DotGeneralOp"),
 }
