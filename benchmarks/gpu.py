@@ -2,8 +2,9 @@
 
 Correctness first: every kernel against float64 or, bit for bit, against a CPU. Then
 ceilings of the device, FP8 matmuls, linear layers, quantize kernels, a Transformer block's step,
-accumulation errors, memory, and XLA's compilation of FP8. Sections are independent: a
-failure in one is a line in the result, and a kernel that hangs is ended without harm to the others.
+attention, experts, fusions, accumulation errors, memory, and XLA's compilation of FP8. Sections
+are independent: a failure in one is a line in the result, and a kernel that hangs is ended without
+harm to the others.
 
     python benchmarks/gpu.py                       # all, into runs/gpu-<date>.jsonl
     python benchmarks/gpu.py --sections products,linear --records runs/h200.jsonl --hlo programs

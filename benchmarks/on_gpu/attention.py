@@ -63,7 +63,8 @@ def _cases(shape: Shape, backward: bool, settings: Settings) -> Iterator[Case]:
         def prepare() -> Timed:
             function = functools.partial(_both if backward else _one, attend)
             arguments = [(*arrays, *extra) for arrays in inputs()]
-            label = f"attention-{length}-{depth}-{name}"
+            what = "both" if backward else "forward"
+            label = f"attention-{length}-{depth}-{what}-{name}"
             return chained(function, arguments, settings, calls=6, name=label, **work)
 
         return Case(name, prepare, kernels)
