@@ -75,7 +75,7 @@ def size_of(width: int, layers: int, seq_len: int) -> Size:
 
 
 def create(
-    size: Size, recipe: str, attention: str, lr: float
+    size: Size, recipe: Any, attention: str, lr: float
 ) -> tuple[nnx.Module, jfp8.nnx.Optimizer]:
     """Create a model and its optimizer; one seed gives all recipes the same parameters."""
     model: nnx.Module = LanguageModel(size, attention=attention, rngs=nnx.Rngs(0))
@@ -143,7 +143,8 @@ def prepare(
     step = jax.jit(make_step(graphdef), donate_argnums=0, out_shardings=(places, None))
     compiled = step.lower(state, *example).compile()
     validate = jax.jit(make_validation(graphdef)).lower(state, held_out).compile()
-    of, text = compiled.memory_analysis(), compiled.as_text() or ""
+    of: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
     params = nnx.state(nnx.merge(graphdef, state)[0], nnx.Param)
     known = {
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
