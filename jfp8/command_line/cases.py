@@ -33,7 +33,9 @@ from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN, E5M2
 
-ATTENTION_ERROR = 1e-2  # P is rounded to f8 after sums in another order; wrong ones are far off
+# Of the error of the reference. Sums in another order move some values of P to the next code of
+# f8: on an H100 by a third of that error at most; what is wrong is off by all of it.
+ATTENTION_ERROR = 0.5
 Capability = tuple[int, int]
 
 
@@ -90,7 +92,10 @@ def check_block_scaled(kind: Kind) -> Record:
 
 
 def check_attention(implementation: str) -> Record:
-    """Check causal attention and its gradients against the reference on the CPU."""
+    """Hold causal attention and its gradients to the reference on the CPU.
+
+    Their distance is relative to the reference's own from attention in f32.
+    """
 
     def attend(q, k, v, gradient, implementation):
         attention = partial(
@@ -99,14 +104,20 @@ def check_attention(implementation: str) -> Record:
         y, vjp = jax.vjp(attention, q, k, v)
         return y, *vjp(gradient)
 
+    def in_f32(q, k, v, gradient):
+        y, vjp = jax.vjp(partial(jax.nn.dot_product_attention, is_causal=True), q, k, v)
+        return y, *vjp(gradient)
+
     operands = [normal((1, 128, 1, 64), jnp.bfloat16, seed) for seed in range(4)]
     got = run(partial(attend, implementation=implementation), *operands)
     expected = on_cpu(partial(attend, implementation="emulate"), *operands)
+    exact = on_cpu(in_f32, *(x.astype(jnp.float32) for x in operands))
     record = {}
-    for name, a, b in zip(("y", "dq", "dk", "dv"), map(as_f32, got), expected, strict=True):
-        record[name] = float(np.linalg.norm(a - as_f32(b)) / np.linalg.norm(as_f32(b)))
+    for name, *results in zip(("y", "dq", "dk", "dv"), got, expected, exact, strict=True):
+        a, b, c = map(as_f32, results)
+        record[name] = float(np.linalg.norm(a - b) / np.linalg.norm(b - c))
         if not record[name] < ATTENTION_ERROR:
-            raise AssertionError(f"{name} is off by {record[name]:.3g}")
+            raise AssertionError(f"{name} is off by {record[name]:.3g} of the error of FP8")
     return record
 
 

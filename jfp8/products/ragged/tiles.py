@@ -28,9 +28,10 @@ def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
     tile_start, row_start = tile_end - tiles, row_end - sizes
 
     def group_of(position: jax.Array, end: jax.Array) -> jax.Array:
-        # Tiles beyond the last get its group, whose matrix is needed anyway.
+        # Tiles beyond the last get its group, whose matrix is needed anyway. To compare with all
+        # ends needs no loop, each round of which would start several kernels.
         position = jnp.clip(position, 0, jnp.maximum(end[-1] - 1, 0))
-        found = jnp.searchsorted(end, position, side="right")
+        found = jnp.searchsorted(end, position, side="right", method="compare_all")
         return jnp.minimum(found, groups - 1).astype(jnp.int32)
 
     tile = jnp.arange(count, dtype=jnp.int32)
