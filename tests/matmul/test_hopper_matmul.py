@@ -99,6 +99,24 @@ def test_block_matmul(by_tile, shape, tile_n, out_dtype):
     assert_product(y, scaled_a, scaled_b, out_dtype)
 
 
+@pytest.mark.parametrize("kind", ["running", "promoted", "block", "block_columns"])
+def test_two_blocks_share_columns(kind):
+    """Nothing divides: of two clusters in a column, the last block has only rows of padding."""
+    (m, n, k), tiles = (328, 200, 296), Tiles(tile_n=128, stages=2, cluster=2)
+    a, b = normal(0, (m, k)), normal(1, (n, k), E5M2)
+    if not kind.startswith("block"):
+        row, column = scales(2, m), scales(3, n)
+        promote = kind == "promoted"
+        y = interpreted(matmul.matmul, a, b, row, column, F32, promote=promote, tiles=tiles)
+        scaled_a, scaled_b = f64(a) * f64(row)[:, None], f64(b) * f64(column)[:, None]
+    else:
+        a_scale, b_scale = scales(2, (3, m)), scales(3, (3, 2 if kind == "block" else n))
+        y = interpreted(matmul.block_matmul, a, b, a_scale, b_scale, F32, tiles=tiles)
+        of_columns = blocks(b_scale.T, 0, n) if kind == "block" else b_scale.T
+        scaled_a, scaled_b = f64(a) * blocks(a_scale.T, 1, k), f64(b) * blocks(of_columns, 1, k)
+    assert_product(y, scaled_a, scaled_b, F32)
+
+
 def test_tall_tiles():
     tiles = Tiles(128, 128, 2)
     a, b, row, column = normal(0, (300, 384)), normal(1, (256, 384)), scales(2, 300), scales(3, 256)

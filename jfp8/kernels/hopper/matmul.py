@@ -9,6 +9,9 @@ a time, into a ring of shared memory. The other two multiply, each its half of t
 
 `full[slot]` completes when a slot's copies have arrived, `empty[slot]` when both halves have read
 it. If sums are promoted, the tensor cores work for one warpgroup while the other adds.
+
+In a cluster of two, each block copies half of the rows of `b` to both. So `empty[slot]` completes
+when all four halves have been read, of its own block and of the other, which copies to it, too.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from jfp8.kernels.hopper.tiles import (
     default_tiles,
     multiprocessors,
 )
-from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, slices
-from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, staging, tile
+from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, scaled, slices
+from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, release, staging, tile
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
 COLUMNS = 64  # n is padded to this: each such slice of a tile has one scale of 128 x 128
@@ -102,10 +105,9 @@ def _product(
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     height = COMPUTE * tiles.tile_m
-    a, b = padded(a, height, BLOCK), padded(b, COLUMNS, BLOCK)
-    (rows, k), columns = a.shape, b.shape[0]
-    operands = {name: _padded_scale(name, x, rows, columns) for name, x in scales.items()}
-    grid = Grid.of(rows, columns, height, tiles)
+    a, b = padded(a, height * tiles.cluster, BLOCK), padded(b, COLUMNS, BLOCK)
+    grid, k = Grid.of(len(a), len(b), height, tiles), a.shape[1]
+    operands = {name: grid.padded_scale(name, x) for name, x in scales.items()}
     problem = _Problem(grid, k, promote, tuple(operands))
 
     def kernel(a: Any, b: Any, *operands: Any, **shared: Any) -> None:
@@ -115,9 +117,11 @@ def _product(
 
     product = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((rows, columns), out_dtype),
-        grid=(problem.blocks,),
+        out_type=jax.ShapeDtypeStruct((grid.rows, grid.columns), out_dtype),
+        grid=(problem.clusters,),
         grid_names=("sm",),
+        cluster=(tiles.cluster,),
+        cluster_names=("cluster",),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         scratch_types=problem.scratch(a.dtype, b.dtype, out_dtype),
@@ -125,14 +129,6 @@ def _product(
         kernel_name="jfp8_block_matmul" if "a_blocks" in scales else "jfp8_matmul",
     )
     return product(a, b, *operands.values())[:m, :n]
-
-
-def _padded_scale(name: str, scale: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Return a scale padded like the operand; a single number as a vector of length one."""
-    lengths = {"rows": rows, "a_blocks": rows, "columns": columns, "b_blocks": columns}
-    if name in lengths:
-        return padded(scale, *scale.shape[:-1], lengths[name])
-    return scale if scale.ndim else scale.reshape(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +149,13 @@ class _Problem:
         return self.grid.tiles
 
     @property
-    def blocks(self) -> int:  # as many as the device can hold, or one for each tile
-        return min(multiprocessors(), self.grid.size)
+    def clusters(self) -> int:  # as many as the device can hold, or one for each tile of one
+        return min(multiprocessors() // self.tiles.cluster, self.grid.size)
+
+    @property
+    def shared(self) -> str | None:
+        """Return the axis of blocks that share copies of `b`, if they do."""
+        return "cluster" if self.tiles.cluster > 1 else None
 
     def scales_in_ring(self) -> dict[str, int]:
         """Return the scales that are copied with the operands, and their number."""
@@ -172,6 +173,10 @@ class _Problem:
             "empty": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
             "staging": staging(tiles.tile_m, out, slots=2),
         }
+        if self.shared:  # one thread arrives for a warpgroup, at the barriers of both blocks
+            scratch["empty"] = plgpu.ClusterBarrier(
+                collective_axes=(self.shared,), num_arrivals=COMPUTE, num_barriers=tiles.stages
+            )
         for name, length in in_ring.items():
             scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)
         if "columns" in self.scales:
@@ -210,10 +215,11 @@ class _Block:
 
     def tiles(self) -> jax.Array:
         """Return the number of tiles that this block computes."""
-        return (self.p.grid.size - 1 - lax.axis_index("sm")) // self.p.blocks + 1
+        return (self.p.grid.size - 1 - lax.axis_index("sm")) // self.p.clusters + 1
 
     def place(self, i: jax.Array) -> Place:
-        return self.p.grid.place(lax.axis_index("sm") + i * self.p.blocks)
+        number = lax.axis_index("sm") + i * self.p.clusters
+        return self.p.grid.place(number, lax.axis_index("cluster") if self.p.shared else 0)
 
     def copy(self) -> None:
         """Fill the ring, with scales that are vectors: the task of one warpgroup."""
@@ -236,13 +242,18 @@ class _Block:
                 slot = lax.rem(step, stages)
                 k, full = pl.ds(t * BLOCK, BLOCK), self.full.at[slot]
                 plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.a_ring.at[slot], full)
-                plgpu.copy_gmem_to_smem(self.b.at[columns, k], self.b_ring.at[slot], full)
-                for name, lines in (("a_blocks", rows), ("b_blocks", columns)):
+                to_all = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=self.p.shared)
+                to_all(self.b.at[columns, k], self.b_ring.at[slot], full)
+                for name, lines, copy in (
+                    ("a_blocks", rows, plgpu.copy_gmem_to_smem),
+                    ("b_blocks", columns, to_all),
+                ):
                     if name in self.scale:
                         ring = getattr(self, f"{name}_ring").at[slot]
-                        plgpu.copy_gmem_to_smem(self.scale[name].at[t, lines], ring, full)
+                        copy(self.scale[name].at[t, lines], ring, full)
 
-        # A block must not end before all threads have arrived at its barriers.
+        # A block must not end before all threads have arrived at its barriers, nor, in a cluster,
+        # before the other has read its last copies: then none is on its way to either block.
         @pl.loop(jnp.maximum(self.tiles() * steps - stages, 0), self.tiles() * steps)
         def _(step):
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
@@ -272,7 +283,8 @@ class _Block:
         return pl.ds(lax.axis_index("warpgroup") * self.p.tiles.tile_m, self.p.tiles.tile_m)
 
     def release(self, step: jax.Array) -> None:
-        plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.p.tiles.stages)])
+        signal = release if self.p.shared else plgpu.barrier_arrive
+        signal(self.empty.at[lax.rem(step, self.p.tiles.stages)])
 
     def running(self, i: jax.Array) -> list[jax.Array]:
         """Return one sum over all of k. A matmul is issued before the previous one is done."""
@@ -306,7 +318,7 @@ class _Block:
 
             def product(acc):
                 plgpu.wgmma(acc, a, b)
-                if self.p.scales_in_ring():
+                if self.p.scales_in_ring() and not self.p.shared:  # else `release` does that
                     # Read by all threads, before the copy engine overwrites it. While wgmma runs.
                     plgpu.commit_smem()
                 # Loaded a step ahead, and after wgmma: the compiler makes everything after these
@@ -317,7 +329,7 @@ class _Block:
             shape = self.p.tiles.tile_m, self.p.tiles.tile_n
             partial, following = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             self.release(i * self.steps + t)
-            partial = self.scaled(cut(partial, self.parts), by_row, tile_scales or by_part)
+            partial = scaled(cut(partial, self.parts), by_row, tile_scales or by_part)
             return [x + y for x, y in zip(total, partial, strict=True)], following
 
         total = [filled(0.0, (self.p.tiles.tile_m, COLUMNS), BY_ELEMENT)] * len(self.parts)
@@ -340,18 +352,6 @@ class _Block:
             return []
         starts = [column + part.start for part in self.parts]
         return [self.scale["b_tiles"][t, lax.div(c, BLOCK)] for c in starts]
-
-    def scaled(
-        self, partial: list[jax.Array], by_row: Any, by_part: list[jax.Array]
-    ) -> list[jax.Array]:
-        """Return slices of a sum over one block of k, times the scales of that block."""
-        if by_row is None:
-            return partial
-        shape = partial[0].shape
-        if "b_tiles" in self.scale:
-            return [y * along(by_row * s, shape, 0) for y, s in zip(partial, by_part, strict=True)]
-        by_row = along(by_row, shape, 0)
-        return [y * (by_row * along(s, shape, 1)) for y, s in zip(partial, by_part, strict=True)]
 
     def request_scales(self, row: jax.Array, column: jax.Array) -> Any:
         """Request the scales of a tile's rows. `store` waits for the scales of its columns."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.measured import measured
-from jfp8.kernels.shared_memory import SHARED_MEMORY
+from jfp8.kernels.shared_memory import SHARED_MEMORY, padded
 
 # For kernels of matmuls. Pallas puts barriers of a warpgroup around each store to shared memory
 # and before each copy, in case a thread reads data of others. Here none does: only copies write
@@ -26,13 +26,15 @@ class Tiles:
 
     Two warpgroups take `tile_m` x `tile_n` each, one above the other. `stages` copies of 128 of K
     are in flight. Blocks that run at the same time form a rectangle, `group` tiles high, so that
-    their operands stay in L2.
+    their operands stay in L2. A cluster of 2 is two blocks whose tiles are one above the other:
+    they read their columns, which are the same, from L2 once for both.
     """
 
     tile_m: int = 64
     tile_n: int = 256
     stages: int = 4
     group: int = 16
+    cluster: int = 1
 
 
 class Place(NamedTuple):
@@ -47,7 +49,8 @@ class Place(NamedTuple):
 class Grid:
     """Split a matrix into tiles of `height` rows, in an order that shares operands in L2.
 
-    The last tile of a row ends with the matrix, and so may overlap the one before it.
+    The last tile of a row ends with the matrix, and so may overlap the one before it. `shape` and
+    `size` count clusters of tiles.
     """
 
     rows: int
@@ -62,16 +65,29 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.rows // self.height, -(-self.columns // self.tiles.tile_n)
+        height = self.height * self.tiles.cluster
+        return self.rows // height, -(-self.columns // self.tiles.tile_n)
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def place(self, number: jax.Array) -> Place:
-        row, column = plgpu.planar_snake(number, self.shape, 0, self.tiles.group)
+    def place(self, number: jax.Array, rank: jax.Array | int = 0) -> Place:
+        """Locate the tile of a block, the one of this `rank` in its cluster."""
+        group, cluster = self.tiles.group, self.tiles.cluster
+        row, column = plgpu.planar_snake(number, self.shape, 0, max(1, group // cluster))
         first = column * self.tiles.tile_n
+        if cluster > 1:
+            row = row * cluster + rank
         return Place(row * self.height, jnp.minimum(first, self.columns - self.tiles.tile_n), first)
+
+    def padded_scale(self, name: str, scale: jax.Array) -> jax.Array:
+        """Return a scale padded like the operand; a single number as a vector of length one."""
+        rows, columns = self.rows, self.columns
+        lengths = {"rows": rows, "a_blocks": rows, "columns": columns, "b_blocks": columns}
+        if name in lengths:
+            return padded(scale, *scale.shape[:-1], lengths[name])
+        return scale if scale.ndim else scale.reshape(1)
 
 
 Kind = Literal["running", "promoted", "block", "block_columns"]
@@ -93,7 +109,12 @@ def candidates(kind: Kind) -> list[Tiles]:
     """List the tiles worth measuring: all that fit, with as many stages as fit."""
     widths = [n for n in (64, 128, 192, 256) if n <= _WIDEST[kind]]
     shapes = [(64, n) for n in widths] + ([(128, 128)] if kind == "running" else [])
-    return [Tiles(m, n, _stages(kind, m, n), group) for m, n in shapes for group in (16, 8)]
+    return [
+        Tiles(m, n, _stages(kind, m, n), group, cluster)
+        for m, n in shapes
+        for cluster in (1, 2)
+        for group in (16, 8)
+    ]
 
 
 def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
@@ -111,16 +132,19 @@ def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
 
     def cycles(t: Tiles) -> float:
         rows, columns = 2 * t.tile_m, t.tile_n
-        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / multiprocessors())
-        # For 128 of k. Each 64 rows of wgmma read all columns. 40 bytes of a cycle from L2 are
-        # about what bf16 kernels reach.
+        clusters = math.ceil(m / (rows * t.cluster)) * math.ceil(n / columns)
+        waves = math.ceil(clusters / (multiprocessors() // t.cluster))
+        # For 128 of k. Each 64 rows of wgmma read all columns. 33 bytes of a cycle from L2 are
+        # what an H100 was measured to reach.
         tensor = rows * columns * 128 / 4096
         copied = (rows + columns) * 128
         shared = (copied + (rows + rows // 64 * columns) * 128) / 128
-        l2 = (rows + columns) * 128 / 40
+        l2 = (rows + columns / t.cluster) * 128 / 33
         return waves * (math.ceil(k / 128) * max(tensor, shared, l2) + 2000)
 
-    return sorted(candidates(kind), key=cycles)
+    # Without a second row of tiles, half of a cluster would multiply padding.
+    fitting = [t for t in candidates(kind) if t.cluster == 1 or m > 2 * t.tile_m]
+    return sorted(fitting, key=cycles)
 
 
 def _stages(kind: Kind, tile_m: int, tile_n: int) -> int:

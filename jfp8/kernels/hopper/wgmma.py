@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.kernels.shared_memory import along
+
 ROWS = 64  # rows of a multiplying warpgroup
 
 BY_ELEMENT = plgpu.Layout.WGMMA
@@ -35,3 +37,17 @@ def slices(width: int, size: int) -> list[Any]:
 def cut(x: jax.Array, parts: list[Any]) -> list[jax.Array]:
     """Return these slices of the columns of `x`."""
     return [x[:, part.start : part.start + part.size] for part in parts]
+
+
+def scaled(parts: list[jax.Array], by_row: Any, by_part: list[jax.Array]) -> list[jax.Array]:
+    """Return slices of a sum, times a scale of each row, and of each slice or each column in it.
+
+    Without scales of rows, there are none.
+    """
+    if by_row is None:
+        return parts
+    shape = parts[0].shape
+    if not by_part[0].ndim:
+        return [y * along(by_row * s, shape, 0) for y, s in zip(parts, by_part, strict=True)]
+    by_row = along(by_row, shape, 0)
+    return [y * (by_row * along(s, shape, 1)) for y, s in zip(parts, by_part, strict=True)]
