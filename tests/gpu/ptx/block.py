@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from gpu.ptx.wgmma import wgmma
 
 WARPS = 4  # of a warpgroup
 # Steps after which others may come in between.
-VISIBLE = ("mbarrier", "bar.", "fence.proxy", "wgmma.wait", "setmaxnreg")
+VISIBLE = ("mbarrier", "bar.", "fence.proxy", "wgmma.wait", "setmaxnreg", "barrier.cluster")
 VISIBLE += ("cp.async.bulk.tensor", "cp.async.bulk.wait")
 
 
@@ -61,11 +62,15 @@ class Program:
     ) -> tuple[list[np.ndarray], int]:
         """Return the bytes of all arrays after all blocks have run, and how many steps it took."""
         memory, steps = DeviceMemory(arrays, self.launch.parameters), 0
+        grid, size = self.launch.grid[::-1], self.launch.cluster[::-1]
         with np.errstate(all="ignore"):
-            for place in np.ndindex(*self.launch.grid[::-1]):
-                block = Block(self, memory, place[::-1], collective)
-                block.run(schedule)
-                steps += sum(warp.steps for warp in block.warps)
+            for corner in itertools.product(*map(range, [0] * 3, grid, size)):
+                cluster: list[Block] = []
+                for rank in np.ndindex(*size):
+                    place = tuple(np.add(corner, rank).tolist()[::-1])
+                    cluster.append(Block(self, memory, place, rank[::-1], collective, cluster))
+                run(cluster, schedule)
+                steps += sum(warp.steps for block in cluster for warp in block.warps)
         return memory.arrays, steps
 
 
@@ -76,7 +81,9 @@ class Block:
     of: Program
     memory: DeviceMemory
     place: tuple[int, ...]
+    rank: tuple[int, ...]  # the place in its cluster
     collective: bool  # see `wgmma`
+    cluster: list[Block]
     events: list[Event] = field(default_factory=list)
     named_barriers: dict[int, list[Any]] = field(default_factory=dict)
 
@@ -96,30 +103,16 @@ class Block:
         for axis, name in enumerate("xyz"):
             special[f"%ctaid.{name}"] = constant(self.place[axis], 32)
             special[f"%nctaid.{name}"] = constant(self.of.launch.grid[axis], 32)
-            special[f"%cluster_ctaid.{name}"] = constant(0, 32)
+            special[f"%cluster_ctaid.{name}"] = constant(self.rank[axis], 32)
         registers = list(self.of.at.initial)
         for (name, _), place in self.of.at.places.items():
             registers[place] = special.get(name, registers[place])
         return registers
 
-    def run(self, schedule: Any) -> None:
-        """Run until all warps have ended and nothing is left to happen."""
-        while True:
-            warps = [warp for warp in self.warps if warp.ready()]
-            events = [event for event in self.events if event.ready()]
-            if not warps and not events:
-                break
-            chosen = schedule.choose(warps, events)
-            if isinstance(chosen, Warp):
-                chosen.run()
-            else:
-                chosen.happen()
-        if stuck := [warp for warp in self.warps if not warp.ended]:
-            steps = (self.program[warp.place - 1].instruction.text for warp in stuck)
-            raise Fault(f"all wait for ever: warp {stuck[0].number} after `{next(steps)}`")
-        for address, barrier in self.shared.barriers.items():
-            if barrier.bytes:
-                raise Fault(f"the barrier at {address} still expects {barrier.bytes} bytes")
+    def must_run(self, what: str) -> None:
+        """Refuse what comes to the shared memory of a block after its end."""
+        if all(warp.ended for warp in self.warps):
+            raise Fault(f"{what} comes to a block that has ended")
 
     def product(self, warp: Warp, part: Callable[[], None]) -> Event:
         """Return the product that this is a part of, in the order of its warpgroup or warp."""
@@ -132,3 +125,25 @@ class Block:
             events.append(Event("product", warp, [], needed, before))
         events[number].parts.append(part)
         return events[number]
+
+
+def run(cluster: list[Block], schedule: Any) -> None:
+    """Run blocks together until all warps have ended and nothing is left to happen."""
+    every = [warp for block in cluster for warp in block.warps]
+    while True:
+        warps = [warp for warp in every if warp.ready()]
+        events = [event for block in cluster for event in block.events if event.ready()]
+        if not warps and not events:
+            break
+        chosen = schedule.choose(warps, events)
+        if isinstance(chosen, Warp):
+            chosen.run()
+        else:
+            chosen.happen()
+    if stuck := [warp for warp in every if not warp.ended]:
+        steps = (warp.block.program[warp.place - 1].instruction.text for warp in stuck)
+        raise Fault(f"all wait for ever: warp {stuck[0].number} after `{next(steps)}`")
+    for block in cluster:
+        for address, barrier in block.shared.barriers.items():
+            if barrier.bytes:
+                raise Fault(f"the barrier at {address} still expects {barrier.bytes} bytes")

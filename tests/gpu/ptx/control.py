@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 
 from gpu.ptx.access import address
+from gpu.ptx.events import Event
 from gpu.ptx.memory import Fault, MBarrier
 from gpu.ptx.parser import LANES, Instruction, Registers
 from gpu.ptx.warp import Act, Waiting, Warp
 
 NOTHING = ("prefetch", "fence.mbarrier_init", "membar", "nanosleep")
 REGISTER_FILE = 65536
+WINDOW = 1 << 24  # from one block's shared memory to the next one's, in addresses of a cluster
 
 
 def control(instruction: Instruction, at: Registers) -> Act | None:
@@ -115,6 +117,8 @@ def _mbarrier(op: list[str], operands: tuple[str, ...], at: Registers) -> Act:
 
         return wait
     assert op[1] == "arrive", op
+    if "shared::cluster" in op:
+        return _arrive_in_cluster(operands, at)
     where, expects = address(operands[1], at), "expect_tx" in op
     number = at(operands[2]) if len(operands) > 2 else at("1")
 
@@ -128,7 +132,49 @@ def _mbarrier(op: list[str], operands: tuple[str, ...], at: Registers) -> Act:
     return arrive
 
 
+def _arrive_in_cluster(operands: tuple[str, ...], at: Registers) -> Act:
+    """Arrive once at another block's barrier, or at an own one, sooner or later."""
+    where = address(operands[1], at)
+
+    def arrive(warp: Warp, lanes: np.ndarray) -> None:
+        for lane in LANES[lanes]:
+            rank, place = divmod(int(where(warp.registers)[lane]), WINDOW)
+            block = warp.block.cluster[rank - 1]
+
+            def happen(block: Any = block, place: int = place) -> None:
+                block.must_run("an arrival")
+                block.shared.barrier(place).arrive(1)
+
+            Event("arrival", warp, [happen])
+
+    return arrive
+
+
+def _map_address(op: list[str], operands: tuple[str, ...], at: Registers) -> Act:
+    """Turn an address of shared memory into the one of another block of the cluster."""
+    out, place, rank = map(at, operands)
+
+    def run(warp: Warp, lanes: np.ndarray) -> None:
+        r = warp.registers
+        r[out] = np.where(lanes, r[place] + (r[rank] + 1) * np.uint32(WINDOW), r[out])
+
+    return run
+
+
+def _meet(op: list[str], operands: tuple[str, ...], at: Registers) -> Act:
+    """Arrive at the barrier of a cluster, or wait until all its warps have."""
+
+    def arrive(warp: Warp, lanes: np.ndarray) -> None:
+        warp.met += 1
+
+    def wait(warp: Warp, lanes: np.ndarray) -> Waiting:
+        met, warps = warp.met, [other for block in warp.block.cluster for other in block.warps]
+        return lambda: all(other.met >= met for other in warps)
+
+    return {"arrive": arrive, "wait": wait}[op[2]]
+
+
 BY_NAME = {
     "ret": _return, "bar": _barrier, "mbarrier": _mbarrier, "elect": _elect, "shfl": _shuffle,
-    "setmaxnreg": _registers,
+    "setmaxnreg": _registers, "mapa": _map_address, "barrier": _meet,
 }  # fmt: skip

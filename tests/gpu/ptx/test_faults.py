@@ -33,9 +33,9 @@ def kernel(name):
         scale = np.abs(blocks).max(2, keepdims=True) / np.float32(448)
         want = (blocks * (np.float32(1) / scale)).reshape(512, 256).astype(E4M3)
         return emulated, want.view(np.uint8)
-    m, n, k, tiles = 256, 256, 640, Tiles(64, 128, 2, 8)
+    m, n, k, tiles = 256, 256, 640, Tiles(64, 128, 2, 8, cluster=2 if name == "cluster" else 1)
     a, b, s, t = draw.matrix(m, k), draw.matrix(n, k), draw.scales(m), draw.scales(n)
-    if name == "block":
+    if name in ("block", "cluster"):
         s, t = draw.scales(k // 128, m), draw.scales(k // 128, n)
         want = (a * wide(s.T, a.shape)) @ (b * wide(t.T, b.shape)).T
         return Emulated(lambda *x: block_matmul(*x, F32, tiles=tiles), a, b, s, t), want
@@ -100,6 +100,12 @@ FAULTS = {
     "full slots not awaited": ("fast", instead(WAIT, PASS, slice(-2, None))),
     "tiles not awaited": ("quantize", instead(WAIT, PASS)),
     "registers not given back": ("fast", without(r"setmaxnreg\.dec[^;]*;")),
+    "cluster begins apart": ("cluster", without(r"barrier\.cluster\.\S*;")),
+    "cluster ends apart": ("cluster", instead(WAIT, PASS, slice(-2, None))),
+    "cluster frees one's slots": (
+        "cluster",
+        instead(r"(mapa\S* mapped_addr, %r\d+), %r\d+;", r"\1, 0;"),
+    ),
     "wrong coordinates": ("fast", instead(r"(%r\d+),(%r\d+)(\} \], \[)", r"\2,\1\3")),
 }
 
@@ -116,7 +122,7 @@ def one_arrives(ptx):
     return instead(ARRIVE, rf"@{elected} \1, 128;")(ptx)
 
 
-@pytest.mark.parametrize("name", ["fast", "promoted", "block", "quantize"])
+@pytest.mark.parametrize("name", ["fast", "promoted", "block", "cluster", "quantize"])
 def test_without_a_fault_nothing_is_seen(name):
     assert seen(name, lambda ptx: ptx, seeds=2) is None
     assert name == "quantize" or seen(name, lambda ptx: ptx, collective=False, seeds=2) is None
@@ -135,3 +141,7 @@ def test_one_thread_must_not_free_a_slot(name):
     """It knows of its own warp alone; if products end for a warpgroup together, that is enough."""
     assert seen(name, one_arrives, seeds=1) is None
     assert "has yet to read" in seen(name, one_arrives, collective=False)
+
+
+def test_a_slot_of_a_cluster_is_free_when_all_warps_of_a_warpgroup_have_read_it():
+    assert "has yet to read" in seen("cluster", without(BARRIER, slice(1)), collective=False)

@@ -46,6 +46,7 @@ MATMUL = {
     "ragged": ((250, 333, 300), (E4M3, E5M2), BF16, True, False, None),
     "ring": ((256, 512, 1024), (E5M2, E4M3), F16, False, True, None),
     "several": ((600, 300, 256), (E5M2, E5M2), BF16, True, True, None),
+    "cluster": ((300, 320, 640), (E4M3, E5M2), BF16, True, True, (64, 128, 2, 8, 2)),
     "tall": ((512, 384, 768), (E4M3, E4M3), BF16, True, True, (128, 128, 3, 8)),
 }
 
@@ -58,7 +59,7 @@ def test_matmul(case, promote, executed):
 
     (m, n, k), dtypes, out, rows, columns, tiles = MATMUL[case]
     if tiles is not None:
-        tiles = Tiles(*((64, 192, 3, 8) if promote else tiles))
+        tiles = Tiles(*((64, 192, 3, 8) if promote and case == "tall" else tiles))
     draw = Numbers(m + n + k)
     a, b = draw.matrix(m, k, dtype=dtypes[0]), draw.matrix(n, k, dtype=dtypes[1])
     s, t = draw.scales(*[m] * rows), draw.scales(*[n] * columns)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from gpu.ptx.access import address
 from gpu.ptx.events import Event, grouped
 from gpu.ptx.host import Tensor
-from gpu.ptx.memory import REGION, SPACING, Fault, MBarrier, SharedMemory
+from gpu.ptx.memory import REGION, SPACING, Fault
 from gpu.ptx.parser import Instruction, Registers, vector
 from gpu.ptx.warp import Act, Warp
 from gpu.ptx.wgmma import swizzled
+
+if TYPE_CHECKING:
+    from gpu.ptx.block import Block
 
 
 class Copy(NamedTuple):
@@ -23,11 +26,11 @@ class Copy(NamedTuple):
     array: np.ndarray
     places: np.ndarray
     inside: np.ndarray
-    shared: SharedMemory
+    block: Block
     tile: np.ndarray
 
     @classmethod
-    def of(cls, warp: Warp, tensor: Tensor, corner: list[int], to: int) -> Copy:
+    def of(cls, block: Block, tensor: Tensor, corner: list[int], to: int) -> Copy:
         """Return the copy of a box, the coordinates of its `corner` the innermost last."""
         if to % 128:
             raise Fault("a copy's place in shared memory is not a multiple of 128")
@@ -40,27 +43,31 @@ class Copy(NamedTuple):
         item = tensor.item
         places = (offset.reshape(-1, 1) * item + np.arange(item)).ravel()
         tile = swizzled(to + np.arange(len(places)), tensor.swizzle)
-        array = warp.block.memory.arrays[tensor.argument]
-        return cls(array, places, np.repeat(inside.ravel(), item), warp.block.shared, tile)
+        array = block.memory.arrays[tensor.argument]
+        return cls(array, places, np.repeat(inside.ravel(), item), block, tile)
 
-    def bring(self, barrier: MBarrier) -> Callable[[], None]:
-        """Return the copy to shared memory, which a barrier counts."""
-        self.shared.will_write(self.tile)
+    def bring(self, address: int) -> Callable[[], None]:
+        """Return the copy to shared memory, which the barrier at this address counts."""
+        shared = self.block.shared
+        barrier = shared.barrier(address)
+        shared.will_write(self.tile)
 
         def happen() -> None:
+            self.block.must_run("a copy")
             content = np.zeros(len(self.tile), np.uint8)
             content[self.inside] = self.array[self.places[self.inside]]
-            self.shared.write(self.tile, content)
+            shared.write(self.tile, content)
             barrier.receive(len(self.tile))
 
         return happen
 
     def take(self) -> Callable[[], None]:
         """Return the copy from shared memory."""
-        self.shared.will_read(self.tile)
+        shared = self.block.shared
+        shared.will_read(self.tile)
 
         def happen() -> None:
-            content = self.shared.read(self.tile, "a copy")
+            content = shared.read(self.tile, "a copy")
             self.array[self.places[self.inside]] = content[self.inside]
 
         return happen
@@ -78,6 +85,7 @@ def bulk(instruction: Instruction, at: Registers) -> Act | None:
     base, corner = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*(\{.*\})\s*\]", tensor).groups()
     base, corner = at(base, 64), [at(x) for x in vector(corner)][::-1]
     place, barrier = address(place, at), address(operands[2], at) if brings else None
+    mask = at(operands[3], 16) if ".multicast" in op else None
 
     def start(warp: Warp, lanes: np.ndarray) -> None:
         if lanes.sum() != 1:
@@ -85,11 +93,16 @@ def bulk(instruction: Instruction, at: Registers) -> Act | None:
         r, lane = warp.registers, int(np.flatnonzero(lanes)[0])
         tensor = warp.block.tensors[divmod(int(r[base][lane]) - REGION, SPACING)]
         corner_here = [int(r[x].view(np.int32)[lane]) for x in corner]
-        copy = Copy.of(warp, tensor, corner_here, int(place(r)[lane]))
+        blocks = [warp.block]
+        if mask is not None:
+            given = int(r[mask][lane])
+            blocks = [block for i, block in enumerate(warp.block.cluster) if given >> i & 1]
+        copies = [Copy.of(block, tensor, corner_here, int(place(r)[lane])) for block in blocks]
         if barrier is not None:
-            signal = warp.block.shared.barrier(int(barrier(r)[lane]))
-            Event("copy to shared memory", warp, [copy.bring(signal)])
+            for copy in copies:
+                Event("copy to shared memory", warp, [copy.bring(int(barrier(r)[lane]))])
         else:
+            (copy,) = copies
             warp.stores.begun.append(Event("copy from shared memory", warp, [copy.take()]))
 
     return start

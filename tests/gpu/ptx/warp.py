@@ -53,6 +53,7 @@ class Warp:
     waiting: Waiting | None = None
     ended: bool = False
     steps: int = 0
+    met: int = 0  # how often it came to the barrier of its cluster
     in_flight: Counter[int] = field(default_factory=Counter)  # registers that a product will write
     fenced: list[Any] = field(default_factory=list)  # contents at the last wgmma.fence
     products: Groups = field(default_factory=Groups)
