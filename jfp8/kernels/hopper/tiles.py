@@ -109,10 +109,12 @@ def candidates(kind: Kind) -> list[Tiles]:
     """List the tiles worth measuring: all that fit, with as many stages as fit."""
     widths = [n for n in (64, 128, 192, 256) if n <= _WIDEST[kind]]
     shapes = [(64, n) for n in widths] + ([(128, 128)] if kind == "running" else [])
+    # An H100 ran these sums 8 % slower by clusters at 8192^3, and those of blocks 8 % faster.
+    clusters = (1,) if kind == "running" else (1, 2)
     return [
         Tiles(m, n, _stages(kind, m, n), group, cluster)
         for m, n in shapes
-        for cluster in (1, 2)
+        for cluster in clusters
         for group in (16, 8)
     ]
 
