@@ -1,16 +1,17 @@
-"""Model the time of whole training steps on H200 GPUs, in bf16 and in FP8, from compiled programs.
+"""Model the time of whole training steps on Hopper, in bf16 and in FP8, from compiled programs.
 
     JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python benchmarks/whole_steps.py FOLDER
     ... benchmarks/whole_steps.py FOLDER --only "one GPU" --recipes delayed current
 
-Needs what `.ci/compile_for_gpus` installs, and no GPU. Each program is compiled once: its text
-stays in FOLDER, and later runs read it. Kernels and collectives run one after the other here::
+Needs what `.ci/compile_for_gpus` installs, and no GPU. Each program is compiled once, for an H200:
+its text stays in FOLDER, and later runs read it. Kernels and collectives run one after the other::
 
     a kernel        2.5 us + max(operations / rate, bytes / 3.0 TB/s)
     a collective    2.5 us + bytes / 350 GB/s
 
-with 700 TFLOP/s in bf16 and 1300 in FP8. Amaxes that a delayed recipe finds in its first step alone
-cost a launch. Nothing was measured on a GPU.
+Rates of matmuls, attention and memory are an H100's (benchmarks/results/gpu_h100.json), so kernels
+bound by memory are faster on an H200. Launches and collectives were not measured. Amaxes that a
+delayed recipe finds in its first step alone cost a launch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from support.whole_steps import PROGRAMS, TOKENS
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "whole_steps.json"
 LAUNCH, MEMORY, WIRE = 2.5e-6, 3.0e12, 350e9  # seconds, bytes a second, bytes a second
-BF16_RATE, FP8_RATE = 700e12, 1300e12  # operations a second
+# Operations a second, as measured in linear layers of 8192^3 and in attention of 2,048 tokens.
+BF16_RATE, FP8_RATE, BLOCK_RATE, ATTENTION_RATE = 700e12, 1350e12, 960e12, 413e12
 
 
 def text_of(folder: Path, name: str, recipe: str) -> tuple[str, float]:
@@ -86,6 +88,14 @@ def operations(program: Launches, i: Instruction) -> float:
     return 2.0 * matmuls * scores * depth
 
 
+def rate(kind: str, kernel: str) -> float:
+    """Return the operations a second of a matmul, by its kind and the name of its kernel."""
+    if "attention" in kind:
+        return ATTENTION_RATE
+    in_fp8 = BLOCK_RATE if "block_matmul" in kernel else FP8_RATE
+    return in_fp8 if "FP8" in kind else BF16_RATE
+
+
 def seconds(program: Launches) -> dict[str, float]:
     """Return the time of a program by its parts."""
     parts: dict[str, float] = collections.defaultdict(float)
@@ -93,8 +103,8 @@ def seconds(program: Launches) -> dict[str, float]:
         kind, times = program.kinds.get(i.name, ""), program.hlo.times(i)
         transfer = moved(program, i, size) / MEMORY
         if kind:
-            rate = FP8_RATE if "FP8" in kind else BF16_RATE
-            parts["matmuls"] += times * max(operations(program, i) / rate, transfer)
+            multiplying = operations(program, i) / rate(kind, i.kernel)
+            parts["matmuls"] += times * max(multiplying, transfer)
         else:
             parts["memory"] += times * transfer
         parts["launches"] += times * LAUNCH

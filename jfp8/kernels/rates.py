@@ -1,9 +1,8 @@
-"""Rates of GPUs, fitted to published timings: nothing here was measured by running jfp8.
+"""Rates of GPUs, fitted to timings: of jfp8 on Hopper, published ones of other GPUs.
 
-The timings are from TensorRT-LLM 1.3.0rc20, published by ai-dynamo/aiconfigurator (Apache-2.0,
-21 August 2026): cuBLASLt's matmuls in bf16 and FP8, the same that XLA calls; kernels of
-TensorRT-LLM for FP8 in blocks of 128 and for NVFP4, the nearest to cuDNN's and jfp8's kernels;
-and its casts to FP8. docs/gpus.md sums up the errors.
+The published timings are of TensorRT-LLM 1.3.0rc20, by ai-dynamo/aiconfigurator (Apache-2.0,
+21 August 2026): cuBLASLt's matmuls in bf16 and FP8, the same that XLA calls; its own for FP8 in
+blocks of 128 and for NVFP4, the nearest to cuDNN's; its casts. docs/gpus.md sums up the errors.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -53,7 +52,8 @@ class Peak(NamedTuple):
 
 _DATA = tomllib.loads(resources.files("jfp8.kernels").joinpath("rates.toml").read_text("utf-8"))
 PEAKS = {name: Peak(*numbers) for name, numbers in _DATA["peaks"].items()}
-SCORES: dict[str, tuple[float, float]] = {name: (*x,) for name, x in _DATA["scores"].items()}
+Scores: TypeAlias = dict[str, list[float]]  # per second of a pass, in bf16 and in FP8
+SCORES: dict[str, Scores] = _DATA["scores"]
 _rate: Any = lambda x: Matmul(*x) if isinstance(x, list) else x
 RATES = {
     name: Rates(**{k: _rate(x) for k, x in rates.items()}) for name, rates in _DATA["rates"].items()
@@ -62,8 +62,7 @@ RATES = {
 
 def name_of(kind: str) -> str | None:
     """Return the name in `RATES` of a kind of device, such as ``"NVIDIA H200"``, or None."""
-    found = [name for name in RATES if re.search(rf"\b{name}\b(?! (Laptop|D\b))", kind)]
-    return found[0] if found else None
+    return next((name for name in RATES if re.search(rf"\b{name}\b(?! (Laptop|D\b))", kind)), None)
 
 
 def rates_of(kind: str) -> Rates | None:

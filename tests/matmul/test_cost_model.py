@@ -1,4 +1,4 @@
-"""The rates of GPUs against published timings, and the model of time against numbers by hand."""
+"""The model of time against measured gains and numbers by hand; rates against published timings."""
 
 import itertools
 
@@ -10,6 +10,7 @@ from jfp8.kernels.cost_model import (
     ON_ADA,
     ON_BLACKWELL,
     ON_HOPPER,
+    PASSES,
     ROUNDED,
     Work,
     costs_on,
@@ -37,8 +38,6 @@ RTX_PRO_6000  4096 7168 2048   0.3026  0.1733   0.01051  0.006297
 """
 # FP8 with scales in blocks, and NVFP4; both with the activation's cast, which reads bf16.
 TIMED_WITH_CAST = """
-H100          blocks  8192 4096 4096   0.2857
-H200          blocks  2048 2048 2048   0.02705
 B200          blocks  32768 8192 1024  0.2607
 B200          nvfp4   8192 4096 4096   0.09812
 B300          nvfp4   32768 8192 1024  0.2974
@@ -138,11 +137,47 @@ ROUND = Rates(
 LARGE = Work(multiplications=50e9, elements=0.0)  # 0.1 ms in bf16
 
 
+# Linear layers on an H100, forward and backward: their time in bf16 over that in FP8, in two runs,
+# with delayed and current scaling for "one". benchmarks/results/gpu_h100.json has the times.
+MEASURED = """
+one      1024  1024  1024  0.46 0.47
+one      2048  2048  2048  0.89
+one      4096  4096  4096  1.36 1.34 1.29
+one      8192  8192  8192  1.68 1.76 1.61 1.66
+one     15872  4096 16384  1.79 1.86 1.68
+rows     4096  4096  4096  1.20
+rows     8192  8192  8192  1.61 1.60
+rows    15872  4096 16384  1.57 1.57
+blocks   4096  4096  4096  1.06
+blocks   8192  8192  8192  1.25 1.22
+blocks  15872  4096 16384  1.25 1.26
+"""
+
+
+@pytest.mark.parametrize("row", list(rows(MEASURED)), ids=" ".join)
+def test_measured_gains(row):
+    """No layer that was slower in FP8 than in bf16 is expected to be faster, or the reverse."""
+    rates = rates_of("NVIDIA H100 80GB HBM3")
+    scales, *sizes = row[:4]
+    found = expected(work_of(tuple(map(int, sizes))), rates, scales, ON_HOPPER)
+    measured = np.mean([float(gain) for gain in row[4:]])
+    assert found.gain == pytest.approx(measured, rel=0.08)
+    assert (found.fp8 > found.bf16) == (measured < 1)
+
+
+def test_an_h200_multiplies_like_an_h100():
+    for kernel in ("bf16", "fp8", "blocks"):
+        timed, scaled = (getattr(RATES[name], kernel) for name in ("H100", "H200"))
+        assert (scaled.peak, scaled.ramp) == (timed.peak, timed.ramp)
+        assert scaled.memory > timed.memory
+    assert RATES["H200"].cast == pytest.approx(RATES["H100"].cast * 4.17 / 3.05, rel=0.005)
+
+
 @pytest.mark.parametrize(
     ("scales", "costs", "us"),
     [
         ("one", ON_HOPPER, 50),
-        ("rows", ON_HOPPER, 62.5),
+        ("rows", ON_HOPPER, 50),
         ("blocks", ON_HOPPER, 62.5),
         ("mx", ON_HOPPER, 100),
         ("nvfp4", ON_HOPPER, 100),
@@ -239,7 +274,7 @@ def times(which, tokens, depth, is_causal=True, card="H100", width=2048, rows=16
     return expected_attention(which, sizes, is_causal, RATES[card], SCORES[card])
 
 
-def test_bf16_against_published_timings():
+def test_cudnn_against_published_timings():
     ratios = []
     for (which, depth, is_causal), timed in TIMED_ATTENTION.items():
         for tokens, published in zip(TOKENS, timed, strict=True):
@@ -248,17 +283,26 @@ def test_bf16_against_published_timings():
             seconds = times(which, tokens, depth, is_causal).bf16
             ratios.append(flops / seconds / 1e12 / published)
     assert len(ratios) == 25
-    assert 0.85 < min(ratios) < max(ratios) < 1.25
+    assert 0.85 < min(ratios) < max(ratios) < 1.15
     assert 0.95 < np.median(ratios) < 1.05
 
 
+@pytest.mark.parametrize(
+    ("tokens", "depth", "gain"), [(8192, 128, 0.73), (2048, 128, 0.72), (8192, 64, 0.60)]
+)
+def test_measured_gains_of_attention(tokens, depth, gain):
+    """Causal, 16 heads, 16,384 tokens in all, forward and backward, over cuDNN in bf16."""
+    passes = [times(which, tokens, depth, width=16 * depth) for which in PASSES]
+    found = sum(each.bf16 for each in passes) / sum(each.fp8 for each in passes)
+    assert found == pytest.approx(gain, rel=0.08)
+
+
 @pytest.mark.parametrize("card", SCORES)
-def test_fp8_gains_forward_alone_in_long_sequences(card):
+def test_attention_is_slower_in_fp8(card):
     """Backward, two kernels compute the softmax and the scores again."""
     gain = lambda *args: times(*args, card=card).gain
-    assert gain("forward", 16384, 128) > 1.1
-    assert gain("forward", 1024, 64) < 0.8
     for tokens in TOKENS:
+        assert max(gain("forward", tokens, depth) for depth in (64, 128)) < 1
         assert gain("backward", tokens, 64) < gain("backward", tokens, 128) < 1
 
 
