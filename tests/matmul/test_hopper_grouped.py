@@ -170,6 +170,15 @@ def test_grouped_outer_keeps_what_is_not_finite_where_it_belongs():
     np.testing.assert_array_equal(y, expected)
 
 
+def test_blocks_of_a_cluster_are_refused():
+    """Only the kernel of plain matmuls is launched in clusters."""
+    a, group = jnp.ones((2 * TILE, TILE), E4M3), jnp.zeros(2, jnp.int32)
+    one, tiles = jnp.ones((1, 1, 1), F32), Tiles(tile_n=128, stages=2, cluster=2)
+    f = lambda *x: grouped.grouped_matmul(*x, BF16, tiles=tiles)
+    with pytest.raises(NameError, match="cluster"):
+        jax.eval_shape(f, a, a[None, :TILE], group, None, one)
+
+
 def test_nothing_to_multiply():
     empty = jnp.zeros((0,), jnp.int32)
     for t, n, k, groups in ((0, 64, 64, 2), (1, 0, 64, 2), (1, 64, 0, 2)):

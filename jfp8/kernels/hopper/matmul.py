@@ -218,8 +218,7 @@ class _Block:
         return (self.p.grid.size - 1 - lax.axis_index("sm")) // self.p.clusters + 1
 
     def place(self, i: jax.Array) -> Place:
-        number = lax.axis_index("sm") + i * self.p.clusters
-        return self.p.grid.place(number, lax.axis_index("cluster") if self.p.shared else 0)
+        return self.p.grid.place(lax.axis_index("sm") + i * self.p.clusters)
 
     def copy(self) -> None:
         """Fill the ring, with scales that are vectors: the task of one warpgroup."""
