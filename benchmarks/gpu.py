@@ -9,6 +9,7 @@ harm to the others.
     python benchmarks/gpu.py                       # all, into runs/gpu-<date>.jsonl
     python benchmarks/gpu.py --sections products,linear --records runs/h200.jsonl --hlo programs
     python benchmarks/gpu.py --table runs/h200.jsonl
+    python benchmarks/gpu.py --table runs/h200.jsonl --summary benchmarks/results/gpu_h200.json
     python benchmarks/gpu.py --smoke               # on a CPU, with kernels interpreted: minutes
 
 Each record is written to the file immediately, however the program ends. With an existing file,
@@ -30,6 +31,7 @@ from on_gpu.cases import Settings
 from on_gpu.clocks import clocks
 from on_gpu.harness import supervise
 from on_gpu.records import append, load, measured
+from on_gpu.summary import write
 from on_gpu.tables import complete, table
 
 # Most important first. The numbers are shares of the time, of which none lacks what it leaves over.
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=None, help="timed runs of each line (20)")
     parser.add_argument("--records", type=Path, help="file to begin or continue (runs/gpu-*)")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of FILE only")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="add the times to FILE, JSON")
     parser.add_argument("--hlo", type=Path, help="folder for the compiled programs of layers")
     parser.add_argument("--log", type=Path, help="file for the output of libraries")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU, kernels interpreted")
@@ -129,6 +132,8 @@ def main() -> None:
         measure(arguments.sections, settings, minutes, arguments.log, path)
     result = complete(load(path))
     print(table(result), flush=True)
+    if arguments.summary:
+        write(arguments.summary, path.stem, result)
     if any(r["section"] == "checks" and "error" in r for r in result["records"]):
         sys.exit(1)
 
