@@ -15,11 +15,12 @@ RESULTS = Path(__file__).parent / "results" / "gpu_h100.json"
 RUNS = ("before-clusters", "after-clusters")
 
 Record = dict[str, Any]
+BLOCK = "width 4096, mlp 11008, heads 32, batch 4, length 2048"
+ATTENTION = ("2x8192, 16x128", "8x2048, 16x128", "2x8192, 16x64")
 _SQUARES = ("4096x4096", "8192x8192", "15872x4096")
 _CUBES = ("4096x4096x4096", "8192x8192x8192", "15872x4096x16384")
 _RECIPES = {name: f"`{name}`" for name in ("delayed", "current", "rowwise", "block", "mxfp8")}
 _FLAX = {f"Flax {name}": f"Flax `{name}`" for name in ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")}
-_BLOCK = "width 4096, mlp 11008, heads 32, batch 4, length 2048"
 _BLOCKS = {"bf16": "bf16", **_RECIPES, "delayed, FP8 attention": "`delayed`, attention in FP8"}
 _MATMULS = {
     "bf16": "bf16",
@@ -80,7 +81,7 @@ def block(record: Record) -> str:
     """Return times of a training step of a Transformer block, and its first loss."""
     rows = ["| | ms | relative to bf16 | loss of the first step |", "|---|---|---|---|"]
     for name, shown in _BLOCKS.items():
-        for r in found(record, "block", _BLOCK, name):
+        for r in found(record, "block", BLOCK, name):
             cells = f"{r['ms']:.2f} | {r['ratio']:.2f} | {r['first_loss']:.4f}"
             rows.append(f"| {shown} | {cells} |")
     return "\n".join(rows)
@@ -102,7 +103,7 @@ def attention(record: Record) -> str:
     """Return times of attention, forward and backward, in FP8 and by cuDNN in bf16."""
     rows = ["| sequences × tokens, heads × depth | bf16, ms | FP8, ms | relative to bf16 |"]
     rows.append("|---|---|---|---|")
-    for shape in ("2x8192, 16x128", "8x2048, 16x128", "2x8192, 16x64"):
+    for shape in ATTENTION:
         group = f"{shape}, forward, backward"
         (bf16,), (fp8,) = (found(record, "attention", group, name) for name in ("bf16", "FP8"))
         cells = f"{bf16['ms']:.2f} | {fp8['ms']:.2f} | {fp8['ratio']:.2f}"
@@ -110,7 +111,17 @@ def attention(record: Record) -> str:
     return "\n".join(rows)
 
 
-TABLES = (linear, block, matmuls, quantizing, attention)
+def experts(record: Record) -> str:
+    """Return times of grouped matmuls, forward and backward."""
+    rows = ["| | ms | relative to `ragged_dot` |", "|---|---|---|"]
+    names = {"bf16": "`jax.lax.ragged_dot` in bf16", "delayed": "`delayed`"}
+    for name, shown in (names | {"bf16 batched": "a batched matmul in bf16"}).items():
+        (r,) = found(record, "experts", "16384x4096x4096, 8 equal", name)
+        rows.append(f"| {shown} | {r['ms']:.2f} | {r['ratio']:.1f} |")
+    return "\n".join(rows)
+
+
+TABLES = (linear, block, matmuls, quantizing, attention, experts)
 
 
 def main() -> None:

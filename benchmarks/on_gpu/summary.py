@@ -14,7 +14,15 @@ from on_gpu.records import Record, replace
 
 _DIGITS = 6
 _TIMES = {"ms": "ms", "p10": "ms_p10", "p90": "ms_p90", "busy_ms": "busy_ms"}
-_RATES = ("baseline_ms", "ratio", "tflops", "gbs", "percent_of_best", "percent_of_floor", "first_loss")
+_RATES = (
+    "baseline_ms",
+    "ratio",
+    "tflops",
+    "gbs",
+    "percent_of_best",
+    "percent_of_floor",
+    "first_loss",
+)
 _CLOCKS = ("sm_mhz", "sm_mhz_least", "watts", "throttled")
 
 

@@ -51,12 +51,6 @@ def floor(package: str) -> str:
     return specifier.version
 
 
-def gain_on_h200(size: int) -> str:
-    table = imported("gain_table", "benchmarks")
-    (row,) = (row for row in table.gains() if row.startswith("| H200 | `delayed`"))
-    return row.split(" | ")[2 + table.SIZES.index(size)]
-
-
 # Pattern with one group -> the value in the code. Each occurrence must have it, and one must exist.
 FACTS = {
     r"(?:stores|last) (\d\d) (?:amaxes|steps)\b": lambda: str(
@@ -74,8 +68,6 @@ FACTS = {
     r"`jfp8\.optim\.muon\(0\.02\)` \| ([\d.]+) instead of 4": lambda: bytes_per_parameter(
         jfp8.optim.muon(0.02)
     ),
-    r"8192³ on an H200 to run \[([\d.]+) times": lambda: gain_on_h200(8192),
-    r"and one of 1024³\n *([\d.]+) times": lambda: gain_on_h200(1024),
 }
 
 

@@ -1,0 +1,179 @@
+"""Measured times on the pages are those of the record, which benchmarks/gpu.py summarizes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from support.scripts import imported
+
+ROOT = Path(__file__).resolve().parents[2]
+gpu_tables = imported("gpu_tables", "benchmarks")
+records, summary, tables = (
+    imported(f"on_gpu.{name}", "benchmarks") for name in ("records", "summary", "tables")
+)
+RECORD = json.loads(gpu_tables.RESULTS.read_text(encoding="utf-8"))
+BY_HAND = RECORD["by_hand"]
+CUBE, LARGER = "8192x8192x8192", "15872x4096x16384"
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("table", gpu_tables.TABLES, ids=lambda table: table.__name__)
+def test_tables_on_the_page_are_the_record(table):
+    text = table(RECORD)
+    assert len(re.findall(r"\d\.\d\d|\d %", text)) > 2
+    assert text in page("docs/gpus.md")
+
+
+def ratios(section: str, groups: list[str], name: str) -> str:
+    """Least and largest speed relative to the baseline, in all runs."""
+    found = [r["ratio"] for group in groups for r in gpu_tables.found(RECORD, section, group, name)]
+    least, most = (f"{f(found):.2f}" for f in (min, max))
+    return least if least == most else f"{least} to {most}"
+
+
+def program(ending: str) -> dict:
+    """The first program of a profile with this name: those alone on the GPU come first."""
+    return next(p for p in BY_HAND["kernels"]["programs"] if p["program"].endswith(ending))
+
+
+def milliseconds(ending: str) -> str:
+    return f"{program(ending)['busy_us'] / 1000:.2f}"
+
+
+def share(ending: str, word: str) -> str:
+    found = program(ending)
+    return f"{100 * sum(t for k, t in found['us'].items() if word in k) / found['busy_us']:.0f}"
+
+
+def error(column: str) -> str:
+    """Error of dQ in the smallest case, in percent."""
+    errors = BY_HAND["attention_errors"]
+    at = errors["columns"].index(column)
+    first = next(row for row in errors["rows"] if row[1] == "dq")
+    return f"{100 * first[at]:.1f}"
+
+
+def block_rate(cluster: int) -> str:
+    rows = [row for row in BY_HAND["tiles"]["rows"] if row[:2] == [CUBE, "block"]]
+    return f"{max(row[6] for row in rows if row[5] == cluster):,}"
+
+
+def best_share_of_cublaslt() -> str:
+    lines = RECORD["runs"]["before-clusters"]["records"]
+    best = {}
+    for r in lines:
+        if r["section"] == "products" and re.match("jfp8 .* fast$", r["name"]):
+            best[r["group"]] = max(best.get(r["group"], 0), r["percent_of_best"])
+    assert len(best) == 3
+    return f"{min(best.values()):.0f}"
+
+
+def clocks() -> str:
+    found = [r["sm_mhz"] for run in RECORD["runs"].values() for r in run["records"]]
+    return f"{min(found):,.0f} to {max(found):,.0f}"
+
+
+def experts() -> dict:
+    (found,) = gpu_tables.found(RECORD, "experts", "16384x4096x4096, 8 equal", "delayed")
+    return found
+
+
+ATTENTION = [f"{shape}, forward, backward" for shape in gpu_tables.ATTENTION]
+# Page, pattern with one group -> the value in the record. It is there at least once, and right.
+FACTS = {
+    ("README.md", r"larger train \[([\d.]+ to [\d.]+) times"): lambda: ratios(
+        "linear", [CUBE, LARGER], "delayed"
+    ),
+    ("README.md", r"block of a 7B model trains ([\d.]+) times"): lambda: ratios(
+        "block", [gpu_tables.BLOCK], "delayed"
+    ),
+    ("docs/gpus.md", r"8192³ trains ([\d.]+ to [\d.]+) times"): lambda: ratios(
+        "linear", [CUBE], "delayed"
+    ),
+    ("docs/gpus.md", r"7B model trains \[([\d.]+) times"): lambda: ratios(
+        "block", [gpu_tables.BLOCK], "delayed"
+    ),
+    ("docs/gpus.md", r"1024³ trains at ([\d.]+) times"): lambda: ratios(
+        "linear", ["1024x1024x1024"], "delayed"
+    ),
+    ("docs/gpus.md", r"clocks \| ([\d,]+ to [\d,]+) MHz"): clocks,
+    ("docs/gpus.md", r"dQ against float64 was ([\d.]+) %"): lambda: error("kernel to float64"),
+    ("docs/gpus.md", r"and the reference's ([\d.]+) %"): lambda: error("reference to float64"),
+    ("docs/gpus.md", r"reach at least (\d+) % of cuBLASLt"): best_share_of_cublaslt,
+    ("docs/gpus.md", r"from ([\d,]+) to [\d,]+ TFLOP/s"): lambda: block_rate(1),
+    ("docs/gpus.md", r"from [\d,]+ to ([\d,]+) TFLOP/s"): lambda: block_rate(2),
+    ("docs/gpus.md", r"FP8 is ([\d.]+) times as fast as the former"): lambda: (
+        f"{experts()['ratio']:.1f}"
+    ),
+    ("docs/gpus.md", r"whose gaps took ([\d.]+) ms"): lambda: (
+        f"{experts()['ms'] - experts()['busy_ms']:.2f}"
+    ),
+    ("docs/gpus.md", r"used the GPU, the kernels took ([\d.]+) ms"): lambda: milliseconds(
+        "8 equal | delayed"
+    ),
+    ("docs/gpus.md", r"delayed scaling took ([\d.]+) ms"): lambda: milliseconds("delayed | fused"),
+    ("docs/gpus.md", r"separate layers took ([\d.]+) ms"): lambda: milliseconds(
+        "delayed | separate layers"
+    ),
+    ("docs/gpus.md", r"for q, k and v took ([\d.]+) ms"): lambda: milliseconds("one layer"),
+    ("docs/gpus.md", r"and three took\s([\d.]+) ms"): lambda: milliseconds("three layers"),
+    ("docs/gpus.md", r"run ([\d.]+ to [\d.]+) times as fast as\s+in"): lambda: ratios(
+        "linear", [CUBE, LARGER], "block"
+    ),
+    ("docs/gpus.md", r"FP8 matmuls take (\d+) %"): lambda: share("2048 | delayed", "nvjet"),
+    ("docs/gpus.md", r"and quantization (\d+) %"): lambda: share("2048 | delayed", "quantize"),
+    ("docs/attention.md", r"at \[([\d.]+ to [\d.]+) times"): lambda: ratios(
+        "attention", ATTENTION, "FP8"
+    ),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: f"{fact[0]} {fact[1]}")
+def test_figures_on_pages_are_in_the_record(fact):
+    name, pattern = fact
+    found = re.findall(pattern, re.sub(r"\s+", " ", page(name)))
+    assert set(found) == {FACTS[fact]()}
+
+
+def test_conditions_on_the_page_are_the_record():
+    run = RECORD["runs"]["before-clusters"]
+    text, versions = page("docs/gpus.md"), run["versions"]
+    assert f"{run['device']['kind']}, 700 W, driver {run['device']['driver']}" in text
+    assert f"Flax {versions['flax']}, JAX {versions['jax']}, CUDA 13" in text
+    assert f"medians of {run['settings']['repeats']} interleaved runs" in text
+
+
+def test_a_summary_replaces_its_own_run_alone(tmp_path):
+    file = tmp_path / "record.json"
+    by_hand = {"note": "kept", "rows": [["a", 1], ["b", 2]]}
+    timed = {"ms": 2.0, "ms_p10": 1.5, "ms_p90": 3.0, "busy_ms": 1.9, "uses": []}
+    case = {"line": "record", "section": "linear", "group": "n", **timed}
+    for ms in (2.0, 1.0):
+        raw = tmp_path / "first.jsonl"
+        lines = [
+            {"line": "run", "date": "today", "smoke": False, "settings": {"repeats": 20}},
+            {"line": "worker", "device": "H100", "platform": "gpu"},
+            case | {"name": "bf16", "baseline_ms": 2.0, "flops_bf16": 10**12},
+            case | {"name": "delayed", "ms": ms, "baseline_ms": 2.0, "flops_f8": 10**12},
+            {"line": "record", "section": "linear", "group": "n", "name": "b", "skipped": "late"},
+        ]
+        raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary.write(file, "first", tables.complete(records.load(raw)))
+        if ms == 2.0:
+            again = json.loads(file.read_text())
+            again["runs"]["other"], again["by_hand"] = {"date": "kept"}, by_hand
+            file.write_text(summary.text(again))
+    written = json.loads(file.read_text())
+    assert (written["by_hand"], written["runs"]["other"]) == (by_hand, {"date": "kept"})
+    run = written["runs"]["first"]
+    assert [(r["name"], r["ms"], r["p90"], r["ratio"]) for r in run["records"]] == [
+        ("bf16", 2.0, 3.0, 1.0),
+        ("delayed", 1.0, 3.0, 2.0),
+    ]
+    assert run["not_measured"] == {"linear: n": ["b"]}
+    assert '["a", 1]' in file.read_text().split("\n", 1)[1]
