@@ -28,7 +28,7 @@ from jfp8.kernels.rates import Matmul, Rates, Scores
 
 LAUNCH = 2e-6  # minimum seconds of a small kernel
 
-Kernel = Literal["bf16", "fp8", "blocks", "nvfp4"]
+Kernel = Literal["bf16", "fp8", "rows", "blocks", "nvfp4"]
 
 
 class _Cost(NamedTuple):
@@ -64,11 +64,10 @@ ROUNDED: Costs = {
 }
 # Without kernels that multiply blocks. XLA's FP8 matmuls are the same as on Hopper.
 ON_ADA: Costs = ROUNDED | {"one": BY_XLA["one"], "rows": BY_XLA["rows"]}
-# If kernels quantize. Kernels with one scale also compute it. Ours for rows multiply as fast as
-# cuBLASLt. On Blackwell XLA lays out the scales of blocks.
+# If kernels quantize, and compute one scale, too. On Blackwell XLA lays out the scales of blocks.
 ON_HOPPER: Costs = ROUNDED | {
     "one": _Cost(5.0, 12, "fp8"),
-    "rows": _Cost(6.2, 21, "fp8"),
+    "rows": _Cost(6.2, 21, "rows"),
     "blocks": _Cost(4.1, 8, "blocks"),
 }
 ON_BLACKWELL: Costs = BY_XLA | {
@@ -177,4 +176,4 @@ def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:
     return Times(quantized(costs[scales]), quantized(ROUNDED[scales]), multiply("bf16"))
 
 
-_WIDTHS: dict[Kernel, float] = {"bf16": 2, "fp8": 1, "blocks": 1, "nvfp4": 0.5}  # bytes
+_WIDTHS: dict[Kernel, float] = {"bf16": 2, "fp8": 1, "rows": 1, "blocks": 1, "nvfp4": 0.5}  # bytes

@@ -39,6 +39,7 @@ class Rates(NamedTuple):
     blocks: Matmul  # FP8 with scales of blocks of 128
     cast: float  # TB/s of a pass that reads bf16 and writes FP8, neither of which is cached
     nvfp4: Matmul | None = None  # None if there are no tensor cores for it
+    rows: Matmul | None = None  # of our kernel for scales by row; None if there is none
 
 
 class Peak(NamedTuple):

@@ -189,8 +189,8 @@ MX = (jfp8.Block((1, 32)), jfp8.Block((32, 1)), "rceil")
         (PER_TENSOR, BLACKWELL, 1488),
         (MX, BLACKWELL, 864 if needs_mosaic else 2432),
         (IN_BLOCKS, BLACKWELL, 1120 if needs_mosaic else 2352),
-        (PER_TENSOR, Gpu("NVIDIA A GPU OF NO TABLE", (8, 9)), 1200),
-        (BY_ROW, Gpu("NVIDIA A GPU OF NO TABLE", (8, 9)), 1760),
+        (PER_TENSOR, Gpu("NVIDIA A GPU OF NO TABLE", (8, 9)), 1152),
+        (BY_ROW, Gpu("NVIDIA A GPU OF NO TABLE", (8, 9)), 1776),
     ],
     ids=str,
 )

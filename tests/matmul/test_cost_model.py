@@ -133,6 +133,7 @@ ROUND = Rates(
     blocks=MATMUL._replace(peak=1600),
     cast=0.5,
     nvfp4=MATMUL._replace(peak=4000),
+    rows=MATMUL._replace(peak=1250),
 )
 LARGE = Work(multiplications=50e9, elements=0.0)  # 0.1 ms in bf16
 
@@ -166,7 +167,7 @@ def test_measured_gains(row):
 
 
 def test_an_h200_multiplies_like_an_h100():
-    for kernel in ("bf16", "fp8", "blocks"):
+    for kernel in ("bf16", "fp8", "rows", "blocks"):
         timed, scaled = (getattr(RATES[name], kernel) for name in ("H100", "H200"))
         assert (scaled.peak, scaled.ramp) == (timed.peak, timed.ramp)
         assert scaled.memory > timed.memory
@@ -177,7 +178,7 @@ def test_an_h200_multiplies_like_an_h100():
     ("scales", "costs", "us"),
     [
         ("one", ON_HOPPER, 50),
-        ("rows", ON_HOPPER, 50),
+        ("rows", ON_HOPPER, 80),
         ("blocks", ON_HOPPER, 62.5),
         ("mx", ON_HOPPER, 100),
         ("nvfp4", ON_HOPPER, 100),
