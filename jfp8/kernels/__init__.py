@@ -3,7 +3,8 @@
 A planner is a module with two functions, which `jfp8.matmul.spec.planner_of` finds::
 
     plan(spec)                  the operation for a spec; None to use the reference
-    multiply(lhs, rhs, spec)    the matmul of two quantized operands
+    multiply(lhs, rhs, spec)    the matmul of two quantized operands; NotImplementedError if the
+                                backend named in the spec cannot compute it
 
 and optionally any of these, each of which replaces a default of the core::
 

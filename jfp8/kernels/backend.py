@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -144,7 +144,6 @@ class Backend:
         return self._why_not_scales(facts)
 
     def _why_not_scales(self, facts: Facts) -> str | None:
-        """Name the scales that it does not support."""
         shapes = "lhs scale {}, rhs scale {}".format(*facts.scale_shapes)
         if facts.granularity not in self.granularities:
             return f"scales that {_PLACES[facts.granularity]} ({shapes})"
@@ -197,10 +196,20 @@ class Choice(NamedTuple):
         return ": ".join(filter(None, (self.backend.name, ", ".join(reasons))))
 
 
-def none_allowed(refused: dict[str, str]) -> NotImplementedError:
-    """Return the error for a matmul that no backend of `jfp8.backends` computes."""
+def first_that_can(
+    backends: Iterable[tuple[Backend, str | None]], refused: dict[str, str]
+) -> Choice:
+    """Return the first of `backends` with no reason against it, and the others with `refused`.
+
+    Raises:
+      NotImplementedError: no backend that `jfp8.backends` allows computes the matmul.
+    """
+    for backend, reason in backends:
+        if reason is None:
+            return Choice(backend, refused)
+        refused = refused | {backend.name: reason}
     reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    return NotImplementedError(
+    raise NotImplementedError(
         f"No backend that jfp8.backends(...) allows computes this matmul ({reasons}). Allow 'bf16' "
         "or 'emulate' as well, or leave the layer in high precision: jfp8.convert(model, "
         "exempt='its path')."

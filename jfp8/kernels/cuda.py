@@ -41,11 +41,7 @@ GROUPED_IN_HIGH_PRECISION = GroupedByXla
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the matmul of two operands by the named backend, or by the best one for the GPU.
-
-    Raises:
-      NotImplementedError: the named backend cannot compute it.
-    """
+    """Return the matmul of two operands by the named backend, or by the best one for the GPU."""
     facts, gpu = facts_of(lhs, rhs, spec), known_gpu(spec.device)
     if spec.implementation is not None:
         check_not_refused(spec.implementation, hopper.BACKEND.why_not(facts, gpu))

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
-from typing import Literal
 
 import jax
 from jax.sharding import AxisType
 
 from jfp8.kernels import cost_model
-from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, none_allowed
+from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, first_that_can
 from jfp8.kernels.blackwell import backend as blackwell
 from jfp8.kernels.cost_model import Scales, Times, Work, scales_of
 from jfp8.kernels.hopper import backend as hopper
@@ -66,11 +65,7 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
         known = [b for b in BACKENDS if b.formats.issuperset(facts.formats)]
         known = [b for b in known if gpu is not None or b.gpus is None]
         known = [b for b in known if b.proof is None or b.is_for(gpu)]
-    for backend, reason in _ranked(known, facts, gpu):
-        if reason is None:
-            return Choice(backend, refused)
-        refused[backend.name] = reason
-    raise none_allowed(refused)
+    return first_that_can(_ranked(known, facts, gpu), refused)
 
 
 def _ranked(
@@ -127,17 +122,13 @@ def _devices() -> int:
     return math.prod(size for size, kind in axes if kind != AxisType.Manual)
 
 
-Quantizing = Literal["kernels", "xla"]
-
-
 def quantizing_k_major(
     recipe: Recipe, sizes: tuple[int, int, int], gpu: Gpu | None, implementation: str | None
-) -> Quantizing | None:
-    """Return what quantizes matrices with the contraction last for a GPU's tensor cores.
+) -> bool | None:
+    """Return True if kernels quantize matrices with the contraction last, False if XLA does.
 
-    None for products of formats or blocks that they do not take, or that do not pay.
-
-    A GPU that is not known counts as a Hopper. `sizes` are ``(m, n, k)``.
+    None for products of formats or blocks that the GPU's tensor cores do not take, or that do not
+    pay. A GPU that is not known counts as a Hopper. `sizes` are ``(m, n, k)``.
     """
     if implementation != "mosaic_gpu" and (gpu is None or not gpu.multiplies_f8):
         return None
@@ -152,9 +143,7 @@ def quantizing_k_major(
     kernels = implementation != "xla" and hopper.why_no_quantizing(gpu, families) is None
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
-    if not _taken(formats, blocks, gpu):
-        return None
-    return "kernels" if kernels else "xla"
+    return kernels if _taken(formats, blocks, gpu) else None
 
 
 def may_go_by_rounds(recipe: Recipe, gpu: Gpu | None) -> bool:
@@ -182,7 +171,6 @@ def _formats_and_blocks(recipe: Recipe) -> tuple[Set[Format], Set[Blocks]]:
 
 
 def _scales_in(recipe: Recipe) -> Scales:
-    """Return the kind of scales of a recipe's operands."""
     quantizers = recipe.resolved().quantizers()
     in_rows = {(0, 1) for q in quantizers if q.spans_rows}
     return scales_of({q.block for q in quantizers if q.block} | in_rows)

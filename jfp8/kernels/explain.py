@@ -16,9 +16,8 @@ from jfp8.tracing.notes import note
 
 def matmul(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> AbstractContextManager[object]:
     """Return a context that notes the backend of a matmul."""
-    if spec.implementation is not None:
-        return _noted(spec.implementation, lhs, rhs)
-    return _noted(str(choose(facts_of(lhs, rhs, spec), None)), lhs, rhs)
+    backend = spec.implementation or str(choose(facts_of(lhs, rhs, spec), None))
+    return _noted(backend, lhs, rhs)
 
 
 def convolution(lhs: Any, rhs: Any) -> AbstractContextManager[object]:
@@ -31,9 +30,9 @@ def grouped(
 ) -> AbstractContextManager[object]:
     """Return a context that notes the backend of grouped matmuls."""
     del operation, kind
-    if spec.implementation is not None or spec.accumulation != "f32":
-        return _noted("emulate", first, second)
-    return _noted("bf16: no FP8 kernel for these groups on this GPU", first, second)
+    by_xla = spec.implementation is None and spec.accumulation == "f32"
+    why = "bf16: no FP8 kernel for these groups on this GPU" if by_xla else "emulate"
+    return _noted(why, first, second)
 
 
 def attention(named: bool) -> AbstractContextManager[object]:

@@ -117,7 +117,7 @@ def k_major(spec: DotSpec) -> KMajorDot | None:
         return None
     gpu, sizes = known_gpu(options.device), layout_of(*spec.shapes, numbers).sizes
     found = quantizing_k_major(options.recipe, sizes, gpu, options.implementation)
-    return None if found is None else _in_tiles(spec, found == "kernels")
+    return None if found is None else _in_tiles(spec, found)
 
 
 def _in_tiles(spec: DotSpec, kernels: bool) -> KMajorDot | None:

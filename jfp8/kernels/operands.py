@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jfp8.matmul.spec import MatmulSpec, factors_of
 from jfp8.scaling.arrays import ScaledArray
@@ -33,6 +35,21 @@ class Paired(ScaledArray):
 def to_last(x: jax.Array, axis: int) -> jax.Array:
     """Return `x` with its last two dimensions exchanged, unless `axis` is the last."""
     return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
+
+
+def scales_by_block(
+    scale: jax.Array, q: ScaledArray, batch: Sequence[int], units: dict[int, int]
+) -> jax.Array:
+    """Return ``[(batch,) ...]``: a scale for each of the `units` of elements, by dimension."""
+    sizes = [-(-q.shape[d] // unit) for d, unit in units.items()]
+    if scale.ndim:
+        scale = scale.transpose(*batch, *units)
+        for axis, (d, unit) in enumerate(units.items(), len(batch)):
+            size = sizes[axis - len(batch)]
+            if scale.shape[axis] != size:
+                scale = jnp.repeat(scale, max(q.block_sizes()[d] // unit, 1), axis=axis)
+                scale = lax.slice_in_dim(scale, 0, size, axis=axis)
+    return jnp.broadcast_to(scale, (*(q.shape[d] for d in batch), *sizes))
 
 
 def factors_by_kernels(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:

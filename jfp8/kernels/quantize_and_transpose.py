@@ -178,19 +178,15 @@ def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
 # bit for bit.
 
 
-def _unit(quantizer: Unit, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
-    del state
+def _unit(quantizer: Unit, read: _Read, _: AmaxState | None, meets: Meets) -> BothWays:
     ones: Any = lambda: (np.float32(1.0),) * 2
     q, q_t, amaxes = _with_one_scale(quantizer, read, {}, ones, meets)
     one = jnp.ones((), jnp.float32)  # by a constant XLA multiplies nothing
     return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)
 
 
-def _current(
-    quantizer: Current | Delayed, read: _Read, state: AmaxState | None, meets: Meets
-) -> BothWays:
+def _current(quantizer: Current | Delayed, read: _Read, _: Any, meets: Meets) -> BothWays:
     """Quantize by a scale from the matrix's amax, which XLA computes along with the matrix."""
-    del state
     largest = amax(read.values())
     scale_of = lambda known: _scale(quantizer, known[0])
     return _with_one_scale(quantizer, read, {"ONE": largest.reshape(1)}, scale_of, meets, largest)
@@ -290,10 +286,9 @@ def _with_one_scale(
     return BothWays(straight, other, largest)
 
 
-def _rowwise(quantizer: Rowwise, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
+def _rowwise(quantizer: Rowwise, read: _Read, *_: Any) -> BothWays:
     from jfp8.kernels.hopper import quantize
 
-    del state, meets
     name, maximum = f"row_and_column_amax, {read.what}", read.by(quantize.row_and_column_amax)
     maxima = divided(name, maximum, "i j -> i, j", combine="max")(*read.arrays)
     rows, columns = (
@@ -307,12 +302,9 @@ def _rowwise(quantizer: Rowwise, read: _Read, state: AmaxState | None, meets: Me
     return BothWays(straight, other, amax(maxima[0]))
 
 
-def _blockwise(
-    quantizer: Blockwise, read: _Read, state: AmaxState | None, meets: Meets
-) -> BothWays:
+def _blockwise(quantizer: Blockwise, read: _Read, *_: Any) -> BothWays:
     from jfp8.kernels.hopper import quantize_blocks
 
-    del state, meets
     along, across = quantizer.block_size
     m, n = read.values().shape
     fmt, rounding, columns = quantizer.fmt, quantizer.scale_rounding, read.columns

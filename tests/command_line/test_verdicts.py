@@ -97,10 +97,10 @@ def test_a_kernel_that_failed_is_never_chosen_and_that_is_said():
 @pytest.mark.parametrize(
     ("kernel", "task", "left"),
     [
-        (None, "", ("mosaic_gpu", "kernels", "")),
-        ("quantize_lines", "quantizing", ("mosaic_gpu", "xla", "quantize_lines")),
-        ("grouped_outer", "grouped products", ("mosaic_gpu", "kernels", "grouped_outer")),
-        ("matmul", "products", ("xla", "kernels", "matmul")),
+        (None, "", ("mosaic_gpu", True, "")),
+        ("quantize_lines", "quantizing", ("mosaic_gpu", False, "quantize_lines")),
+        ("grouped_outer", "grouped products", ("mosaic_gpu", True, "grouped_outer")),
+        ("matmul", "products", ("xla", True, "matmul")),
     ],
 )
 def test_each_task_is_left_out_alone(kernel, task, left):

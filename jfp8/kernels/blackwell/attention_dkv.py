@@ -175,7 +175,6 @@ class KeyGradientsByTcgen05(KeyTile):
         tcgen05.multiply(self.memory.ready.at[n], self.memory.done.at[n], (total, a, b))
 
     def loop(self, count: jax.Array, step: Any) -> jax.Array:
-        """Return the sum after all steps."""
         zeros = filled(0.0, (ROWS, self.p.size), BY_ELEMENT)
         return lax.fori_loop(0, count, step, zeros)
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.blackwell.matmul import MX, NVFP4, Kind, scaled_matmul
-from jfp8.kernels.operands import to_last
+from jfp8.kernels.operands import scales_by_block, to_last
 from jfp8.kernels.partitioning import divided_sum, why_not_divided
 from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.as_matrices import as_matrices
@@ -90,14 +90,7 @@ def scales_of_rows(
         scale, top = q.scale.data, jnp.asarray(q.scale.scale, jnp.float32)
         outer = (jnp.broadcast_to(top.reshape(-1), sizes) if top.ndim else top,)
     scale = as_e8m0(scale) if kind is MX else scale
-    if scale.ndim:
-        along, across = q.block_sizes()[contract], q.block_sizes()[free]
-        scale = scale.transpose(*batch, free, contract)
-        if scale.shape[-1] != blocks:
-            scale = jnp.repeat(scale, along // kind.block, axis=-1)[..., :blocks]
-        if scale.shape[-2] != rows:
-            scale = jnp.repeat(scale, across, axis=-2)[..., :rows, :]
-    return jnp.broadcast_to(scale, (*sizes, rows, blocks)), outer
+    return scales_by_block(scale, q, batch, {free: 1, contract: kind.block}), outer
 
 
 def as_e8m0(scale: jax.Array) -> jax.Array:

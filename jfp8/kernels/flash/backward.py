@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.flash.key_tile import KeyTile
-from jfp8.kernels.flash.launch import launch, padded_matrix
+from jfp8.kernels.flash.launch import launch, padded_operand
 from jfp8.kernels.flash.mask_bits import packed
 from jfp8.kernels.flash.operands import Stored, Vectors
 from jfp8.kernels.flash.problem import BLOCK, QUERIES, Problem, window_of
@@ -59,7 +59,6 @@ def attention_backward(
 
     by_query, by_key = {}, {}
     if mask is not None:
-        mask = mask.reshape(-1, *mask.shape[-3:])
         by_query = packed(mask, (rows, keys), 3, (of_queries.tokens, of_queries.width))
         by_key = packed(mask, (rows, keys), 2, (of_keys.tokens, of_keys.width), groups)
     dq, largest = run(of_queries, by_query, "q_t", "grad_t", "unit")
@@ -73,7 +72,7 @@ def _prepared(
     stored: Stored, vectors: Vectors, key_lengths: jax.Array | None, scale: float, tile: int
 ) -> dict[str, jax.Array]:
     """Return the kernels' operands by name; `tile` is one of queries."""
-    found = {name: padded_matrix(name, x, tile) for name, x in stored._asdict().items()}
+    found = {name: padded_operand(name, x, tile) for name, x in stored._asdict().items()}
     v = Vectors(*(x.reshape(-1, x.shape[-1]) for x in vectors))
     # A row of a query that sees no key has p = exp2(s - inf) = 0, as has padding.
     of_sum = jnp.where(v.log_sum == -jnp.inf, jnp.inf, v.log_sum * math.log2(math.e))

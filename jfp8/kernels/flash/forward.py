@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jfp8.kernels.flash.launch import launch, padded_matrix, padded_vector
+from jfp8.kernels.flash.launch import launch, padded_operand
 from jfp8.kernels.flash.mask_bits import packed
 from jfp8.kernels.flash.problem import BLOCK, Problem, window_of
 from jfp8.kernels.flash.query_tile import QueryTile
@@ -52,14 +52,12 @@ def attention_forward(
     shape, (*_, rows, size), keys = q.shape, q.shape, k.shape[-2]
     if 0 in (*shape, keys):
         return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
-    matrices = {"q": q, "k": k, "v_t": v_t}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    operands = {name: padded_matrix(name, x, work.tokens) for name, x in matrices.items()}
-    operands |= {name: padded_vector(name, x, work.tokens) for name, x in scales.items()}
+    given = {"q": q, "k": k, "v_t": v_t} | scales
+    operands = {name: padded_operand(name, x, work.tokens) for name, x in given.items()}
     if key_lengths is not None:
         operands["key_lengths"] = key_lengths.reshape(-1)
     if mask is not None:
-        mask = mask.reshape(-1, *mask.shape[-3:])
         operands |= packed(mask, (rows, keys), 3, (work.tokens, BLOCK))
     bounds = window_of(is_causal, window)
     problem = Problem(operands["q"].shape[1], keys, size, groups, scale, *bounds)

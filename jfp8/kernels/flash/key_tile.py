@@ -62,7 +62,6 @@ class KeyTile(TileWork):
         return first, end - first
 
     def count(self, steps: tuple[Any, Any]) -> jax.Array:
-        """Return the number of steps."""
         return steps[1] * self.p.groups
 
     def at(self, i: jax.Array, steps: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:

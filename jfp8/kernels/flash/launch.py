@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash.problem import BLOCK, Problem
+from jfp8.kernels.flash.ring import BY_TOKEN
 from jfp8.kernels.flash.tile_work import TileWork, work_on_tile
 from jfp8.kernels.shared_memory import COMPUTE, padded
 
@@ -46,14 +47,8 @@ def launch(
     )(*operands.values())
 
 
-def padded_matrix(name: str, x: jax.Array, tile: int) -> jax.Array:
-    """Return the operand of this name, ``[heads, tokens, size]``, or transposed if it is ``_t``."""
+def padded_operand(name: str, x: jax.Array, tile: int) -> jax.Array:
+    """Return ``[heads, tokens, size]``, transposed if the name is ``_t``; scales without `size`."""
     tokens = BLOCK if name[0] in "kv" else tile
-    x = x.reshape(-1, *x.shape[-2:])
-    return padded(x, 1, 1, tokens) if name.endswith("_t") else padded(x, 1, tokens, 1)
-
-
-def padded_vector(name: str, x: jax.Array, tile: int) -> jax.Array:
-    """Return the operand of this name, ``[heads, tokens]``."""
-    tokens = BLOCK if name[0] in "kv" else tile
-    return padded(x.reshape(-1, x.shape[-1]), 1, tokens)
+    x = x.reshape(-1, *x.shape[-1 if name.endswith("_scale") else -2 :])
+    return padded(x, 1, tokens, 1) if name in BY_TOKEN else padded(x, *(1,) * (x.ndim - 1), tokens)

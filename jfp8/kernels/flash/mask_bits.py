@@ -29,7 +29,7 @@ def packed(
         spans[b, n, :, t]    first block of which tile t of rows sees a column, and the end
 
     Args:
-      mask: ``bool[B | 1, N | 1, T | 1, S | 1]``.
+      mask: ``bool[... | 1, N | 1, T | 1, S | 1]``.
       shape: T and S.
       columns: the dimension of `mask` with the columns of the kernel: 3, keys, or 2, queries.
       sizes: rows of a tile, and columns of a step, a multiple of 32.
@@ -40,7 +40,7 @@ def packed(
       if the mask is the same for all columns or rows. ``spans``: ``i32[B | 1, N / groups | 1, 2,
       tiles]``.
     """
-    tile, width = sizes
+    mask, (tile, width) = mask.reshape(-1, *mask.shape[-3:]), sizes
     parts = sizes if columns == 3 else (width, tile)
     one = [n if n > 1 else part for n, part in zip(mask.shape[2:], parts, strict=True)]
     mask = padded(jnp.broadcast_to(mask, (*mask.shape[:2], *one)), 1, 1, *parts)

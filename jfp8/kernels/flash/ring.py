@@ -22,11 +22,6 @@ MEMORY_REGISTERS = 24  # of a thread of the warpgroup that copies
 BY_TOKEN = ("q", "k", "v", "grad")
 
 
-def of_tokens(name: str, head: Any, tokens: Any) -> Any:
-    """Return these tokens of a head of the operand of this name."""
-    return head.at[tokens] if name in BY_TOKEN else head.at[..., tokens]
-
-
 def blocks_of(
     operands: dict[str, jax.Array], rings: dict[str, str], tokens: int
 ) -> dict[str, tuple[tuple[int, ...], Any]]:

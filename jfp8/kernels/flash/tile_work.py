@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash import mask_bits
 from jfp8.kernels.flash.problem import BLOCK, Problem
-from jfp8.kernels.flash.ring import blocks_of, in_batch, of_tokens, with_ring
+from jfp8.kernels.flash.ring import BY_TOKEN, blocks_of, in_batch, with_ring
 from jfp8.kernels.shared_memory import COMPUTE, staging, tile
 
 COMPUTE_REGISTERS = 240  # of a thread that multiplies: 128 * (24 + 2 * 240) <= 65536
@@ -50,7 +50,6 @@ class TileWork(abc.ABC):
     def scratch(
         cls, p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
     ) -> dict[str, Any]:
-        """Return the memory of a block."""
         blocks = blocks_of(operands, cls.rings, cls.width)
         if "bits" in operands:
             blocks["bits_ring"] = (cls.width // mask_bits.WORD, cls.tokens), jnp.int32
@@ -86,7 +85,6 @@ class TileWork(abc.ABC):
         raise NotImplementedError
 
     def run(self) -> None:
-        """Run the task of this warpgroup."""
         lax.cond(lax.axis_index("warpgroup") < COMPUTE, self.attend, self.copy)
 
     # Operands in the ring
@@ -100,7 +98,8 @@ class TileWork(abc.ABC):
         """Start to copy a block of tokens of `head` into a slot."""
         tokens, full = pl.ds(block * self.width, self.width), self.memory.full.at[slot]
         for name, ring in self.rings.items():
-            source = of_tokens(name, self.given[name].at[head], tokens)
+            of_head = self.given[name].at[head]
+            source = of_head.at[tokens] if name in BY_TOKEN else of_head.at[..., tokens]
             plgpu.copy_gmem_to_smem(source, getattr(self.memory, ring).at[slot], full)
 
     def bring_bits(self, head: tuple[Any, Any], block: jax.Array, slot: jax.Array) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.on_platform import on_platform
-from jfp8.kernels.operands import to_last
+from jfp8.kernels.operands import scales_by_block, to_last
 from jfp8.kernels.partitioning import divided_sum, why_not_divided
 from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.as_matrices import as_matrices, row_scales
@@ -119,20 +119,6 @@ BACKEND = Backend(
 
 def _block_scales(q: ScaledArray, contract: int, batch: Sequence[int], tiles: bool) -> jax.Array:
     """Return the scales as f32[(batch,) k / 128, n], or ``n / 128`` if sufficient and allowed."""
-    blocks_along = -(-q.shape[contract] // BLOCK)
-    (free,) = free_dims(q.ndim, (contract,), batch)
-    sizes = [q.shape[d] for d in batch]
-    scale = jnp.asarray(q.scale)
-    if not scale.ndim:
-        width = -(-q.shape[free] // BLOCK) if tiles else q.shape[free]
-        return jnp.broadcast_to(scale, (*sizes, blocks_along, width))
-    scale = scale.transpose(*batch, contract, free)
-    along, across = q.block_sizes()[contract], q.block_sizes()[free]
-    if scale.shape[-2] != blocks_along:
-        scale = jnp.repeat(scale, along // BLOCK, axis=-2)[..., :blocks_along, :]
-    width, unit = (
-        (-(-q.shape[free] // BLOCK), BLOCK) if tiles and across > 1 else (q.shape[free], 1)
-    )
-    if scale.shape[-1] != width:
-        scale = jnp.repeat(scale, max(across // unit, 1), axis=-1)[..., :width]
-    return jnp.broadcast_to(scale, (*sizes, *scale.shape[-2:]))
+    (free,), scale = free_dims(q.ndim, (contract,), batch), jnp.asarray(q.scale)
+    by_tile = tiles and (not scale.ndim or q.block_sizes()[free] > 1)
+    return scales_by_block(scale, q, batch, {contract: BLOCK, free: BLOCK if by_tile else 1})

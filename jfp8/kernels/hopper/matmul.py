@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -112,7 +113,8 @@ def _product(
 
     def kernel(a: Any, b: Any, *operands: Any, **shared: Any) -> None:
         *scales, out = operands
-        block = _Block(problem, a, b, dict(zip(problem.scales, scales, strict=True)), out, **shared)
+        named = dict(zip(problem.scales, scales, strict=True))
+        block = _Block(problem, a, b, named, out, SimpleNamespace(**shared))
         lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.multiply, block.copy)
 
     product = plgpu.kernel(
@@ -163,7 +165,7 @@ class _Problem:
         return {name: length for name, length in lengths.items() if name in self.scales}
 
     def scratch(self, a: Any, b: Any, out: Any) -> dict[str, Any]:
-        """Return the shared memory of a block for such dtypes, named like fields of `_Block`."""
+        """Return the shared memory of a block for such dtypes."""
         tiles, in_ring = self.tiles, self.scales_in_ring()
         scratch = {
             "a_ring": tile((tiles.stages, self.grid.height, BLOCK), a),
@@ -187,22 +189,14 @@ class _Problem:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The tasks of a block's warpgroups. References: in device memory, then in shared memory."""
+    """The tasks of a block's warpgroups, with references to device memory and to shared memory."""
 
     p: _Problem
     a: Any
     b: Any
     scale: dict[str, Any]
     out: Any
-    a_ring: Any
-    b_ring: Any
-    full: Any
-    empty: Any
-    staging: Any
-    a_blocks_ring: Any = None
-    b_blocks_ring: Any = None
-    columns: Any = None
-    copied: Any = None
+    memory: SimpleNamespace  # with the names of `_Problem.scratch`
 
     @property
     def steps(self) -> int:  # of one tile
@@ -236,26 +230,26 @@ class _Block:
 
                 @pl.when(step >= stages)
                 def _():
-                    plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
+                    plgpu.barrier_wait(self.memory.empty.at[lax.rem(step, stages)])
 
                 slot = lax.rem(step, stages)
-                k, full = pl.ds(t * BLOCK, BLOCK), self.full.at[slot]
-                plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.a_ring.at[slot], full)
+                k, full = pl.ds(t * BLOCK, BLOCK), self.memory.full.at[slot]
+                plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.memory.a_ring.at[slot], full)
                 to_all = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=self.p.shared)
-                to_all(self.b.at[columns, k], self.b_ring.at[slot], full)
+                to_all(self.b.at[columns, k], self.memory.b_ring.at[slot], full)
                 for name, lines, copy in (
                     ("a_blocks", rows, plgpu.copy_gmem_to_smem),
                     ("b_blocks", columns, to_all),
                 ):
                     if name in self.scale:
-                        ring = getattr(self, f"{name}_ring").at[slot]
+                        ring = getattr(self.memory, f"{name}_ring").at[slot]
                         copy(self.scale[name].at[t, lines], ring, full)
 
         # A block must not end before all threads have arrived at its barriers, nor, in a cluster,
         # before the other has read its last copies: then none is on its way to either block.
         @pl.loop(jnp.maximum(self.tiles() * steps - stages, 0), self.tiles() * steps)
         def _(step):
-            plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
+            plgpu.barrier_wait(self.memory.empty.at[lax.rem(step, stages)])
 
     def multiply(self) -> None:
         """Compute one half of the rows of each tile: the task of a warpgroup."""
@@ -274,8 +268,8 @@ class _Block:
     def wait(self, step: jax.Array) -> tuple[Any, Any]:
         """Return this warpgroup's operands of a step, once they have arrived."""
         slot = lax.rem(step, self.p.tiles.stages)
-        plgpu.barrier_wait(self.full.at[slot])
-        return self.a_ring.at[slot, self.half()], self.b_ring.at[slot].T
+        plgpu.barrier_wait(self.memory.full.at[slot])
+        return self.memory.a_ring.at[slot, self.half()], self.memory.b_ring.at[slot].T
 
     def half(self) -> Any:
         """Return this warpgroup's rows of the block."""
@@ -283,7 +277,7 @@ class _Block:
 
     def release(self, step: jax.Array) -> None:
         signal = release if self.p.shared else plgpu.barrier_arrive
-        signal(self.empty.at[lax.rem(step, self.p.tiles.stages)])
+        signal(self.memory.empty.at[lax.rem(step, self.p.tiles.stages)])
 
     def running(self, i: jax.Array) -> list[jax.Array]:
         """Return one sum over all of k. A matmul is issued before the previous one is done."""
@@ -339,9 +333,9 @@ class _Block:
         slot = lax.rem(step, self.p.tiles.stages)
         by_row, by_part = None, []
         if "a_blocks" in self.scale:
-            by_row = load(self.a_blocks_ring.at[slot, self.half()], BY_ROW)
+            by_row = load(self.memory.a_blocks_ring.at[slot, self.half()], BY_ROW)
         if "b_blocks" in self.scale:
-            ring = self.b_blocks_ring
+            ring = self.memory.b_blocks_ring
             by_part = [load(ring.at[slot, part], BY_COLUMN) for part in self.parts]
         return by_row, by_part
 
@@ -358,8 +352,8 @@ class _Block:
             warpgroup = lax.axis_index("warpgroup")
             plgpu.copy_gmem_to_smem(
                 self.scale["columns"].at[pl.ds(column, self.p.tiles.tile_n)],
-                self.columns.at[warpgroup],
-                self.copied.at[warpgroup],
+                self.memory.columns.at[warpgroup],
+                self.memory.copied.at[warpgroup],
             )
         if "rows" in self.scale:
             return load(self.scale["rows"].at[pl.ds(row, self.p.tiles.tile_m)], BY_ROW)
@@ -368,20 +362,20 @@ class _Block:
     def store(self, total: list[jax.Array], by_row: Any, row: jax.Array, place: Place) -> None:
         """Scale, round and write a tile, while the next one's operands are already copied."""
         warpgroup, tile_m = lax.axis_index("warpgroup"), self.p.tiles.tile_m
-        width = self.staging.shape[-1]
+        width = self.memory.staging.shape[-1]
         shape = (tile_m, width)
         if "rows" in self.scale:
             by_row = along(by_row, shape, 0)
         if "columns" in self.scale:
-            plgpu.barrier_wait(self.copied.at[warpgroup])
+            plgpu.barrier_wait(self.memory.copied.at[warpgroup])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         parts = [y for part in total for y in cut(part, slices(COLUMNS, width))]
         for c, y in enumerate(parts):
-            columns, slot = pl.ds(c * width, width), self.staging.at[warpgroup, c % 2]
+            columns, slot = pl.ds(c * width, width), self.memory.staging.at[warpgroup, c % 2]
             if by_row is not None:
                 y = y * by_row
             if "columns" in self.scale:
-                y = y * along(load(self.columns.at[warpgroup, columns], BY_COLUMN), shape, 1)
+                y = y * along(load(self.memory.columns.at[warpgroup, columns], BY_COLUMN), shape, 1)
             elif "column" in self.scale:
                 y = y * self.scale["column"][0]
             if c >= 2:  # two slots, alternating

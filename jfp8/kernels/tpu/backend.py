@@ -21,9 +21,10 @@ from jfp8.kernels.backend import (
     Facts,
     check_not_refused,
     facts_of,
-    none_allowed,
+    first_that_can,
 )
 from jfp8.kernels.on_platform import on_platform
+from jfp8.kernels.operands import scales_by_block
 from jfp8.kernels.tpu.tiles import LANES
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.matmul.as_matrices import as_matrices, row_scales
@@ -103,13 +104,9 @@ def _multiply(
 
 def _block_scales(q: ScaledArray, summed: int, batch: Sequence[int]) -> jax.Array:
     """Return scales as ``[(batch,) k / block, free]``, E8M0 scales as codes."""
-    (free,) = free_dims(q.ndim, (summed,), batch)
-    scale = jnp.asarray(q.scale)
+    (free,), scale = free_dims(q.ndim, (summed,), batch), jnp.asarray(q.scale)
     scale = codes_of(scale) if scale.dtype == E8M0FNU.dtype else scale
-    scale = scale.transpose(*batch, summed, free)
-    if scale.shape[-1] != q.shape[free]:
-        scale = jnp.repeat(scale, q.block_sizes()[free], axis=-1)
-    return scale
+    return scales_by_block(scale, q, batch, {summed: q.block_sizes()[summed], free: 1})
 
 
 def _backend(**what: Any) -> Backend:
@@ -137,11 +134,7 @@ BACKENDS = (BACKEND, BLOCK_BACKEND, f8_dot.BACKEND, bf16_dot.BACKEND, REFERENCE)
 def multiply(
     lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec, bias: jax.Array | None = None
 ) -> jax.Array:
-    """Return the matmul of two operands, plus a bias, by the named backend or the best one.
-
-    Raises:
-      NotImplementedError: the named backend cannot compute it.
-    """
+    """Return the matmul of two operands, plus a bias, by the named backend or the best one."""
     facts, tpu = facts_of(lhs, rhs, spec), spec.device
     if spec.implementation == BACKEND.name:
         named = BACKENDS[:2]
@@ -166,12 +159,7 @@ def choose_on_tpu(facts: Facts, device: Tpu | None) -> Choice:
        scales that vary along the contraction, in bf16.
     """
     facts = replace(facts, accumulation="f32")
-    refused: dict[str, str] = {}
-    for backend in BACKENDS if device is not None else BACKENDS[2:]:
-        if facts.granularity not in backend.granularities and backend in BACKENDS[:2]:
-            continue  # the same kernel takes them in another layout
-        reason = backend.why_not(facts, device)
-        if reason is None:
-            return Choice(backend, refused)
-        refused[backend.name] = reason
-    raise none_allowed(refused)
+    kernels, others = BACKENDS[:2] if device is not None else (), BACKENDS[2:]
+    # One kernel, which takes blocks of scales in another layout.
+    kernels = [b for b in kernels if facts.granularity in b.granularities]
+    return first_that_can(((b, b.why_not(facts, device)) for b in (*kernels, *others)), {})

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.tpu import quantize_by_xla as by_xla
+from jfp8.kernels.tpu import quantize_kernels
 from jfp8.kernels.tpu.sharded import OfMatrix, on_each
 from jfp8.kernels.tpu.tiles import LANES
 from jfp8.matmul.spec import HARDWARE_FORMATS
@@ -105,7 +106,6 @@ def _multiplies_values(product: Product) -> bool:
 def _one_scale(
     quantizer: Quantizer, x: Matrix, state: AmaxState | None, by: _ByXla | _ByKernels
 ) -> Quantized:
-    """Quantize by one scale for both directions."""
     if isinstance(quantizer, Unit):
         scale = jnp.ones((), jnp.float32)
     elif isinstance(quantizer, Current):
@@ -127,7 +127,6 @@ def _one_scale(
 
 
 def _lines(quantizer: Rowwise, x: Matrix, by: _ByXla | _ByKernels) -> Quantized:
-    """Quantize by a scale for each row, and by one for each column."""
     largest = by.amaxes(x)
     rounding = quantizer.scale_rounding
     scales = [scale_from_amax(a, quantizer.fmt, scale_rounding=rounding) for a in largest]
@@ -173,20 +172,17 @@ class _ByKernels:
     axes: OfMatrix | None  # over which the matrix is sharded; None if it is not
 
     def cast(self, x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-        from jfp8.kernels.tpu.quantize_kernels import quantize_tensor
-
         def cast(array, inverse):
-            data, bits = quantize_tensor(array, inverse, fmt, dtype=x.dtype)
+            data, bits = quantize_kernels.quantize_tensor(array, inverse, fmt, dtype=x.dtype)
             return data, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
 
         quantize = on_each(self.axes, cast, "i j, ONE ONE -> i j, PART")
         return quantize(x.array, inverse.reshape(1, 1))
 
     def amaxes(self, x: Matrix) -> tuple[jax.Array, jax.Array]:
-        from jfp8.kernels.tpu.quantize_kernels import line_amaxes
-
         def amaxes(array):
-            found = [jnp.max(bits, 0) for bits in line_amaxes(array, dtype=x.dtype)]
+            parts = quantize_kernels.line_amaxes(array, dtype=x.dtype)
+            found = [jnp.max(bits, 0) for bits in parts]
             if self.axes is not None:  # the rest of a row is with the other columns
                 parts = zip(found, self.axes[::-1], strict=True)
                 found = [lax.pmax(bits, apart) if apart else bits for bits, apart in parts]
@@ -198,18 +194,16 @@ class _ByKernels:
     def cast_lines(
         self, x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
     ) -> tuple[jax.Array, jax.Array]:
-        from jfp8.kernels.tpu.quantize_kernels import quantize_lines
-
-        cast = partial(quantize_lines, fmt=fmt, dtype=x.dtype)
+        cast = partial(quantize_kernels.quantize_lines, fmt=fmt, dtype=x.dtype)
         rule = "i j, i ONE, ONE j -> i j, i j"
         return on_each(self.axes, cast, rule)(x.array, rows, columns)
 
     def blocks(self, quantizer: Blockwise, x: Matrix) -> Quantized:
-        from jfp8.kernels.tpu.quantize_kernels import quantize_blocks, quantize_tiles
-
         along, across = quantizer.block_size
         how = {"fmt": quantizer.fmt, "block": along, "scale_rounding": quantizer.scale_rounding}
-        kernel = partial(quantize_blocks if across == 1 else quantize_tiles, **how, dtype=x.dtype)
+        how |= {"dtype": x.dtype}
+        kernel = quantize_kernels.quantize_blocks
+        kernel = partial(kernel if across == 1 else quantize_kernels.quantize_tiles, **how)
         if across > 1:
             data, scale = on_each(self.axes, kernel, f"i j -> i j, i/{along} j")(x.array)
             q = ScaledArray(data, _e8m0(scale[:, ::along]))

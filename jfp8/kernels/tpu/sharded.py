@@ -33,15 +33,10 @@ class Layout:
     rhs: OfMatrix
     y: OfMatrix
 
-    def operands(self, kind: Kind) -> tuple[OfMatrix, OfMatrix]:
-        return {
-            "fprop": (self.lhs, self.rhs),
-            "dgrad": (self.y, self.rhs),
-            "wgrad": (self.lhs, self.y),
-        }[kind]
-
-    def result(self, kind: Kind) -> OfMatrix:
-        return {"fprop": self.y, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
+    def of(self, kind: Kind) -> tuple[OfMatrix, OfMatrix, OfMatrix]:
+        """Return the shardings of both operands and of the result."""
+        lhs, rhs, y = self.lhs, self.rhs, self.y
+        return {"fprop": (lhs, rhs, y), "dgrad": (y, rhs, lhs), "wgrad": (lhs, y, rhs)}[kind]
 
 
 def layout_of_matrices(
@@ -122,8 +117,7 @@ def division_of(
 
     `contracting` are the contracted dimensions, `order` is the result's, see `Dot`.
     """
-    operands, result = layout.operands(kind), layout.result(kind)
-    (first, second), (a, b) = operands, contracting
+    (first, second, result), (a, b) = layout.of(kind), contracting
     rows, columns = result if order in (None, (0, 1)) else result[::-1]
     summed = first[a]
     if first[a] != second[b]:

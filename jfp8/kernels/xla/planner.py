@@ -19,11 +19,7 @@ from jfp8.tracing.notes import note
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
-    """Return the matmul of two operands by the named backend.
-
-    Raises:
-      NotImplementedError: XLA has no such matmul.
-    """
+    """Return the matmul of two operands by the named backend."""
     backend = bf16_dot.BACKEND if spec.implementation == "bf16" else f8_dot.BACKEND
     facts = facts_of(lhs, rhs, spec)
     if backend is bf16_dot.BACKEND and facts.accumulation == "f32_every_128":
