@@ -33,9 +33,7 @@ from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN, E5M2
 
-# Of the error of the reference. Sums in another order move some values of P to the next code of
-# f8: on an H100 by a third of that error at most; what is wrong is off by all of it.
-ATTENTION_ERROR = 0.5
+ATTENTION_ERROR = 0.5  # of that of FP8: in other sums some values of P have the next code
 Capability = tuple[int, int]
 
 
@@ -92,10 +90,7 @@ def check_block_scaled(kind: Kind) -> Record:
 
 
 def check_attention(implementation: str) -> Record:
-    """Hold causal attention and its gradients to the reference on the CPU.
-
-    Their distance is relative to the reference's own from attention in f32.
-    """
+    """Check how far attention and its gradients are from the reference, relative to its error."""
 
     def attend(q, k, v, gradient, implementation):
         attention = partial(

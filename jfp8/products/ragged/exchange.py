@@ -11,7 +11,6 @@ exchanges a bucket large enough for all copies, since sizes are known only from 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -221,8 +220,7 @@ def _rows_that_arrive(
     n, own = kept.shape
     ends = jnp.cumsum(kept, 1)
     at = jnp.arange(bucket, dtype=jnp.int32)
-    find = functools.partial(jnp.searchsorted, side="right", method="compare_all")  # no loop
-    expert = jax.vmap(lambda end: find(end, at))(ends)
+    expert = jnp.sum(ends[:, None, :] <= at[None, :, None], 2, dtype=jnp.int32)
     inside = jnp.minimum(expert, own - 1)
     offset = _exclusive(jnp.sum(kept, 0), 0)[None] + before - (ends - kept)
     position = at[None] + jnp.take_along_axis(offset, inside, 1)  # among the rows of all experts

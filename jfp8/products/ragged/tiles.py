@@ -28,10 +28,9 @@ def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
     tile_start, row_start = tile_end - tiles, row_end - sizes
 
     def group_of(position: jax.Array, end: jax.Array) -> jax.Array:
-        # Tiles beyond the last get its group, whose matrix is needed anyway. To compare with all
-        # ends needs no loop, each round of which would start several kernels.
+        # Tiles beyond the last get its group, whose matrix is needed anyway.
         position = jnp.clip(position, 0, jnp.maximum(end[-1] - 1, 0))
-        found = jnp.searchsorted(end, position, side="right", method="compare_all")
+        found = jnp.sum(end[None] <= position[:, None], 1)  # without a loop of small kernels
         return jnp.minimum(found, groups - 1).astype(jnp.int32)
 
     tile = jnp.arange(count, dtype=jnp.int32)
