@@ -94,7 +94,7 @@ class Layout:
         if not self._has_outer:
             scale = scale.view(E8M0FNU.dtype) if self.is_mx else scale.astype(np.float32)
         scale = scale.reshape(() if self.block == (0, 0) else self._grid(shape))
-        block = ragged_block(Block((1,) * (len(shape) - 2) + self._sizes(shape)), shape)
+        block = ragged_block(Block(self._sizes(shape)), shape)
         if outer is not None:
             scale = ScaledArray(scale, self._outer(outer.reshape(()).astype(np.float32)))
         return ScaledArray(data, scale, block)

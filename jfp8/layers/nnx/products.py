@@ -242,7 +242,7 @@ class Product(PrintsRecipe):
         # With a sink, `jfp8.nnx.value_and_grad` has checked them.
         read = _intact_histories if self.fp8_sink is None else _histories
         histories = read(self.fp8)
-        leading = histories[ROLES[0]].shape[:-1]
+        leading = histories["lhs"].shape[:-1]
         if leading:
             raise ValueError(
                 f"The amax histories of {self._name()} are stacked along {leading}, but the layer "
