@@ -14,9 +14,12 @@ TESTS = Path(__file__).resolve().parent
 EVERY_KIND = '''
 """kept"""
 __all__ = ["kept"]
+Kind = Literal["kept"]
+if TYPE_CHECKING:
+    import kept
 
 class Größe:
-    steps: Literal["kept"] = 3
+    steps: int = 3
 
     def of(self, x: "kept", *, mode: "kept" = "fast") -> "kept":
         assert mode != "kept", "kept"
@@ -62,6 +65,7 @@ def test_mutants_are_other_programs_that_could_be_bugs():
         compile(planted, "planted", "exec")
         if mutant.kind != "dropped":
             assert planted.count("kept") == EVERY_KIND.count("kept"), mutant
+            assert "if TYPE_CHECKING:" in planted
     assert mutants({f"{prefix}x.py": EVERY_KIND for prefix in EXCLUDED}, 10, "0") == []
 
 

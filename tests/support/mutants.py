@@ -99,6 +99,8 @@ def condition(node: ast.AST) -> Iterator[Change]:
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         tests = [node.test]
     for test in tests:
+        if "TYPE_CHECKING" in names(test):
+            continue
         by_sign = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
         by_comparison = isinstance(test, ast.Compare) and isinstance(test.ops[0], OPPOSITES)
         if not (by_sign or by_comparison):
@@ -284,5 +286,6 @@ def is_program(node: ast.AST) -> bool:
     docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     exported = "__all__" in map(ast.unparse, getattr(node, "targets", []))
     keyword = isinstance(node, ast.keyword) and node.arg in NO_BUGS
-    typing = called(node) in {"cast", "TypeVar"}
+    of_types = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"
+    typing = of_types or called(node) in {"cast", "TypeVar"}
     return not (docstring or exported or keyword or typing or isinstance(node, ast.Assert))
