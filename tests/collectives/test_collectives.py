@@ -246,6 +246,16 @@ def test_stochastic_rounding_draws_other_bits_on_every_device():
     assert 0.9 < error.std() / (alone.std() / np.sqrt(N)) < 1.1
 
 
+def test_the_second_rounding_of_a_mean_draws_other_bits_than_the_first():
+    """The same bits for a quarter of a step of 32 would raise its mean by a thirty-second of it."""
+    x = np.full((2, 2**15), 264, np.float32)
+    x[:, ::128] = 448
+    mean = functools.partial(pmean, rounding="stochastic", key=jax.random.key(0))
+    error = np.asarray(jax.vmap(mean, axis_name="d")(x))[0] - x[0]
+    assert error.std() > 8
+    assert abs(error.mean()) < 0.5
+
+
 @pytest.mark.slow
 def test_small_trees_are_averaged_in_f32():
     x = {"w": gaussian(100), "b": gaussian(3995, 1)}

@@ -115,6 +115,12 @@ def test_the_command_on_this_machine(capsys):
     assert kernel["measured"]["part_of_bound"] < 1e-3  # f32 adds almost exactly
 
 
+def test_jax_before_0_11_2_tries_no_pallas_kernel(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    assert {case.by for case in cases.CASES if case.is_for((10, 0))} == {"xla", "cudnn"}
+    assert {case.by for case in cases.CASES if case.is_for(None)} == {"xla"}
+
+
 def test_a_task_of_each_planner_is_checked():
     """Otherwise its kernels could never be left out."""
     sources = [p.read_text() for p in (Path(jfp8.__file__).parent / "kernels").rglob("*.py")]

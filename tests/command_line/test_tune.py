@@ -42,6 +42,8 @@ def test_the_first_candidate_is_what_runs_without_a_table():
         sweeps = tune._sweeps(name)
         assert sweeps[0] == Sweep()
         assert len(set(sweeps)) == len(sweeps) >= 2
+        blocks = name in ("quantize_rows_in_blocks", "quantize_tiles")
+        assert not blocks or {(s.rows, s.columns) for s in sweeps} == {(128, 128)}
     assert tune.tried({"kernel": "quantize_tiles", "shape": [8192, 8192], "index": 99}) == {}
 
 

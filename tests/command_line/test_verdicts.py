@@ -46,6 +46,9 @@ def backend(granularity="tensor", gpu=H200, fmt=E4M3FN, blocks=((0, 0), (0, 0)),
 def test_without_a_verdict_nothing_is_left_out():
     assert backend().backend.name == "xla"
     assert not backend().refused
+    ada = Gpu("NVIDIA L40S", (8, 9))
+    found = [quantizing_k_major(get("current"), (m, 4096, 4096), ada, None) for m in (4096, 0)]
+    assert found == ["xla", None]
 
 
 def test_geforce_uses_mx_instructions_only_after_they_passed():

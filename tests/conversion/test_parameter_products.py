@@ -382,6 +382,16 @@ def test_bodies_compute_what_the_function_does_without_flax(way):
         assert (history[..., :3] > 0).all()
 
 
+def test_bodies_cast_a_parameter_in_f32_to_the_dtype_of_the_inputs():
+    body = jax.checkpoint(lambda x, w: x.astype(jnp.bfloat16) @ w[0])
+    model = jfp8.convert(written(body), "current", exempt=())
+    w = model.init(KEY, X)["params"]["w"]
+    rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
+    y, expected = (model.apply({"params": {"w": each}}, X) for each in (w, rounded))
+    np.testing.assert_array_equal(y, expected)
+    assert (rounded != w).any()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [(("fp8", "fp8_sink"), "but not to its sink"), ((), "without its 'fp8' collection")],

@@ -37,6 +37,14 @@ def leaves_by_path(tree):
     return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
 
 
+def test_kernels_are_cast_before_they_are_quantized():
+    kernel = jax.random.normal(KEY, (32, 16))
+    cast = kernel.astype(jnp.bfloat16)
+    q = jfp8.quantize_params({"kernel": kernel}, dtype=jnp.bfloat16)["kernel"]
+    np.testing.assert_array_equal(q.data, one_scale(cast)[0])
+    assert q.scale == one_scale(cast)[1] != one_scale(kernel)[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("array", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -239,7 +239,6 @@ def loss_of(model, config, data, rng, params, is_train=True):
     return jnp.sum(y * y), {"norm": jnp.sum(y)}
 
 
-@pytest.mark.slow
 def test_accumulation_makes_one_entry_of_all_micro_batches(maxtext):
     """Oracle: `jnp.max`."""
     without = Layers(part("quantization").configured(config("jfp8_current")), 1)

@@ -1,6 +1,7 @@
 """A mixture of experts divided over eight devices against the same one on one device."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jfp8.debug import collective_bytes
 from jfp8.layers.linen.moe import MoE
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
+from jfp8.products.ragged.experts import ExpertRows
 from jfp8.training.hoist import split
 
 EXPERTS, FEATURES = 8, 128
@@ -100,7 +102,8 @@ def compiled_on(sizes, recipe, hidden, tokens):
 def test_many_devices_compute_what_one_does(recipe, hidden, mesh):
     variables, run = made(recipe, hidden)[1:]
     f, args = compiled_on(MESHES[mesh], recipe, hidden, 64)
-    assert "all-to-all" in f.as_text()
+    sent = collective_bytes(f).collectives
+    assert "u8" in {collective.dtype for collective in sent if collective.op == "all-to-all"}
     expected = run(variables, *args[1:])
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 0
     assert_same(f(*args), expected, 1e-5)
@@ -254,6 +257,14 @@ def test_weights_are_quantized_once_for_all_micro_batches(recipe):
     weights = sum(variables["params"][name]["kernel"].size for name in ("wi", "wo"))
     in_bytes = sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.uint8)
     assert in_bytes == directions * weights
+
+
+def test_columns_are_sorted_with_their_scales():
+    q = jfp8.quantize(normal(0, 1, 4, 8), granularity=jfp8.Block((1, 1, 2)))
+    exchange = SimpleNamespace(mesh=SimpleNamespace(tensor=2))
+    rows = ExpertRows(exchange, "lhs", divided=True, projections=2)
+    expected = np.asarray(q.dequantize())[..., [0, 1, 4, 5, 2, 3, 6, 7]]
+    np.testing.assert_array_equal(rows.sort_columns(q), expected)
 
 
 # Mistakes.

@@ -146,6 +146,9 @@ def test_relative_position_biases():
     np.testing.assert_array_equal(biases(16, 16), expected)
     farther = jfp8.linen.RelativePositionBiases(4, num_buckets=8)
     assert (expected != farther.apply({"params": {"rel_embedding": table}}, 16, 16)).any()
+    how = {"enable_relative_embedding": True, "dtype": jnp.bfloat16}
+    layer = jfp8.nnx.TransformerLayer(8, 16, 2, **how, rngs=nnx.Rngs(0))
+    assert layer.relpos_bias(4, 4).dtype == jnp.bfloat16
 
 
 def test_a_decoder_computes_what_that_of_linen_does():

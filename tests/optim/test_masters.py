@@ -4,6 +4,7 @@ The oracles are numpy and ml_dtypes: a master is an f32 sum, its working copy a 
 ml_dtypes with the power of two that a search finds.
 """
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -254,6 +255,13 @@ class TestScales:
             np.testing.assert_allclose(ours[-1], target, rtol=2.0**-3 if master is None else 2**-4)
             if factor < 1:  # finer subnormals: what was held is held
                 np.testing.assert_array_equal(ours[:-1], values(q)[:-1])
+
+    def test_the_least_normal_scale_is_not_halved(self):
+        q = dataclasses.replace(quantized(np.float32([1, 4])), scale=jnp.float32(2**-126))
+        update = {"w": np.float32([0, -250]) * np.float32(2**-126)}  # of 448
+        params, _ = run(master_weights(optax.sgd(-1.0), None), {"w": q}, [update])
+        assert params["w"].scale == q.scale
+        assert 150 < params["w"].data[1] < 250
 
     @pytest.mark.slow
     def test_weights_that_begin_as_zeros_take_the_scale_of_the_first_update(self):

@@ -31,6 +31,9 @@ def test_capability_by_name(kind, capability, hopper, f8):
     with described(kind):
         assert current_gpu() == Gpu(kind, capability)
         assert (current_gpu().hopper, current_gpu().multiplies_f8) == (hopper, f8)
+    for kind in ("AMD", "Radeon RX 7900 XTX", "Instinct", "gfx942", "MI300X"):
+        with described(kind):
+            assert current_gpu().platform == "rocm"
     with described("TPU v5", platform="tpu"):
         assert current_gpu() is None
     assert current_gpu() is None  # this machine has none
