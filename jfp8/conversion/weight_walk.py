@@ -25,11 +25,11 @@ from jfp8.conversion.weight_matmul import Place, Source, WeightMatmul, is_ordina
 from jfp8.tracing.compat import body_of, evaluate, manual_axes, scan_sizes
 from jfp8.tracing.notes import note
 
-SAME = {
+_CUTS = {"dynamic_slice", "slice", "split", "unstack"}
+SAME = _CUTS | {
     "broadcast_in_dim",
     "convert_element_type",
     "copy",
-    "dynamic_slice",
     "mesh_cast",
     "name",
     "pvary",
@@ -38,8 +38,6 @@ SAME = {
     "reshard",
     "rev",
     "sharding_constraint",
-    "slice",
-    "split",
     "squeeze",
     "stop_gradient",
     "transpose",
@@ -53,7 +51,6 @@ _NO_WEIGHT = (
     "matmuls of two activations)"
 )
 _TWO_WEIGHTS = "both operands are weights"
-_CUTS = {"slice", "split", "dynamic_slice"}
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 

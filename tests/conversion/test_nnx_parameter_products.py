@@ -390,6 +390,13 @@ class Stack(nnx.Module):
         return functools.reduce(lambda x, w: body(x, w)[0], w, x)
 
 
+def test_a_model_that_iterates_over_its_matrices_is_converted():
+    """Eagerly, or with JAX 0.12, that is one operation, `unstack`."""
+    model = Stack(False, nnx.Rngs(0))
+    converted = jfp8.convert(model, "current", exempt=())
+    assert 0.01 < relative_error(converted(X), model(X)) < 0.2
+
+
 def test_a_body_computes_what_the_same_layers_do_outside_of_a_loop():
     step = jfp8.nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2))
     looped, written = (
