@@ -137,8 +137,7 @@ def exists(name: str) -> bool:
     if module not in modules():
         return False
     if module.startswith("jfp8.integrations."):  # which import trainers that may not be here
-        source = (CHECKOUT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-        return re.search(rf"^(def|class) {attribute}\b", source, re.MULTILINE) is not None
+        return attribute in {getattr(node, "name", None) for node in modules()[module].body}
     return hasattr(importlib.import_module(module), attribute)
 
 

@@ -149,7 +149,8 @@ def test_attention_is_left_out_and_the_report_says_so():
             report = jfp8.report(model, {"params": {}}, q, q, q)
         return report.rows[0].cuda
 
-    assert row() == "mosaic_gpu"
+    with pytest.warns(UserWarning, match="of the speed of bf16"):  # at so small a size
+        assert row() == "mosaic_gpu"
     judge(H200.kind, quantize_heads=("attention", "wrong"))
     with pytest.warns(UserWarning, match="quantize_heads"):
         assert row() == f"bf16: NVIDIA H200: quantize_heads {CHECKED}"

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import jfp8
+from support.arrays import relative_error
 from support.models import Model
 
 RECIPE = jfp8.recipes.DelayedScaling(amax_history_len=4)
@@ -231,7 +232,10 @@ def test_recipes_without_state_keep_the_signature_and_attention_is_asked_for():
     converted = jfp8.convert(loss, "current", exempt=())
     assert converted.init(STACK[0], X) == {}
     value, exact = converted(STACK[0], X), loss(STACK[0], X)
-    assert value == converted(STACK[0], {}, X) == jax.jit(converted)(STACK[0], X) != exact
+    assert value == converted(STACK[0], {}, X) != exact
+    # Compiled, the softmax is rounded in another order.
+    compiled = jax.jit(converted)(STACK[0], X)
+    assert relative_error(compiled, value) < 1e-6 < relative_error(value, exact)
     with jfp8.autocast(enabled=False):
         assert converted(STACK[0], X) == exact
     rows = lambda f: [

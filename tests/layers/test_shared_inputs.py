@@ -26,7 +26,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x):
         x = jnp.sin(x)
-        return nnx.remat(lambda layer: layer(x))(self.q) * self.k(x) + self.v(x)
+        # Without prevent_cse: later versions of JAX and Flax would quantize again for the gradient.
+        in_a_body = nnx.remat(lambda layer: layer(x), prevent_cse=False)
+        return in_a_body(self.q) * self.k(x) + self.v(x)
 
 
 class LinenAttention(nn.Module):
