@@ -5,6 +5,7 @@ The parent never touches the GPU itself: JAX would take most of its memory from 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -57,7 +58,10 @@ def ask(
         try:
             said = _follow(process, starting, running)
         finally:
-            code = _ended(process)
+            process.kill()
+            code = None  # if the driver does not let go of it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(30)
         seconds = round(time.monotonic() - start, 2)
         if "result" in said or "kind" in said:
             return Answer(**said, seconds=seconds)
@@ -68,15 +72,6 @@ def ask(
         kind="crash",
         seconds=seconds,
     )
-
-
-def _ended(process: subprocess.Popen[str]) -> int | None:
-    """End a process; returns its exit code, or None if the driver does not let go of it."""
-    process.kill()
-    try:
-        return process.wait(30)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def _follow(process: subprocess.Popen[str], starting: float, running: float) -> dict[str, Any]:

@@ -87,7 +87,6 @@ def check_quantize_lines(x: jax.Array, fmt: Format, sweep: Any = None) -> Record
 
 
 def _codes(x: jax.Array, inverse: jax.Array, fmt: Format) -> jax.Array:
-    """Return the codes of ``x * inverse``; non-finite elements become NaN."""
     # With `inverse`, whoever calls has made non-finite blocks NaN; here none does.
     q = quantize_with_scale(x, jnp.ones_like(inverse), fmt, inverse=inverse).data
     bits = jax.lax.bitcast_convert_type(q, jnp.uint8)

@@ -52,7 +52,6 @@ class AttentionByKernels:
     def _compute(
         self, which: str, why_none: str | None, reference: Any, operands: Any, options: Any
     ) -> Any:
-        """Compute a pass by the kernels' method `which`, or by the `reference`."""
         if self.kernels is None or why_none:
             with note("cuda", f"bf16: {why_none}"):
                 return reference(*operands)

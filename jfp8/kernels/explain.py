@@ -42,7 +42,6 @@ def attention(named: bool) -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _noted(backend: str, *operands: Any) -> Iterator[None]:
-    """Note the backend and, if both are quantized, the formats of the operands."""
     formats = [x.format.name.lower() for x in operands if isinstance(x, ScaledArray)]
     with note("cuda", backend), note("formats", " ".join(formats) if len(formats) == 2 else ""):
         yield

@@ -147,7 +147,6 @@ class GroupedKernels(Grouped):
 
 
 def _tiles(q: ScaledArray, count: int) -> ScaledArray:
-    """Return a matrix as a stack of tiles of its rows."""
     stack = lambda x: x.reshape(count, -1, x.shape[-1]) if x.ndim else x
     block = None if q.block is None else (1, *q.block)
     return ScaledArray(stack(q.data), stack(q.scale), block)

@@ -47,7 +47,6 @@ class Arrangement:
 
 
 def _padded(x: Any, shape: tuple[int, ...]) -> Any:
-    """Return an array with zeros after its values; a `ScaledArray` as it is."""
     if x.shape == shape or isinstance(x, ScaledArray):
         return x
     return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])

@@ -176,7 +176,6 @@ def _options(
 
 
 def _hidden(k: Quantized, visible: Visible) -> dict[str, jax.Array]:
-    """Return the lengths of keys, the mask and segments, if there are such."""
     found: dict[str, jax.Array] = {}
     if (lengths := visible.lengths[1]) is not None:
         lengths = jnp.broadcast_to(lengths[:, None], k.data.shape[:2])
@@ -224,7 +223,6 @@ def backward_rule(groups: int, **hidden: jax.Array | None) -> str:
 
 
 def _of_keys(groups: int) -> str:
-    """Return the names of the heads of keys."""
     return "b n" if groups == 1 else f"b n/{groups}"
 
 

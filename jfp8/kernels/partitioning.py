@@ -328,7 +328,6 @@ def _each_once(function: Callable[..., Any], of_parts: Callable[..., Any]) -> Ca
 def _pairs(
     arrays: Sequence[tuple[Dim, ...]], values: Sequence[Sequence[Any]]
 ) -> Iterator[tuple[Dim, Any]]:
-    """All dimensions of `arrays`, each with its entry in `values`."""
     for dims, of_array in zip(arrays, values, strict=True):
         yield from zip(dims, of_array, strict=True)
 
@@ -347,10 +346,7 @@ def _leading(axes: Axes, mesh: Mesh, taken: set[str], divisible: int) -> Axes:
 def _shared_out(
     result: Any, by_dimension: ByDimension, apart: Axes, wanted: ByDimension, mesh: Mesh
 ) -> ByDimension:
-    """Return the axes of each dimension of a sum of parts.
-
-    Axes of the sum, too, where the result shall be divided along them.
-    """
+    """Return axes of a sum of parts, the sum's too where the result shall be divided along them."""
     found = list(by_dimension)
     devices = math.prod(mesh.shape[axis] for axis in apart)
     for d, axes in enumerate(wanted):

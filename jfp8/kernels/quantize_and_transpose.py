@@ -238,7 +238,6 @@ def found_in(quantizer: Delayed, dtype: np.dtype | None, x: Matrix, state: AmaxS
 
 
 def _scale(quantizer: Current | Delayed, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the scale and its reciprocal, inside a kernel."""
     rounding, margin = quantizer.scale_rounding, getattr(quantizer, "margin", 0)
     return scale_and_inverse(amax, quantizer.fmt, rounding, margin=margin, poison=False)
 
@@ -295,9 +294,8 @@ def _rowwise(quantizer: Rowwise, read: _Read, *_: Any) -> BothWays:
         scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
     )
     both = read.by(quantize.quantize_lines, fmt=quantizer.fmt)
-    q, q_t = divided(f"quantize_lines, {read.what}", both, "i j, i, j -> i j, j i")(
-        *read.arrays, reciprocal(rows), reciprocal(columns)
-    )
+    by_lines = divided(f"quantize_lines, {read.what}", both, "i j, i, j -> i j, j i")
+    q, q_t = by_lines(*read.arrays, reciprocal(rows), reciprocal(columns))
     straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
     return BothWays(straight, other, amax(maxima[0]))
 

@@ -130,11 +130,8 @@ class KeyGradientsByTcgen05(KeyTile):
             def differentiate(part, largest):
                 vector = self.vectors(slot, part)
                 dp = tcgen05.read(m.dp.at[:, part]) * along(v_scale, (ROWS, part.size), 0)
-                x = (
-                    tcgen05.read(probabilities.at[:, part])
-                    * (dp * vector(2) - vector(3))
-                    * vector(5)
-                )
+                x = tcgen05.read(probabilities.at[:, part]) * (dp * vector(2) - vector(3))
+                x = x * vector(5)
                 plgpu.wait_load_tmem()
                 plgpu.async_store_tmem(m.dp.at[:, part], x)
                 return jnp.maximum(largest, jnp.max(jnp.abs(x), axis=1))

@@ -60,9 +60,8 @@ def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpe
         return times(y, factors).astype(dtype)
 
     rule = f"m k, n k, m k/{kind.block}, n k/{kind.block}{',' * len(factors)} -> m n"
-    multiply = divided_sum(
-        f"scaled_matmul, {kind.name}", product, rule, spec.dtype, spec.partial_dtype
-    )
+    name = f"scaled_matmul, {kind.name}"
+    multiply = divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)
     if lhs_batch:
         of_factors = [0 if factor.ndim else None for factor in factors]
         multiply = jax.vmap(multiply, in_axes=(0, 0, 0, 0, *of_factors))

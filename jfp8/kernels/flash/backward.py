@@ -63,7 +63,10 @@ def attention_backward(
         by_key = packed(mask, (rows, keys), 2, (of_keys.tokens, of_keys.width), groups)
     dq, largest = run(of_queries, by_query, "q_t", "grad_t", "unit")
     found = run(of_keys, by_key, "k_t", "key_lengths")
-    dk, dv = (_without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
+    dk, dv = (heads_first(x, stored.k.shape) for x in found)
+    if key_lengths is not None:  # padded keys have values, too
+        real = lax.broadcasted_iota(jnp.int32, dk.shape, dk.ndim - 2) < key_lengths[..., None, None]
+        dk, dv = jnp.where(real, dk, 0), jnp.where(real, dv, 0)
     largest = largest[:, :rows].reshape(stored.q.shape[:-1])
     return heads_first(dq, stored.q.shape), dk, dv, largest
 
@@ -92,11 +95,3 @@ def _prepared(
     if key_lengths is not None:
         found["key_lengths"] = key_lengths.reshape(-1)
     return found
-
-
-def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Return ``x[..., S, H]``, with zeros from ``lengths[...]`` on."""
-    if lengths is None:
-        return x
-    real = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2) < lengths[..., None, None]
-    return jnp.where(real, x, 0)

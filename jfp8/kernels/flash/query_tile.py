@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jfp8.kernels.flash import softmax
 from jfp8.kernels.flash.problem import BLOCK, Bounds, Problem
 from jfp8.kernels.flash.ring import fill, in_batch, place
 from jfp8.kernels.flash.tile_work import TileWork
@@ -82,7 +82,9 @@ class ForwardTile(QueryTile):
     def begin(self, by_row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Take queries; return the index of the half, its first row, and factors in `by_row`."""
         q_scale = self.given["q_scale"].at[self.head]
-        factor = lambda rows: softmax.factor_of(load(q_scale.at[rows], by_row), self.p.factor)
+        # That of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
+        tiny = np.finfo(np.float32).tiny
+        factor = lambda rows: jnp.maximum(load(q_scale.at[rows], by_row) * self.p.factor, tiny)
         return self.take(factor)
 
 

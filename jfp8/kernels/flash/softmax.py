@@ -20,12 +20,6 @@ LIFT = 8  # probabilities, at most 1, are multiplied by 2^8 to be cast to e4m3fn
 SMALLEST_UNIT = 2.0**-90  # since probabilities are divided by it
 
 
-def factor_of(q_scale: jax.Array, factor: float) -> jax.Array:
-    """Return the number by which each query's logits are multiplied, positive."""
-    # The factor of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
-    return jnp.maximum(q_scale * factor, np.finfo(np.float32).tiny)
-
-
 def raised(
     before: jax.Array, largest: jax.Array, factor: jax.Array, unit: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

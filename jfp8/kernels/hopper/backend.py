@@ -30,11 +30,6 @@ BLOCK = 128  # along the contraction: the number of terms that kernels sum befor
 HOPPER = {9: "Hopper (compute capability 9.0)"}  # by major compute capability
 
 
-def why_no_kernels(gpu: Gpu | None) -> str | None:
-    """Return the reason why jfp8 has no kernels for `gpu`, if so. Unknown GPUs count as Hopper."""
-    return why_none_for(gpu, HOPPER, "products")
-
-
 def why_no_quantizing(gpu: Gpu | None, families: dict[int, str] | None = None) -> str | None:
     """Return the reason why no kernel quantizes on `gpu`. Blackwell can, without tensor cores."""
     return why_none_for(gpu, families or HOPPER | {10: "Blackwell (10.x)"}, "quantizing")
@@ -82,10 +77,9 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
         else:
             a_scale = row_scales(lhs, lhs_contract, lhs_batch)
             b_scale = row_scales(rhs, rhs_contract, rhs_batch)
-            name = "matmul, fast" if spec.fast_accumulation else "matmul"
-            product = lambda dtype, a, b, s, t: kernels.matmul(
-                a, b, s, t, dtype, promote=not spec.fast_accumulation
-            )
+            promote = not spec.fast_accumulation
+            name = "matmul" if promote else "matmul, fast"
+            product = lambda dtype, a, b, s, t: kernels.matmul(a, b, s, t, dtype, promote=promote)
             by_row, by_column = ("m" if a_scale.ndim else ""), ("n" if b_scale.ndim else "")
             rule = f"m k, n k, {by_row}, {by_column} -> m n"
         multiply = divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)
@@ -113,7 +107,7 @@ BACKEND = Backend(
     scale_dtype=np.float32,
     accumulations=("f32", "f32_every_128"),
     gpus=9,
-    why_not_on=why_no_kernels,
+    why_not_on=lambda gpu: why_none_for(gpu, HOPPER, "products"),  # an unknown one: as Hopper
 )
 
 

@@ -101,7 +101,6 @@ def _product(
     promote: bool,
     tiles: Tiles,
 ) -> jax.Array:
-    """Pad the operands, run the kernel, and cut the result."""
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)

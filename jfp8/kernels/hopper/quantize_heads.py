@@ -17,7 +17,6 @@ from jfp8.kernels.shared_memory import along, swizzled
 from jfp8.scaling.formats import Format
 
 TOKENS = 128  # their multiple is the length of a sequence
-SIZES = (64, 128, 256)  # of a head
 
 
 def quantize_heads(

@@ -143,7 +143,6 @@ class Walk:
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks that `run` starts."""
         return min(self.sweep.blocks, math.prod(self.tiles))
 
     def whole(self, x: jax.Array, axis: int, *sizes: int) -> jax.Array:

@@ -143,6 +143,5 @@ def _rows(n: int) -> int:
 
 
 def _without(tile: jax.Array, summed: int, terms: jax.Array) -> jax.Array:
-    """Return `tile` with zeros after the first `terms`."""
     at = lax.broadcasted_iota(jnp.int32, tile.shape, summed)
     return jnp.where(at < terms, tile, jnp.zeros_like(tile))

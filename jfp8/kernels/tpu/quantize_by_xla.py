@@ -85,7 +85,6 @@ def _values_in_columns(
 def _rounded(
     x: jax.Array, largest: jax.Array, fmt: Format, scale_rounding: ScaleRounding
 ) -> jax.Array:
-    """Return the values of `x` under scales from amaxes, which are broadcast to it."""
     scale = scale_from_amax(largest, fmt, scale_rounding=scale_rounding, poison=True)
     data = convert(x.astype(jnp.float32) * reciprocal_of_block_scale(scale), fmt)
     return scaled_values(ScaledArray(data, scale)).astype(jnp.bfloat16)

@@ -251,12 +251,10 @@ def _squares(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _blocks(part: slice, block: int) -> slice:
-    """Yield the blocks of a slice of a row or column."""
     return slice(part.start // block, part.stop // block)
 
 
 def _read(x: Ref, dtype: jax.typing.DTypeLike | None, *at: slice) -> jax.Array:
-    """Return a slice of a tile in f32, cast to `dtype` before."""
     values = x[at] if dtype is None else x[at].astype(dtype)
     return values.astype(jnp.float32)
 

@@ -34,7 +34,6 @@ class Layout:
     y: OfMatrix
 
     def of(self, kind: Kind) -> tuple[OfMatrix, OfMatrix, OfMatrix]:
-        """Return the shardings of both operands and of the result."""
         lhs, rhs, y = self.lhs, self.rhs, self.y
         return {"fprop": (lhs, rhs, y), "dgrad": (y, rhs, lhs), "wgrad": (lhs, y, rhs)}[kind]
 

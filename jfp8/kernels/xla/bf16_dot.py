@@ -79,7 +79,6 @@ def _outer_scale(q: ScaledArray) -> jax.Array | None:
 
 
 def _without_outer_scale(q: ScaledArray) -> ScaledArray:
-    """Return `q` with only its blocks' scales."""
     if not isinstance(q.scale, ScaledArray) or _outer_scale(q) is None:
         return q
     return ScaledArray(q.data, ScaledArray(q.scale.data, jnp.ones((), jnp.float32)), q.block)

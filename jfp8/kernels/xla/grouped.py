@@ -66,9 +66,7 @@ class GroupedByXla(GroupedDot):
         if backend is None:
             return None
         product = lambda a, b: backend.multiply(a, b, spec)
-        return backend, lambda self, a, b: self._by_rounds(kind, a, b, product).astype(
-            self.dtype_of(kind)
-        )
+        return backend, lambda self, a, b: self._by_rounds(kind, a, b, product)
 
     def _of_round(
         self, kind: Kind, first: ScaledArray, second: ScaledArray, i: jax.typing.ArrayLike
@@ -110,7 +108,8 @@ class GroupedByXla(GroupedDot):
 
         zeros = jnp.zeros(shape, jnp.float32 if kind == "wgrad" else self.dtype_of(kind))
         zeros, *_ = same_varying_axes((zeros, first, second, self.padded_sizes))
-        return lax.fori_loop(0, jnp.max(self.padded_sizes) // height, add, zeros)
+        total = lax.fori_loop(0, jnp.max(self.padded_sizes) // height, add, zeros)
+        return total.astype(self.dtype_of(kind))
 
     def _by_groups(self, kind: Kind, first: Operand, second: Operand) -> jax.Array:
         """Compute JAX's own ragged matmul, over all tiles of a group at once; f32."""
