@@ -1,4 +1,4 @@
-"""Checksums of a small GPT in FP8 training, and how far those of two platforms differ.
+"""Write checksums of a small GPT in FP8 training, and compare two platforms by them.
 
 Called by `lm_on_gpu.py`. Parameters and batches are numbers that numpy makes, equal everywhere.
 """

@@ -87,7 +87,7 @@ def _cases(shape: Shape, backward: bool, settings: Settings) -> Iterator[Case]:
 def _fp8(
     q: jax.Array, k: jax.Array, v: jax.Array, sink: Any = None, *, implementation: str | None
 ) -> jax.Array:
-    """FP8 attention with a scale for each token; with a sink, with those of data like `q`."""
+    """FP8 attention with a scale for each token; with a sink, with delayed ones."""
     recipe = jfp8.recipes.get("delayed")
     state = jax.tree.map(lambda history: history + 5.0, recipe.init_state())
     return jfp8.scaled_dot_product_attention(

@@ -72,7 +72,7 @@ def _products(shape: Shape, is_equal: bool, settings: Settings) -> Iterator[Case
 
         return Case(name, prepare, kernels)
 
-    # With equal groups whatever those of the others are: what dense matmuls of as much work take.
+    # Its groups are equal, whatever the others' are: the time of dense matmuls of the same work.
     yield case("bf16 batched", functools.partial(_batched, groups), {"flops_bf16": flops})
     yield case("bf16", _ragged, {"flops_bf16": flops})
     for recipe in RECIPES:

@@ -40,7 +40,7 @@ def fusions(settings: Settings) -> Iterator[Group]:
 
 
 class SeparateMlp(nn.Module):
-    """What `jfp8.LayerNormMLP` computes, by layers of which none knows of another."""
+    """The computation of `jfp8.LayerNormMLP`, by separate layers."""
 
     hidden: int
     options: Any  # of both layers, and of the normalisation

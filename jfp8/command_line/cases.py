@@ -33,7 +33,7 @@ from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN, E5M2
 
-ATTENTION_ERROR = 0.5  # of that of FP8: in other sums some values of P have the next code
+ATTENTION_ERROR = 0.5  # of FP8's own: sums in another order round some of P to the next code
 Capability = tuple[int, int]
 
 

@@ -5,6 +5,7 @@ import re
 import time
 import warnings
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -103,6 +104,24 @@ def test_a_kernel_that_is_subtly_wrong_is_caught():
     assert "of 9792 differ, the first at (71, 0)" in result["kernels"]["matmul"]["failure"]
     with pytest.warns(UserWarning, match="does not use its kernels for products"):
         assert why_failed({"products"}, Gpu(H200, (9, 0)))
+
+
+def test_attention_may_be_as_far_off_as_fp8_explains(monkeypatch):
+    """Other codes for some of P pass; a gradient that is 5 % too large does not, nor do zeros."""
+
+    def kernels(factor):
+        def run(attend, *operands):
+            y, dq, *others = cases.on_cpu(partial(attend, implementation="emulate"), *operands)
+            return y, (factor * dq.astype(np.float32)).astype(dq.dtype), *others
+
+        monkeypatch.setattr(cases, "run", run)
+
+    kernels(1.01)
+    assert 0 < cases.check_attention("emulate")["dq"] < cases.ATTENTION_ERROR
+    for factor in (1.05, 0):
+        kernels(factor)
+        with pytest.raises(AssertionError, match="dq is off by"):
+            cases.check_attention("emulate")
 
 
 def test_the_command_on_this_machine(capsys):

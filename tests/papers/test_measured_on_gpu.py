@@ -1,4 +1,4 @@
-"""Measured times on the pages are those of the record, which benchmarks/gpu.py summarizes."""
+"""The pages state measured times as the record has them, which benchmarks/gpu.py summarizes."""
 
 import json
 import re

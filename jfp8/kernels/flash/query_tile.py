@@ -82,7 +82,7 @@ class ForwardTile(QueryTile):
     def begin(self, by_row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Take queries; return the index of the half, its first row, and factors in `by_row`."""
         q_scale = self.given["q_scale"].at[self.head]
-        # That of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
+        # A query of zeros may have a factor of 0, and 0 times the -inf of a hidden key is NaN.
         tiny = np.finfo(np.float32).tiny
         factor = lambda rows: jnp.maximum(load(q_scale.at[rows], by_row) * self.p.factor, tiny)
         return self.take(factor)
