@@ -10,6 +10,7 @@ from jfp8.command_line import bench
 from jfp8.command_line.parser import main
 
 DONE = ("copy", "layer, delayed")
+ALL = dict(bench.WORK)
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +71,18 @@ def test_a_matmul_is_one(is_fp8):
     expected = x @ (x.T if is_fp8 else x)
     error = jnp.linalg.norm(work.function(*work.arguments) - expected)
     assert error < 0.1 * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("quantize", 0),
+        ("attention, bf16", 2 * 16 * 128**3),  # half of the scores are masked
+        ("attention, FP8", 2 * 16 * 128**3),
+        ("grouped", 2 * 128**3),
+    ],
+)
+def test_work_takes_its_arguments(name, flops):
+    work = ALL[name][0](128)
+    assert jax.tree.leaves(jax.eval_shape(work.function, *work.arguments))
+    assert work.flops == flops

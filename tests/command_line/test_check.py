@@ -45,6 +45,7 @@ def test_what_is_wrong_hangs_or_crashes_is_left_out_afterwards():
     assert "exit code -6: an illegal memory access was encountered" in text
     assert "3 of 4 kernels failed: wrong, hanging, crashing." in text
     stored = json.loads(verdict_file(H200).read_text())
+    assert check._store(result) is None  # again, where the folder exists
     assert stored["versions"] == {
         "jfp8": jfp8.__version__,
         "jax": jax.__version__,
