@@ -78,10 +78,21 @@ def by_heads(w, x):
 @pytest.mark.parametrize("program", [by_sequence, by_position, by_heads])
 def test_loops_keep_sequences_and_positions_apart(program):
     f = jfp8.convert(program, "current", exempt=())
-    check = jfp8.debug.check_program(f, jnp.eye(32), X)
+    check = jfp8.debug.check_program(f, jnp.eye(32, dtype=jnp.bfloat16), X)
     assert not check.unknown
+    assert {row.kind for row in check.report.rows} == {"fprop", "dgrad", "wgrad"}
     mixed = not check.is_causal, not check.is_batch_invariant
     assert mixed == (program is not by_position, program is by_position)
+
+
+def test_embedded_tokens_keep_sequences_and_positions_apart():
+    f = lambda w, tokens: w[tokens] @ w
+    for recipe in ("rowwise", "current"):
+        converted = jfp8.convert(f, recipe, exempt=())
+        check = jfp8.debug.check_program(converted, jnp.eye(32), jnp.ones((2, 8), jnp.int32))
+        assert check.report.fp8_fraction > 0
+        assert not check.unknown
+        assert check.is_causal == check.is_batch_invariant == (recipe == "rowwise")
 
 
 def qkv(params, x):
