@@ -335,7 +335,9 @@ def test_one_tensor_that_repeats_itself():
 
 def test_noise_without_another_reason():
     bad = [row(step=i, sqnr=8.0 + i / 2) for i in range(4)]
-    (finding,) = report([*bad, row(step=4)]).findings
+    advice = report([*bad, row(step=4)])
+    (finding,) = advice.findings
+    assert advice.steps == (0, 4)
     assert (finding.fault, finding.tensor) == ("noise", "layer lhs")
     assert "SQNR 8.0 dB" in finding.evidence
     assert report([bad[0], *(row(step=i) for i in range(1, 5))]).findings == ()

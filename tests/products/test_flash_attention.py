@@ -44,7 +44,7 @@ CASES = {
     "causal window": {"local_window_size": 20, "is_causal": True},
     "lengths": {"key_value_seq_lengths": jnp.array([40, 150])},
     "mask": {"mask": "rows"},
-    "bias": {"bias": "whole", "is_causal": True},
+    "bias": {"bias": "of a batch", "is_causal": True},
     "bias of heads": {"bias": "heads"},
 }
 
@@ -68,7 +68,7 @@ def test_without_rounding_it_is_attention(case, monkeypatch):
     t, s = q.shape[1], k.shape[1]
     if case == "mask":
         options["mask"] = jnp.asarray(rng.random((2, 1, t, s)) < 0.3).at[..., 0].set(True)
-    shape = {"whole": (2, 4, t, s), "heads": (1, 4, 1, s)}.get(options.pop("bias", None))
+    shape = {"of a batch": (1, 4, t, s), "heads": (1, 4, 1, s)}.get(options.pop("bias", None))
     arrays = [q, k, v] if shape is None else [q, k, v, jnp.asarray(rng.normal(size=shape), "f4")]
     if case == "no batch":
         arrays, grad = [x[0] for x in arrays], grad[0]

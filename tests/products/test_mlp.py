@@ -256,9 +256,9 @@ def test_captured_intermediates_are_arrays(monkeypatch):
 
 FUSED = {
     "linen, delayed": ("linen", "delayed", {}),
+    "nnx, bias, current": ("nnx", "current", {"use_bias": True}),
     "linen, bias, block": ("linen", "block", {"use_bias": True}),
     "nnx, delayed": ("nnx", "delayed", {}),
-    "nnx, bias, current": ("nnx", "current", {"use_bias": True}),
     "MoE, delayed": ("moe", "delayed", {}),
     "MoE, block": ("moe", "block", {}),
     "nnx MoE, delayed": ("nnx moe", "delayed", {}),
@@ -310,7 +310,7 @@ def transformed(apply, wrap):
     }[wrap]
 
 
-@pytest.mark.representative(1)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("wrap", ["grad", "value", "vmap of grad", "remat", "scan"])
 def test_one_operation_is_two_products(name, wrap, monkeypatch):
