@@ -112,6 +112,17 @@ def test_an_ambiguous_layout_is_an_error_of_jax():
             jfp8.scaled_dot_general(x, w, MATRICES)
 
 
+def test_a_convolution_is_laid_out_as_asked():
+    convolve = jfp8.nnx.ConvGeneralDilated(recipe="current")
+    x, w, spec = normal(0, (8, 4, 4, 3)), normal(1, (3, 3, 3, 8)), P("data", None, None, "model")
+    how = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    expected = convolve(x, w, (1, 1), **how)
+    with explicit():
+        y = convolve(spread(x, P("data")), w, (1, 1), **how, out_sharding=spec)
+        assert jax.typeof(y).sharding.spec == spec
+    assert relative(y, expected) < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shape"),
