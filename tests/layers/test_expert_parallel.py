@@ -91,9 +91,9 @@ def compiled_on(sizes, recipe, hidden, tokens):
 @pytest.mark.parametrize(
     ("recipe", "hidden"),
     [
+        ("rowwise", 64),
         ("delayed", 64),
         ("current", 64),
-        ("rowwise", 64),
         ("mxfp8", 64),
         ("block", 256),
     ],
