@@ -79,10 +79,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the device, before JAX looks for one.
-
-    Programs compiled once are found again, by the other workers and in the next run.
-    """
+    """Choose the device before JAX looks for one, and keep compiled programs for other runs."""
     if of_a_gpu(config):
         os.environ["XLA_FLAGS"] = given  # compiled as users have it
     elif not jax.config.jax_platforms:

@@ -1,7 +1,4 @@
-"""Keep the mannerisms of our English out of pages and docstrings.
-
-A page is read without code, links and headings, a docstring up to its first empty line.
-"""
+"""Keep the mannerisms of our English out of pages and docstrings."""
 
 import ast
 import re

@@ -31,10 +31,7 @@ def generation_of(path: Path) -> int:
 
 
 def failing(patch: pytest.MonkeyPatch, number: int, dead: bool) -> list[str]:
-    """Let the call of one number fail, and return the names of the functions that failed.
-
-    If `dead`, all later ones fail, too: the disk stays as it is in the moment of a kill.
-    """
+    """Let one call fail (if `dead`, all later ones too), and return the functions that failed."""
     calls, failed = itertools.count(), []
 
     def replaced(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,4 @@
-"""FP8 checkpoints that other libraries wrote: read, used, and written again byte for byte.
-
-tests/data/fp8_checkpoints/make.py made the files, and what their libraries say of the values.
-"""
+"""FP8 checkpoints of other libraries (`data/fp8_checkpoints/make.py`): read, and written again."""
 
 import dataclasses
 import json

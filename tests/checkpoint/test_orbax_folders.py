@@ -1,7 +1,4 @@
-"""Folders of Orbax that several processes write together.
-
-This file is also the program that runs in each process.
-"""
+"""Folders of Orbax that several processes write together, each of which runs this file."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Files that engines read: MXFP8, MXFP4 and NVFP4, mixed too, with the names of their layers.
-
-tests/data/fp8_checkpoints/make.py wrote the files with the libraries whose formats they have, and
-the CRC-32 or a sum of the values that these libraries give. `published` has their rules in NumPy.
-"""
+"""Files that engines read: MXFP8, MXFP4 and NVFP4, against values that their libraries give."""
 
 import dataclasses
 import json

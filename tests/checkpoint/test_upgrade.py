@@ -1,8 +1,4 @@
-"""Checkpoints of one model as the states of another that differs in its FP8 parts.
-
-The model is small but real: two kernels large enough for stored moments, three steps of training so
-that moments, histories, counts and loss scales are none of them what they were at the start.
-"""
+"""Checkpoints of one model as the states of another that differs in its FP8 parts."""
 
 import re
 from functools import cache

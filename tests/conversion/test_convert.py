@@ -1,8 +1,4 @@
-"""`convert` of Linen models: nothing but the products changes, and all of those do.
-
-The oracle is fake quantization in plain JAX: values rounded with ml_dtypes' casts, multiplied in
-f32, with the gradient that FP8 training defines (the same of the gradient, straight through).
-"""
+"""`convert` of Linen models: nothing but the products changes, and all of those do."""
 
 from collections import Counter
 from collections.abc import Iterator

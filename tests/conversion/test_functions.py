@@ -1,7 +1,4 @@
-"""`jfp8.convert` of functions: matmuls that are found, state that its gradient replaces.
-
-The oracle of each transformation is the same function with `scaled_dot_general` written by hand.
-"""
+"""`jfp8.convert` of functions, against the same ones with `scaled_dot_general` written by hand."""
 
 import functools
 import warnings

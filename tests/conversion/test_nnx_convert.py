@@ -235,11 +235,7 @@ class Scanned(nnx.Module):
 
 
 def test_a_stack_of_layers_is_no_edge_of_a_model():
-    """All of it becomes FP8; each layer has its own histories, and trains as if it stood alone.
-
-    The oracle is the same model unrolled, in f32: a weight's amax is exact, and what comes into the
-    first layer is; in the others an error of at most 2^-4 of each product's operands adds up.
-    """
+    """Against the same model unrolled in f32; errors of at most 2^-4 of each operand add up."""
     model, x = Scanned(nnx.Rngs(0)), normal((4, D))
     weights = model.layers.kernel.get_value()
 

@@ -1,7 +1,4 @@
-"""Products that NNX modules compute by themselves: einsum, dot, matmul and @ with a parameter.
-
-The oracle is the same model, written with jfp8's own product in place of ``jnp.einsum``.
-"""
+"""Products that NNX modules compute by themselves, against models written with jfp8's product."""
 
 import contextlib
 import functools
@@ -296,10 +293,7 @@ class Scanned(nnx.Module):
 @pytest.mark.parametrize("layers", [3, 8])
 @pytest.mark.representative(1)
 def test_own_modules_in_a_stack_with_layers_of_flax(layers):
-    """That a module is stacked shows in the kernels; 8 is the number of features too.
-
-    The oracle is the same model with jfp8's products written into it.
-    """
+    """That a module is stacked shows in the kernels; 8 is the number of features too."""
     loss = lambda model, tokens: jnp.mean(model(tokens) ** 2)
     step = nnx.jit(jfp8.nnx.value_and_grad(loss))
     converted = jfp8.convert(Scanned(nnx.Rngs(0), layers=layers), "delayed")

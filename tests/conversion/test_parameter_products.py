@@ -1,7 +1,4 @@
-"""Products that modules compute by themselves: einsum, dot, matmul and @ with a parameter.
-
-The oracle is the same model, written with jfp8's own product in place of ``jnp.einsum``.
-"""
+"""Products that modules compute by themselves, against models written with jfp8's product."""
 
 import functools
 from collections import Counter

@@ -300,10 +300,7 @@ def test_a_decorated_method_under_scan_keeps_its_state():
     "name", ["map_variables", "map_variables in scan", "scan of a mapped class"]
 )
 def test_histories_are_those_of_mapped_parameters(name, mutable):
-    """By NumPy: the amax of a weight is that of the mapped one, of the input that of the input.
-
-    With `jfp8.TrainState`, and in a loop without it.
-    """
+    """Against NumPy, with `jfp8.TrainState` and in a loop without it."""
     converted = jfp8.convert(MODELS[name], exempt=())
     variables = jax.jit(converted.init)(KEY, X)
     variables["params"] = jax.tree.map(lambda leaf: leaf * 3, variables["params"])

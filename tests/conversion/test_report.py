@@ -157,11 +157,7 @@ def test_vmap_multiplies_flops():
     ids=["strided", "strided VALID", "grouped VALID", "dilated VALID", "transposed"],
 )
 def test_the_three_products_of_a_convolution_count_alike(layer, windows):
-    """2 * results * taps * channels; of a transposed one, whose windows are pixels, 2 * pixels.
-
-    JAX writes gradients with zeros between elements and around images, which nobody multiplies. XLA
-    counts the same where no window hangs over the edge of the image.
-    """
+    """2 * results * taps * channels (pixels if transposed); XLA counts the same without padding."""
     x = jnp.ones((1, 8, 8, 8))
     layer = layer.clone(use_bias=False)
     model = nn.Sequential([nn.LayerNorm(), layer, jnp.sum])  # whose parameters need a dgrad

@@ -1,7 +1,4 @@
-"""Calls for type checkers, which tests/layers/test_signatures.py has check them; nobody runs them.
-
-A line that ends in "refused" is wrong, and all others are right.
-"""
+"""Calls for type checkers (see test_signatures.py): lines that end in "refused" are wrong."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,4 @@
-"""`debug.advice` finds faults that were planted in real trainings, and nothing in good ones.
-
-The trainings predict the next byte of Python sources from the bytes before it.
-"""
+"""`debug.advice` finds faults that were planted in real trainings, and nothing in good ones."""
 
 import dataclasses
 import functools
@@ -75,13 +72,7 @@ def training(recipe):
 
 
 def train(recipe, n_steps=20, *, branch=1.0, data=lambda i, x: x, after=lambda i, old, new: new):
-    """Statistics of a training.
-
-    Args:
-      branch: what the second layer of `Net` is multiplied by.
-      data: may change the input of a step.
-      after: may change the state that a step returned.
-    """
+    """Return the statistics of a training; `branch` multiplies the second layer of `Net`."""
     state, step = training(recipe)
     rows = []
     for i, (x, y) in enumerate(batches(n_steps)):

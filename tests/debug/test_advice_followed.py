@@ -1,8 +1,4 @@
-"""What the advice of `debug.advice` is worth: a fault is planted, and the advice is followed.
-
-The number that the fault is about has to fall: against NumPy in float64, the relative error of the
-product in which the fault shows.
-"""
+"""A fault is planted and its advice is followed: the error against float64 has to fall."""
 
 import functools
 import re

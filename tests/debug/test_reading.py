@@ -1,7 +1,4 @@
-"""What is measured inside of loops, branches and calls, and which layer it belongs to.
-
-The programs are small and hold no product: a tap may be anywhere.
-"""
+"""What is measured inside of loops, branches and calls, and which layer it belongs to."""
 
 from dataclasses import dataclass
 from typing import ClassVar

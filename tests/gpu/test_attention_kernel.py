@@ -1,7 +1,4 @@
-"""The attention kernels, compiled for an H200: FP8 products alone, in registers alone.
-
-As `test_compiled.py`: nothing is executed. Elsewhere all are skipped.
-"""
+"""The attention kernels, compiled for an H200 as in `test_compiled.py`: FP8 in registers alone."""
 
 from functools import partial
 
@@ -86,9 +83,7 @@ def test_attention(size, case, compiled):
 
 @pytest.mark.parametrize("options", [ALL, CAUSAL, WINDOW], ids=["all", "causal", "window"])
 def test_heads_of_256(options):
-    """Sums and logits take 192 of 240 registers. Masks spill a few numbers that stay the same in
-    the loop: stored once, loaded in each step.
-    """
+    """Sums and logits take 192 of 240 registers; masks spill a few numbers, stored once."""
     f, args = program_of(256, 1, False, **options)
     program = compile_for("h200", f, *args)
     assert_fp8_alone(program, 256)

@@ -1,7 +1,4 @@
-"""The attention kernels for Blackwell, compiled for a B200: FP8 products alone, in registers alone.
-
-As `test_compiled.py`: nothing is executed. Elsewhere all are skipped.
-"""
+"""The attention kernels, compiled for a B200 as in `test_compiled.py`: FP8 in registers alone."""
 
 from functools import partial
 
@@ -106,10 +103,7 @@ def test_backward(size, case):
 
 @pytest.mark.parametrize("spec", [None, P("x", None, "y")], ids=["one", "eight"])
 def test_public_function(spec, recorded):
-    """`scaled_dot_product_attention` of bf16 arrays, forward and backward, takes the kernels.
-
-    Each of eight devices has its sequences and heads, and sends nothing.
-    """
+    """`scaled_dot_product_attention` takes the kernels, and eight devices send nothing."""
     attend = partial(jfp8.scaled_dot_product_attention, is_causal=True, recipe="current")
     args = (jax.ShapeDtypeStruct((2, T, HEADS, 128), BF16),) * 4
     f = gradients_of(attend)

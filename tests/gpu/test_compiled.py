@@ -179,10 +179,7 @@ def test_statistics_leave_products_in_fp8(recipe):
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_odd_sizes(name, compiled):
-    """Padded inside. What is cut off a result is a pass over it, which also adds what was split.
-
-    The gradient of the weight is a long sum, which XLA may split, so it is scaled in f32.
-    """
+    """Padded inside. What is cut off a result is a pass over it, which also adds what was split."""
     layer = Dense(777, recipe=PER_TENSOR[name])
     f, args = forward_and_backward(layer, (2000, 1333))
     hlo = compiled(f"`Dense`, 2000×1333→777, bias, {name}", "h200", f, *args).hlo
@@ -302,10 +299,7 @@ def test_transformer_layer(compiled):
 
 
 def assert_one_pass_of_rmsnorm(hlo):
-    """No kernel passes an output on, but the one that adds the gradient of RMSNorm to ``dy``.
-
-    That gradient needs a sum over each row of dgrad's output, so no matmul could have done it.
-    """
+    """No kernel passes an output on, but the one that adds the gradient of RMSNorm to ``dy``."""
     (passing,) = hlo.passes_over_outputs
     assert re.search(r"wi\._normalize/add_any$", passing.op_name)
     of_rows = [i for i in hlo.hlo.inside(passing) if i.results[0].shape == (1, 4096, 1)]

@@ -92,10 +92,7 @@ def assert_three_f8_products(found, forward=E4M3, backward=E5M2, out="f32", of_w
 @pytest.mark.parametrize("numbers", [PLAIN, BATCHED], ids=["matrices", "batches"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_three_f8_products(dtype, numbers, implementation):
-    """No f32 or bf16 product is left beside them, whatever the operands were.
-
-    bf16 is written by the product itself; f16 could overflow before the scale is multiplied.
-    """
+    """No f32 or bf16 product is left; f16 could overflow before the scale is multiplied."""
     f, args = product_and_gradients(dtype, numbers, implementation=implementation)
     out = "bf16" if dtype == jnp.bfloat16 else "f32"
     assert_three_f8_products(dots(lowered(f, *args)), out=out)

@@ -1,7 +1,4 @@
-"""Attention in high precision, compiled for an H200: by cuDNN, without an array of all scores.
-
-As `test_compiled.py`: nothing is executed; elsewhere it is skipped.
-"""
+"""Attention in high precision, compiled for an H200 (see `test_compiled.py`): by cuDNN."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,4 @@
-"""What the compiler for eight H200 makes of jfp8 under plain ``jit`` with shardings.
-
-The compiler divides arrays among the devices, and kernels with them: every product is in FP8, with
-little beside it, and weights are exchanged as bytes. See `test_compiled`.
-"""
+"""Under ``jit`` with shardings over eight H200 every product is FP8: see `test_compiled.py`."""
 
 from functools import partial
 
@@ -46,13 +42,7 @@ def times(x, w, recipe):
 
 
 def layer_on_devices(layer, shape, kernel, x, y):
-    """The arguments of `compile_divided` after its axes, for a layer, forward and backward.
-
-    Args:
-      layer, shape: and that of its input.
-      kernel: the layout of a weight by its path; other variables are everywhere.
-      x, y: layouts of input and result. Gradients are laid out like what they belong to.
-    """
+    """Arguments of `compile_divided` for a layer; `kernel` gives the layout of a path's weight."""
 
     def spec(path, leaf):
         return kernel(jax.tree_util.keystr(path)) if path[-1].key == "kernel" else P()

@@ -1,8 +1,4 @@
-"""Time saved by FP8: what `jfp8.report` expects, against the record of whole compiled steps.
-
-The report adds up the cost model of matmuls, `benchmarks/whole_steps.py` the kernels of a compiled
-program. Both are models, with different rates.
-"""
+"""Time saved by FP8: the report's cost model against the record of whole compiled steps."""
 
 import json
 import warnings

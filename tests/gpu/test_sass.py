@@ -1,7 +1,4 @@
-"""The machine code of the kernels for Hopper: what ptxas does silently, and a GPU would only feel.
-
-As `test_compiled.py`: nothing is executed. Elsewhere all are skipped.
-"""
+"""The machine code of the kernels for Hopper, compiled as in `test_compiled.py`."""
 
 import re
 
@@ -105,10 +102,7 @@ def arithmetic_per_product(loop):
 
 
 def cycles_without_products(loop):
-    """Return the cycles that a warp at least takes from the wait for products to the next ones.
-
-    They are the sum of what the control codes say that each instruction stalls.
-    """
+    """Return the cycles that instructions stall from the wait for products to the next ones."""
     waits = [i for i, line in enumerate(loop) if "WARPGROUP.DEPBAR" in line]
     first = next(i for i, line in enumerate(loop) if "QGMMA" in line)
     outside = "\n".join([*loop[waits[-1] :], *loop[:first]])

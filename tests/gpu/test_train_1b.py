@@ -1,7 +1,4 @@
-"""A whole training step of the 1B model of `examples/train_nnx_lm.py`, compiled for eight H200.
-
-Nothing is executed; elsewhere it is skipped: see `test_compiled`.
-"""
+"""A training step of the 1B model of `examples/train_nnx_lm.py`, compiled for eight H200."""
 
 from collections import Counter
 

@@ -1,7 +1,4 @@
-"""`jfp8.convert` of the models of gemma and of tunix, where these are installed.
-
-`.ci/lock/trainers.in` lists what they need; `benchmarks/clients` has stand-ins for the rest.
-"""
+"""`jfp8.convert` of the models of gemma and tunix, if installed: see `.ci/lock/trainers.in`."""
 
 import importlib.util
 import json

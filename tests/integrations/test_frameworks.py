@@ -1,7 +1,4 @@
-"""Equinox, Haiku, Keras and haliax as released: their models trained in FP8 beside themselves.
-
-Each loss stays within 5 % of the same steps in f32, the noise of FP8 in a model of this size.
-"""
+"""Equinox, Haiku, Keras and haliax as released: losses in FP8 within 5 % of those in f32."""
 
 import os
 from collections.abc import Callable

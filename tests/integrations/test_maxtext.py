@@ -1,8 +1,4 @@
-"""`jfp8.integrations.maxtext` in MaxText itself, where that is installed.
-
-`benchmarks/clients/maxtext_client.py` says how. Its `train` calls MaxText's train loop with the
-options that are MaxText's default: layers scanned along axis 1, full rematerialization.
-"""
+"""`jfp8.integrations.maxtext` in MaxText itself: see `benchmarks/clients/maxtext_client.py`."""
 
 import json
 import os

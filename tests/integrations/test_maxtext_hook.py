@@ -1,8 +1,4 @@
-"""`jfp8.integrations.maxtext` on stand-ins with the interface of MaxText 0.2.5.
-
-Each does with what it is given what MaxText's function of that name does. `test_maxtext` runs
-MaxText's own.
-"""
+"""`jfp8.integrations.maxtext` on stand-ins for the functions of MaxText 0.2.5."""
 
 import importlib
 import sys

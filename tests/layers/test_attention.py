@@ -1,9 +1,4 @@
-"""Attention: Flax's layer with FP8 projections and, if wanted, FP8 products of attention.
-
-The oracle is fake quantization: the layer written out, in float32, with products whose operands
-were rounded by ml_dtypes, and whose gradient is straight-through. For attention itself it is the
-function that layers call, which tests/products/test_flash_attention.py compares with sums of bytes.
-"""
+"""Attention with FP8 projections and products, against fake quantization written out in f32."""
 
 import functools
 import math

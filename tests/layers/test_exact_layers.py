@@ -1,9 +1,4 @@
-"""Layers on numbers that FP8 holds exactly: they give what Flax's give, to the last bit.
-
-Small integers are numbers of E4M3 and of E5M2, if no scale is between. Their products and the sums
-of these are integers below 2^24, so no order of summing rounds. A transposed axis, a bias of the
-wrong sign or a window one off gives another integer.
-"""
+"""Layers on small integers, whose products and sums FP8 and f32 hold exactly: bitwise Flax's."""
 
 import flax.linen as nn
 import jax

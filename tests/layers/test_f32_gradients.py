@@ -1,7 +1,4 @@
-"""Layers with f32 parameters that compute in bf16: gradients of kernels are sums in f32.
-
-They are what the same layer gives for a kernel that was cast before, but not rounded to bf16.
-"""
+"""Layers with f32 parameters that compute in bf16: gradients of kernels are sums in f32."""
 
 import flax.linen as nn
 import jax

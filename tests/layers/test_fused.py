@@ -1,8 +1,4 @@
-"""Normalisation and products as one layer: `LayerNormDense` and `LayerNormMLP`.
-
-The oracle is fake quantization: the layer written out, in float32, with products whose operands
-were rounded by ml_dtypes, and whose gradient is straight-through.
-"""
+"""`LayerNormDense` and `LayerNormMLP`, against fake quantization written out in f32."""
 
 import functools
 

@@ -1,7 +1,4 @@
-"""Linen modules: drop-in for Flax's own, and the promises about the state they keep.
-
-The oracle is fake quantization in numpy: values rounded by ml_dtypes, multiplied in float64.
-"""
+"""Linen modules: drop-in for Flax's own, and the promises about the state they keep."""
 
 import functools
 
@@ -23,11 +20,7 @@ KEY = jax.random.key(7)
 
 
 def assert_is_product(y, equation, a, b, plus=0.0):
-    """`y` is the einsum of `a` and `b` in f32, in whatever order it was summed.
-
-    A sum of n products in f32 is off by at most n * 2^-24 of the sum of magnitudes; the scales and
-    the output dtype add four roundings.
-    """
+    """Sums in f32 in any order are off by n * 2^-24 of the magnitudes; add four roundings."""
     exact = np.einsum(equation, a, b)
     terms = np.einsum(equation, np.ones_like(a), np.ones_like(b)).max(initial=0)
     slack = (terms + 4) * 2.0**-24 * np.einsum(equation, np.abs(a), np.abs(b))

@@ -73,10 +73,7 @@ def linen_step():
 
 
 def times_quantized(step, *args):
-    """Count in the compiled program the casts to codes in the shape of the input.
-
-    Without fusions, which cast again where it is cheaper than to store.
-    """
+    """Count casts to codes in the shape of the input, without fusions, which may cast again."""
     options = {"xla_disable_hlo_passes": "fusion"}
     text = jax.jit(step).lower(*args).compile(compiler_options=options).as_text()
     return len(re.findall(rf"= u8\[{ROWS},{WIDTH}\]\S* convert\(", text))

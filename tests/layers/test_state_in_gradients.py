@@ -1,7 +1,4 @@
-"""State whose gradient is its new value: in loops that are not ours, the histories are the same.
-
-The oracle is `jfp8.TrainState`, whose histories other tests compare with NumPy, or NumPy itself.
-"""
+"""State whose gradient is its new value, in loops that are not ours: as of `jfp8.TrainState`."""
 
 import functools
 

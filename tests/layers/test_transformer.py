@@ -1,7 +1,4 @@
-"""`TransformerLayer`, against the same layer written out with fake-quantized products.
-
-The oracle's operands were rounded by ml_dtypes; between the products it is plain float32.
-"""
+"""`TransformerLayer`, against the same layer written out with fake-quantized products."""
 
 import functools
 

@@ -1,8 +1,4 @@
-"""`scaled_matmul(accumulation=...)`: sums in chunks, against f32 arithmetic written out in numpy.
-
-The data are small integers, so that a sum of 128 products is exact in f32 in any order, and what is
-left is what the name says: the scaling of each partial sum and the additions of those, in f32.
-"""
+"""`scaled_matmul(accumulation=...)`: sums of integers in chunks, against f32 in numpy."""
 
 import functools
 from functools import partial
@@ -67,10 +63,7 @@ def f32_scale(q) -> np.ndarray:
 
 
 def every_128(lhs, rhs) -> np.ndarray:
-    """The oracle, for operands [..., m, k] and [..., k, n]; f32.
-
-    ``sum_c f32(scale_c * sum_{k in c} a_k b_k)``, one addition in f32 after the other.
-    """
+    """``sum_c f32(scale_c * sum_{k in c} a_k b_k)``, one f32 addition after the other."""
     a, b = (np.asarray(q.data).astype(np.float64) for q in (lhs, rhs))
     a_scale, b_scale = f32_scale(lhs), f32_scale(rhs)
     total = np.zeros(np.matmul(a, b).shape, np.float32)
@@ -105,11 +98,7 @@ def pair(layout, m, k, n, batch=()):
 
 
 def assert_close(y, expected, k):
-    """Bitwise but for a fused multiply-add, which rounds once where the oracle rounds twice.
-
-    A chunk adds at most one such rounding, of its scaled partial sum. That is far less than what
-    any other order of scaling and summing may differ by: see `test_chunks_are_visible`.
-    """
+    """Bitwise but for one fused multiply-add a chunk, far less than what another order makes."""
     y, expected = np.asarray(y, np.float64), expected.astype(np.float64)
     assert y.shape == expected.shape
     assert abs(expected).max() > 0
@@ -129,10 +118,7 @@ def test_f32_every_128(layout, k, batch):
 
 
 def test_chunks_are_visible():
-    """2^24 + (1 + 1) and 2^24 + 1 + 1 are different numbers in f32, and so are the two modes' sums.
-
-    A chunk of 2^24 (products of 448 and 1) is followed by one with two products of 1.
-    """
+    """2^24 + (1 + 1) and 2^24 + 1 + 1 differ in f32: a chunk of 2^24, then one of two ones."""
     lhs = np.zeros((1, 256), np.float32)
     rhs = np.zeros((256, 1), np.float32)
     lhs[0, :64], rhs[:64, 0] = 256, 256
@@ -180,10 +166,7 @@ def test_non_finite_scales_and_data_show(accumulation):
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper_every_128"])
 def test_transformations(accumulation):
-    """Eager, under vmap, and under shard_map, where the loop's carry has to vary over devices.
-
-    Scaling by powers of two is exact, so that no fused multiply-add can show.
-    """
+    """Eager, under vmap and shard_map; by powers of two, so that no fused multiply-add shows."""
     lhs, rhs = pair(LAYOUTS["E8M0 1x128"], 8, 256, 3)
     f = partial(jfp8.scaled_matmul, dimension_numbers=PLAIN, accumulation=accumulation)
     expected = matmul(lhs, rhs, PLAIN, accumulation=accumulation)

@@ -1,7 +1,4 @@
-"""Products in blocks by `jax.nn.scaled_matmul`: JAX's lowering for CPUs, and that for CUDA.
-
-What it compiles to for a Blackwell GPU is checked with the other programs for GPUs.
-"""
+"""Products in blocks by `jax.nn.scaled_matmul`: JAX's lowering for CPUs, and that for CUDA."""
 
 import jax
 import jax.numpy as jnp

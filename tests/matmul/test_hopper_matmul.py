@@ -45,12 +45,7 @@ def blocks(scale, axis, size):
 
 
 def assert_product(y, a, b, out_dtype):
-    """``y = a @ b.T`` of scaled float64 operands, but for the roundings of the kernel.
-
-    Products of f8 are exact in f32. Each is part of at most K f32 additions, in any order, and is
-    multiplied by two scales or by their product: a relative 2^-24 for each. Then one rounding to
-    the output's dtype.
-    """
+    """``a @ b.T`` but for K f32 additions, two scales, and one rounding to the output's dtype."""
     expected, magnitude = a @ b.T, np.abs(a) @ np.abs(b).T
     assert y.shape == expected.shape
     bound = (a.shape[1] + 3) * 2.0**-24 * magnitude

@@ -1,7 +1,4 @@
-"""Adam with stored moments: the presets against the rules of their libraries, and the defaults.
-
-Oracle: Adam in numpy with the storage of MS-AMP, torchao and COAT around it, from their sources.
-"""
+"""Adam with stored moments, against numpy with the storage of MS-AMP, torchao and COAT."""
 
 import inspect
 
@@ -62,10 +59,7 @@ def to_bf16(x, *, up: bool):
 
 
 class Coat:
-    """``(|x| / c)^k`` of 128 flattened elements, by the kernel's own formula.
-
-    The extremes are rounded outwards to bf16, as jfp8 does to keep them in half of the bytes.
-    """
+    """``(|x| / c)^k`` of 128 elements; the extremes are rounded outwards to bf16, as jfp8's are."""
 
     def m(self, x):
         flat = x.reshape(-1, 128).astype(np.float64)

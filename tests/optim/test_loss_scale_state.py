@@ -1,8 +1,4 @@
-"""A loss scale of which only one half is used, or that stands at the wrong place, is noticed.
-
-Oracles: the same training without a loss scale, and which loops are right by construction.
-Structures of earlier tests must not play a part, so that parameters are named after the test.
-"""
+"""A loss scale half used or misplaced is noticed; each test names parameters of its own."""
 
 import pickle
 import warnings

@@ -1,8 +1,4 @@
-"""Loss scaling: the state machine, exact unscaling, and what a skipped step leaves behind.
-
-Oracles: the update rules written in plain Python floats, plain optax transformations that never see
-a loss scale, and powers of two, which make every comparison below an equality of bits.
-"""
+"""Loss scaling: the state machine, exact unscaling, and what a skipped step leaves behind."""
 
 import math
 
@@ -45,11 +41,7 @@ def begin(tx, params):
 
 
 def train(tx, gradients, *, bad_steps=(), jit=False):
-    """Params and state after steps with gradients of the loss times the scale that `tx` holds.
-
-    Eager, one primitive at a time, so that equal arithmetic gives equal bits. `jit` is for what
-    calls lax.cond, which would compile anew in every step.
-    """
+    """Params and state after steps by gradients times the scale, eager unless `jit`."""
     params = make_params()
     state = tx.init(params)
     update = jax.jit(tx.update) if jit else tx.update
@@ -209,10 +201,7 @@ def test_all_finite_looks_past_integers_and_empty_trees():
 @pytest.mark.parametrize("exponent", [0, 1, 15, 24, -20, 100, 126, -126])
 @pytest.mark.parametrize("jit", [False, True])
 def test_unscaling_is_exact(exponent, jit):
-    """Every mantissa bit of an f32 gradient survives, down to the smallest normal result.
-
-    At both limits, too: 1 / S must be normal, since XLA may multiply by it.
-    """
+    """Every bit of an f32 gradient survives; 1 / S must be normal, since XLA may multiply by it."""
     scale = 2.0**exponent
     tx = jfp8.loss_scale(init_scale=scale, min_scale=min(scale, 1.0), max_scale=max(scale, 2.0**24))
     rng = np.random.default_rng(0)

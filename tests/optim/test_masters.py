@@ -1,8 +1,4 @@
-"""Weights stored in FP8 or 16 bits: what arrives, what is lost, and what must not change.
-
-The oracles are numpy and ml_dtypes: a master is an f32 sum, its working copy a rounding by
-ml_dtypes with the power of two that a search finds.
-"""
+"""Weights stored in FP8 or 16 bits: what arrives, what is lost, and what must not change."""
 
 import dataclasses
 import functools

@@ -1,7 +1,4 @@
-"""Muon with stored momentum, and polar factors from low-precision matmuls.
-
-Oracles: `optax.contrib.muon` in f32, and polar factors from NumPy's singular value decomposition.
-"""
+"""Muon with stored momentum, against `optax.contrib.muon` and NumPy's polar factors."""
 
 import inspect
 

@@ -1,7 +1,4 @@
-"""How moments are kept: bytes as the published rules say, and what no rounding may do to a moment.
-
-Oracles: the rules of MS-AMP, torchao and COAT in numpy with the casts of ml_dtypes, and float64.
-"""
+"""Stored moments, against the rules of MS-AMP, torchao and COAT in numpy and float64."""
 
 import functools
 
@@ -77,10 +74,7 @@ def cast(x, fmt) -> np.ndarray:
 
 
 def coat(part: np.ndarray, fmt):
-    """COAT's expansion of one block, in float64: codes, the values that they stand for, and k.
-
-    With what the kernel lacks: the minimum over non-zeros, zeros for zeros alone, bounds for k.
-    """
+    """COAT's expansion of a block in float64: codes, values and k, which is bounded; zeros stay."""
     a = np.abs(part.astype(np.float64))
     # The two that jfp8 keeps: outwards to bf16.
     largest = round_bf16(a.max(), up=True)

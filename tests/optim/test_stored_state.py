@@ -1,7 +1,4 @@
-"""`store_state` around the transformations of optax, inside of them, and what it must not change.
-
-Oracle: the same transformation without it.
-"""
+"""`store_state` around and inside of optax's transformations, against those without it."""
 
 import dataclasses
 from typing import Any

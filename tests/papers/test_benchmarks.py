@@ -74,10 +74,7 @@ def test_attention_in_float64():
 
 
 def test_a_long_run_has_gaps_that_grow():
-    """Of 1, 1, 3 percent after steps 1, 2 and 3, of 2, 3 and 4 percent after 4, 5 and 6.
-
-    Fifths of six steps end at 1.2, 2.4, 3.6, 4.8 and 6. Of held-out text, 10 and 25 percent.
-    """
+    """Of 1, 1, 3, 2, 3 and 4 percent after steps 1 to 6, whose fifths end at 1.2, 2.4, 3.6 ..."""
     long_run = imported("long_run", "benchmarks", "examples")
     point = lambda step, losses, held_out, **layers: {
         "step": step, "train_loss": losses, "validation_loss": held_out, "layers": layers

@@ -1,8 +1,4 @@
-"""Everything public is documented, in docstrings and on pages; their code runs; the site builds.
-
-Docstrings have the sections that fit the code, rules of others their ``References``, and
-functions of `jfp8` itself an example.
-"""
+"""Everything public is documented, in docstrings and on pages; their code runs; the site builds."""
 
 import ast
 import builtins
@@ -462,10 +458,7 @@ def same(word: str, printed: str) -> bool:
 
 
 def run(code: str, scope: dict[str, Any], name: str) -> str:
-    """Run a block of a page, and return what it prints.
-
-    Where a comment behind a ``print`` is a literal, such as ``# 32768.0``, that is what it prints.
-    """
+    """Run a block of a page and return its output; a literal behind a ``print`` must be that."""
     printed = io.StringIO()
     lines = code.splitlines()
     for statement in ast.parse(code).body:

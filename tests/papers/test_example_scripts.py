@@ -249,10 +249,7 @@ def test_the_table():
 
 
 def test_the_loop_takes_every_step_once():
-    """Of each run, in order, with the batch of that step; and says what each step returned.
-
-    Then it trains float32 again from its first state, on other batches.
-    """
+    """Of each run, in order, with its batch; then float32 again, on other batches."""
     training, report = (imported(f"lm.{name}", "examples") for name in ("training", "report"))
     seen = {"fp8": [], "f32": []}
 

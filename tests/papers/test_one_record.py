@@ -1,7 +1,4 @@
-"""Facts on the pages are the code's and the records': defaults, limits, figures, names, options.
-
-Printed output is compared in test_docs.py.
-"""
+"""Facts on the pages are the code's and the records': defaults, limits, figures, names, options."""
 
 import inspect
 import json

@@ -33,9 +33,7 @@ train_sharded, train_processes, llama_nnx, sharding = (
 @pytest.mark.slow
 @pytest.mark.parametrize("factors", [(1, 8, 1), (2, 1, 4)])
 def test_in_float32_the_losses_are_those_of_one_device(text, factors):
-    """But for the order of sums: each adds rounding errors of 2^-24, and six steps do not amplify
-    them by more than a factor of ten or so.
-    """
+    """But for rounding errors of 2^-24, which six steps amplify by a factor of ten or so."""
     mesh = [f"--{name}={n}" for name, n in zip(("data", "fsdp", "tensor"), factors)]
     result = train_sharded.main([*SMALL, *mesh, f"--text={text}", "--recipe=none", "--compare"])
     assert tuple(result["mesh"].values()) == factors
@@ -47,9 +45,7 @@ def test_in_float32_the_losses_are_those_of_one_device(text, factors):
 
 @pytest.mark.slow
 def test_in_fp8_the_losses_are_those_of_one_device(text, capsys):
-    """In the first step to rounding in f32. Then some values near the middle between two of FP8's
-    go to the other one: single amaxes move by a step of FP8, 1/8, the loss by far less.
-    """
+    """To rounding in f32 at first; then some values and amaxes move by a step of FP8."""
     result = train_sharded.main([*SMALL, f"--text={text}", "--compare"])
     printed = capsys.readouterr().out
     assert "data 2 x fsdp 2 x tensor 2: 8 devices" in printed
@@ -182,9 +178,7 @@ def test_the_expected_speed_of_1b():
 
 @pytest.mark.slow
 def test_two_processes_agree_and_equal_one(text, tmp_path):
-    """Both have the same losses and histories to the last bit; one process the same loss to the
-    order of sums at first, and to what FP8 makes of it later.
-    """
+    """Both to the last bit; one process to the order of sums at first, later to FP8's steps."""
     small = ["--steps=4", "--layers=1", "--seq-len=32", f"--text={text}"]
     printed = run_script("examples/train_processes.py", *small, "--out=here", cwd=tmp_path)
     result = json.loads(Path("here/result.json").read_text())

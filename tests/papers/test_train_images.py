@@ -70,10 +70,7 @@ def test_a_file_that_is_not_idx(tmp_path, content):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "stride"), [(1, 2), (3, 1), (3, 2)])
 def test_conv_is_that_of_flax(size, stride):
-    """The same initial kernel, bit for bit, and the same products, forward and backward.
-
-    "SAME" pads an even and an odd side differently.
-    """
+    """The same initial kernel and products; "SAME" pads an even and an odd side differently."""
     x = np.random.default_rng(0).normal(size=(2, 8, 7, 3)).astype(np.float32)
     ours = model.Conv(5, size, stride)
     flax = nn.Conv(5, (size, size), stride, use_bias=False)

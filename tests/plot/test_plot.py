@@ -449,10 +449,7 @@ def test_heat_map_is_dark_where_the_sqnr_is_low():
 
 
 def test_heat_map_marks_dead_tensors_and_those_that_are_not_finite():
-    """Nothing of zeros underflows: without a mark a dead gradient would look like a good one.
-
-    One whose finite elements are all zeros is not dead: who knows what the others were.
-    """
+    """Without a mark a dead gradient would look good; one that is not all finite is not dead."""
     rows = [
         row(0, "a", order=0, underflow=0.5),
         row(10, "a", order=0, amax=0.0, rms=0.0, exponents={}),

@@ -1,7 +1,4 @@
-"""Products as an NVIDIA GPU is given them: what is lowered for one, and what its kernels compute.
-
-There need not be a GPU: an abstract mesh describes one, and kernels are interpreted.
-"""
+"""Products as lowered for an NVIDIA GPU that a mesh describes, and as its kernels compute them."""
 
 import re
 

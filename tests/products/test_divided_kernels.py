@@ -1,8 +1,4 @@
-"""Kernels keep the rules by which the compiler divides them: parts give what the whole does.
-
-Interpreted kernels run on one device, so each division is made by hand: an operand is cut along one
-name of its rule, the kernel is called with either half, and the results are put together.
-"""
+"""Kernels keep their partitioning rules: cut by hand along a name, the halves give the whole."""
 
 import jax
 import jax.numpy as jnp

@@ -111,10 +111,7 @@ def test_the_kernel_makes_it(quantizer, state, name):
 
 
 def assert_made(quantizer, state, y, make, *parts):
-    """The kernel quantizes `y`, which it makes of `parts`, as the quantizer does, without a race.
-
-    To the bit, but that a zero may have another sign: XLA adds zeros to gradients.
-    """
+    """As the quantizer does of `parts`, without a race; a zero may have another sign."""
     from support.interpreter import no_races
 
     unknown = Made(jnp.full_like(y, jnp.nan), [*parts], make)

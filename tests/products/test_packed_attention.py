@@ -18,10 +18,7 @@ IDS = np.stack([np.repeat([3, 1, 2], [70, 63, 17]), np.repeat([0, 5, 0, 7], [10,
 
 
 def operands(batch=2, tokens=150, heads=4, kv_heads=2, depth=16, seed=0):
-    """Q, K, V, the gradient of the result, and sinks of very different sizes.
-
-    V and the gradient have means, so that the gradient of a sink is no small difference.
-    """
+    """Q, K, V, the gradient and sinks; means keep the sinks' gradients from small differences."""
     rng = np.random.default_rng(seed)
     shapes = [(batch, tokens, heads, depth), *[(batch, tokens, kv_heads, depth)] * 2]
     q, k, v, grad = (rng.normal(size=s).astype("f4") for s in (*shapes, shapes[0]))
@@ -125,11 +122,7 @@ def test_without_rounding_it_is_jax_with_an_explicit_mask(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nothing_leaks_from_another_segment(recipe):
-    """Other tokens in the second of three segments: no bit of the others changes, nor of gradients.
-
-    In attention no recipe has a scale of several tokens, unless histories are given, which come
-    from earlier steps. Only the gradient of the sinks is a sum over all segments.
-    """
+    """Other tokens in the second of three segments change the gradient of the sinks alone."""
     q, k, v, grad, sinks = map(jnp.asarray, operands(batch=1))
     ids = IDS[:1]
     of_second = jnp.asarray(ids == 1)[:, :, None, None]

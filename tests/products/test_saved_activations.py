@@ -1,7 +1,4 @@
-"""Activations kept in FP8 for the backward pass: by any function, and by the layers.
-
-The oracle quantizes with ml_dtypes and has its derivatives written out, in float64.
-"""
+"""Activations saved in FP8, against ml_dtypes and derivatives written out in float64."""
 
 import functools
 

@@ -1,7 +1,4 @@
-"""Stochastic rounding inside of products: reproducible, different wherever it has to be, unbiased.
-
-With an identity matrix as the other operand, a gradient shows the rounded gradient itself.
-"""
+"""Stochastic rounding in products, seen through identity matrices: reproducible, unbiased."""
 
 import itertools
 from functools import partial
@@ -77,10 +74,7 @@ def test_without_a_key_the_data_decides(recipe):
 
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
 def test_operands_and_directions_use_different_bits(key):
-    """One matrix as lhs, rhs and gradient is rounded in six ways.
-
-    It has a magnitude for all, so that the scales of rows and of columns are equal.
-    """
+    """One matrix as lhs, rhs and gradient is rounded in six ways, with equal scales."""
     x = np.where(normal(1) > 0, np.float32(1.1), np.float32(-1.7))
     x[:, 0], x[0] = 2.0, 2.0
     rowwise = Rowwise(jfp8.E4M3FN, rounding="stochastic")
@@ -145,11 +139,7 @@ UNBIASED = {
 
 
 def with_the_largest_in_each_block(x):
-    """No value above 3.5, but for a 4 in each 16 elements of each row and of each column.
-
-    A scale of NVFP4 that is rounded down would saturate the largest element of its block, which is
-    a bias that rounding cannot mend. These scales are all the largest, and exact.
-    """
+    """A 4 in each 16 elements, others below 3.5: no scale of NVFP4 saturates or rounds."""
     x = np.clip(np.round(x * 64) / 64, -3.5, 3.5).astype(np.float32)
     i, j = np.indices(x.shape)
     return np.where((i - j) % 16 == 0, np.float32(4), x)
@@ -167,11 +157,7 @@ def unrotated(z):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_mean_gradient_is_that_of_the_unrounded_one(name):
-    """Over keys: each element within 5 standard errors, and their mean square as it should be.
-
-    The other operand is exact in every format, so that only the gradient is rounded. Nearest even
-    fails by far, being wrong in the same way every time.
-    """
+    """Within 5 standard errors over keys; rounding to nearest even fails by far."""
     recipe, nearest = UNBIASED[name]
     n = 32
     lhs = rhs = np.where(normal(7, (n, n)) > 0, np.float32(7), np.float32(-7))

@@ -106,10 +106,7 @@ def every_pattern(dtype) -> np.ndarray:
 
 
 def near_ties() -> np.ndarray:
-    """f32 of every exponent and sign, with every mantissa of 6 bits, and two ulp to either side.
-
-    No format has more than 4 bits, so all ties are among them, also those of subnormals.
-    """
+    """f32 of every exponent and sign, every mantissa of 6 bits, and two ulp to either side."""
     mantissas = (np.arange(64)[:, None] << 17) + np.arange(-2, 3)
     pattern = (np.arange(256)[:, None] << 23) + (mantissas.ravel() & 0x7FFFFF)
     return np.concatenate([pattern, pattern | 1 << 31]).ravel().astype(np.uint32).view(np.float32)

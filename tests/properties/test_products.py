@@ -1,8 +1,4 @@
-"""Products of any dimension numbers, in any layout of scales: against float64, with derived bounds.
-
-Dimension numbers, sizes and blocks are drawn by hypothesis: up to four dimensions a side, in any
-order, empty ones among them.
-"""
+"""Products of drawn dimension numbers, sizes and layouts of scales, against float64 bounds."""
 
 from __future__ import annotations
 
@@ -89,11 +85,7 @@ class Dims(NamedTuple):
 
 
 def random_dims(seed, contracted=(1, 2, 3, 7, 33, 40), others=(1, 2, 3, 5)) -> Dims:
-    """Up to two dimensions of each sort and four of an operand; one in eight has a size of zero.
-
-    From a seed, since hypothesis itself seldom draws what can go wrong: two dimensions of a sort,
-    and in another order on either side.
-    """
+    """Up to two dimensions a sort, from a seed: hypothesis seldom draws what goes wrong."""
     rng = np.random.default_rng(seed)  # or a generator, which stays what it is
     n_contract, n_batch = rng.choice([0, 1, 2], p=[0.1, 0.4, 0.5]), rng.choice([0, 1, 2])
     contract, batch = rng.choice(contracted, n_contract), rng.choice(others, n_batch)

@@ -1,8 +1,4 @@
-"""Laws of `quantize` and `dequantize`: of any shape, dtype, format, granularity and rounding.
-
-What hypothesis draws is checked by bounds and symmetries, which follow from the format and from the
-granularity alone; that the bits are right is in `test_quantizers.py`.
-"""
+"""Laws of `quantize` and `dequantize`: bounds and symmetries of format and granularity."""
 
 import functools
 import math
@@ -179,10 +175,7 @@ def sample(case, seed, kind) -> np.ndarray:
 
 
 def next_to_ties(case, x, rng) -> np.ndarray:
-    """`x` with half of its elements moved to where a step ends, less or more 2^-20 of it.
-
-    There an error in a scale or its reciprocal shows. All powers of two have the same ties.
-    """
+    """Move half of `x` next to the ends of steps, by 2^-20, where an error of a scale shows."""
     scale = case.amax(x) / case.fmt.max if case.scale_rounding is None else np.ones(x.shape)
     v = np.divide(np.abs(x), scale, out=np.zeros_like(scale), where=scale > 0)
     step = np.exp2(np.frexp(v)[1] - 1.0 - case.fmt.mantissa_bits)
@@ -280,10 +273,7 @@ def assert_scale_fits(case, scale, largest):
 
 @given(cases(), seeds, st.integers(-8, 8))
 def test_quantizing_commutes_with_signs_and_powers_of_two(case, seed, k):
-    """``-x`` and ``x * 2^k`` have the data of ``x``, but for the sign, and the scale times 2^k.
-
-    What is all zeros has a scale of its own. Zeros stay zeros, of their sign.
-    """
+    """Data is the same but for the sign, and scales times 2^k; zeros keep their sign."""
     rng = np.random.default_rng(seed)
     x = rng.uniform(2.0**-4, 2.0**4, case.shape) * rng.choice([-1, 0, 1], case.shape)
     x = np.asarray(x * case.spread(rng.random(case.scale_shape) < 0.8)).astype(case.dtype)

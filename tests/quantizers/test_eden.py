@@ -46,11 +46,7 @@ def corrected(x):
 
 @axes
 def test_scales_are_neighbours_of_the_corrected_ones(axis):
-    """Values as under rounding to nearest; the scale above or below ``c s``, and its mean ``c s``.
-
-    Over 64 seeds, each scale's mean is within 5 standard errors of a coin that is tossed 64 times,
-    and their mean square what it should be.
-    """
+    """Values as under rounding to nearest; scales have the mean ``c s`` to 5 standard errors."""
     x = normal((12, 304)) * np.exp2(np.arange(12) % 5).astype(np.float32)[:, None]
     wanted, data = corrected(x)
     given = x if axis == 1 else x.T

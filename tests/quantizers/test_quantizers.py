@@ -416,10 +416,7 @@ def nvfp4(x, block):
 
 
 def test_trap_two_level_data_is_divided_by_the_rounded_scale():
-    """By the scale before its rounding the largest elements would leave the range of E2M1.
-
-    And by no other number than that quotient in f32: half of the elements are next to ties.
-    """
+    """By the scale before its rounding the largest elements would leave the range of E2M1."""
     x = sample(shape=(4, 1024))
     data, narrow, tensor = nvfp4(x, (1, 16))
     largest = block_amax(x, Block((1, 16)))

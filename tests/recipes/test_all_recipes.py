@@ -1,7 +1,4 @@
-"""Every recipe and its main variants under one suite: numbers, shapes, transformations, layers.
-
-The oracle is fake quantization by the published rule of each recipe, and products in float64.
-"""
+"""Every recipe and variant in one suite, against fake quantization and products in float64."""
 
 import math
 import re
@@ -89,11 +86,7 @@ def value_and_grads(lhs, rhs, dy, numbers=PLAIN, *, recipe, implementation=None,
 
 
 def assert_agree(results, expected, recipe):
-    """Bitwise if the sums of `integers` are exact; else the order of f32 additions may show.
-
-    NVFP4's scales are no powers of two. 1e-5 is far above what f32 makes of sums of 64 products,
-    and far below one element rounded to another value.
-    """
+    """Bitwise if the sums of `integers` are exact; else 1e-5, far below one other value."""
     if not all(p.powers_of_two for p in vars(recipe.resolved()).values()):
         for result, other in zip(results, expected, strict=True):
             other = f64(other)

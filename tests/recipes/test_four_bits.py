@@ -96,11 +96,7 @@ def products_of_keys(x, w, g, *, recipe):
 
 @unbiased
 def test_the_mean_gradient_is_exact(recipe, error):
-    """That of 64 keys is 8 times as close as one: all of the error is noise, not bias.
-
-    Both operands are rotated by the same matrix, or the product would be another. Its sizes are no
-    multiples of 128, so that both rotations are padded.
-    """
+    """The mean of 64 keys is 8 times as close as one; both rotations are padded."""
     rng = np.random.default_rng(0)
     x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((M, K), (K, N), (M, N)))
     drawn = [np.asarray(y, np.float64) for y in products_of_keys(x, w, g, recipe=recipe)]

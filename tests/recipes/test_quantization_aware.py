@@ -1,8 +1,4 @@
-"""Quantization-aware training: the export has the bits of the forward pass.
-
-The forward operand is seen by multiplying the identity, so that no sum rounds. Oracle: fake
-quantization in numpy and ml_dtypes by the rule of each format.
-"""
+"""Quantization-aware training: the export has the bits of the forward pass, seen by identities."""
 
 import dataclasses
 

@@ -65,10 +65,7 @@ def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
 @pytest.mark.parametrize("how", ["eager", "jit", "constant scale"])
 @data_formats
 def test_trap_extreme_e8m0_scales(fmt, how):
-    """Codes 0 and 254 with every element: exact, in two multiplications with powers of two.
-
-    2^-127 is an f32 subnormal, which XLA:CPU reads as zero.
-    """
+    """Codes 0 and 254 are exact; 2^-127 is a subnormal, which XLA:CPU reads as zero."""
     data, codes = every_code(fmt), np.arange(256)
     q = ScaledArray(
         jnp.asarray(np.tile(data, (256, 1))),

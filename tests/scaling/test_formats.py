@@ -1,9 +1,4 @@
-"""Formats and casts, held to ml_dtypes and to tables of every value of each format.
-
-E3M4, which ml_dtypes does not have, is held to its definition.
-
-The oracles work on float64, which holds every f32 and every value of every format exactly.
-"""
+"""Formats and casts, held to ml_dtypes and to tables of every value, in float64."""
 
 from functools import cache
 

@@ -119,10 +119,7 @@ def test_trap_one_large_among_ten_million_in_bf16():
     seed=st.integers(0, 1 << 32),
 )
 def test_any_weights_in_any_order_bound_the_maximum(values, weights, sign, seed):
-    """Amaxes of other binades and weights 10^67 apart; a sum that is Inf is an entry as any other.
-
-    Weights are those of the 2^-20 that a backward pass hands over, down to where f32 ends.
-    """
+    """Amaxes of other binades, weights from 2^-20 to where f32 ends, and a sum that is Inf."""
     rows = encode(values) * np.float32(2.0**-20)
     weighted = rows * np.exp2(np.float32(weights[: len(values)]))[:, None]
     total = np.zeros(WIDTH, np.float32)

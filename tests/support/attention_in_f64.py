@@ -104,11 +104,7 @@ def assert_attention(
 
 
 def backward_operands_of(sizes, seen, grad_fmt, scale):
-    """Random ones, each of two uses of an operand with bytes and scales of its own.
-
-    Args:
-      seen: bool[rows, keys] of each head of queries, or of keys.
-    """
+    """Random operands; `seen` is bool[rows, keys] of each head of queries, or of keys."""
     heads, groups, rows, keys, size = sizes
     rng = np.random.default_rng(rows + keys + size)
     of_keys = heads // groups
@@ -142,10 +138,7 @@ def backward_operands_of(sizes, seen, grad_fmt, scale):
 
 
 def times(x, error, matrix, fmt):
-    """``cast(x) . matrix``, with a bound on its error: both roundings of `x` are right.
-
-    So is any order of the sum, in f32.
-    """
+    """``cast(x) . matrix``, with a bound: both roundings of `x` and any order of sums are right."""
     flips = np.abs(rounded(x + error, fmt) - rounded(x - error, fmt))
     in_order = 2.0**-16 * np.abs(rounded(x, fmt)) @ np.abs(matrix)
     return rounded(x, fmt) @ matrix, flips @ np.abs(matrix) + in_order

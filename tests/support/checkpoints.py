@@ -78,10 +78,7 @@ def raw(folder: Path) -> dict[str, np.ndarray]:
 
 
 def published(stored: dict[str, np.ndarray], weight: str, block: Any = None) -> np.ndarray:
-    """Return the f32 values of a weight, by the rules of the libraries for its tensors.
-
-    Only blocks that are cut short need their size, `block`.
-    """
+    """Return the f32 values of a weight by its library's rules; cut blocks need their size."""
     data = next(stored[weight + s] for s in SUFFIXES if weight + s in stored)
     names = [weight + s for s in ("_scales", "_scale_inv", "_scale")]
     scale = next(stored[n] for n in [*names, weight.replace("weight", "scale")] if n in stored)

@@ -1,7 +1,4 @@
-"""What the tests of programs compiled for an H200 and for a B200 have in common.
-
-They are in files of their own: in one process Mosaic GPU compiles kernels for one kind of GPU.
-"""
+"""Shared by the tests compiled for an H200 and for a B200, which run in processes of their own."""
 
 from functools import partial
 
@@ -34,13 +31,7 @@ def of(shape, dtype):
 
 
 def assert_by_cublaslt(program, products, size, dtype="bf16"):
-    """All products are cuBLASLt's FP8 products, and leave nothing to do for kernels after them.
-
-    Args:
-      products: their number: a third are forward.
-      size: elements of the smallest result, from which on no array may be f32.
-      dtype: of all results.
-    """
+    """All `products` are cuBLASLt's FP8, and nothing of `size` elements or more is f32."""
     hlo = program.hlo
     assert len(hlo.f8_products) == products
     assert hlo.other_products == []

@@ -17,10 +17,7 @@ def traced_for(kind="NVIDIA H200"):
 
 
 def pretend(monkeypatch, device):
-    """Trace for `device` from now on, and compute here what is meant for it.
-
-    Kernels are imported as they are needed: now, so that it is true of all of them.
-    """
+    """Trace for `device` from now on; kernels are imported first, so that it is true of all."""
     for module in pkgutil.walk_packages(jfp8.kernels.__path__, "jfp8.kernels."):
         importlib.import_module(module.name)
     found = {

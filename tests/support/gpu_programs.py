@@ -50,10 +50,7 @@ VERSION = (0, 11, 2)  # JAX 0.12 cannot hand an f8 product to its compiler witho
 
 
 def why_not(least: tuple[int, ...] | None = None) -> str | None:
-    """Why nothing can be compiled for a GPU in this process; None: it can.
-
-    For kernels alone JAX from `least` on is enough, and CUDA 12.
-    """
+    """Return why no program, from JAX `least` on, can be compiled for a GPU here, or None."""
     plugins = [f"jax_plugins.xla_cuda{n}" for n in ((13,) if least is None else (13, 12))]
     if importlib.util.find_spec("jax_plugins") is None or not any(
         importlib.util.find_spec(name) for name in plugins
@@ -280,10 +277,7 @@ def compile_divided(
     donated: tuple[int, ...] = (),
     dumped: bool = True,
 ) -> Program:
-    """Compile for a mesh with these axes; arguments and results lie as their specs say.
-
-    Dumps of Mosaic's kernels take CPU time, so programs that are timed are compiled without them.
-    """
+    """Compile for a mesh, laid out by specs; undumped, where CPU time counts."""
     mesh = _mesh_of(target, tuple(axes), tuple(axes.values()), kind)
     place = lambda specs: jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=_is_spec)
     args = jax.tree.map(

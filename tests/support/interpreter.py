@@ -1,8 +1,4 @@
-"""Kernels for GPUs, interpreted on a CPU or lowered without cuDNN; and whether threads raced.
-
-The only file of the tests that reaches into the private parts of JAX, which has no public way to
-ask for races.
-"""
+"""Kernels for GPUs, interpreted on a CPU or lowered without cuDNN, by private parts of JAX."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,4 @@
-"""What the tests of layers have in common: their oracle is fake quantization, in float32.
-
-Its products have operands that were rounded by ml_dtypes, and straight-through gradients.
-"""
+"""The oracle of tests of layers: fake quantization in f32, with straight-through gradients."""
 
 import functools
 

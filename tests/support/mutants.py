@@ -197,15 +197,7 @@ def called(node: ast.AST) -> str:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of a source file.
-
-    Attributes:
-      file: path from the root of the checkout.
-      line: of the changed node.
-      kind: name of a function in `KINDS`.
-      start: offset of `old` in the file, in bytes.
-      old, new: text of the node, and its replacement.
-    """
+    """One change of a source file: the node at byte `start`, replaced by a function of `KINDS`."""
 
     file: str
     line: int

@@ -28,12 +28,7 @@ COLLECTIONS = ("params", "fp8", "fp8_sink")
 
 @dataclass
 class Uses:
-    """What the products at one place saw: an amax for each use, by role.
-
-    Attributes:
-      amaxes: role -> one number for each use.
-      gradient: by the weight.
-    """
+    """What the products at one place saw: an amax for each use, by role, and the gradient."""
 
     amaxes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     gradient: np.ndarray | float = 0.0

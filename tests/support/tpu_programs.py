@@ -139,11 +139,7 @@ def compile_for(kind: str, f: Callable[..., Any], *args: Any) -> Program:
 
 @functools.cache
 def dense(kind: str, way: str, recipe: str, axes: str = "auto") -> Program:
-    """A layer of 4096 features on 8192x4096 per core, forward and backward; `recipe` may be bf16.
-
-    With FSDP each core has rows of the kernel and examples of its own. With tensor parallelism it
-    has 4096 of 32768 columns of the kernel.
-    """
+    """A layer of 4096 features on 8192x4096 per core, by FSDP or by tensor parallelism."""
     alone, fsdp = way == WAYS[0], way == WAYS[1]
     how: dict[str, Any] = {"dtype": BF16, "param_dtype": BF16, "use_bias": alone}
     features = 4096 if alone or fsdp else 8 * 4096

@@ -1,7 +1,4 @@
-"""How much of jfp8 a program enters, and how large and how tangled its files are.
-
-`benchmarks/weight.py` prints it, and `tests/test_house.py` holds it to budgets.
-"""
+"""How much of jfp8 a program enters, and how large its files are: see `benchmarks/weight.py`."""
 
 from __future__ import annotations
 
@@ -95,14 +92,7 @@ def lines_of_rooms() -> dict[str, int]:
 
 
 class Function(NamedTuple):
-    """A function of the package.
-
-    Attributes:
-      name: its file and its name.
-      lines: without its docstring.
-      complexity: cyclomatic.
-      parameters: without ``self`` and ``cls``.
-    """
+    """A function of the package: size and complexity, without docstring, ``self`` and ``cls``."""
 
     name: str
     lines: int

@@ -1,9 +1,4 @@
-"""What the compiler for TPUs makes of jfp8: products in f8, few bytes beside them.
-
-No TPU is needed, but libtpu in an environment of its own: ``.ci/compile_for_tpus`` makes it, runs
-these tests, and prints the table that they leave in the report. Elsewhere all are skipped. Nothing
-is executed; times are what the compiler expects.
-"""
+"""Programs compiled by libtpu (see `.ci/compile_for_tpus`), not executed: products in f8."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Functions that the compiler divides by a rule: the same numbers, however arrays lie on devices.
-
-All values are small integers, so that sums are exact in any order.
-"""
+"""Partitioned functions give the same small integers however arrays lie on devices."""
 
 import re
 

@@ -1,7 +1,4 @@
-"""Data parallelism under jit against the same step on one device, and against `jax.lax.pmean`.
-
-Losses and amaxes have to be those of one device; only the mean of the gradients is rounded.
-"""
+"""Data parallelism under jit, against the same step on one device, and against `jax.lax.pmean`."""
 
 import functools
 

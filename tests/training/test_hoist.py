@@ -1,7 +1,4 @@
-"""Weights are quantized once for all micro-batches: same bits, and less in the loop.
-
-The reference is the same step without the split: the whole gradient in each turn of the loop.
-"""
+"""Weights are quantized once for all micro-batches: same bits as without, and less in the loop."""
 
 import flax.linen as nn
 import jax

@@ -1,7 +1,4 @@
-"""The one-line entry: `jfp8.initialize`.
-
-What the optimizer becomes is held against optax's own, fed with gradients that ml_dtypes rounds.
-"""
+"""`jfp8.initialize`, against optax's own optimizers fed with gradients that ml_dtypes rounds."""
 
 import flax.linen as nn
 import jax

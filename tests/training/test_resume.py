@@ -1,10 +1,4 @@
-"""Killed in the middle of a step and resumed: every state goes on bit for bit.
-
-This file is also the program that is killed: `main` trains one small model in every way of keeping
-its state that there is, all in one step, on as many devices as it is started with.
-
-Bit for bit means: the files are equal, byte by byte.
-"""
+"""Killed in a step and resumed, states go on with equal files; `main` is what is killed."""
 
 import argparse
 import json

@@ -1,8 +1,4 @@
-"""TrainState, value_and_grad and advance, and the promises about a whole optimizer step.
-
-Most tests use a linear loss, ``sum(y * c)``: its gradient by the output is ``c``, times the loss
-scale, whatever the weights are. So every amax is known without asking the library.
-"""
+"""TrainState, value_and_grad and advance; with ``sum(y * c)``, whose gradient is known: ``c``."""
 
 import dataclasses
 import functools
@@ -536,10 +532,7 @@ class TestAdvance:
         assert history(new, "grad")[0] == 1.0
 
     def test_trap_a_changed_loss_scale_does_not_saturate(self):
-        """Entries of the gradient are S times its amax for the S that comes, not the one that was.
-
-        Every growth would saturate the step after it: 0.593 instead of 0.691 in a gradient.
-        """
+        """Entries of the gradient are S times its amax, for the S of the next step."""
         tx = optax.chain(
             jfp8.loss_scale(init_scale=2.0**9, growth_interval=2), optax.sgd(0.0, momentum=0.5)
         )

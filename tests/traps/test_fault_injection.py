@@ -1,9 +1,4 @@
-"""Numbers that go bad in every operand at random steps: training goes on.
-
-A fault replaces elements of one operand: activations, weights, biases, incoming gradients, labels.
-It is an input of the compiled program, `soak.hurt`, so that one program takes them all. Soon after
-it the loss is that of a run without it.
-"""
+"""Numbers go bad in every operand at random steps, by `soak.hurt`: training goes on."""
 
 import functools
 

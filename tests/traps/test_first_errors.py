@@ -1,7 +1,4 @@
-"""Ten mistakes of a first day: each raises or warns, and the message names the cure.
-
-docs/quickstart.md has them in a table, which is checked here.
-"""
+"""Ten mistakes of a first day, as in docs/quickstart.md: each message names the cure."""
 
 import warnings
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Loops that people write, and what becomes of the histories in them.
-
-The model of most of them uses a layer twice, the second time with inputs 100 times as large: where
-a scale is that of the first use, the second one saturates, and its norm is 2 times that of the
-first instead of 100 times.
-"""
+"""Loops that people write; where a layer is used again, inputs are 100 times as large."""
 
 import functools
 import warnings

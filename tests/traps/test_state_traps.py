@@ -1,8 +1,4 @@
-"""The ways in which FP8 state goes wrong when the cotangent of a history carries the new history.
-
-Rows a to m are measured failures of other libraries, and jfp8 has to be right in each situation.
-The loss is always ``sum(y * dy)``, whose gradient by the output is ``dy`` itself.
-"""
+"""Rows a to m: measured failures of other libraries, with the loss ``sum(y * dy)``."""
 
 import flax.linen as nn
 import jax

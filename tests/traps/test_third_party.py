@@ -1,7 +1,4 @@
-"""Models that nobody edited, from other people's packages: one line converts them.
-
-The packages are in the extra ``models``; without it these tests are skipped.
-"""
+"""Models of other people's packages (extra ``models``), unedited: one line converts them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Programs as people write them around a training step, against the same program in float32.
-
-Losses must be those of float32 but for rounding; histories hold what NumPy finds to be largest.
-"""
+"""Programs around a training step, against float32; histories against NumPy."""
 
 import functools
 from typing import Any
