@@ -348,8 +348,7 @@ def test_methods(setup_model):
     assert 1e-4 < relative_error(h, Setup().apply(variables, X, method="encode")) < 0.2
     with jfp8.autocast(enabled=False):
         np.testing.assert_array_equal(
-            model.apply(variables, X, method="encode"),
-            Setup().apply(variables, X, method="encode"),
+            model.apply(variables, X, method="encode"), Setup().apply(variables, X, method="encode")
         )
 
 

@@ -135,11 +135,7 @@ def test_stored_weights_follow_their_recipes():
     ("recipes", "error", "words"),
     [
         ({"nothing/*": None, "*": "mxfp8"}, ValueError, "'nothing/\\*' matches no layer"),
-        (
-            {"*": "mxfp8", "first": None},
-            ValueError,
-            "'first' is that of no layer",
-        ),
+        ({"*": "mxfp8", "first": None}, ValueError, "'first' is that of no layer"),
         ({}, ValueError, "says nothing of any layer"),
         ({nn.Dense: "mxfp8"}, TypeError, "is no pattern of paths"),
         ({"*": "mxfp9"}, ValueError, "no recipe called 'mxfp9'"),

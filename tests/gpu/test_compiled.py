@@ -37,12 +37,7 @@ from support.compiled_layers import (
     is_rotation,
     of,
 )
-from support.gpu_programs import (
-    assert_resources,
-    compile_for,
-    forward_and_backward,
-    why_not,
-)
+from support.gpu_programs import assert_resources, compile_for, forward_and_backward, why_not
 from support.interpreter import cudnn_known
 
 if reason := why_not():
@@ -431,8 +426,7 @@ ALL_PAIRS = PAIRS | {"e5m2×e5m2": (F8_GRAD, F8_GRAD)}
 
 
 @pytest.mark.parametrize(
-    ("pair", "promote"),
-    [(pair, False) for pair in ALL_PAIRS] + [(pair, True) for pair in PAIRS],
+    ("pair", "promote"), [(pair, False) for pair in ALL_PAIRS] + [(pair, True) for pair in PAIRS]
 )
 def test_matmul(pair, promote, compiled):
     m, n, k = 8192, 4096, 2048

@@ -11,11 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-STAYS = {
-    "computed by no layer that can be converted",
-    "exempt",
-    "an adapter (nnx.LoRAParam)",
-}
+STAYS = {"computed by no layer that can be converted", "exempt", "an adapter (nnx.LoRAParam)"}
 CLIENTS = Path(__file__).parents[2] / "benchmarks" / "clients"
 
 

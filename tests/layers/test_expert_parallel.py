@@ -90,13 +90,7 @@ def compiled_on(sizes, recipe, hidden, tokens):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(
     ("recipe", "hidden"),
-    [
-        ("rowwise", 64),
-        ("delayed", 64),
-        ("current", 64),
-        ("mxfp8", 64),
-        ("block", 256),
-    ],
+    [("rowwise", 64), ("delayed", 64), ("current", 64), ("mxfp8", 64), ("block", 256)],
 )
 @pytest.mark.representative(1)
 def test_many_devices_compute_what_one_does(recipe, hidden, mesh):

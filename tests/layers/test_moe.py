@@ -97,9 +97,7 @@ def applied(model):
 def test_block_is_that_of_every_expert_for_every_token(k, activation):
     """y, the loss, and the gradients of both by all parameters and the tokens."""
     model, params = made(
-        num_experts_per_token=k,
-        activation=activation,
-        return_load_balancing_loss=True,
+        num_experts_per_token=k, activation=activation, return_load_balancing_loss=True
     )
     x, dy = tokens(), tokens(seed=1)
 

@@ -156,10 +156,7 @@ def test_a_decoder_computes_what_that_of_linen_does():
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     x, encoded = draw(2, 5, D), draw(2, 7, 6)
-    masks = {
-        "attention_mask": draw(2, 1, 5, 5) > -1,
-        "encoder_decoder_mask": draw(2, 1, 5, 7) > -1,
-    }
+    masks = {"attention_mask": draw(2, 1, 5, 5) > -1, "encoder_decoder_mask": draw(2, 1, 5, 7) > -1}
     options = {"layer_type": "decoder", "enable_relative_embedding": True, "num_gqa_groups": 2}
     make = partial(jfp8.nnx.TransformerLayer, D, 16, 4, **options, encoded_features=6)
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))

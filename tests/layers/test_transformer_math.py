@@ -340,10 +340,7 @@ def bucket(distance, bidirectional, num_buckets, max_distance) -> int:
 def test_relative_position_buckets(bidirectional, num_buckets, max_distance):
     distances = np.arange(-300, 301)
     buckets = position_math.relative_position_buckets(
-        distances,
-        bidirectional=bidirectional,
-        num_buckets=num_buckets,
-        max_distance=max_distance,
+        distances, bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance
     )
     expected = [bucket(int(d), bidirectional, num_buckets, max_distance) for d in distances]
     np.testing.assert_array_equal(buckets, expected)

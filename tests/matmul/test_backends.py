@@ -167,10 +167,7 @@ def test_choice_by_gpu_and_granularity(gpu, expected):
         (q(LARGE), q(LARGE)),
         (q(LARGE, jfp8.PerAxis(0)), q(LARGE, jfp8.PerAxis(1))),
         (q(LARGE, jfp8.Block((1, 128))), q(LARGE, jfp8.Block((128, 128)))),
-        (
-            q(LARGE, jfp8.Block((1, 32)), "rceil"),
-            q(LARGE, jfp8.Block((32, 1)), "rceil"),
-        ),
+        (q(LARGE, jfp8.Block((1, 32)), "rceil"), q(LARGE, jfp8.Block((32, 1)), "rceil")),
     ]
     if gpu == HOPPER and not needs_mosaic:
         expected = [*expected[:2], "bf16", "bf16"]
@@ -283,10 +280,7 @@ def test_multiples_of_blocks():
 
 
 def test_the_choice_says_why_each_better_backend_is_not_taken():
-    mx = (
-        q(LARGE, jfp8.Block((1, 32)), "rceil"),
-        q(LARGE, jfp8.Block((32, 1)), "rceil"),
-    )
+    mx = (q(LARGE, jfp8.Block((1, 32)), "rceil"), q(LARGE, jfp8.Block((32, 1)), "rceil"))
     facts = facts_of(*mx, job())
     choice = choose(facts, Gpu("NVIDIA L4", (8, 9)))
     assert choice.backend.name == "bf16"

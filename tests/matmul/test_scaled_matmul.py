@@ -126,8 +126,7 @@ def test_error_not_scaled(which):
 
 def test_error_unknown_implementation_lists_the_known_ones():
     with pytest.raises(
-        ValueError,
-        match=r"unknown. Allowed: 'emulate', 'bf16', 'xla', .*'mosaic_tpu', or None",
+        ValueError, match=r"unknown. Allowed: 'emulate', 'bf16', 'xla', .*'mosaic_tpu', or None"
     ):
         scaled_matmul(*operands(), PLAIN, implementation="cuda")
 

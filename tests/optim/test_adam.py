@@ -99,11 +99,7 @@ def train(tx, steps: int):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "theirs", "differ"),
-    [
-        ("msamp_o2", MsampO2(), 1e-3),
-        ("torchao", Torchao(), 2e-3),
-        ("coat", Coat(), 0.05),
-    ],
+    [("msamp_o2", MsampO2(), 1e-3), ("torchao", Torchao(), 2e-3), ("coat", Coat(), 0.05)],
 )
 def test_presets_are_the_rules_of_their_libraries(preset, theirs, differ):
     """In f32 instead of float64, so that some ties round the other way, and some blocks of COAT's

@@ -132,11 +132,7 @@ def test_float32_does_not_notice_a_loss_multiplier(train_lm, text, tmp_path):
 
 # (script, options, message); what all scripts check alike stands here once.
 MISTAKES = [
-    (
-        "train_lm",
-        "--steps=-3",
-        "--steps: '-3' is given, but it must be a whole number of 1",
-    ),
+    ("train_lm", "--steps=-3", "--steps: '-3' is given, but it must be a whole number of 1"),
     ("train_lm", "--seed=-1", "--seed: '-1' is given, but it must be a whole number of 0 or more"),
     ("train_lm", "--lr nan", "--lr: 'nan' is given, but it must be a finite number above 0"),
     ("train_lm", "--width 130 --heads 4", "Type --heads with one of 1, 2, 5, 10, 13, 26, 65, 130"),

@@ -76,10 +76,7 @@ LAYERS = {
 
 
 def both(arguments, recipe=CURRENT):
-    return (
-        nn.ConvTranspose(4, **arguments),
-        jfp8.ConvTranspose(4, **arguments, recipe=recipe),
-    )
+    return (nn.ConvTranspose(4, **arguments), jfp8.ConvTranspose(4, **arguments, recipe=recipe))
 
 
 @pytest.mark.representative(3)

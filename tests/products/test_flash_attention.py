@@ -134,8 +134,7 @@ def test_the_equations_of_a_block():
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.slow) for r in RECIPES],
+    "recipe", [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.slow) for r in RECIPES]
 )
 def test_nothing_of_a_later_token_or_another_sequence_shows(recipe):
     """To the bit, whatever the later tokens are; in the other direction it does show."""

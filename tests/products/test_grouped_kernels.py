@@ -68,10 +68,7 @@ def test_on_hopper_nothing_is_multiplied_outside_of_kernels(recipe):
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "sizes"),
-    [
-        (recipes.Float8CurrentScaling(), [150, 0, 40]),
-        (recipes.Float8BlockScaling(), [0, 130, 60]),
-    ],
+    [(recipes.Float8CurrentScaling(), [150, 0, 40]), (recipes.Float8BlockScaling(), [0, 130, 60])],
     ids=["current", "block"],
 )
 def test_kernels_compute_what_the_reference_does(recipe, sizes):

@@ -57,8 +57,7 @@ def results(recipe, implementation, x, w, dy, state, **how):
 
 @pytest.mark.parametrize("filled", [True, False])
 @pytest.mark.parametrize(
-    "name",
-    ["delayed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("current", "unscaled"))],
+    "name", ["delayed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("current", "unscaled"))]
 )
 @pytest.mark.representative(1)
 def test_one_scale_gives_the_numbers_of_the_reference(interpreted, name, filled):

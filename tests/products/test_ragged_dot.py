@@ -100,9 +100,7 @@ def oracle(name, lhs, rhs, sizes, dy):
     rules = case(name)[1]
     (of_lhs, of_rhs), (of_grad, of_rhs_again) = rules.fprop, rules.dgrad
     rules = dataclasses.replace(
-        rules,
-        fprop=(of_lhs, one_by_one(of_rhs)),
-        dgrad=(of_grad, one_by_one(of_rhs_again)),
+        rules, fprop=(of_lhs, one_by_one(of_rhs)), dgrad=(of_grad, one_by_one(of_rhs_again))
     )
     fill = lambda x: np.pad(x, [(0, max(sizes) - len(x)), (0, 0)])
     stacks = (np.stack([fill(part) for part in groups_of(x, sizes)]) for x in (lhs, dy))
@@ -180,10 +178,7 @@ def test_a_tile_of_each_group_at_a_time(name, blackwell):
         assert cosine(a, b) > 1 - 1e-5
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(0, 0, 64, 0), (0, 0, 0, 63), (0, 0, 0, 0), (17, 15, 16, 16)],
-)
+@pytest.mark.parametrize("sizes", [(0, 0, 64, 0), (0, 0, 0, 63), (0, 0, 0, 0), (17, 15, 16, 16)])
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
 def test_any_sizes(name, sizes):
     lhs, rhs, dy = operands(m=64, groups=4)

@@ -72,10 +72,7 @@ def rmsnorm_vjp(x, scale, dy) -> tuple[np.ndarray, np.ndarray]:
     return dx, (dy * unit).reshape(-1, x.shape[-1]).sum(0)
 
 
-FORMATS = {
-    "E4M3FN": (ml_dtypes.float8_e4m3fn, 448.0),
-    "E5M2": (ml_dtypes.float8_e5m2, 57344.0),
-}
+FORMATS = {"E4M3FN": (ml_dtypes.float8_e4m3fn, 448.0), "E5M2": (ml_dtypes.float8_e5m2, 57344.0)}
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -14,16 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfp8 import (
-    E2M1FN,
-    E3M4,
-    E4M3FN,
-    E5M2,
-    E8M0FNU,
-    ScaledArray,
-    scaled_dot_general,
-    scaled_matmul,
-)
+from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, ScaledArray, scaled_dot_general, scaled_matmul
 from jfp8.scaling.formats import Format
 from support.arrays import f64, spread, values_of
 from support.fake_quantization import VARIANTS, oracle
@@ -199,12 +190,7 @@ def assert_within(result, exact, bound):
     assert not wrong.any(), f"{f64(result)[wrong]} instead of {exact[wrong]} +- {bound[wrong]}"
 
 
-@given(
-    operands(),
-    seeds,
-    st.sampled_from(DTYPES),
-    st.sampled_from(["f32", "f32_every_128"]),
-)
+@given(operands(), seeds, st.sampled_from(DTYPES), st.sampled_from(["f32", "f32_every_128"]))
 def test_scaled_matmul_is_the_product_of_the_values(drawn, seed, dtype, accumulation):
     """|y - exact| <= (n + 8) u sum|a b|, by both backends, where `n` additions follow each other.
 
@@ -283,8 +269,7 @@ NOT_BY_XLA = ("block", "mxfp8", "mxfp4", "nvfp4", "qat", "per operand")
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [v if v in DAILY else pytest.param(v, marks=pytest.mark.slow) for v in PLAIN_RESULTS],
+    "variant", [v if v in DAILY else pytest.param(v, marks=pytest.mark.slow) for v in PLAIN_RESULTS]
 )
 @settings(max_examples=max(settings.default.max_examples // 8, 1))  # of every recipe
 @given(

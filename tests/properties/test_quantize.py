@@ -11,17 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jfp8 import (
-    E2M1FN,
-    E3M4,
-    E4M3FN,
-    E5M2,
-    Block,
-    PerAxis,
-    PerTensor,
-    dequantize,
-    quantize,
-)
+from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, Block, PerAxis, PerTensor, dequantize, quantize
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.formats import Format

@@ -100,10 +100,7 @@ recipes = st.builds(
 
 
 def loss_fn(model: nn.Module):
-    return lambda variables, batch: (
-        jnp.sum(model.apply(variables, batch["x"]) * batch["dy"]),
-        {},
-    )
+    return lambda variables, batch: (jnp.sum(model.apply(variables, batch["x"]) * batch["dy"]), {})
 
 
 def in_parts(batch, parts):
@@ -385,13 +382,7 @@ def test_every_step_of_any_program_is_known_to_the_last_bit(
         after = jax.device_get(state)
         assert layout(after) == layout(before)
         scale = check_step(
-            program,
-            (before, after),
-            (loss, gradient),
-            batch,
-            scale,
-            parts=parts,
-            exact=way.exact,
+            program, (before, after), (loss, gradient), batch, scale, parts=parts, exact=way.exact
         )
     assert len(traces) == 1
 

@@ -201,11 +201,7 @@ def test_non_finite_elements_show_where_they_count(variant, tensor, bad):
     """The rows and columns of results that the element, or its block, is part of; no others."""
     recipe, _ = VARIANTS[variant]
     m, k, n = 140, 150, 160
-    operands = {
-        "lhs": integers((m, k), 0),
-        "rhs": integers((k, n), 1),
-        "grad": integers((m, n), 2),
-    }
+    operands = {"lhs": integers((m, k), 0), "rhs": integers((k, n), 1), "grad": integers((m, n), 2)}
     i, j = 135, 141
     operands[tensor][i, j] = bad
     results = value_and_grads(*operands.values(), recipe=recipe)

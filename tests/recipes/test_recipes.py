@@ -196,15 +196,9 @@ UNIFORM = [
         *(partial(Current, scale_rounding="power_of_two"), None),
     ),
     (RowwiseScaling("HYBRID", None), Rowwise, None),
-    (
-        Float8BlockScaling("HYBRID"),
-        *(IN_BLOCKS((128, n), "power_of_two") for n in (1, 128)),
-    ),
+    (Float8BlockScaling("HYBRID"), *(IN_BLOCKS((128, n), "power_of_two") for n in (1, 128))),
     (MXFP8BlockScaling("HYBRID", "floor"), IN_BLOCKS((32, 1), "floor"), None),
-    (
-        MXFP8BlockScaling("HYBRID", "floor", True),
-        *(IN_BLOCKS((32, n), "floor") for n in (1, 32)),
-    ),
+    (MXFP8BlockScaling("HYBRID", "floor", True), *(IN_BLOCKS((32, n), "floor") for n in (1, 32))),
     (Unscaled("HYBRID"), Unit, None),
 ]
 

@@ -67,10 +67,7 @@ def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
 def test_trap_extreme_e8m0_scales(fmt, how):
     """Codes 0 and 254 are exact; 2^-127 is a subnormal, which XLA:CPU reads as zero."""
     data, codes = every_code(fmt), np.arange(256)
-    q = ScaledArray(
-        jnp.asarray(np.tile(data, (256, 1))),
-        e8m0(codes)[:, None],
-    )
+    q = ScaledArray(jnp.asarray(np.tile(data, (256, 1))), e8m0(codes)[:, None])
     values = {
         "eager": lambda: dequantize(q),
         "jit": lambda: jit_dequantize(q),

@@ -77,9 +77,7 @@ def test_eager_arithmetic_of_leaves_is_not_seen():
 def test_whole_arrays_and_dequantized_trees_are_right():
     trees = {"kernel": Q, "bias": jnp.ones(3)}, {"kernel": R, "bias": jnp.zeros(3)}
     expected = 0.9 * VALUES + 0.1 * OTHERS
-    whole = jax.jit(
-        lambda a, b: jax.tree.map(EMA, a, b, is_leaf=jfp8.is_scaled_array),
-    )(*trees)
+    whole = jax.jit(lambda a, b: jax.tree.map(EMA, a, b, is_leaf=jfp8.is_scaled_array))(*trees)
     plain = optax.incremental_update(*map(jfp8.dequantize_tree, trees[::-1]), 0.1)
     for tree in (whole, plain):
         np.testing.assert_allclose(tree["kernel"], expected, rtol=1e-6, atol=1e-6)

@@ -45,10 +45,7 @@ def make_batch(size: int = 64, seed: int = 0):
     rng = np.random.default_rng(seed)
     # Rows of different size, so that devices have different amaxes.
     x = rng.normal(size=(size, 128)) * np.linspace(0.2, 2, size)[:, None]
-    return {
-        "x": x.astype(np.float32),
-        "y": rng.normal(size=(size, 32)).astype(np.float32),
-    }
+    return {"x": x.astype(np.float32), "y": rng.normal(size=(size, 32)).astype(np.float32)}
 
 
 def loss_fn(variables, batch, dense, has_aux=False):

@@ -48,10 +48,7 @@ def make_params(dtype=jnp.float32):
     }
 
 
-SPECS = {
-    "wi": {"kernel": P("fsdp", None), "bias": P("fsdp")},
-    "wo": {"kernel": P(None, "fsdp")},
-}
+SPECS = {"wi": {"kernel": P("fsdp", None), "bias": P("fsdp")}, "wo": {"kernel": P(None, "fsdp")}}
 
 
 def gathers(compiled) -> list[tuple[str, int]]:

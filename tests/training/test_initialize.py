@@ -90,11 +90,7 @@ def test_verbose_lists_nnx_layers_at_once(capsys):
         ({"config": {"axis_name": "d"}}, ValueError, "axis_name='d'"),
         ({"config": {"opt_level": "o2"}}, ValueError, "opt_level='o2': allowed are"),
         ({"config": {"recipi": "x"}}, ValueError, "no key 'recipi'. Did you mean 'recipe'"),
-        (
-            {"config": {"recipe": "mxfp8"}, "recipe": "current"},
-            ValueError,
-            "recipe is given twice",
-        ),
+        ({"config": {"recipe": "mxfp8"}, "recipe": "current"}, ValueError, "recipe is given twice"),
         ({"config": {"mixed_precision": "fp16"}}, ValueError, "allowed are 'fp8' and 'no'"),
         ({"config": "[1, 2]"}, TypeError, "config must be a dict"),
         ({"recipe": "delay"}, ValueError, "no recipe called 'delay'"),
@@ -191,10 +187,7 @@ def test_parameters_that_are_called_as_moments_are():
     [
         (optax.sgd(1.0), "it has none. Use O1, or an optimizer that has them.*It has"),
         (adam(1.0), "tx does that already. Use O1"),
-        (
-            master_weights(optax.adam(1.0)),
-            r"and use O1: master_weights\(jfp8.optim.adamw",
-        ),
+        (master_weights(optax.adam(1.0)), r"and use O1: master_weights\(jfp8.optim.adamw"),
     ],
     ids=["sgd", "stored", "masters"],
 )
