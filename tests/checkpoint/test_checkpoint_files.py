@@ -214,9 +214,6 @@ def test_what_is_no_array_comes_back(directory, name):
     assert_same_bits(checkpoint.load(directory / name), expected_state(tree))
 
 
-# Other people's programs
-
-
 STANDARD_NAMES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
@@ -339,9 +336,6 @@ def test_every_flipped_bit_of_a_safetensors_file_is_refused_or_changes_nothing(d
     content = small_file()
     bad = (flipped(content, bit) for bit in range(8 * len(content)))
     assert list(refusals(directory / FILE, bad)).count(None) <= 10
-
-
-# Safetensors by hand
 
 
 def tensors(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -468,9 +462,6 @@ def test_nothing_here_can_run_what_is_in_a_file():
     assert not RUNNING & called
 
 
-# Folders of Orbax
-
-
 # Orbax has checksums of numbers and of arrays of some bytes, but none of larger ones and strings.
 LARGE = {**SMALL, "large": np.sin(np.arange(1024, dtype=np.float32)), "name": "a run"}
 
@@ -529,9 +520,6 @@ def test_a_folder_that_claims_more_than_the_memory(directory):
     claim = json.loads(description.read_text()) | {"shape": [2**40, 2**10]}
     description.write_text(json.dumps(claim))
     assert f"its arrays take {2**52} bytes" in refusal(directory / "x", SMALL)
-
-
-# Mistakes in calls
 
 
 def test_another_suffix_lists_those_that_there_are(directory):
@@ -619,9 +607,6 @@ def test_without_orbax_it_says_what_to_install(directory, monkeypatch):
         checkpoint.load(directory / "x")
     checkpoint.save(directory / FILE, SMALL)
     assert_same_bits(checkpoint.load(directory / FILE), expected_state(SMALL))
-
-
-# Into a model that differs
 
 
 def test_restore_is_load_and_upgrade(directory):

@@ -107,9 +107,6 @@ def test_flax_collections_that_are_none():
         assert len(str(error.value)) < 1000
 
 
-# Transformer Engine
-
-
 class TransformerEngine:
     """Its rule for one tensor: write slot 0, take the scale from the maximum, roll by -1, clear.
 

@@ -33,9 +33,6 @@ UP, DOWN, QUERY, OUT, NORM = (
 )
 
 
-# In a model.
-
-
 def test_kernels_are_transposed_reshaped_and_stacked_without_rounding():
     tensors, _ = checkpoint.load_fp8_safetensors(FOLDER / "transformers_block")
     tensors = {name: tensors[name] for name in (UP, DOWN, QUERY, OUT, NORM)}
@@ -124,9 +121,6 @@ def test_trap_scales_of_others_are_no_powers_of_two(monkeypatch):
             jnp.ones((3, 128)), kernel
         )
     assert seen == [True, True, True, False, False]  # frozen weights have no wgrad
-
-
-# Mistakes.
 
 
 def changed(folder: Path, **config) -> Path:

@@ -137,8 +137,6 @@ def test_nvfp4_of_compressed_tensors_is_exact_where_the_outer_scale_is_a_power_o
     assert counts[0] == 0 < counts[1] < w.size
 
 
-# Models trained under `QuantizationAware`.
-
 TOKENS = jnp.arange(32).reshape(8, 4).T.reshape(-1)  # the tokens of each of 4 experts in a row
 
 

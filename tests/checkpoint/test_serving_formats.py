@@ -96,9 +96,6 @@ def test_what_went_through_a_model_is_written_byte_for_byte(tmp_path):
     assert (tmp_path / "ours" / "model.safetensors").read_bytes() == theirs.read_bytes()
 
 
-# What jfp8 writes.
-
-
 def extreme(shape=(256, 128)) -> np.ndarray:
     """Blocks far apart, one of zeros, and one with a NaN."""
     rng = np.random.default_rng(0)
@@ -200,9 +197,6 @@ def test_the_forward_pass_of_the_file_is_that_of_training(tmp_path):
     np.testing.assert_array_equal(run(served), trained)
 
 
-# config.json
-
-
 def config_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
@@ -281,9 +275,6 @@ def test_experts_in_fp4_beside_layers_in_fp8_as_deepseek_has_them(tmp_path):
     for name in tensors:
         np.testing.assert_array_equal(dequantized(again[name]), published(stored, name))
         assert np.any(published(stored, name))
-
-
-# One tensor at a time, several files, several processes.
 
 
 def test_a_tensor_is_made_where_it_is_written(tmp_path):
@@ -389,9 +380,6 @@ def test_several_processes_write_files_of_one_checkpoint(tmp_path):
         q = quantized("nvfp4", x)
         assert_same(tensors[f"layers.{i}.weight"].data, np.asarray(q.data))
         np.testing.assert_array_equal(tensors[f"layers.{i}.weight"], q)
-
-
-# Mistakes.
 
 
 def test_what_a_style_has_not(tmp_path):

@@ -116,9 +116,6 @@ def adam_of(state):
     return found
 
 
-# Back to a plain model
-
-
 def test_downgrade_keeps_other_collections():
     state = fresh(optax.sgd(0.1)).replace(collections={"batch_stats": {"mean": jnp.ones(3)}})
     variables = {**state.variables, "fp8_sink": {}}
@@ -131,9 +128,6 @@ def test_downgrade_tells_what_it_takes():
         downgrade({"layers_0": {}})
     with pytest.raises(TypeError, match="takes a jfp8.TrainState, variables, a state dict or an"):
         downgrade([1])
-
-
-# Histories
 
 
 @pytest.mark.parametrize(
@@ -208,9 +202,6 @@ def test_what_is_no_amax_does_not_enter_a_history():
     assert found["amax"] == 0
 
 
-# Parameters in FP8
-
-
 RECIPES = {
     "delayed": DELAYED,
     "mxfp8": jfp8.recipes.MXFP8BlockScaling(),
@@ -269,9 +260,6 @@ def test_blocks_that_are_cut_short():
         upgrade({"x": state | {"block": np.array([0, 4])}}, {"x": x})
 
 
-# Optimizer states
-
-
 @pytest.mark.parametrize("name", ["O2", "loss scale around", "stored"])
 @pytest.mark.representative(1)
 def test_moments_go_into_another_form_and_back(name):
@@ -322,9 +310,6 @@ def test_moments_go_into_another_form_and_back(name):
     trained(state, 1)
 
 
-# Masters
-
-
 def test_masters_start_from_the_parameters_as_they_were_saved():
     """Not from their FP8 values, and not from those of the target."""
     plain, saved = saved_plain()
@@ -367,9 +352,6 @@ def test_masters_of_another_dtype():
     assert int(changed.opt_state.count) == 3
 
 
-# Parameters alone
-
-
 @pytest.mark.parametrize("bare", [True, False])
 @pytest.mark.parametrize("optimizer", ["loss scale", "masters"])
 def test_parameters_alone_get_a_fresh_optimizer(bare, optimizer):
@@ -402,9 +384,6 @@ def test_variables_are_taken_out_of_a_training_state():
     assert not any(np.any(x) for x in jax.tree.leaves(variables["fp8_sink"]))
 
 
-# Gradients carry the loss scale
-
-
 def grad_histories(state):
     return [np.asarray(x[0]["grad"]["amax_history"]) for x in (
         list(state.fp8[name].values()) for name in KERNELS
@@ -427,9 +406,6 @@ def test_histories_of_gradients_follow_the_loss_scale():
     assert "Amax histories of gradients start empty" in kinds(messages)
     lhs = afresh.fp8["layers_0"]["DotGeneral_0"]["lhs"]
     assert_same(lhs, state.fp8["layers_0"]["DotGeneral_0"]["lhs"])
-
-
-# What cannot be changed
 
 
 def test_strict_refuses_changes():
@@ -544,9 +520,6 @@ def test_junk_at_any_node_is_an_error_that_names_it_or_is_told(name):
             assert messages or found == was or junk in (True, 1.5), (path, junk)
             outcomes.add("told")
     assert outcomes == {"error", "told"}
-
-
-# NNX, random keys, other trees
 
 
 def test_nnx_states():

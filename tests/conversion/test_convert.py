@@ -302,9 +302,6 @@ def test_values_and_gradients_are_those_of_fake_quantization(model, oracle, x, r
     assert cosine(grads, grads_stock) > 0.98
 
 
-# Ways into a model.
-
-
 def filled(variables, amax=20.0):
     """With histories that matter: scales that differ from current ones."""
     fp8 = jax.tree.map(lambda a: jnp.full_like(a, amax) if a.ndim else a, variables["fp8"])
@@ -419,9 +416,6 @@ def test_converted_parts_with_recipes_of_their_own():
     recipes = {row.path: row.recipe for row in jfp8.report(converted, variables, X).rows}
     assert recipes == {"layers_0": "delayed", "layers_1": "rowwise"}
     assert_histories_moved(converted, variables, X, 1)
-
-
-# What is converted.
 
 
 def converted_layers(model, *inputs, **kwargs) -> set[str]:
@@ -587,9 +581,6 @@ def test_layers_stacked_along_another_axis():
     converted = jfp8.convert(model, CURRENT)  # keeps no histories
     assert jax.eval_shape(converted.init, KEY, X) == jax.eval_shape(model.init, KEY, X)
     assert products(converted, X)["fprop"] == 2
-
-
-# Values, caches and errors.
 
 
 def test_models_are_values():

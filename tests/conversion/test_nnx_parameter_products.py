@@ -99,9 +99,6 @@ def trained(model, value_and_grad, steps=2):
         yield step(model, optimizer), histories(model)
 
 
-# What is found, and what it is called.
-
-
 def test_all_projections_of_a_gemma_and_nothing_else():
     model = Gemma(nnx.Rngs(0))
     converted = jfp8.convert(model, "delayed")

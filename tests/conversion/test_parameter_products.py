@@ -105,9 +105,6 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[path], leaf, err_msg="/".join(path))
 
 
-# What is found, and what it is called.
-
-
 def test_all_projections_of_a_gemma_and_nothing_else():
     rows = rows_of(jfp8.convert(Gemma(), "delayed"), TOKENS)
     assert {row.path for row in rows if row.fp8} == PROJECTIONS
@@ -258,9 +255,6 @@ def test_a_region():
         made = jax.eval_shape(model.init, KEY, X)
     assert made["params"] == variables["params"]
     assert sorted(made["fp8"]) == ["DotGeneral_w"]
-
-
-# Numbers.
 
 
 def of_block(model, variables):

@@ -83,8 +83,6 @@ def train(recipe, n_steps=20, *, branch=1.0, data=lambda i, x: x, after=lambda i
     return rows
 
 
-# Trainings that go well
-
 TOOLKIT = recipes.Hybrid(quantize_outputs=False)  # gradients without a scale
 HEALTHY = ("delayed", "current", "rowwise", "mxfp8", "nvfp4", "hybrid", "direct_e5m2")
 
@@ -99,9 +97,6 @@ def test_nothing_is_wrong_with_a_good_training(name):
     # Nor with its first step alone, nor with every tenth.
     assert report([row for row in rows if row.step == 0]).findings == ()
     assert report([row for row in rows if row.step % 10 == 0]).findings == ()
-
-
-# Gradients
 
 
 def first(advice):
@@ -119,9 +114,6 @@ def test_a_branch_whose_gradient_dies():
     assert {f.tensor for f in advice.findings} == {"Dense_1 grad"}
     mended = train(recipes.Float8CurrentScaling(), 5, branch=2.0**-30)
     assert report(mended).findings == ()
-
-
-# Histories
 
 
 def test_a_history_that_is_never_put_back():
@@ -173,9 +165,6 @@ def test_a_spike_that_stays_in_the_history():
     assert set(finding.steps) == set(range(9, 20))
 
 
-# Not finite
-
-
 @pytest.mark.parametrize(
     ("bad", "told", "remedy"),
     [
@@ -211,9 +200,6 @@ def test_gradients_that_overflow():
     (finding,) = report(of(lambda i: i > 17)).findings  # and it did not help
     assert (finding.severity, finding.steps) == ("error", (18,))
     assert "lower the loss scale" in finding.remedy
-
-
-# The wrong layers
 
 
 def report_of(**choice):

@@ -77,9 +77,6 @@ def check(row, x, scale, tolerance=2e-5):
             assert got == pytest.approx(value, rel=tolerance, abs=1e-5), name
 
 
-# What is measured
-
-
 def hard(shape, seed):
     """Values over many decades with some zeros, which underflow under one scale."""
     rng = np.random.default_rng(seed)
@@ -182,9 +179,6 @@ def test_large_tensors_have_a_sampled_histogram_and_exact_sums():
         assert abs(got - share) < 5 * math.sqrt(share / total) + 1e-3
 
 
-# Nothing changes
-
-
 def state_of(model):
     variables = model.init(jax.random.key(0), jnp.ones((1, 32)))
     tx = optax.chain(jfp8.loss_scale(), optax.adam(1e-3))
@@ -217,9 +211,6 @@ def test_off_the_compiled_program_is_the_same():
         jax.jit(jfp8.debug.stats(step))(state, x)
     assert texts[0] == texts[1]
     assert "jfp8_tap" not in str(jax.make_jaxpr(lambda s, x: step(s, x))(state, x))
-
-
-# Where it is measured
 
 
 @pytest.mark.slow

@@ -354,9 +354,6 @@ def test_costs_in_the_model_of_time(scales):
     assert_costs("h200", COSTS[scales], 1024, ON_HOPPER[scales])
 
 
-# Several scales: kernels of our own
-
-
 @pytest.mark.parametrize("name", ["rowwise", "block"])
 @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (2000, 1333, 777)], ids=str)
 def test_scales_by_row_and_block(name, shape, compiled):
@@ -405,9 +402,6 @@ def test_mixture_of_experts(name, compiled):
 
 
 MOE_MOVES = {"delayed": 1510e6, "block": 1350e6}  # all made by XLA, 1573e6 and 1554e6
-
-
-# The kernels, one by one
 
 
 def assert_tensor_cores(program, products=1):

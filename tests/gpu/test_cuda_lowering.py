@@ -180,9 +180,6 @@ def test_other_accelerators_are_given_f8_and_no_algorithm(recipe, platform):
         assert (dot.lhs[:2], dot.rhs[:2], dot.out, dot.algorithm) == ("f8", "f8", "f32", None)
 
 
-# Layers
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",

@@ -46,9 +46,6 @@ X = normal((2, 6, 16))
 KEYS, VALUES = normal((2, 5, 12), 1), normal((2, 5, 10), 2)
 
 
-# Drop-in.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -76,9 +73,6 @@ def test_parameters_are_those_of_flax(options):
     bound = 0.12 if "normalize_qk" in options else 0.06 * math.sqrt(2)
     assert 1e-3 < relative_error(y, expected) < bound
     assert cosine(y, expected) > 1 - bound**2 / 2
-
-
-# Against the oracle.
 
 
 @pytest.mark.slow
@@ -130,9 +124,6 @@ def test_disabled_it_is_the_layer_of_flax():
     with region.entered(region.Region(DelayedScaling(), enabled=False)):
         y = apply(layer, params, X)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
-
-
-# Arguments.
 
 
 def test_clone_uses_the_new_fields():

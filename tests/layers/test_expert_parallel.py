@@ -124,9 +124,6 @@ def test_layer_for_nnx():
     assert "all_to_all" in program.as_text()
 
 
-# The exchange alone.
-
-
 def exchanged(experts, count, n, capacity_factor=None):
     """On `n` devices: tiles of numbered tokens, what comes back, and the plan."""
     tokens = len(experts)
@@ -188,9 +185,6 @@ def ragged_all_to_all(rows, length, chunks):
             sent = rows[sender, starts[sender, i] :][:size]
             result[to, ends[sender, i] :][:size] = sent
     return result
-
-
-# What is sent.
 
 
 @pytest.mark.slow
@@ -259,9 +253,6 @@ def test_columns_are_sorted_with_their_scales():
     rows = ExpertRows(exchange, "lhs", divided=True, projections=2)
     expected = np.asarray(q.dequantize())[..., [0, 1, 4, 5, 2, 3, 6, 7]]
     np.testing.assert_array_equal(rows.sort_columns(q), expected)
-
-
-# Mistakes.
 
 
 def test_errors():

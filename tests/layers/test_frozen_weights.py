@@ -130,9 +130,6 @@ def test_scales_that_do_not_fit():
         jfp8.scaled_dot_general(jfp8.quantize(X), W, MATRIX, recipe=CURRENT)
 
 
-# Layers.
-
-
 def test_layers_without_fp8_multiply_its_values():
     params = {"kernel": jfp8.quantize(W), "bias": jnp.zeros(16)}
     plain = {**params, "kernel": jnp.asarray(values(params["kernel"]))}

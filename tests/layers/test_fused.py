@@ -51,8 +51,6 @@ def normalized(x, params, layer, axes=(-1,)):
     return norm_math.normalize(x, params["scale"], params.get("ln_bias"), **options)
 
 
-# LayerNormDense.
-
 # fields, shape of the input, equation of the product
 DENSE_CASES = {
     "layernorm": ({"features": 24}, (8, 16), "ai,ij->aj"),
@@ -104,9 +102,6 @@ def test_dense_refuses_what_it_does_not_know():
         LayerNormDense(4, layernorm_type="LayerNorm").init(KEY, normal((2, 4)))
     with pytest.raises(ValueError, match="computes its matmul itself"):
         LayerNormDense(4, dot_general=jax.lax.dot_general)
-
-
-# LayerNormMLP.
 
 
 FORMULAS = {

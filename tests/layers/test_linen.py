@@ -44,8 +44,6 @@ DY = normal((8, 4), 1, 2.0**-10)
 MATRIX = "ai,ij->aj"
 
 
-# Drop-in.
-
 bf16 = jnp.bfloat16
 HALF_WEIGHTS = {"param_dtype": jnp.float16, "dtype": jnp.float32}
 
@@ -130,9 +128,6 @@ def test_einsum_equation_may_come_with_the_call():
     assert_same(late.apply(variables, X, equation), early.apply(variables, X))
     with pytest.raises(ValueError, match="'a' does not name 2 dimensions"):
         late.init(KEY, X, "a,ab->b")
-
-
-# Recipes and arguments.
 
 
 LAYERS = {
@@ -223,8 +218,6 @@ def test_modules_are_values():
         assert make() != make(recipe=Float8CurrentScaling())
         assert make() != layer()
 
-
-# The promises of the design about state.
 
 DENSE = jfp8.Dense(4, recipe=DelayedScaling(amax_history_len=4))
 

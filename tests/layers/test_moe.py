@@ -130,9 +130,6 @@ def test_a_disabled_region_computes_in_high_precision():
     assert relative_error(y, exact) < 1e-5
 
 
-# Routing.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_router_computes_in_high_precision(dtype):
@@ -147,9 +144,6 @@ def test_router_computes_in_high_precision(dtype):
     logits = np.float64([8.0, 8 * (1 + 2.0**-11), 0, 0, 0])
     expected = np.exp(logits) / np.sum(np.exp(logits))
     np.testing.assert_allclose(routed.probabilities, np.tile(expected, (4, 1)), rtol=2e-6)
-
-
-# State.
 
 
 def leaves_called(tree, name):

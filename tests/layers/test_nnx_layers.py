@@ -187,8 +187,6 @@ def test_out_sharding():
         assert y.sharding.spec == spec
 
 
-# Attention.
-
 ATTENTION = {"decode": False, "qkv_features": 16, "num_heads": 4, "in_features": 8}
 
 
@@ -224,9 +222,6 @@ def test_attention_is_the_function_that_is_tested_by_itself(groups):
     several = lambda x: jnp.stack([x, x + 1], axis=1)  # dimensions of the batch
     y = jax.jit(layer)(*map(several, (q, k, v)), mask=mask[:, None])
     np.testing.assert_allclose(y[:, 0], jax.jit(layer)(q, k, v, mask=mask), atol=1e-6)
-
-
-# Mistakes.
 
 
 @pytest.mark.parametrize(

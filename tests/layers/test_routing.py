@@ -143,9 +143,6 @@ def test_bias_goes_up_where_the_load_is_below_the_mean():
     assert not np.any(routing.updated_bias(jnp.zeros(49), even, 0.125))
 
 
-# State.
-
-
 class Routed(nn.Module):
     """A router, and a result that depends on its choices."""
 
@@ -276,9 +273,6 @@ def test_devices_add_up_their_loads():
     np.testing.assert_array_equal(bias_of(after.collections), expected)
 
 
-# The block.
-
-
 @pytest.mark.slow
 def test_losses_of_a_block_are_sown():
     model = MoE(G, 12, route=BY_SIGMOID)
@@ -298,9 +292,6 @@ def test_errors():
         routing.route(LOGITS, K, scores="relu")
     with pytest.raises(ValueError, match=r"bias_update_rate=-0.1 must not be negative"):
         MoE(G, 12, bias_update_rate=-0.1).init(KEY, X)
-
-
-# Groups of experts, routers of one's own, experts that all tokens use.
 
 
 def of_deepseek64(logits, bias, k, n_group, topk_group, factor):

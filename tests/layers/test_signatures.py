@@ -124,9 +124,6 @@ def test_a_type_checker_refuses_wrong_calls():
     assert {error["line"] for error in errors if error["severity"] == "error"} == wrong
 
 
-# What layers print.
-
-
 class MLP(nnx.Module):
     def __init__(self, linear, rngs):
         self.up = linear(8, 16, rngs=rngs)

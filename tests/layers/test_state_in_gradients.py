@@ -117,9 +117,6 @@ def assert_same_runs(theirs, ours):
     assert all(np.all(x[..., :3] > 0) and not np.any(x[..., 3:]) for x in filled)
 
 
-# Flax's own TrainState.
-
-
 @pytest.mark.parametrize("axis", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_histories_are_those_of_our_train_state_to_the_bit(axis):
     """One product used twice, under remat, in a scan over layers stacked along any axis."""
@@ -157,9 +154,6 @@ def test_every_layer_takes_the_collection():
         assert sorted(shapes) == [OWG, "params"]
         assert {leaf.shape for leaf in jax.tree.leaves(shapes[OWG])} == {(3 * (2050 + 31 * 16),)}
         assert len(jax.tree.leaves(shapes[OWG])) == products
-
-
-# What loops do to gradients.
 
 
 def gradient_of(*scales, state=None):
@@ -244,9 +238,6 @@ def test_any_history_survives_to_the_bit():
             np.testing.assert_array_equal(state["amax_history"], row[:length])
 
 
-# Boxes of metadata.
-
-
 @pytest.mark.parametrize(
     "box",
     [lambda a: nnx.bridge.NNXMeta(nnx.Param, a, {}), lambda a: nn.Partitioned(a, (None,))],
@@ -260,9 +251,6 @@ def test_boxes_are_opened_and_closed_again(box):
     grads = jax.jit(jax.grad(functools.partial(squared_error, layer)))(variables, 1.0)
     assert jax.tree.structure(grads) == jax.tree.structure(variables)
     assert history_of(grads[OWG])[0] == AMAX
-
-
-# Loops that keep what `apply` returns.
 
 
 def kept_after(model, scales):
@@ -300,9 +288,6 @@ def test_a_loop_that_keeps_the_collection_is_told_what_to_type(make):
     model.apply(variables, X, mutable=flax.core.DenyList(OWG))
 
 
-# Errors.
-
-
 def test_collections_that_are_refused():
     with pytest.raises(ValueError, match="state_collection must be 'fp8' or '_overwrite"):
         jfp8.Dense(4, state_collection="fp9").init(KEY, X)
@@ -327,9 +312,6 @@ def test_histories_in_something_else():
     flax_layer = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     with pytest.raises(ValueError, match="no state of a layer of jfp8.*from_flax_fp8_ops"):
         histories_in(jax.eval_shape(flax_layer.init, KEY, X)[OWG])
-
-
-# Checkpoints.
 
 
 @pytest.mark.slow

@@ -147,9 +147,6 @@ def test_forward_and_gradients_are_those_of_rounded_operands(case):
     assert relative_error(values[2][0], values[1][0]) > 5e-3
 
 
-# Structure.
-
-
 def test_parameters_of_an_encoder():
     layer = TransformerLayer(**SIZES, num_gqa_groups=2, enable_relative_embedding=True)
     variables = init(layer, X)
@@ -224,9 +221,6 @@ def test_every_activation_is_quantized_once():
     assert sorted(seen) == sorted(operands)
 
 
-# Attention.
-
-
 def changed_at(x, *place):
     """`x` with other numbers there: adding a constant would be undone by the normalisation."""
     return x.at[place].add(normal(x[place].shape, 8))
@@ -265,9 +259,6 @@ def test_a_relative_embedding_can_be_shared():
     assert relative_error(y, apply(shared, {"params": params}, X)) > 1e-3
 
 
-# Dropout.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout", "intermediate_dropout"])
 def test_each_dropout_drops(rate):
@@ -299,9 +290,6 @@ def test_hidden_dropout_is_of_what_is_added():
 def test_with_dropout_the_layer_wants_to_be_told():
     with pytest.raises(ValueError, match="deterministic"):
         jax.eval_shape(TransformerLayer(**SIZES, attention_dropout=0.1).init, KEY, X)
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ def assert_close(y, expected, ulps=8.0, dtype=jnp.float32):
     np.testing.assert_allclose(y, expected, rtol=0, atol=slack)
 
 
-# Normalisation.
-
-
 def normalized(x, scale, bias, axes, epsilon, kind, zero_centered) -> np.ndarray:
     """As published, over `axes`, in float64; `scale` and `bias` ready to broadcast."""
     x = np.asarray(x, np.float64)
@@ -91,9 +88,6 @@ def test_trap_the_variance_does_not_cancel():
     np.testing.assert_allclose(y, expected, rtol=0, atol=2.0**-10)
 
 
-# Activations.
-
-
 def gelu(x):
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -142,9 +136,6 @@ def test_the_backward_pass_keeps_the_input_only(function, x):
     """Not the float32 values in between, of which there are several."""
     kept = jax.tree.leaves(jax.jit(lambda x: jax.vjp(function, x)[1])(x))
     assert [(a.shape, a.dtype) for a in kept if a.size > 64] == [(x.shape, x.dtype)]
-
-
-# Attention.
 
 
 def attention_of_heads(query, key, value, mask=None, bias=None) -> np.ndarray:
@@ -250,9 +241,6 @@ def test_position_mask(lengths):
     later = position_math.position_mask((2, 7), window=(2, 1), first=jnp.int32(3))
     rows = [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]]
     np.testing.assert_array_equal(later, np.array(rows, bool))
-
-
-# Positions.
 
 
 def turned(x, positions, windows, pairs_of) -> np.ndarray:

@@ -180,9 +180,6 @@ def test_transformations(accumulation):
     np.testing.assert_array_equal(jax.jit(sharded)(lhs, rhs), expected)
 
 
-# Hopper
-
-
 def random_f8(shape, seed, dtype=E4M3):
     """N(0, 40^2), of which 14 bits of a sum cut something off."""
     x = np.random.default_rng(seed).normal(size=shape) * 40
@@ -244,9 +241,6 @@ def test_recipe_is_fast_forward_and_promoted_backward():
         mode, other = ("hopper_every_128", "f32") if i else ("hopper", "hopper_every_128")
         np.testing.assert_array_equal(results[i], matmul(*quantized, numbers, accumulation=mode))
         assert not np.array_equal(results[i], matmul(*quantized, numbers, accumulation=other))
-
-
-# Errors
 
 
 def unit_scaled(dtype):

@@ -176,8 +176,6 @@ def test_later_tokens_change_nothing(gpu, window, by_mask):
         assert (np.asarray(x)[:, seen:] != np.asarray(y)[:, seen:]).any()
 
 
-# Masks as bits
-
 MASKED = 200, 300  # queries and keys
 OF_KEYS = 2  # heads of queries that share one of keys
 ROWS = 128  # of a tile
@@ -216,9 +214,6 @@ def test_bits_and_spans(shape, columns):
         first, end = spans[b, head, :, tile]
         assert (first, end) == ((blocks[0], blocks[-1] + 1) if len(blocks) else (first, 0))
         assert first >= end or len(blocks)
-
-
-# In `scaled_dot_product_attention`
 
 
 def jaxpr_on(gpu, f, *args):

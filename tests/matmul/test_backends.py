@@ -131,9 +131,6 @@ def test_what_cuda_is_given_computes_the_product(shapes, numbers, axes, dtype, m
     assert (abs(np.asarray(y, np.float64) - expected) <= bound).all()
 
 
-# The choice
-
-
 def q(shape, granularity=None, scale_rounding=None, fmt=jfp8.E4M3FN):
     make = lambda x: jfp8.quantize(
         x, fmt, granularity=granularity or jfp8.PerTensor(), scale_rounding=scale_rounding

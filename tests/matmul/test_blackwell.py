@@ -129,9 +129,6 @@ def test_product_in_larger_blocks(numbers):
     assert np.abs(a @ b).max() > 100
 
 
-# NVFP4
-
-
 @executes
 def test_every_pair_of_codes_and_scales():
     """All 16 codes with all 127 finite scales, by one another: products of 12 bits are exact."""

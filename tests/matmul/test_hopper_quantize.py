@@ -250,8 +250,6 @@ def test_nearest_quotient_corrects_an_inexact_division(off):
     np.testing.assert_array_equal(jax.jit(nearest_quotient)(nearly, a, b), exact)
 
 
-# Heads of attention
-
 HEADS = {
     "queries of a fused product": (jnp.bfloat16, (2, 128, 2, 4, 64), 0, 2, jfp8.E4M3FN),
     "its values": (jnp.float16, (1, 256, 2, 4, 128), 3, 1, jfp8.E5M2),

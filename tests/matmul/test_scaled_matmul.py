@@ -27,9 +27,6 @@ def e8m0(codes):
     return codes_to_format(jnp.asarray(codes, jnp.uint8), jfp8.E8M0FNU)
 
 
-# Numbers
-
-
 def test_dimension_numbers_may_be_lists_of_numpy_integers():
     whole = {"scale_rounding": "power_of_two"}
     lhs, rhs = (quantize(x, **whole) for x in np.float32([np.eye(3), [[1, 2, 4]] * 3]))
@@ -82,9 +79,6 @@ def test_trap_f16_accumulator_overflow(implementation):
     np.testing.assert_array_equal(y, np.full((2, 2), 784, np.float16))
 
 
-# Scales
-
-
 @pytest.mark.slow
 @implementations
 @pytest.mark.parametrize(
@@ -108,9 +102,6 @@ def test_e8m0_nan_scale_is_nan_where_it_applies(implementation):
     rhs = ScaledArray(jnp.ones((4, 2), E4M3.dtype), e8m0(127))
     y = matmul(lhs, rhs, implementation=implementation)
     np.testing.assert_array_equal(y, [[4, 4], [np.nan, np.nan], [8, 8]])
-
-
-# Errors
 
 
 def operands():

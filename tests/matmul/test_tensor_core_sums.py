@@ -54,9 +54,6 @@ def assert_same_bits(got, expected):
     )
 
 
-# What mmaemu returns.
-
-
 @pytest.fixture(scope="module")
 def golden():
     with np.load(GOLDEN) as stored:
@@ -148,9 +145,6 @@ def test_nan_and_infinities_as_in_ieee_arithmetic():
         [69, inf, inf, -inf, -inf, nan, nan, nan, 68],
     ]
     assert_same_bits(dot_general(f8(w, "e5m2"), f8(x, "e5m2"), ROWS), np.float32(expected))
-
-
-# Shapes and transformations.
 
 
 @pytest.mark.slow

@@ -153,8 +153,6 @@ def test_where_it_cannot_be_known_nothing_is_said():
         tx.update(gradient, state)
 
 
-# At the wrong place ------------------------------------------------------------------------------
-
 SGD, ADAM = optax.sgd(0.25), optax.adam(0.25)
 FROZEN = optax.set_to_zero()
 CLIP = optax.clip_by_global_norm(1.0)

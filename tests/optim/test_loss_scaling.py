@@ -69,9 +69,6 @@ def adam_state(opt_state) -> optax.ScaleByAdamState:
     return found
 
 
-# The state machine ---------------------------------------------------------------------------
-
-
 class Rule:
     """The rule of the libraries that jfp8 agrees with, in Python floats.
 
@@ -194,9 +191,6 @@ def test_all_finite_looks_past_integers_and_empty_trees():
     assert not all_finite({"count": jnp.arange(3), "x": jnp.float16(np.inf)})
 
 
-# Unscaling -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0, 1, 15, 24, -20, 100, 126, -126])
 @pytest.mark.parametrize("jit", [False, True])
@@ -232,9 +226,6 @@ def test_pass_hands_nonfinite_updates_on():
     updates, state = tx.update(jnp.float32([8, np.inf, -np.inf, np.nan]), begin(tx, jnp.zeros(4)))
     np.testing.assert_array_equal(updates, [2, np.inf, -np.inf, np.nan])
     assert (state.loss_scale, state.overflow_count) == (2.0, 1)
-
-
-# What a skipped step leaves behind -------------------------------------------------------------
 
 
 def adam():
@@ -374,9 +365,6 @@ def test_extra_arguments_reach_the_wrapped_transformation():
         assert updates.tolist() == [3.0]
 
 
-# Inside other transformations ------------------------------------------------------------------
-
-
 LABELS = {"w": "train", "b": "freeze"}
 FROZEN = optax.set_to_zero()
 CONTAINERS = {
@@ -438,9 +426,6 @@ def test_checkpoint_names_fields():
     assert list(flax.serialization.to_state_dict(state)) == names.split()
 
 
-# scale_loss and the gradients that come of it ----------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_scaled_loss_is_f32(dtype):
@@ -457,9 +442,6 @@ def test_without_a_loss_scale_the_loss_cannot_be_scaled():
     with pytest.raises(ValueError, match=r"no loss scale.*optax\.chain\(jfp8\.loss_scale\(\)"):
         jfp8.scale_loss(1.0, adam().init(make_params()))
     assert find_loss_scale(adam().init(make_params())) is None
-
-
-# Mistakes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -430,8 +430,6 @@ class TestComposition:
             tx.init(nv)
 
 
-# In a TrainState.
-
 CURRENT = Float8CurrentScaling()
 X = jnp.asarray(normal((32, 16), 20))
 Y = jnp.sin(X[:, :4])

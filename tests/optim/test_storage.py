@@ -70,9 +70,6 @@ def cast(x, fmt) -> np.ndarray:
     return np.clip(x, -fmt.max, fmt.max).astype(fmt.dtype)
 
 
-# The published rules -------------------------------------------------------------------------
-
-
 def coat(part: np.ndarray, fmt):
     """COAT's expansion of a block in float64: codes, values and k, which is bounded; zeros stay."""
     a = np.abs(part.astype(np.float64))
@@ -118,9 +115,6 @@ def test_coat_expansion_in_float64(fmt, square):
         np.testing.assert_allclose(decoded[here], values, rtol=0.5, atol=0)
         assert np.array_equal(decoded[here] == 0, part == 0)
     assert differ <= total * 0.005
-
-
-# What is kept --------------------------------------------------------------------------------
 
 
 def largest_error(storage: Blocks, x: np.ndarray) -> np.ndarray:
@@ -191,8 +185,6 @@ def test_trap_the_largest_does_not_overflow(storage):
     decoded = jax.vmap(lambda row: storage.decode(storage.encode(row, SEED)))(jnp.asarray(x))
     np.testing.assert_allclose(decoded, x, rtol=0.01)
 
-
-# By lot --------------------------------------------------------------------------------------
 
 STOCHASTIC = [s for s in BLOCKS if s.rounding == "stochastic"]
 
@@ -334,9 +326,6 @@ def test_a_moment_of_before_is_read_in_its_own_format():
     for before in (Blocks(transform="expand"), Blocks()):
         kept = encode(before, x)
         np.testing.assert_array_equal(decoded(kept), np.asarray(jax.jit(before.decode)(kept)))
-
-
-# Mistakes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,6 @@ def stored_leaves(state) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_stored) if is_stored(leaf)]
 
 
-# What it does --------------------------------------------------------------------------------
-
-
 def test_updates_follow_from_moments_that_are_not_rounded():
     """Those of optax from the decoded state; what is rounded is stored, and nothing else."""
     inner = optax.adam(1e-2)
@@ -195,9 +192,6 @@ def test_tree_map_params_finds_the_moments():
     assert jax.tree.leaves(found) == [True] * 8
 
 
-# The same again ------------------------------------------------------------------------------
-
-
 def test_moments_leaves_steps_and_seeds_have_their_own_bits():
     """Errors of both moments that go together would bias ``m / sqrt(v)``."""
     same = jnp.asarray(np.random.default_rng(0).normal(size=(64, 128)), jnp.float32)
@@ -261,9 +255,6 @@ def test_extra_arguments_reach_inner():
     step = lambda params: tx.update(params, tx.init(params), params, factor=2.0)
     updates, _ = jax.jit(step)(params)
     np.testing.assert_array_equal(updates["w"], 2 * params["w"])
-
-
-# Mistakes ------------------------------------------------------------------------------------
 
 
 def test_mistakes_are_told():

@@ -72,9 +72,6 @@ def test_every_section_runs_and_claims_nothing_of_a_gpu(tmp_path):
     assert all("HloModule" in path.read_text() for path in programs.iterdir())
 
 
-# What is derived from times.
-
-
 def derive(records):
     """With the time of the last bf16 before each as the one that was taken beside it."""
     beside = None
@@ -127,9 +124,6 @@ def test_a_wrong_kernel_is_marked_and_counts_for_nothing():
     assert rows[2]["kernel_failed_its_check"] is False
     assert limits["fp8_tflops"] is None
     assert all(t["measured"] is None for t in targets)
-
-
-# Times.
 
 
 def test_device_times_are_those_of_the_kernels_of_a_run():

@@ -32,9 +32,6 @@ FOLDERS = ("", "coming_from/", "trainers/")
 GUIDES = sorted(page for folder in FOLDERS for page in DOCS.glob(f"{folder}*.md"))
 
 
-# What is public
-
-
 def modules() -> list[types.ModuleType]:
     """`jfp8` and its public modules."""
     named = [getattr(jfp8, name) for name in jfp8.__all__]
@@ -488,9 +485,6 @@ def test_a_changed_output_is_noticed():
     assert shows("layer error\n...\nlast\n2.61 %", table)
     assert not shows("layer  error\n-----\nlast  3.61 %", table)
     assert not shows("12 of 16 matmuls", "11 of 16 matmuls")
-
-
-# The site
 
 
 @pytest.mark.slow

@@ -68,9 +68,6 @@ def test_help_has_examples_of_use(script, capsys):
     assert f"runs/{script}" in printed
 
 
-# ---- converting
-
-
 @pytest.mark.slow
 def test_a_converted_model_trains_as_it_did(text, capsys):
     result = imported("convert_model", "examples").main([*SMALL, f"--data={text}"])
@@ -116,9 +113,6 @@ def test_a_model_that_is_not_installed(text, monkeypatch, capsys):
     assert "type  pip install 'jfp8[models]'" in capsys.readouterr().err
 
 
-# ---- NNX
-
-
 @pytest.mark.slow
 def test_an_nnx_model_trains_in_fp8(text, capsys):
     result = imported("train_nnx_lm", "examples").main([*SMALL, f"--data={text}"])
@@ -129,9 +123,6 @@ def test_an_nnx_model_trains_in_fp8(text, capsys):
     assert f"{parameters:,} parameters, and {4 * (3 * 16 + 1)} numbers of FP8 state" in printed
     assert "4 of 4 histories of gradients have entries" in printed
     assert figures["grad_histories"] == "4"
-
-
-# ---- fine-tuning
 
 
 @pytest.mark.slow
@@ -163,9 +154,6 @@ def test_fine_tuning_begins_with_the_checkpoint(text, capsys):
     assert "holds parameters of other shapes: type the --width" in capsys.readouterr().err
 
 
-# ---- quantization-aware training
-
-
 @pytest.mark.slow
 def test_the_student_is_deployed_as_it_was_trained(text, capsys):
     script = imported("quantization_aware", "examples")
@@ -183,9 +171,6 @@ def test_the_student_is_deployed_as_it_was_trained(text, capsys):
     assert other["train_loss"]["qat"] != result["train_loss"]["qat"]
 
 
-# ---- a recipe of one's own
-
-
 @pytest.mark.slow
 def test_a_recipe_of_ones_own_trains(text, capsys):
     result = imported("custom_recipe", "examples").main([*SMALL, f"--data={text}"])
@@ -193,9 +178,6 @@ def test_a_recipe_of_ones_own_trains(text, capsys):
     check_run("custom_recipe", result, printed, {"own", "stock", "f32"})
     assert result["own_product_error_percent"] < result["stock_product_error_percent"] / 2
     assert '"recipe": "FourBits"' in printed
-
-
-# ---- finding the tensor that breaks
 
 
 @pytest.mark.slow
@@ -220,9 +202,6 @@ def test_the_tensor_that_breaks_is_found(text, capsys):
     assert len(rows) == 3 * 12, "three tensors of four products in three steps"
     down = [r for r in rows if r.path == "block_0/down" and r.tensor == "grad"]
     assert min(row.underflow for row in down) > 0.9
-
-
-# ---- what the scripts share
 
 
 def test_the_line_of_results():

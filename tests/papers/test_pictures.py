@@ -74,9 +74,6 @@ def test_gradients_of_lower_layers_die(tmp_path):
     assert rows.count(5) > 5
 
 
-# The roofline's model, by hand
-
-
 def test_the_model_of_a_linear_layer():
     """Of 4096 x 4096 x 4096 on an H200: 12 n^2 bytes by products in FP8, and 12 to quantize."""
     roofline = imported("roofline", "benchmarks")

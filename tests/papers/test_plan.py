@@ -59,9 +59,6 @@ def test_parameters_are_those_of_the_model():
         assert sum(p.size for p in jax.tree.leaves(params)) == s.parameters
 
 
-# Memory
-
-
 def kernels_of_blocks(params):
     numbers = optax.contrib.MuonDimensionNumbers()
     is_one = lambda path: re.search("(qkv|out|up|down).*kernel", jax.tree_util.keystr(path))
@@ -141,9 +138,6 @@ def test_activations_kept_for_the_backward_pass(name):
     precision = getattr(plan, name)
     saved = plan.saved_per_layer(s, plan.Devices(), precision)
     assert counted == pytest.approx(saved + s.kernels * precision.kernels, rel=1e-3)
-
-
-# Bytes on the wire, in the compiled program
 
 
 def sent(compiled, dtypes=None):
@@ -257,9 +251,6 @@ def test_tensor_parallel():
     expected = planned(f32_where(plan.BF16, "exchanged"), tensor=8)
     assert expected["data"] == expected["fsdp"] == 0
     assert counted == pytest.approx(expected["tensor"], rel=0.01)
-
-
-# Time
 
 
 def test_times_by_hand():

@@ -19,9 +19,6 @@ TINY = sizes.Model(128, 32, experts=8, per_token=2, tokens=10)
 ROWS = sizes.precisions("block", 2)  # bf16, FP8 matmuls, and both kinds of casts
 
 
-# Bytes between devices
-
-
 def arrays_of_a_row(encoding, width):
     """What is sent of a row, as arrays."""
     if encoding in ("f32", "bf16"):
@@ -66,9 +63,6 @@ def test_bytes_by_hand():
     assert f32["fsdp"] == 2 * 6144 * 2 + 6144 * 4
 
 
-# Memory
-
-
 def test_memory_by_hand():
     """20 rows are expected of 40; results at home are 20 rows of 128 in bf16."""
     mesh, home, gate = sizes.Mesh(expert=2), 20 * 256, 2 * 64
@@ -83,9 +77,6 @@ def test_memory_by_hand():
         }
     halved = sizes.memory(TINY, sizes.Mesh(expert=2, tensor=2), ROWS[0], 1.25)["expected"]
     assert halved == home + 20 * (2 * (128 + 16) + gate / 2)
-
-
-# Time
 
 
 def test_casts_by_hand():
@@ -135,9 +126,6 @@ def test_times_by_hand():
     waiting = sent["data"] / 2 + sent["fsdp"] * 1e5
     found = experts.seconds(TINY, mesh, ROWS[1], slow, alpha=3.0)["overlapped"]
     assert found == pytest.approx(waiting + exposed)
-
-
-# The command
 
 
 def test_the_table_of_the_page_is_what_the_command_prints(capsys):

@@ -27,9 +27,6 @@ train_sharded, train_processes, llama_nnx, sharding = (
 )
 
 
-# Several devices
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("factors", [(1, 8, 1), (2, 1, 4)])
 def test_in_float32_the_losses_are_those_of_one_device(text, factors):
@@ -91,9 +88,6 @@ def test_fp8_beyond_the_products(text):
     assert moments[1] < 0.4 * moments[0]
 
 
-# What they are made of
-
-
 def test_a_device_that_differs_is_found():
     mesh = sharding.make_mesh(2, 2, 2)
     everywhere = NamedSharding(mesh, P())
@@ -123,9 +117,6 @@ def test_histories_differ_by_their_amaxes_and_not_by_their_hashes():
     differ = train_sharded.largest_difference
     assert 0 < differ(after(1 + 2**-20), after(1.0)) < 1e-6
     assert differ(after(1.5), after(1.0)) == 0.5
-
-
-# A model of a named size, in NNX
 
 
 @pytest.mark.slow
@@ -171,9 +162,6 @@ def test_the_expected_speed_of_1b():
     assert found["bf16"] == pytest.approx(8 * 738e12 / flops)
     assert 1.2 < found["fp8"] / found["bf16"] < 2
     assert speed.expected(None, size, tokens.size, 8, "cpu") is None
-
-
-# Several processes
 
 
 @pytest.mark.slow

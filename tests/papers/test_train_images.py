@@ -42,9 +42,6 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-# ---- data
-
-
 WHOLE = idx(np.zeros((2, 3, 4), np.uint8))
 NOT_IDX = {
     "empty": b"",
@@ -62,9 +59,6 @@ def test_a_file_that_is_not_idx(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match="images is not an IDX file of bytes, plain or gzipped"):
         data.read_idx(path)
-
-
-# ---- the model
 
 
 @pytest.mark.slow
@@ -85,9 +79,6 @@ def test_conv_is_that_of_flax(size, stride):
     # sums of at most 45 products, of 112 in the kernel's gradient
     for a, b in zip(jax.tree.leaves((y, vjp(dy))), jax.tree.leaves((expected, expected_vjp(dy)))):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
-
-
-# ---- the script
 
 
 @pytest.mark.slow

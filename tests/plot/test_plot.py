@@ -44,9 +44,6 @@ def refuses(match, function, *args, error=ValueError, **kwargs):
         function(*args, **kwargs)
 
 
-# What all pictures have in common
-
-
 def test_every_function_is_listed():
     assert sorted(PICTURES) == plot.__all__
 
@@ -110,9 +107,6 @@ def test_percent():
     assert {fraction: style.percent(fraction) for fraction in texts} == texts
 
 
-# number_line
-
-
 def finite_values(fmt):
     codes = np.arange(16 if fmt is jfp8.E2M1FN else 256, dtype=np.uint8)
     values = values_of(codes.view(fmt.dtype), fmt)
@@ -150,9 +144,6 @@ def test_number_line_refuses():
     refuses(r"number_line\(jfp8.E4M3FN, jfp8.E5M2\)", plot.number_line)
     refuses("jfp8.E4M3FN, jfp8.E5M2", plot.number_line, 4, error=TypeError)
     refuses("limit=-1: must be a positive", plot.number_line, jfp8.E4M3FN, limit=-1)
-
-
-# histogram
 
 
 def bars(ax):
@@ -290,9 +281,6 @@ def test_histogram_refuses():
     refuses("no format called 'mine'. Formats: E4M3FN", plot.histogram, row(format="mine"))
 
 
-# amax_history
-
-
 def labelled(ax, word):
     (line,) = (line for line in ax.lines if word in line.get_label())
     return np.array(line.get_xdata(), np.float64), np.array(line.get_ydata(), np.float64)
@@ -378,9 +366,6 @@ def test_amax_history_refuses():
     )
     refuses(r"shape \(2,\), but steps \(1,\)", plot.amax_history, [1.0, 2.0], steps=[1])
     refuses("chooses among rows", plot.amax_history, [1.0, 2.0], name="Dense_0 grad")
-
-
-# heat_map
 
 
 def mapped(ax):
@@ -558,9 +543,6 @@ def test_heat_map_refuses():
     refuses("Only some rows have a step", plot.heat_map, [row(0), row(None)])
 
 
-# loss_curves
-
-
 def test_loss_curves_are_means_within_the_range_of_the_seeds():
     rng = np.random.default_rng(3)
     runs = {"float32": rng.normal(5, 1, (3, 40)), "FP8": rng.normal(4, 1, 40)}
@@ -623,9 +605,6 @@ def test_loss_curves_refuse():
     )
     for window in (0, 3):
         refuses("must be from 1 to 2", plot.loss_curves, {"a": [1.0, 2.0]}, window=window)
-
-
-# block_scales
 
 
 def corners(ax):

@@ -72,9 +72,6 @@ def product_and_gradients(recipe, shape=LARGE, dtype=jnp.bfloat16, implementatio
     return f, (*shapes, recipe.init_state() if state is None else state)
 
 
-# What is lowered
-
-
 @pytest.mark.representative(2)
 @needs_mosaic
 @pytest.mark.parametrize(
@@ -198,9 +195,6 @@ def test_a_compiler_divides_kernels_too():
     assert (len(f8_products(text)), kernels(text), other_products(text)) == (3, 3, 0)
 
 
-# What the kernels compute
-
-
 def operands(dtype, shape=(96, 160, 72)):
     m, k, n = shape
     rng = np.random.default_rng(0)
@@ -268,9 +262,6 @@ def test_amaxes_of_parts_leave_through_the_sink():
     amaxes, overflow = decode_amax(sink)
     np.testing.assert_array_equal(amaxes, [3, 5, 7])
     assert not overflow.any()
-
-
-# Where the kernels are not to be had
 
 
 def test_named_on_another_platform():

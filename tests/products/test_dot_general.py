@@ -22,9 +22,6 @@ FORMATS = {"HYBRID": (E4M3, E4M3, E5M2), "E4M3": (E4M3,) * 3, "E5M2": (E5M2,) * 
 ROLES = ("lhs", "rhs", "grad")
 
 
-# The oracle
-
-
 def scale_for(amax, fmt, margin=0, scale_rounding=None):
     """``amax / max * 2^margin`` in f32; 1 where that says nothing; at least 2^-126."""
     amax = np.float32(amax)
@@ -89,9 +86,6 @@ def assert_matches(results, expected):
         assert not wrong.any(), f"{name}: {np.argwhere(wrong)[:5]}, {value[wrong]}, {exact[wrong]}"
 
 
-# The code under test, and data for it
-
-
 @partial(jax.jit, static_argnames="recipe")
 def value_and_grads(lhs, rhs, dy, *, recipe, state=None, sink=None):
     """y, d_lhs, d_rhs and, if there is a sink, its cotangent; compiled."""
@@ -152,9 +146,6 @@ def expected_scales(recipe, operands, state):
     ]
 
 
-# Value and gradients
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_fake_quantization_oracle(recipe):
     small = isinstance(recipe, recipes.Unscaled)
@@ -198,9 +189,6 @@ def test_state_may_be_in_any_mapping():
     y = scaled_dot_general(x, w, PLAIN, recipe=recipe, state=frozen)
     np.testing.assert_array_equal(y, expected)
     assert float(y[0, 0]) == pytest.approx(6, rel=0.1)
-
-
-# Delayed scaling over steps
 
 
 class NumpyDelayed:
@@ -267,9 +255,6 @@ def test_delayed_scaling_over_steps():
     assert saturated == 3  # the scale is one step late: at 30, at Inf, and at 5 after 0.1
 
 
-# What the backward pass keeps
-
-
 def test_policies_keep_the_bytes_of_products_by_their_names():
     """Bytes of activations under one name, of weights under another; without it, the inputs."""
     x, w = jnp.ones((32, 48)), jnp.ones((48, 16))
@@ -286,8 +271,6 @@ def test_policies_keep_the_bytes_of_products_by_their_names():
     assert kept("fp8_saved_weight") == {w.shape}
     assert kept("fp8_saved", "fp8_saved_weight") == {x.shape, w.shape}
 
-
-# Errors
 
 LHS, RHS = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
 

@@ -190,9 +190,6 @@ def test_any_sizes(name, sizes):
     assert np.all(np.any(np.asarray(actual[2]), axis=(1, 2)) == used)
 
 
-# Rows and tiles.
-
-
 @pytest.mark.parametrize("height", [1, 16, 128])
 def test_every_row_of_a_group_has_one_place_in_a_tile_of_the_group(height):
     rng = np.random.default_rng(height)
@@ -271,9 +268,6 @@ def test_group_sizes_beyond_the_rows_do_not_crash():
     y, *_ = value_and_gradients(lhs, rhs, (20, 40, 9), dy)
     expected, *_ = value_and_gradients(lhs, rhs, (20, 28, 0), dy)
     assert np.all(np.asarray(y) == np.asarray(expected))
-
-
-# Scales.
 
 
 @pytest.mark.slow
@@ -359,9 +353,6 @@ def test_stored_matrices_of_one_block_each_keep_their_scales():
         np.testing.assert_allclose(found, np.concatenate(parts), rtol=1e-6, atol=1e-6)
 
 
-# What a recipe may ask for.
-
-
 def test_high_precision_operands():
     """Products with one operand or none quantized."""
     lhs, rhs, dy = operands(m=64, groups=3)
@@ -383,9 +374,6 @@ def test_high_precision_operands():
         assert relative_error(y[:61], expected[0]) < 1e-6
         assert relative_error(d_lhs[:61], expected[1]) < 1e-6
         assert relative_error(d_rhs, expected[2]) < 1e-6
-
-
-# Dtypes, transformations, devices.
 
 
 @pytest.mark.slow
@@ -427,9 +415,6 @@ def test_second_derivatives_are_refused():
     loss = lambda lhs: jnp.sum(scaled_ragged_dot(lhs, rhs, jnp.array([3, 5])) ** 2)
     with pytest.raises(TypeError, match="Second derivatives"):
         jax.hessian(loss)(jnp.asarray(lhs))
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(

@@ -166,9 +166,6 @@ def test_what_is_not_finite_shows_in_the_gradient(bad, fmt):
     assert np.isfinite(dx[2, BLOCK:]).all()
 
 
-# The other arguments, and transformations.
-
-
 def masked(x, key, tree, mask):
     noise = jax.random.bernoulli(key, 0.5, x.shape)
     return jnp.where(mask & noise, jnp.sin(x) * tree["w"][0], tree["b"])
@@ -256,9 +253,6 @@ def test_policies_of_checkpoint_keep_the_codes_by_their_name(given, name):
         assert len(codes) == (named == name)
 
 
-# What is refused.
-
-
 @pytest.mark.slow
 def test_forward_mode_and_second_derivatives_are_refused():
     g, x = save_in_fp8(jnp.tanh), normal(64)
@@ -304,9 +298,6 @@ def test_a_closure_over_traced_arrays_is_refused():
 def test_mistakes_are_explained(how, x, error, words):
     with pytest.raises(error, match=words):
         save_in_fp8(jnp.tanh, **how)(x)
-
-
-# The layers.
 
 
 def gradients(layer, params, x):

@@ -52,9 +52,6 @@ def same(a, b) -> bool:
     return np.array_equal(a, b)
 
 
-# The same where it should be, different where it must
-
-
 @pytest.mark.slow
 @SOME
 def test_without_a_key_the_data_decides(recipe):
@@ -113,8 +110,6 @@ def test_scan_iterations_and_examples_differ_if_their_data_do(key):
     # Equal data are rounded alike, which is why a key is better where data repeat.
     assert same(rounded(stack[0]), rounded(stack[0].copy()))
 
-
-# Unbiased
 
 KEYS = 256
 
@@ -182,9 +177,6 @@ def test_the_mean_gradient_is_that_of_the_unrounded_one(name):
         assert abs(nearest_score).max() > 5
 
 
-# Linen
-
-
 class TwoLayers(nn.Module):
     """Two layers with equal weights, each followed by nothing, whose gradients are equal."""
 
@@ -238,9 +230,6 @@ def test_layers_that_do_not_round_stochastically_leave_the_stream_alone():
         for recipe in (recipes.Float8CurrentScaling(), recipes.RowwiseScaling())
     ]
     assert same(*results)
-
-
-# Cost
 
 
 def random_sizes(jaxpr) -> list[int]:

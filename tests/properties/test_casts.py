@@ -98,9 +98,6 @@ def assert_codes(actual, expected, x, fmt):
     )
 
 
-# Samples
-
-
 def every_pattern(dtype) -> np.ndarray:
     return np.arange(2**16).astype(np.uint16).view(dtype)
 
@@ -127,9 +124,6 @@ def test_the_oracle_is_ml_dtypes():
     x = x[(x >= 2.0**-126) & (x <= 2.0**127)]
     theirs = x.astype(ml_dtypes.float8_e8m0fnu)
     assert_codes(theirs, rounded(x, E8M0FNU, "nearest_even"), x, E8M0FNU)
-
-
-# Rounding
 
 
 @formats
@@ -173,8 +167,6 @@ def test_stochastic_casts_use_the_words_of_their_key(fmt, dtype):
         assert wide.dtype == dtype
         np.testing.assert_array_equal(as_f32(wide), values.astype(np.float32))
 
-
-# Every f32
 
 CHUNK = 1 << 22
 

@@ -28,9 +28,6 @@ HARDWARE = (E4M3FN, E5M2)
 seeds = st.integers(0, 2**32 - 1)
 
 
-# Dimension numbers
-
-
 class Dims(NamedTuple):
     """Shapes of two operands, and which of their dimensions are what."""
 
@@ -93,9 +90,6 @@ def random_dims(seed, contracted=(1, 2, 3, 7, 33, 40), others=(1, 2, 3, 5)) -> D
     end = len(shared)
     (lc, lb), (rc, rb) = ((tuple(p[n_batch:end]), tuple(p[:n_batch])) for p in places)
     return Dims(*shapes, ((lc, rc), (lb, rb)))
-
-
-# Quantized operands
 
 
 @dataclass(frozen=True)
@@ -162,8 +156,6 @@ def operands(draw):
         )
     return d, *layouts
 
-
-# scaled_matmul
 
 matmul = jax.jit(
     scaled_matmul,

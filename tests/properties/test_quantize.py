@@ -28,9 +28,6 @@ E8M0_MODES = ("rceil", "floor", "ceil", "even")
 KEY = jax.random.key(0)
 
 
-# What is drawn
-
-
 @dataclass(frozen=True)
 class Case:
     """All that a program is compiled for."""
@@ -195,9 +192,6 @@ def codes(array) -> np.ndarray:
     return np.asarray(array).view(np.uint8)
 
 
-# Accuracy
-
-
 def grid_error(a, scale, fmt, rounding) -> np.ndarray:
     """How far a rounding to ``scale * fmt`` may be from magnitudes `a`, by the format alone.
 
@@ -258,9 +252,6 @@ def assert_scale_fits(case, scale, largest):
     assert np.all((scale * top < 2 * largest) | clipped)
 
 
-# Symmetries
-
-
 @given(cases(), seeds, st.integers(-8, 8))
 def test_quantizing_commutes_with_signs_and_powers_of_two(case, seed, k):
     """Data is the same but for the sign, and scales times 2^k; zeros keep their sign."""
@@ -282,9 +273,6 @@ def test_quantizing_commutes_with_signs_and_powers_of_two(case, seed, k):
     zeros = f64(x) == 0
     np.testing.assert_array_equal(f64(values)[zeros], 0)
     np.testing.assert_array_equal(np.signbit(values)[zeros], np.signbit(f64(x))[zeros])
-
-
-# What is no number
 
 
 @given(cases(), seeds, st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1, max_size=3))
@@ -310,9 +298,6 @@ def test_what_is_not_finite_shows_and_spoils_no_more_than_its_block(case, seed, 
     np.testing.assert_array_equal(np.asarray(values)[~group], np.asarray(clean_values)[~group])
     scale = case.spread(f64(q.scale))
     np.testing.assert_array_equal(scale[group], np.nan if whole else 1.0)
-
-
-# Two levels of scales (NVFP4)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))

@@ -151,9 +151,6 @@ NAMES = {
 }
 
 
-# Values, text, JSON.
-
-
 @given(any_recipe)
 def test_json_repr_copies_and_pickles_give_the_recipe_back(recipe):
     """To the last field; and as equal things do, with an equal hash, text and JSON."""
@@ -174,8 +171,6 @@ def test_json_repr_copies_and_pickles_give_the_recipe_back(recipe):
         assert again.to_json() == written
         assert again.resolved() == recipe.resolved()
 
-
-# What is no recipe.
 
 leaves = st.one_of(
     st.none(),

@@ -222,9 +222,6 @@ def optimizer(growth_interval: int) -> optax.GradientTransformation:
     )
 
 
-# The oracle.
-
-
 @dataclass(frozen=True)
 class Seen:
     """What a step of a program is by NumPy: losses and uses of each part."""

@@ -59,9 +59,6 @@ def sample(dtype=jnp.float32, shape=(8, 64)) -> np.ndarray:
     return x.astype(dtype)
 
 
-# Oracles.
-
-
 def blocks_of(granularity, shape) -> tuple[int, ...]:
     """Shape of what shares a scale, from the documentation of the granularities."""
     if granularity == PerTensor():
@@ -124,9 +121,6 @@ def assert_quantized(q, x, fmt, granularity):
     assert_bitwise(q.data, expected_data(x, fmt, scale, q.block))
 
 
-# Scales and data.
-
-
 @pytest.mark.parametrize(
     ("granularity", "fmt"),
     [*((granularity, E4M3FN) for granularity in GRANULARITIES), (PerTensor(), E5M2),
@@ -148,9 +142,6 @@ def test_f8_inputs_are_quantized_by_value():
     assert np.isnan(data).tolist() == [False, True, True]
 
 
-# Rounded scales.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 253, 254])
 def test_trap_constant_factors_are_multiplied_first(code):
@@ -160,9 +151,6 @@ def test_trap_constant_factors_are_multiplied_first(code):
     q = jax.jit(lambda x: quantize(x, scale=scale))(x)
     exact = x.astype(np.float64) * 2.0 ** (127 - code)
     np.testing.assert_array_equal(np.asarray(q.data).astype(np.float64), exact)
-
-
-# What does not fit, and what is no number.
 
 
 @pytest.mark.parametrize("scale", [0.25, np.float64(0.25), np.array(0.25, np.float16)], ids=repr)
@@ -214,9 +202,6 @@ def test_trap_nothing_else_comes_of_what_is_traced_for_a_gpu(granularity, scale,
         q = quantize(x, fmt, key=jax.random.key(0), **options)
     assert_bitwise(q.scale, expected.scale)
     assert_bitwise(q.data, expected.data)
-
-
-# Transformations.
 
 
 @pytest.mark.slow
@@ -273,9 +258,6 @@ def test_sharding_changes_nothing(granularity):
     assert ("all-reduce" in program) == (not isinstance(granularity, Block))
 
 
-# Gradients.
-
-
 @dtypes
 def test_gradient_has_the_dtype_of_the_input(dtype):
     x = sample(dtype, (8,))
@@ -306,9 +288,6 @@ def test_scales_have_no_gradient():
     d_x, d_scale = jax.jit(jax.grad(both, argnums=(0, 1)))(x, scale)
     assert d_x.tolist() == [1, 1]
     assert float(d_scale) == 0
-
-
-# The quantizers of recipes.
 
 
 X = sample(shape=(4, 16))
@@ -357,9 +336,6 @@ def test_blockwise_turns_its_blocks_along_the_contraction(size, scale_rounding):
         assert_bitwise(q.data, expected.data)
 
 
-# Blocks that are cut short.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "shape"),
@@ -392,9 +368,6 @@ def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
     assert_bitwise(q.data, whole.data[cut])
     assert_bitwise(values, whole_values[cut])
     assert np.all(np.asarray(values)[x != 0] != 0) or x.size > 10
-
-
-# Two-level scales (NVFP4).
 
 
 def nvfp4(x, block):
@@ -455,9 +428,6 @@ def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
     assert_bitwise(inverse, np.float32(1) / (narrow / tensor))
 
 
-# Errors of quantizers.
-
-
 def test_quantizers_check_their_fields():
     for cls in (Current, Delayed, Unit, Rowwise, Blockwise, TwoLevel):
         with pytest.raises(TypeError, match=r"fmt must be a jfp8\.Format, one of jfp8\.E4M3FN"):
@@ -500,9 +470,6 @@ def test_scale_formats_are_checked(wrong):
     """E8M0FNU would overflow the tensor's scale; E2M1FN has no NaN for a block that holds one."""
     with pytest.raises(ValueError, match=r"scale_fmt=.*a sign and a NaN.*E4M3FN"):
         TwoLevel(E2M1FN, scale_fmt=wrong)
-
-
-# Errors.
 
 
 def test_errors_name_the_dtype():

@@ -68,9 +68,6 @@ def test_narrow_arrays_are_rotated_in_f32(dtype):
     assert_close(Hadamard()(x, 1), rotated(x, DEFAULT, 1), x, 16)
 
 
-# In a recipe.
-
-
 def test_trap_rotated_values_exceed_the_amax_of_the_tensor():
     """Up to sqrt(16) times: along the signs everything adds up in one element of the stretch."""
     x, w = np.tile(np.float32(DEFAULT), (4, 2)), sample(32, 5)
@@ -81,9 +78,6 @@ def test_trap_rotated_values_exceed_the_amax_of_the_tensor():
     y = jax.jit(dot)(x, w)
     exact = x.astype(np.float64) @ w.astype(np.float64)
     assert np.linalg.norm(y - exact) < 0.05 * np.linalg.norm(exact)
-
-
-# Signs that are drawn.
 
 
 def test_random_signs():
@@ -99,9 +93,6 @@ def test_random_signs():
     pairs = signs @ signs.T / 64
     np.fill_diagonal(pairs, 0)
     assert abs(pairs).max() < 5 / 8
-
-
-# Values and errors.
 
 
 def test_fields_are_checked():

@@ -133,8 +133,6 @@ def test_the_choice_does_not_depend_on_random_bits():
     assert np.any(values(q) != values(nearest))
 
 
-# A scale for each row.
-
 BY_ROW = TwoLevel(E2M1FN, (16, 1), outer="row")
 
 
@@ -165,9 +163,6 @@ def test_sums_over_two_dimensions_in_parts():
     y = emulated(lhs, rhs, spec)
     exact = np.einsum("mij,ijn->mn", values(lhs), values(rhs))
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5 * abs(exact).max())
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,6 @@ def test_the_suite_covers_every_recipe():
         assert any(type(recipe) is cls for recipe, _ in VARIANTS.values())
 
 
-# Data and the code under test
-
-
 def integers(shape, seed) -> np.ndarray:
     """From -56 to 56, with 56 or -56 in each row and column of each matrix.
 
@@ -97,9 +94,6 @@ def assert_agree(results, expected, recipe):
         assert abs(f64(result)).max() > 0
 
 
-# a. Numbers
-
-
 @pytest.mark.parametrize(
     "variant", [name for name, (_, rules) in VARIANTS.items() if rules.outputs is not None]
 )
@@ -115,9 +109,6 @@ def test_results_that_are_rounded(variant):
         rounded = output(exact, 2).astype(np.float32)
         np.testing.assert_array_equal(result, rounded[0], err_msg=name)
         assert len(np.unique(rounded)) > 20
-
-
-# b. Transformations
 
 
 @pytest.mark.slow
@@ -182,9 +173,6 @@ def test_shard_map_is_a_product_per_device(recipe):
     assert_agree(results, (y, d_lhs, d_rhs.sum(axis=0)), recipe)
 
 
-# c. Non-finite elements
-
-
 def block_of_weights(variant, index, size):
     """Which rows or columns of rhs share their scales."""
     free = {"mxfp8, 2d, hybrid": 32, "nvfp4, nearest": 16}.get(variant, 1)
@@ -219,8 +207,6 @@ def test_non_finite_elements_show_where_they_count(variant, tensor, bad):
     for result, (name, where) in zip(results, expected.items(), strict=True):
         np.testing.assert_array_equal(~np.isfinite(f64(result)), where, err_msg=name)
 
-
-# d. What is quantized how often, and from what
 
 QUANTIZATIONS = {  # of lhs, rhs and grad
     **dict.fromkeys(("delayed", "current", "unscaled", "hybrid, nearest, operands only"), 3),
@@ -262,9 +248,6 @@ def test_residuals_are_bytes_but_for_what_stays_in_high_precision(variant):
     assert [leaf.dtype.itemsize for leaf in of_rhs] == [4 if both else 1]
     rest = sum(leaf.size * leaf.dtype.itemsize for leaf in kept if leaf.size < rhs.size)
     assert rest <= (lhs.size + rhs.size) / 16 + 16  # scales
-
-
-# e. Layers
 
 
 class Fused(nn.Module):

@@ -68,8 +68,6 @@ def test_quartet_ii():
     assert found.stochastic
 
 
-# Gradients.
-
 M, K, N, KEYS = 96, 80, 160, 64
 
 unbiased = pytest.mark.parametrize(

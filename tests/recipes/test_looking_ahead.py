@@ -92,9 +92,6 @@ def test_the_page_has_the_contract():
     assert all(r.is_causal("attention") and r.is_batch_invariant("attention") for r in recipes)
 
 
-# By perturbation.
-
-
 def check(name, layers, **how):
     recipe, history = looking_ahead.cases()[name]
     for layer, change in looking_ahead.measure(recipe, history, layers, **how).items():

@@ -229,9 +229,6 @@ def test_bf16_products_are_exact(grid, kind):
     assert (abs(np.asarray(run(x, q)) - y) <= 140 * 2.0**-24 * bound).all()
 
 
-# Mistakes
-
-
 def test_mistakes_of_recipes():
     with pytest.raises(
         ValueError, match=r"weights='int4'\): allowed are 'block', .*'nvfp4', a quan"

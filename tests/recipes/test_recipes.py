@@ -180,9 +180,6 @@ def test_print_is_short_and_begins_with_the_call():
         assert recipe._repr_html_() == f"<pre>{html.escape(str(recipe))}</pre>"
 
 
-# What a recipe means
-
-
 DELAYED = {"margin": 2, "algo": "most_recent", "scale_rounding": "power_of_two", "length": 7}
 IN_BLOCKS = lambda *args: lambda fmt: Blockwise(fmt, *args)
 # Quantizers of activations and gradients by their format, and of weights, where those are others.
@@ -287,9 +284,6 @@ def test_the_base_class_is_abstract():
     assert str(Recipe()) == "Recipe()"
 
 
-# Names
-
-
 def test_get():
     for name, cls in NAMES.items():
         assert recipes.get(name) == recipes.get(cls.__name__) == cls()
@@ -303,9 +297,6 @@ def test_get_unknown_name_lists_the_known_ones(name):
         recipes.get(name)
     for short, cls in NAMES.items():
         assert f'"{short}" ({cls.__name__})' in str(error.value)
-
-
-# JSON
 
 
 def test_json_is_a_flat_object():
@@ -337,9 +328,6 @@ def test_json_is_a_flat_object():
 def test_from_json_errors(text, error, words):
     with pytest.raises(error, match=words):
         recipes.from_json(text)
-
-
-# Fields
 
 
 @pytest.mark.parametrize(
@@ -406,9 +394,6 @@ def test_fast_accumulation_overrides_each_product(fast):
             assert product.fast_accumulation is (kind in fast)
             kept = getattr(plain, kind)
             assert dataclasses.replace(product, fast_accumulation=kept.fast_accumulation) == kept
-
-
-# Products of one's own
 
 
 Q = Current(E4M3FN)
@@ -528,9 +513,6 @@ def test_error_two_histories_of_one_tensor(make, role):
         make(*products(one, other))
     make(*products(one, dataclasses.replace(one, fmt=E5M2)))  # of another format, but as long
     make(*products(one, None))
-
-
-# JSON of them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,9 +45,6 @@ def sample_scale(*shape) -> np.ndarray:
     return np.random.default_rng(1).uniform(0.1, 10, size=shape).astype(np.float32)
 
 
-# Values.
-
-
 @pytest.mark.slow
 @data_formats
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -180,9 +177,6 @@ def test_blocks_that_do_not_fit(shape, scale_shape, block):
     message = f"shape {shape} in blocks of {block} .*scale of shape {scale_shape}: .*ceil"
     with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
         dequantize(q)
-
-
-# Errors.
 
 
 def test_errors():

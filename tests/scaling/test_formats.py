@@ -39,9 +39,6 @@ def dtypes(function):
     return pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)(function)
 
 
-# Samples.
-
-
 def from_bits(bits, dtype=np.float32) -> np.ndarray:
     dtype = np.dtype(dtype)
     return (
@@ -166,9 +163,6 @@ def is_nan(array) -> np.ndarray:
     return np.isnan(as_type(array, np.float32))
 
 
-# Formats as data.
-
-
 @formats_of_ml_dtypes()
 def test_format_data_is_that_of_ml_dtypes(fmt):
     info = ml_dtypes.finfo(fmt.dtype)
@@ -211,9 +205,6 @@ def test_decode_gives_the_value_of_every_code(fmt, jit):
     decoder = jax.jit(decode) if jit else decode
     decoded = decoder(jnp.asarray(every_code(fmt)))
     assert_same(decoded, widened(every_code(fmt), fmt))
-
-
-# Rounding, deterministic.
 
 
 @all_formats
@@ -266,9 +257,6 @@ def test_e8m0_codes_that_are_special():
     assert dict(zip(table, result.tolist(), strict=True)) == table
 
 
-# Traps of other casts.
-
-
 @pytest.mark.slow
 @formats_of_ml_dtypes(signed=True)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -280,9 +268,6 @@ def test_trap_round_trips_are_not_elided(fmt, dtype):
     there_and_back = jax.jit(lambda x: (cast(x, fmt).astype(dtype), round_to_format(x, fmt)))
     for result in there_and_back(x):
         assert_same(result, expected)
-
-
-# Gradients.
 
 
 @pytest.mark.representative(6)
@@ -310,9 +295,6 @@ def test_gradients_are_the_identity(fmt, rounding):
         in_format = as_type(w, fmt.dtype)
         assert_same(of_narrow, in_format)
         assert_same(of_cast, in_format.astype(np.float32))
-
-
-# Errors.
 
 
 @pytest.mark.parametrize("function", [cast, round_to_format])

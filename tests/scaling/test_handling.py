@@ -29,8 +29,6 @@ def values(data, scale) -> np.ndarray:
 VALUES, OTHERS = values(Q.data, Q.scale), values(R.data, R.scale)
 
 
-# Arithmetic of leaves
-
 EMA = lambda u, v: 0.9 * u + 0.1 * v
 ARITHMETIC = {
     "twice": lambda q, r: jax.tree.map(lambda u: 2 * u, q),
@@ -108,8 +106,6 @@ def test_what_no_arithmetic_is_passes():
     jax.jit(twice)(Q)  # whose cotangents are added, in FP8
 
 
-# Operators and functions
-
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.lt, operator.ge]
 
 
@@ -171,9 +167,6 @@ def test_layers_of_others_take_it_by_its_values():
     assert param[2].shape == (6,)
 
 
-# Equality, hashes and truth
-
-
 def test_equality_is_elementwise_and_of_the_values():
     same = ScaledArray((Q.data.astype(jnp.float32) / 2).astype(E4M3FN.dtype), 2 * Q.scale)
     expected = np.asarray(same.dequantize()) == VALUES  # but for odd subnormal codes
@@ -199,9 +192,6 @@ def test_equality_of_placeholders_is_one_of_trees():
     specs = jax.tree.map(lambda leaf: PartitionSpec(), Q)
     assert {"kernel": specs} == {"kernel": jax.tree.map(lambda leaf: PartitionSpec(), R)}
     assert jax.tree.structure(Q) == jax.tree.structure(R)
-
-
-# Attributes and parts
 
 
 def test_attributes_are_those_of_the_values():

@@ -25,9 +25,6 @@ from jfp8.scaling.printing import dtype, number
 X = jnp.array([[-3.5, 1.0], [0.5, 7.0]])
 
 
-# Scaled arrays
-
-
 def test_a_scale_for_all_and_for_each_row():
     assert repr(jfp8.quantize(X)) == "ScaledArray(E4M3FN[2,2], scale 0.01562, values -3.5 to 7)"
     q = jfp8.quantize(X, granularity=PerAxis(0))
@@ -122,8 +119,6 @@ def test_large_arrays_are_not_read():
     assert repr(q) == "ScaledArray(E4M3FN[1048576,2], scale 1)"
 
 
-# Recipes and quantizers
-
 NAMES = {
     **vars(jfp8.quantizers),
     **vars(recipes),
@@ -174,9 +169,6 @@ def test_errors_quote_what_can_be_typed():
     with pytest.raises(ValueError, match=re.escape("output=Rowwise(E4M3FN): ")) as error:
         Product(None, None, output=Rowwise(E4M3FN))
     assert "Format(" not in str(error.value)
-
-
-# States
 
 
 TX = jfp8.loss_scale(optax.chain(optax.clip_by_global_norm(1.0), jfp8.optim.adamw(1e-3)))

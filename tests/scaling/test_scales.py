@@ -49,9 +49,6 @@ def normals(dtype, *shape) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(dtype)
 
 
-# amax.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, 4095, 4096, 5000, 2**20])
 @dtypes
@@ -162,9 +159,6 @@ def test_granularities_check_themselves():
     assert len({Block((1, 2)), Block((1, 2)), PerTensor(), PerTensor()}) == 2
 
 
-# Scales in f32.
-
-
 def all_binades(*, mantissas=None) -> np.ndarray:
     """Positive normal f32: every exponent, with every mantissa where some rounding may change."""
     if mantissas is None:
@@ -264,9 +258,6 @@ def test_power_of_two_scales_round_up(fmt):
         assert np.all((a > wide / 2 * fmt.max) | (wide == 2.0**-126))
 
 
-# E8M0 scales.
-
-
 def mx_code_by_bits(a, fmt, mode: str) -> np.ndarray:
     """The code from the fields of amax in integers, as MX hardware has it."""
     bits = a.view(np.uint32).astype(np.int64)
@@ -345,9 +336,6 @@ def test_trap_e8m0_reciprocals():
         product = np.prod(np.array(factors, np.float64), axis=0)
         np.testing.assert_array_equal(product[:255], np.ldexp(1.0, 127 - np.arange(255)))
         assert np.isnan(product[255])
-
-
-# Histories.
 
 
 def values(state) -> tuple[list, list]:

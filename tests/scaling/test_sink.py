@@ -48,9 +48,6 @@ def close_floats(draw, most):
     return [float(np.float32(center * f)) for f in factors]
 
 
-# One amax
-
-
 def test_single_use_is_exact_in_every_binade():
     """Both ends of every bin, of every power of two from 2^-126 to the largest number."""
     exponents = np.arange(1, 255, dtype=np.uint32)[:, None] << 23
@@ -159,9 +156,6 @@ def test_largest_number_is_bounded_by_itself():
     assert read(encode([LARGEST])[0]) == (float(LARGEST), False)
 
 
-# Overflow
-
-
 @pytest.mark.parametrize("bad", [np.inf, np.nan, -np.nan])
 def test_overflow_is_flagged(bad):
     assert read(encode([bad])[0]) == (0.0, True)
@@ -185,9 +179,6 @@ def test_overflow_hides_no_finite_maximum(bad, values, position, n):
     amax, overflow = read(encode(mixed).sum(0) / np.float32(n))
     assert overflow
     assert max(values) <= amax <= max(values) * 9 / 8
-
-
-# Maximum of two sinks
 
 
 def sink_of(lhs, rhs, grad):

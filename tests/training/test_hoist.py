@@ -146,9 +146,6 @@ def test_callbacks_in_the_loss_run_in_each_turn():
     np.testing.assert_allclose(sorted(seen), sorted(sums), rtol=1e-5, atol=1e-4)
 
 
-# The split itself.
-
-
 def quantized(w):
     q = jfp8.quantize(w)
     return q.data, q.scale

@@ -104,8 +104,6 @@ def test_errors(arguments, error, message):
         jfp8.initialize(MODEL, optax.sgd(1), **arguments)
 
 
-# Optimization levels.
-
 E4M3 = ml_dtypes.float8_e4m3fn
 PARAMS = {"w": jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), "b": jnp.zeros(128)}
 

@@ -39,8 +39,6 @@ def test_every_call_of_the_page_is_made_in_a_test():
         assert names <= called, task
 
 
-# One model, twice
-
 WIDTH = 72  # eight devices divide it, and three; FP8 moments have 4096 elements or more
 X = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
 BATCH = {"x": X, "y": jnp.roll(X, 1, axis=0)}

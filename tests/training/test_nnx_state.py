@@ -55,9 +55,6 @@ def newest(product, n=3):
     return {role: [float(a) for a in h[:n]] for role, h in product.histories().items()}
 
 
-# Calls.
-
-
 def test_evaluation_records_nothing_and_reads_the_histories():
     layer, x = linear(), normal(1, (4, D))
     call(layer, 5 * x)
@@ -81,9 +78,6 @@ def test_views_evaluate():
     call(view, x)
     assert newest(view.dot_general)["lhs"][0] == 0.0
     assert not layer.dot_general.use_running_average
-
-
-# Steps.
 
 
 @pytest.mark.slow
@@ -178,9 +172,6 @@ def test_copies_have_histories_of_their_own():
     call(copy, 2 * x)
     assert newest(layer.dot_general)["lhs"][:2] == [amax(x), 0]
     assert newest(copy.dot_general)["lhs"][:2] == [2 * amax(x), amax(x)]
-
-
-# Traps.
 
 
 def gradient_of_kernel(x, dy, grad_amax):

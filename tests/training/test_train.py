@@ -41,8 +41,6 @@ def normal(shape, seed=0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-# Models, losses and optimizers.
-
 DENSE = jfp8.Dense(4)
 
 
@@ -269,9 +267,6 @@ class TestApplyGradients:
         y = fake_quantize(batch["x"], E4M3) @ fake_quantize(state.params["kernel"], E4M3)
         np.testing.assert_allclose(loss, np.sum(y * np.asarray(batch["c"])), rtol=1e-5)
         assert amax(dw) > 1
-
-
-# The promises of the design about a step.
 
 
 class TestPromise4OneEntryAndOneScalePerStep:

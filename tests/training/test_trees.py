@@ -151,9 +151,6 @@ def test_a_target_network_of_nnx_follows():
     assert np.any(call(model) != call(fresh))
 
 
-# Gradients
-
-
 class Normalised(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -70,9 +70,6 @@ class TestTrapL:
         assert np.linalg.norm(ours - expected) < 0.3 * np.linalg.norm(expected)
 
 
-# What Flax and JAX cannot do, and the way around it.
-
-
 @pytest.mark.slow
 def test_trap_constraint_3_operands_that_vary_over_different_axes():
     """Under shard_map x varies along one mesh axis, the weights along another."""

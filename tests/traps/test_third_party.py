@@ -69,9 +69,6 @@ def images(steps: int) -> dict[str, np.ndarray]:
     return {"x": x.astype(np.float32), "y": labels.astype(np.int32)}
 
 
-# ---- models
-
-
 def third_party(module: str) -> Any:
     return pytest.importorskip(module, reason="pip install 'jfp8[models]'")
 
@@ -154,9 +151,6 @@ def bert_loss(model, variables, batch):
     return cross_entropy(model.apply(variables, *bert_inputs(batch)).logits, batch["y"]), {}
 
 
-# ---- what is expected of each
-
-
 @dataclass(frozen=True)
 class Products:
     """How many products one ``value_and_grad`` computes: in FP8, by kind, and not."""
@@ -229,9 +223,6 @@ CASES = {
 }
 
 
-# ---- counting
-
-
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 
 
@@ -261,9 +252,6 @@ def products_in(jaxpr: Jaxpr) -> Counter[str]:
             for inner in jaxprs_in(eqn.params):
                 found.update({k: times * n for k, n in products_in(inner).items()})
     return found
-
-
-# ---- training
 
 
 def initial(case: Case, model: nn.Module) -> dict[str, Any]:
