@@ -16,6 +16,7 @@ from jfp8 import collectives
 from jfp8.collectives.wire import _values
 from jfp8.debug import collective_bytes
 from jfp8.scaling.sink import decode_amax, encode_amax
+from support.arrays import decibels
 
 N = 8
 MESH = jax.make_mesh((N,), ("d",), axis_types=(AxisType.Auto,))
@@ -40,11 +41,6 @@ def on_devices(f, *, mesh: Mesh = MESH, check_vma: bool = False, out_specs=None)
     return jax.jit(
         jax.shard_map(one, mesh=mesh, in_specs=P(axes), out_specs=out_specs, check_vma=check_vma)
     )
-
-
-def decibels(exact, x) -> float:
-    exact, x = (np.asarray(a, np.float64) for a in (exact, x))
-    return 20 * np.log10(np.linalg.norm(exact) / np.linalg.norm(exact - x))
 
 
 def to_e2m5(x):

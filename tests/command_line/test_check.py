@@ -20,11 +20,9 @@ from jfp8.command_line.parser import main
 from jfp8.kernels.blackwell.matmul import MX, NVFP4
 from jfp8.kernels.verdicts import verdict_file, why_failed
 from jfp8.tracing.devices import Gpu
+from support.devices import needs_mosaic
 
 H200 = "NVIDIA H200"
-needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2 or later"
-)
 
 
 def checked(table, seconds=60.0, kernels=None):
@@ -98,7 +96,7 @@ def test_some_kernels_alone_are_checked_but_not_stored():
         checked("planted_cases:CASES", kernels=["nonsense"])
 
 
-@needs_kernels
+@needs_mosaic
 def test_a_kernel_that_is_subtly_wrong_is_caught():
     result, _, is_right = checked("planted_cases:SUBTLE")
     assert not is_right
@@ -154,7 +152,7 @@ def test_a_task_of_each_planner_is_checked():
     assert len({case.kernel for case in cases.CASES}) == len(cases.CASES)
 
 
-@needs_kernels
+@needs_mosaic
 @pytest.mark.parametrize("kind", [MX, NVFP4], ids=lambda kind: kind.name)
 def test_block_scaled_products_are_checked_by_their_equation(kind, monkeypatch):
     """XLA computes them on a CPU, too."""

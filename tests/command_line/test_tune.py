@@ -3,18 +3,14 @@
 import json
 from argparse import Namespace
 
-import jax
 import pytest
 
 from jfp8.command_line import tune
 from jfp8.command_line.parser import main, make_parser
-
-needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2 or later"
-)
+from support.devices import needs_mosaic
 
 
-@needs_kernels
+@needs_mosaic
 def test_a_wrong_kernel_never_enters_the_table(tmp_path):
     """Though it would be the fastest by far: it multiplies nothing."""
     table = tmp_path / "mine.json"
@@ -30,7 +26,7 @@ def test_a_wrong_kernel_never_enters_the_table(tmp_path):
     assert lines[1].startswith("FAILED running, candidate 0: AssertionError")
 
 
-@needs_kernels
+@needs_mosaic
 def test_the_first_candidate_is_what_runs_without_a_table():
     from jfp8.kernels.hopper.sweep import Sweep
     from jfp8.kernels.hopper.tiles import default_tiles

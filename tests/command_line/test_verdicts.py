@@ -17,13 +17,11 @@ from jfp8.kernels.hopper.backend import BACKEND, why_no_quantizing
 from jfp8.recipes import get
 from jfp8.scaling.formats import E4M3FN
 from jfp8.tracing.devices import Gpu
+from support.devices import needs_mosaic
 
 H200, B200 = Gpu("NVIDIA H200", (9, 0)), Gpu("NVIDIA B200", (10, 0))
 PLAIN = (((1,), (0,)), ((), ()))
 CHECKED = "failed `python -m jfp8 check`"
-needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2 or later"
-)
 
 
 def judge(kind, **kernels):
@@ -96,7 +94,7 @@ def test_a_kernel_that_failed_is_never_chosen_and_that_is_said():
     assert "Check again after an upgrade" in text
 
 
-@needs_kernels
+@needs_mosaic
 @pytest.mark.parametrize(
     ("kernel", "task", "left"),
     [
@@ -139,7 +137,7 @@ def test_a_named_implementation_raises_with_the_verdict():
         jax.eval_shape(multiply, q)
 
 
-@needs_kernels
+@needs_mosaic
 def test_attention_is_left_out_and_the_report_says_so():
     def row():
         q = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)

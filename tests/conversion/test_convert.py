@@ -1,9 +1,7 @@
 """`convert` of Linen models: nothing but the products changes, and all of those do."""
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import flax.core
 import flax.linen as nn
@@ -20,37 +18,13 @@ import jfp8
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.rowwise import RowwiseScaling
 from support.arrays import assert_same, cosine, relative_error
-from support.models import Model, trained
+from support.models import Model, products_in, trained
 
 KEY = jax.random.key(0)
 DELAYED, CURRENT = DelayedScaling(), Float8CurrentScaling()
 X = jax.random.normal(jax.random.key(1), (4, 8))
 IMAGES = jax.random.normal(jax.random.key(2), (2, 6, 6, 3))
 SEQUENCES = jax.random.normal(jax.random.key(3), (2, 5, 8))
-
-
-def jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
-    for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns")):
-        leaf = getattr(leaf, "jaxpr", leaf)
-        if hasattr(leaf, "eqns"):
-            yield leaf
-
-
-def products_in(jaxpr) -> Counter:
-    """How many products there are: ``fprop``, ``dgrad`` and ``wgrad`` of FP8, and ``plain``."""
-    found = Counter()
-    for eqn in jaxpr.eqns:
-        name = str(eqn.params.get("name", ""))
-        if name.startswith("jfp8_"):
-            # Of a product that need not be repeated, remat and loops leave an empty call.
-            inside = sum((products_in(inner) for inner in jaxprs_in(eqn.params)), Counter())
-            found[name.split("_")[1]] += bool(inside)
-        elif eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            found["plain"] += 1
-        else:
-            for inner in jaxprs_in(eqn.params):
-                found.update(products_in(inner))
-    return found
 
 
 def loss_of(model):
@@ -746,14 +720,3 @@ def test_types_are_found_in_jitted_blocks_each_time():
 def test_errors(call, words):
     with pytest.raises(TypeError, match=words):
         call()
-
-
-@pytest.mark.slow
-def test_histories_of_another_model_are_refused():
-    """Those of a recipe with another length."""
-    variables = jax.eval_shape(jfp8.convert(Compact(), DELAYED).init, KEY, X)
-    other = jfp8.convert(Compact(), DelayedScaling(amax_history_len=4))
-    with pytest.raises(ValueError, match="state belongs to another recipe"):
-        jax.eval_shape(other.apply, variables, X)
-    with pytest.raises(ValueError, match="keeps no state, but a state was given"):
-        jax.eval_shape(jfp8.convert(Compact(), CURRENT).apply, variables, X)

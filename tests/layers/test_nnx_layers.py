@@ -15,6 +15,7 @@ import jfp8.nnx
 from jfp8.recipes.per_tensor import Float8CurrentScaling
 from support.amaxes import E4M3, E5M2, fake_quantize
 from support.arrays import assert_same, relative_error
+from support.arrays import keyed_normal as normal
 
 # name: (arguments, keyword arguments, shape of the input)
 LAYERS = {
@@ -37,10 +38,6 @@ LAYERS = {
 def made(package, name, **options):
     args, kwargs, _ = LAYERS[name]
     return getattr(package, name.split(",")[0])(*args, **kwargs, **options, rngs=nnx.Rngs(7))
-
-
-def normal(seed, shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def input_of(name, seed=1):

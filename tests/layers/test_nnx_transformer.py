@@ -12,14 +12,11 @@ import jfp8
 import jfp8.nnx
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.transformer import TransformerLayer
+from support.arrays import keyed_normal as normal
 
 # Parameters alone are enough for a formula.
 pytestmark = pytest.mark.filterwarnings("ignore:A model with delayed scaling is trained without")
 D = 8
-
-
-def normal(seed, shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def randomized(layer):

@@ -29,7 +29,7 @@ from support.attention_in_f64 import (
     with_other_tokens,
 )
 from support.devices import traced_for
-from support.interpreter import no_races
+from support.interpreter import interpreted
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 KERNELS = {"H200": hopper, "B200": blackwell}
@@ -44,12 +44,6 @@ def on_each_gpu(cases):
         (gpu, name) for name, case in cases.items() for gpu in KERNELS if known(gpu, *case[:2])
     ]
     return pytest.mark.parametrize(("gpu", "case"), pairs)
-
-
-def interpreted(kernel, *operands, **options):
-    """The results of a kernel, after a check that none of its threads raced another."""
-    with no_races():
-        return jax.block_until_ready(kernel(*operands, **options))
 
 
 def random_mask(*shape, backward=False):

@@ -14,6 +14,7 @@ from jfp8.matmul.spec import MatmulSpec
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.scales import amax
+from support.arrays import standard_normal as normal
 
 E4M3, E5M2, E8M0 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -22,10 +23,6 @@ executes = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="JAX 0.10 has no such product on CPUs"
 )
 pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-
-
-def normal(seed, shape, dtype):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def powers(seed, shape, low=-9, high=9):

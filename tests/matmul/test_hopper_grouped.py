@@ -10,8 +10,9 @@ if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
 
 from jfp8.kernels.hopper import grouped
 from jfp8.kernels.hopper.tiles import Tiles
-from support.arrays import f64
-from support.interpreter import no_races
+from support.arrays import along, f64, scales
+from support.arrays import standard_normal as normal
+from support.interpreter import interpreted
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -22,26 +23,6 @@ TILE = 128
 def two_blocks(monkeypatch):
     """So few that each of them computes several parts of the output."""
     monkeypatch.setattr(grouped, "multiprocessors", lambda: 2)
-
-
-def interpreted(kernel, *operands, **options):
-    """The result of a kernel, after a check that none of its threads raced another."""
-    with no_races():
-        return jax.block_until_ready(kernel(*operands, **options))
-
-
-def normal(seed, shape, dtype=E4M3):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def scales(seed, shape):
-    """Not powers of two, over four orders of magnitude."""
-    return jnp.asarray(10 ** np.random.default_rng(seed).uniform(-2, 2, shape), F32)
-
-
-def along(scale, axis, size):
-    """f64 scales of 128 elements each, repeated for all of them."""
-    return np.repeat(f64(scale), TILE, axis).take(np.arange(size), axis)
 
 
 def assert_sums(y, a, b, out_dtype):

@@ -10,7 +10,8 @@ if jax.__version_info__ < (0, 11, 2):
 
 from jfp8.kernels.hopper import matmul
 from jfp8.kernels.hopper.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
-from support.arrays import f64
+from support.arrays import along, f64, scales
+from support.arrays import standard_normal as normal
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -28,20 +29,6 @@ def interpreted(kernel, *operands, **options):
     """The result of a kernel, in float64, after a check that none of its threads raced another."""
     with no_races():
         return f64(kernel(*operands, **options))
-
-
-def normal(seed, shape, dtype=E4M3):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def scales(seed, shape):
-    """Not powers of two, over four orders of magnitude: a wrong one is noticed."""
-    return jnp.asarray(10 ** np.random.default_rng(seed).uniform(-2, 2, shape), F32)
-
-
-def blocks(scale, axis, size):
-    """Scales of 128 elements each, in float64, repeated for all of them."""
-    return np.repeat(f64(scale), 128, axis).take(np.arange(size), axis)
 
 
 def assert_product(y, a, b, out_dtype):
@@ -89,8 +76,8 @@ def test_block_matmul(by_tile, shape, tile_n, out_dtype):
     a_scale = scales(2, (k_blocks, m))
     b_scale = scales(3, (k_blocks, n_blocks if by_tile else n))
     y = interpreted(matmul.block_matmul, a, b, a_scale, b_scale, out_dtype, tiles=tiles)
-    scaled_a = f64(a) * blocks(a_scale.T, 1, k)
-    scaled_b = f64(b) * blocks(blocks(b_scale.T, 0, n) if by_tile else b_scale.T, 1, k)
+    scaled_a = f64(a) * along(a_scale.T, 1, k)
+    scaled_b = f64(b) * along(along(b_scale.T, 0, n) if by_tile else b_scale.T, 1, k)
     assert_product(y, scaled_a, scaled_b, out_dtype)
 
 
@@ -107,8 +94,8 @@ def test_two_blocks_share_columns(kind):
     else:
         a_scale, b_scale = scales(2, (3, m)), scales(3, (3, 2 if kind == "block" else n))
         y = interpreted(matmul.block_matmul, a, b, a_scale, b_scale, F32, tiles=tiles)
-        of_columns = blocks(b_scale.T, 0, n) if kind == "block" else b_scale.T
-        scaled_a, scaled_b = f64(a) * blocks(a_scale.T, 1, k), f64(b) * blocks(of_columns, 1, k)
+        of_columns = along(b_scale.T, 0, n) if kind == "block" else b_scale.T
+        scaled_a, scaled_b = f64(a) * along(a_scale.T, 1, k), f64(b) * along(of_columns, 1, k)
     assert_product(y, scaled_a, scaled_b, F32)
 
 

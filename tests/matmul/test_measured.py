@@ -2,18 +2,13 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from jfp8.kernels.hopper import measured as module
 from jfp8.kernels.hopper.measured import measured, shape_class
 from jfp8.kernels.shared_memory import tile
-from support.devices import traced_for
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
-)
+from support.devices import needs_mosaic, traced_for
 
 TABLE = {
     "NVIDIA H200": {

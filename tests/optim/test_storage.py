@@ -12,6 +12,7 @@ from jfp8.optim.adam import adam
 from jfp8.optim.blocks import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
 from jfp8.scaling.random_bits import fold_in
+from support.arrays import codes
 
 SEED = jnp.asarray([3, 7], jnp.uint32)
 FORMATS = (E4M3FN, E5M2)
@@ -60,10 +61,6 @@ def blocks_of(x: np.ndarray, block: int | None):
     for row in np.ndindex(x.shape[:-1]):
         for b, start in enumerate(range(0, x.shape[-1], block)):
             yield (*row, b), x[row][start : start + block]
-
-
-def codes(data) -> np.ndarray:
-    return np.asarray(data).view(np.uint8)
 
 
 def cast(x, fmt) -> np.ndarray:

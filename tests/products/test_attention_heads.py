@@ -12,10 +12,8 @@ from jfp8.kernels.cast_heads import cast_heads
 from jfp8.layers.transformer_math import projected_attention
 from jfp8.products.flash.dot_product import SEPARATE, AttentionOptions, attention_of_projections
 from jfp8.products.flash.numerics import for_both, numerics_of
+from support.devices import needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
-)
 SHARED_BY, GROUPS, DEPTH = 2, 2, 64
 
 

@@ -13,10 +13,7 @@ from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.scales import amax
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
-)
+from support.devices import needs_mosaic
 
 E4M3, E5M2 = jfp8.E4M3FN, jfp8.E5M2
 NEW = {"amax_history": jnp.zeros(4), "amax": jnp.zeros(())}

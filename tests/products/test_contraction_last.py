@@ -12,10 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 import jfp8
 from jfp8 import recipes
 from jfp8.scaling.sink import decode_amax, init_sink
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
-)
+from support.devices import needs_mosaic
 
 PLAIN = (((1,), (0,)), ((), ()))
 LARGE = (2048, 1024, 1536)  # m, k, n: enough for FP8 to pay

@@ -18,10 +18,9 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.formats import E4M3FN
+from support.devices import needs_mosaic
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2"
-)
+pytestmark = needs_mosaic
 HALVES = 2
 
 

@@ -13,12 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
+from support.arrays import keyed_normal as normal
 
 MATRICES = (((1,), (0,)), ((), ()))
-
-
-def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def explicit():

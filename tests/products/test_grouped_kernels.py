@@ -12,10 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import jfp8
 from jfp8 import recipes
 from jfp8.kernels import grouped as by_kernels
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
-)
+from support.devices import needs_mosaic
 
 
 def value_and_gradients(recipe, implementation=None, state=None, sink=None):

@@ -15,7 +15,7 @@ from jax import lax
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, cast, round_to_format
 from jfp8.scaling.codes import encode
 from jfp8.scaling.random_bits import random_bits
-from support.arrays import values_of
+from support.arrays import codes, values_of
 
 pytestmark = pytest.mark.property
 
@@ -81,10 +81,6 @@ def rounded(x, fmt, rounding, words=None) -> np.ndarray:
 def draws(fmt) -> int:
     """How many words of random bits make a difference."""
     return 1 << 23 - fmt.mantissa_bits
-
-
-def codes(array) -> np.ndarray:
-    return np.asarray(array).view(np.uint8)
 
 
 def assert_codes(actual, expected, x, fmt):

@@ -16,7 +16,7 @@ from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import amax
-from support.arrays import f64, values_of
+from support.arrays import codes, f64, values_of
 
 pytestmark = pytest.mark.property
 
@@ -186,10 +186,6 @@ def there_and_back(case, x, key=KEY):
         key=key,
     )
     return q, dequantize(q)
-
-
-def codes(array) -> np.ndarray:
-    return np.asarray(array).view(np.uint8)
 
 
 def grid_error(a, scale, fmt, rounding) -> np.ndarray:

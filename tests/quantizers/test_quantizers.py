@@ -27,7 +27,7 @@ from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.quantization import two_level_scale
 from jfp8.scaling.scales import amax
-from support.arrays import assert_same, spread
+from support.arrays import assert_same, codes, spread
 from support.devices import traced_for
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -104,10 +104,6 @@ def expected_data(x, fmt, scale, block=None) -> np.ndarray:
         scaled = x.astype(np.float32) * (np.float32(1) / spread(scale, x.shape, block))
         scaled = np.where(np.isfinite(x.astype(np.float32)), scaled, np.float32(np.nan))
         return np.clip(scaled, -fmt.max, fmt.max).astype(fmt.dtype)
-
-
-def codes(data) -> np.ndarray:
-    return np.asarray(data).view(np.uint8)
 
 
 def assert_bitwise(actual, expected):

@@ -11,7 +11,7 @@ import pytest
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, cast, quantize, round_to_format
 from jfp8.scaling import formats
 from jfp8.scaling.codes import decode, encode, hardware_converts
-from support.arrays import assert_same
+from support.arrays import assert_same, codes
 from support.devices import traced_for
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
@@ -112,10 +112,6 @@ def sample(fmt, dtype) -> np.ndarray:
 
 
 # Oracles and comparisons. A code is compared as an integer, so the sign of a zero counts.
-
-
-def codes(array) -> np.ndarray:
-    return np.asarray(array).view(np.uint8)
 
 
 def as_type(x, dtype) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Arrays for tests, and comparisons of them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jfp8 import E3M4
@@ -8,6 +9,33 @@ from jfp8 import E3M4
 
 def normal(shape, seed=0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def standard_normal(seed, shape, dtype=jnp.float8_e4m3fn) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def keyed_normal(seed, shape, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def scales(seed, shape) -> jax.Array:
+    """Draw f32 numbers over four orders of magnitude, not powers of two: a wrong one shows."""
+    return jnp.asarray(10 ** np.random.default_rng(seed).uniform(-2, 2, shape), jnp.float32)
+
+
+def along(scale, axis, size) -> np.ndarray:
+    """Repeat f64 scales of 128 elements each for all of them."""
+    return np.repeat(f64(scale), 128, axis).take(np.arange(size), axis)
+
+
+def codes(array) -> np.ndarray:
+    return np.asarray(array).view(np.uint8)
+
+
+def decibels(exact, x) -> float:
+    with np.errstate(divide="ignore"):  # what is sent in f32 may be exact
+        return 20 * np.log10(np.linalg.norm(f64(exact)) / np.linalg.norm(f64(exact) - f64(x)))
 
 
 def f64(x) -> np.ndarray:

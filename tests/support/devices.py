@@ -4,10 +4,16 @@ import importlib
 import pkgutil
 import sys
 
+import jax
+import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8.kernels
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2 or later"
+)
 
 
 def traced_for(kind="NVIDIA H200"):

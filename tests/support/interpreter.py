@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -22,6 +23,12 @@ def no_races() -> Iterator[None]:
     finally:
         # What a kernel that failed has left behind would fail the next one.
         interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def interpreted(kernel, *operands, **options):
+    """Return the results of a kernel of whose threads none raced another."""
+    with no_races():
+        return jax.block_until_ready(kernel(*operands, **options))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Models of one function, and their training."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -31,3 +32,34 @@ def trained(loss_fn, variables, batch, steps=1, lr=0.05) -> jfp8.TrainState:
     for _ in range(steps):
         state = step(state)
     return state
+
+
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+
+
+def jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
+    for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns")):
+        leaf = getattr(leaf, "jaxpr", leaf)
+        if hasattr(leaf, "eqns"):
+            yield leaf
+
+
+def products_in(jaxpr, in_loops=False) -> Counter[str]:
+    """Count products of FP8 as ``fprop``, ``dgrad``, ``wgrad``, others as ``plain``.
+
+    Those `in_loops` count once for each turn of a scan.
+    """
+    found = Counter()
+    for eqn in jaxpr.eqns:
+        name = str(eqn.params.get("name", ""))
+        inside = [products_in(inner, in_loops) for inner in jaxprs_in(eqn.params)]
+        if name.startswith("jfp8_"):
+            # Of a product that need not be repeated, remat and loops leave an empty call.
+            found[name.split("_")[1]] += any(inside)
+        elif eqn.primitive.name in PRODUCTS:
+            found["plain"] += 1
+        else:
+            times = eqn.params["length"] if in_loops and eqn.primitive.name == "scan" else 1
+            for counts in inside:
+                found.update({kind: times * n for kind, n in counts.items()})
+    return found

@@ -19,6 +19,7 @@ from jfp8.debug import assert_collectives, collective_bytes
 from jfp8.scaling.sink import decode_amax, encode_amax
 from jfp8.training.advance import rescale_grad_histories
 from jfp8.training.data_parallel import _max_of_sinks, data_parallel
+from support.arrays import decibels
 
 N = 8
 MESH = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
@@ -99,12 +100,6 @@ def placed(tree, mesh, spec):
 @functools.cache
 def parallel(grad_fn, mesh=MESH, mean=in_fp8):
     return jax.jit(data_parallel(grad_fn, "data", mesh=mesh, mean=mean))
-
-
-def decibels(exact, x) -> float:
-    exact, x = (np.asarray(a, np.float64) for a in (exact, x))
-    with np.errstate(divide="ignore"):  # what is sent in f32 may be exact
-        return 20 * np.log10(np.linalg.norm(exact) / np.linalg.norm(exact - x))
 
 
 def assert_close(actual, desired, rtol=1e-5):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 from jfp8 import recipes
 from jfp8.training.gather_weights import gather_weights
+from support.arrays import keyed_normal as normal
 from support.arrays import relative_error
 
 CURRENT = recipes.get("current")
@@ -26,10 +27,6 @@ N = 8
 
 def mesh_of(kind: AxisType, shape=(N,), names=("fsdp",)):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-
-
-def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def product(x, w, recipe=CURRENT):

@@ -14,12 +14,9 @@ import jfp8.nnx
 from jfp8.nnx import Fp8Sink, Fp8State
 from support.amaxes import E4M3, E5M2, amax, fake_quantize
 from support.arrays import assert_same
+from support.arrays import keyed_normal as normal
 
 D = 8
-
-
-def normal(seed, shape, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def linear(**options):
@@ -130,7 +127,7 @@ def test_models_inside_of_containers():
 
 def test_trap_vmap_over_a_batch_takes_the_maximum():
     """Not the sum of amaxes, and no complaint that the state became batched."""
-    layer, x = linear(), jnp.stack([normal(1, (4, D)), normal(2, (4, D), 3.0)])
+    layer, x = linear(), jnp.stack([normal(1, (4, D)), 3 * normal(2, (4, D))])
     x = x.at[0, 0, 0].set(jnp.inf)  # one member overflows: the others still count
     batched = lambda layer, x: nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))(layer, x)
     nnx.jit(batched)(layer, x)

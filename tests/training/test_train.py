@@ -18,6 +18,7 @@ import jfp8
 from jfp8.training.state import Gradients
 from support.amaxes import E4M3, E5M2, ROLES, amax, fake_quantize, peaking
 from support.arrays import assert_same
+from support.layers import normal
 
 KEY = jax.random.key(3)
 
@@ -35,10 +36,6 @@ def products(fp8) -> list:
 
 def history(fp8, role, product=0) -> np.ndarray:
     return np.asarray(products(fp8)[product][role]["amax_history"])
-
-
-def normal(shape, seed=0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 DENSE = jfp8.Dense(4)
@@ -478,13 +475,6 @@ class TestPromise7OptimizersNeverSeeState:
         for name, g in grads.items():
             moved = np.asarray(state.params[name], np.float64) - after.params[name]
             np.testing.assert_allclose(moved, np.asarray(g, np.float64) / norm, atol=3e-7)
-
-
-class TestMechanics:
-    def test_gradients_survive_jit_unchanged(self):
-        grads = jfp8.value_and_grad(linear_loss)(create(), linear_batch())[1]
-        assert_same(jax.jit(lambda g: g)(grads), grads)
-        assert set(vars(grads)) == {"params", "fp8_sink", "collections", "examples"}
 
 
 class TestAdvance:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jfp8
 from support.arrays import assert_same
+from support.models import products_in
 
 WORDS, LENGTH, BATCH, IMAGE, CLASSES = 16, 16, 32, 32, 4
 STRAY = 1 / 4  # so that no model can learn its data by heart
@@ -223,37 +222,6 @@ CASES = {
 }
 
 
-PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
-
-
-def jaxprs_in(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
-
-
-def products_in(jaxpr: Jaxpr) -> Counter[str]:
-    """The products that `jaxpr` computes, by kind: in FP8 as the name of their ``jit`` says."""
-    found: Counter[str] = Counter()
-    for eqn in jaxpr.eqns:
-        name = str(eqn.params.get("name", "")) if "jit" in eqn.primitive.name else ""
-        kind = name.removeprefix("jfp8_").split("_")[0]
-        if name.startswith("jfp8_") and kind in ("fprop", "dgrad", "wgrad"):
-            inside = sum((products_in(j) for j in jaxprs_in(eqn.params)), Counter())
-            assert inside["plain"], f"{name} has no product inside"
-            found[kind] += 1
-        elif eqn.primitive.name in PRODUCTS:
-            found["plain"] += 1
-        else:
-            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for inner in jaxprs_in(eqn.params):
-                found.update({k: times * n for k, n in products_in(inner).items()})
-    return found
-
-
 def initial(case: Case, model: nn.Module) -> dict[str, Any]:
     key = jax.random.key(0, impl="rbg")  # for one that compiles fast
     return jax.jit(model.init)(key, *case.inputs(case.example()))
@@ -293,7 +261,8 @@ def test_every_product_that_should_be_is_in_fp8(case):
     for kind, m in (("plain", model), ("converted", jfp8.convert(model, "delayed"))):
         gradient = jfp8.value_and_grad(functools.partial(case.loss, m))
         state = jax.eval_shape(functools.partial(state_of, case, m))
-        counts[kind] = products_in(jax.make_jaxpr(gradient)(state, case.example()).jaxpr)
+        jaxpr = jax.make_jaxpr(gradient)(state, case.example()).jaxpr
+        counts[kind] = products_in(jaxpr, in_loops=True)
     assert counts["converted"] == vars(expected)
     assert counts["plain"] == {"plain": sum(vars(expected).values())}
 
