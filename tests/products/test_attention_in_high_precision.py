@@ -13,6 +13,7 @@ from jfp8.products.flash import dot_product
 from jfp8.products.flash.plan import Reference
 from jfp8.tracing.devices import Gpu
 from support.arrays import normal
+from support.models import gradients_of
 
 BF16 = jnp.bfloat16
 H100, V100 = Gpu("NVIDIA H100", (9, 0)), Gpu("NVIDIA V100", (7, 0))
@@ -48,13 +49,7 @@ def arrays(tokens, dtype=BF16, depth=16):
 
 
 def with_gradients(function, *operands):
-    @jax.jit
-    def run(grad, *operands):
-        y, back = jax.vjp(function, *operands)
-        return y, *back(grad)
-
-    *operands, grad = operands
-    return [np.asarray(x, np.float64) for x in run(grad, *operands)]
+    return [np.asarray(x, np.float64) for x in jax.jit(gradients_of(function))(*operands)]
 
 
 MASK = np.random.default_rng(0).random((2, 1, 20, 20)) < 0.4

@@ -10,6 +10,7 @@ import jfp8
 from jfp8 import recipes, scaled_conv_general_dilated
 from support.arrays import relative_error
 from support.fake_quantization import E4M3, E5M2, per_tensor
+from support.models import gradients_of
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -63,15 +64,9 @@ def fake_quantized(x, fmt):
     return per_tensor(fmt)(np.asarray(x), None).astype(np.float32)
 
 
-def value_and_gradients(function, lhs, rhs, dy):
+def value_and_gradients(function, *operands_and_dy):
     """``(y, d_lhs, d_rhs)``, compiled in one piece: one by one the operations take far longer."""
-
-    @jax.jit
-    def run(lhs, rhs, dy):
-        y, vjp = jax.vjp(function, lhs, rhs)
-        return (y, *vjp(dy))
-
-    return run(lhs, rhs, dy)
+    return jax.jit(gradients_of(function))(*operands_and_dy)
 
 
 @pytest.mark.representative(4)

@@ -15,6 +15,7 @@ from jfp8.products.flash import dot_product
 from jfp8.products.flash.numerics import Numerics, numerics_of, quantize_tokens
 from jfp8.scaling import init_sink
 from support.arrays import relative_error
+from support.models import gradients_of
 
 ATTENTION = jfp8.scaled_dot_product_attention
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "hybrid", "direct_e5m2")
@@ -28,12 +29,7 @@ def operands(batch=2, queries=150, keys=150, heads=4, kv_heads=2, depth=16, seed
 
 
 def with_gradients(function, *arrays, grad):
-    @jax.jit
-    def run(grad, *arrays):
-        y, back = jax.vjp(function, *arrays)
-        return [y, *back(grad)]
-
-    return run(grad, *arrays)
+    return jax.jit(gradients_of(function))(*arrays, grad)
 
 
 CASES = {

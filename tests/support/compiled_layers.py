@@ -9,6 +9,7 @@ import numpy as np
 import jfp8
 from jfp8 import recipes
 from support.gpu_programs import compile_for, forward_and_backward
+from support.models import gradients_of
 
 F8, F8_GRAD, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 PAIRS = {"e4m3×e4m3": (F8, F8), "e5m2×e4m3": (F8_GRAD, F8), "e4m3×e5m2": (F8, F8_GRAD)}
@@ -43,17 +44,6 @@ def assert_by_cublaslt(program, products, size, dtype="bf16"):
     fast = [call for call in hlo.f8_products if "F8_F32_FAST_ACCUM" in call.attributes]
     assert 3 * len(fast) == products
     assert all("ANY_F8_ANY_F8_F32" in call.attributes for call in hlo.f8_products)
-
-
-def gradients_of(function):
-    """`function` of some operands as one of these and a cotangent: result and all gradients."""
-
-    def f(*operands_and_dy):
-        *operands, dy = operands_and_dy
-        y, back = jax.vjp(function, *operands)
-        return y, *back(dy)
-
-    return f
 
 
 def gradients_of_groups(recipe):

@@ -34,6 +34,17 @@ def trained(loss_fn, variables, batch, steps=1, lr=0.05) -> jfp8.TrainState:
     return state
 
 
+def gradients_of(function):
+    """`function` of some operands as one of these and a cotangent: result and all gradients."""
+
+    def f(*operands_and_dy):
+        *operands, dy = operands_and_dy
+        y, back = jax.vjp(function, *operands)
+        return y, *back(dy)
+
+    return f
+
+
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 
 
