@@ -21,7 +21,6 @@ from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling
 from jfp8.recipes.intel import DirectE5M2, Hybrid
 from jfp8.recipes.mxfp4 import MXFP4BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling, NVFP4FourOverSix, NVFP4RowScaling
-from jfp8.recipes.per_layer import check_recipes
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.product import Product, Products
@@ -116,7 +115,6 @@ EACH_FIELD = [
 SAMPLES = [cls() for cls in CLASSES]
 SAMPLES += [cls(**fields) for cls, fields in EACH_FIELD]
 SAMPLES += [cls(**fields) for cls, fields in OTHER.items()]
-# Values
 
 
 def test_the_samples_cover_every_field_and_recipe():
@@ -266,16 +264,6 @@ def test_fused_layers_keep_their_results(patterns, path, fused):
             assert recipe.for_layer(path) == expected
         else:
             assert recipe.for_layer(path) is recipe
-
-
-@pytest.mark.parametrize(
-    ("pattern", "matches"),
-    [("a", True), ("a/b", True), ("a/b/c", True), ("*/c", True), ("b", False), ("a/b/c/d", False)],
-)
-def test_patterns_of_recipes_for_layers(pattern, matches):
-    """A module is matched with all that it contains."""
-    found = check_recipes({pattern: "current"}).for_layer("a/b/c")
-    assert found == (Float8CurrentScaling() if matches else None)
 
 
 def test_the_base_class_is_abstract():
