@@ -16,7 +16,7 @@ if reason := why_not():
 
 import jfp8
 from jfp8 import E4M3FN, E5M2, recipes
-from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.flash.problem import Stored, Vectors
 from jfp8.kernels.hopper.attention import attention_backward, attention_forward
 from jfp8.kernels.pallas_attention import backward_rule, forward_rule
 from jfp8.kernels.partitioning import divided

@@ -22,7 +22,7 @@ if reason := why_not():
 import jfp8
 from jfp8 import E4M3FN, E5M2
 from jfp8.kernels.blackwell import attention
-from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.flash.problem import Stored, Vectors
 
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 T, HEADS = 4096, 8

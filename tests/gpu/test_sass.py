@@ -12,7 +12,7 @@ if reason := why_not((0, 11, 2)):
     pytest.skip(reason, allow_module_level=True)
 
 from jfp8 import E4M3FN
-from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.flash.problem import Stored, Vectors
 from jfp8.kernels.hopper.attention import attention_backward, attention_forward
 from jfp8.kernels.hopper.grouped import grouped_matmul, grouped_outer
 from jfp8.kernels.hopper.matmul import block_matmul, matmul

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8 import E4M3FN
-from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.flash.problem import Stored, Vectors
 from support.arrays import f64
 
 BLOCK = 128  # keys

@@ -1,4 +1,4 @@
-"""Pack masks of attention into bits, outside the kernels, and find the bits of a block in them.
+"""Pack masks of attention into bits, outside the kernels.
 
 Scores have rows and columns: queries and keys, or, transposed, keys and queries. A word has the
 bits of 32 columns of a row, and words of 32 columns are contiguous for all rows, as a block
@@ -8,12 +8,9 @@ longer than a tile, or than the columns of a step.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from jfp8.kernels.shared_memory import padded
 
@@ -61,35 +58,3 @@ def packed(
     first = jnp.min(jnp.where(seen, block, blocks), axis=2)
     end = jnp.max(jnp.where(seen, block + 1, 0), axis=2)
     return {"bits": bits, "spans": jnp.stack([first, end], axis=2)}
-
-
-# Inside a kernel
-
-
-def span(spans: Any, head: tuple[Any, Any], tile: Any, blocks: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return `blocks`, first and end, without leading and trailing ones that a tile does not see.
-
-    `head` is the batch, and the index of the head in it.
-    """
-    first, end = blocks
-    at = [_in(i, n) for i, n in zip(head, spans.shape, strict=False)]
-    first = jnp.maximum(first, spans[*at, 0, tile])
-    return first, jnp.maximum(first, jnp.minimum(end, spans[*at, 1, tile]))
-
-
-def of_block(bits: Any, head: tuple[Any, Any], at: tuple[Any, Any], sizes: tuple[int, int]) -> Any:
-    """Return the words of a tile and a block of columns, in device memory.
-
-    `at` is the tile and the block, and `sizes` are their rows and columns.
-    """
-    (tile, block), (rows, columns) = at, sizes
-    words = columns // WORD
-    counts = *bits.shape[:2], bits.shape[2] // words, bits.shape[3] // rows
-    places = zip((*head, block, tile), counts, strict=True)
-    batch, head, block, tile = (_in(i, n) for i, n in places)
-    return bits.at[batch, head, pl.ds(block * words, words), pl.ds(tile * rows, rows)]
-
-
-def _in(i: Any, n: int) -> Any:
-    """Return the index of the `i`-th entry in a dimension whose size may be 1, for all."""
-    return i if n > 1 else 0

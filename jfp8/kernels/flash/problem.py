@@ -1,4 +1,4 @@
-"""Describe the attention that a kernel is compiled for, and its tiles and steps.
+"""Describe the attention that a kernel is compiled for, its operands, tiles and steps.
 
 A block of a kernel takes one tile of a head: queries, or keys. It has three warpgroups. One only
 copies, into a ring of shared memory; the other two compute, and loop over the slots of the ring: a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,35 @@ class Problem:
     def windowed(self) -> bool:
         """Return True if a query sees only the keys of a window."""
         return self.left is not None or self.right is not None
+
+
+class Stored(NamedTuple):
+    """Hold the f8 matrices of the backward pass, with the contraction of their matmuls last."""
+
+    q: jax.Array  # [..., G, T, H], for S
+    k: jax.Array  # [..., G / groups, S, H], for S
+    v: jax.Array  # likewise, for dP
+    grad: jax.Array  # as q, for dP
+    q_t: jax.Array  # [..., G, H, T], for dK
+    k_t: jax.Array  # [..., G / groups, H, S], for dQ
+    grad_t: jax.Array  # as q_t, for dV
+
+
+class Vectors(NamedTuple):
+    """Hold the numbers of each query, ``f32[..., G, T]``, or key, ``f32[..., G / groups, S]``.
+
+    The scales of the matrices of `Stored`; `lse` of the forward pass; and `dot`, ``sum_h dO O``.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    grad: jax.Array
+    q_t: jax.Array
+    k_t: jax.Array
+    grad_t: jax.Array
+    log_sum: jax.Array
+    dot: jax.Array
 
 
 def window_of(is_causal: bool, window: tuple[int, int] | None) -> tuple[int | None, int | None]:

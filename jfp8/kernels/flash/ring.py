@@ -22,18 +22,6 @@ MEMORY_REGISTERS = 24  # of a thread of the warpgroup that copies
 BY_TOKEN = ("q", "k", "v", "grad")
 
 
-def blocks_of(
-    operands: dict[str, jax.Array], rings: dict[str, str], tokens: int
-) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return shape and dtype of a block of `tokens` of operands, by the name of the ring."""
-    found = {}
-    for name, ring in rings.items():
-        (_, *shape), dtype = operands[name].shape, operands[name].dtype
-        shape[0 if name in BY_TOKEN else -1] = tokens
-        found[ring] = tuple(shape), dtype
-    return found
-
-
 def with_ring(
     kept: dict[str, Any], blocks: dict[str, tuple[tuple[int, ...], Any]]
 ) -> dict[str, Any]:

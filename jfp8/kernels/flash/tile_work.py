@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash import mask_bits
+from jfp8.kernels.flash.mask_bits import WORD
 from jfp8.kernels.flash.problem import BLOCK, Problem
-from jfp8.kernels.flash.ring import BY_TOKEN, blocks_of, in_batch, with_ring
+from jfp8.kernels.flash.ring import BY_TOKEN, in_batch, with_ring
 from jfp8.kernels.shared_memory import COMPUTE, staging, tile
 
 COMPUTE_REGISTERS = 240  # of a thread that multiplies: 128 * (24 + 2 * 240) <= 65536
@@ -50,9 +50,13 @@ class TileWork(abc.ABC):
     def scratch(
         cls, p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
     ) -> dict[str, Any]:
-        blocks = blocks_of(operands, cls.rings, cls.width)
+        blocks: dict[str, tuple[tuple[int, ...], Any]] = {}  # of the operands, by their ring
+        for name, ring in cls.rings.items():
+            _, *shape = operands[name].shape
+            shape[0 if name in BY_TOKEN else -1] = cls.width
+            blocks[ring] = tuple(shape), operands[name].dtype
         if "bits" in operands:
-            blocks["bits_ring"] = (cls.width // mask_bits.WORD, cls.tokens), jnp.int32
+            blocks["bits_ring"] = (cls.width // WORD, cls.tokens), jnp.int32
         return with_ring(cls.kept(p, operands, out_dtype) | cls.between(p), blocks)
 
     @classmethod
@@ -104,16 +108,20 @@ class TileWork(abc.ABC):
 
     def bring_bits(self, head: tuple[Any, Any], block: jax.Array, slot: jax.Array) -> None:
         """Start to copy the mask's bits for the tile and a block; `head` is a head of queries."""
-        sizes = self.tokens, self.width
-        bits = mask_bits.of_block(self.given["bits"], head, (self.number(), block), sizes)
+        bits, words = self.given["bits"], self.width // WORD
+        counts = *bits.shape[:2], bits.shape[2] // words, bits.shape[3] // self.tokens
+        *at, block, n = map(_in, (*head, block, self.number()), counts)
+        bits = bits.at[*at, pl.ds(block * words, words), pl.ds(n * self.tokens, self.tokens)]
         plgpu.copy_gmem_to_smem(bits, self.memory.bits_ring.at[slot], self.memory.full.at[slot])
 
     def seen_blocks(self, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return ``[first, end)`` without blocks that a mask hides from the whole tile."""
+        """Return ``[first, end)`` without ends that a mask hides from the whole tile."""
         if "spans" not in self.given:
             return first, end
-        head = in_batch(self.results[0], self.head)
-        return mask_bits.span(self.given["spans"], head, self.number(), (first, end))
+        spans, tile = self.given["spans"], self.number()
+        at = list(map(_in, in_batch(self.results[0], self.head), spans.shape))
+        first = jnp.maximum(first, spans[*at, 0, tile])
+        return first, jnp.maximum(first, jnp.minimum(end, spans[*at, 1, tile]))
 
     def number(self) -> jax.Array:
         """Return the index of this tile in its head."""
@@ -139,10 +147,6 @@ class TileWork(abc.ABC):
         return mine, row, loaded
 
 
-def work_on_tile(
-    work: type[TileWork], p: Problem, names: tuple[str, ...], *refs: Any, **memory: Any
-) -> None:
-    """Run the task of one block. `refs` are the operands, with these names, and the results."""
-    given = dict(zip(names, refs, strict=False))
-    results = refs[len(names) :]
-    work(p, given, results, SimpleNamespace(**memory), *work.place(p, results[0])).run()
+def _in(i: Any, n: int) -> Any:
+    """Return the index of the `i`-th entry in a dimension whose size may be 1, for all."""
+    return i if n > 1 else 0
