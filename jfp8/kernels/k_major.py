@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jfp8.kernels.cuda_backends import known_gpu, quantizing_k_major
-from jfp8.kernels.matrices import Arrangement, arrangements
+from jfp8.kernels.operands import Arrangement, arrangements
 from jfp8.kernels.quantize_and_transpose import Matrix, has_kernel, made_of, quantize_both_ways
 from jfp8.matmul.as_matrices import matrix_groups
 from jfp8.matmul.spec import MatmulSpec, layout_of

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.matrices import Arrangement, arrangements
-from jfp8.kernels.operands import dtype_of_partial_sums
+from jfp8.kernels.operands import Arrangement, arrangements, dtype_of_partial_sums
 from jfp8.kernels.tpu import sharded
 from jfp8.kernels.tpu.backend import multiply
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both

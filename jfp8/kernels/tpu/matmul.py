@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jfp8.kernels.tpu.tiles import LANES, dequantized
+from jfp8.kernels.tpu.backend import LANES
 from jfp8.matmul.spec import LARGEST_FACTOR
 from jfp8.tracing.compat import kernels_are_interpreted, of_varying
 
@@ -145,3 +145,24 @@ def _rows(n: int) -> int:
 def _without(tile: jax.Array, summed: int, terms: jax.Array) -> jax.Array:
     at = lax.broadcasted_iota(jnp.int32, tile.shape, summed)
     return jnp.where(at < terms, tile, jnp.zeros_like(tile))
+
+
+def dequantized(codes: jax.Array, scale: jax.Array, summed: int) -> jax.Array:
+    """Return codes times their scales, ``[blocks, free]``, in bf16, exact for powers of two."""
+    block = codes.shape[summed] // len(scale)
+    by_term = along_rows(as_f32(scale).astype(jnp.bfloat16), block)
+    return codes.astype(jnp.bfloat16) * (by_term.T if summed else by_term)
+
+
+def along_rows(rows: jax.Array, block: int) -> jax.Array:
+    """Return each of ``rows[blocks, n]`` repeated `block` times."""
+    each = [jnp.broadcast_to(rows[b : b + 1], (block, rows.shape[1])) for b in range(len(rows))]
+    return jnp.concatenate(each)
+
+
+def as_f32(scale: jax.Array) -> jax.Array:
+    """Return scales in f32; of E8M0 codes, code 255 is NaN, and code 0 is zero, as on XLA:CPU."""
+    if scale.dtype != jnp.uint8:
+        return scale
+    code = scale.astype(jnp.int32)
+    return jnp.where(code == 255, jnp.nan, lax.bitcast_convert_type(code << 23, jnp.float32))

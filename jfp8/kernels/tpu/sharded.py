@@ -16,7 +16,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jfp8.kernels.partitioning import Axes, Rule
-from jfp8.kernels.tpu.tiles import LANES
+from jfp8.kernels.tpu.backend import LANES
 from jfp8.matmul.spec import Numbers, layout_of
 from jfp8.products.explicit_sharding import Specs
 from jfp8.products.operation import Kind
