@@ -27,7 +27,7 @@ from jfp8.command_line.quantize_checks import (
     check_row_and_column_amax,
     check_tensor_amax,
 )
-from jfp8.kernels.blackwell.matmul import MX, NVFP4, Kind, scaled_matmul
+from jfp8.kernels.blackwell.backend import MX, NVFP4, Kind, scaled_matmul
 from jfp8.matmul.scaled_matmul import scaled_matmul as by_implementation
 from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.scaling.arrays import ScaledArray

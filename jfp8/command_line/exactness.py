@@ -23,8 +23,6 @@ Record = dict[str, Any]
 RUNS = 3  # one where kernels are interpreted
 _MODULES = (
     "hopper.quantize",
-    "hopper.quantize_blocks",
-    "hopper.quantize_heads",
     "hopper.matmul",
     "hopper.grouped",
     "scales_in_kernels",

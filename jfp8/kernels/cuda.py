@@ -1,7 +1,9 @@
-"""The planner for NVIDIA GPUs."""
+"""The planner for NVIDIA GPUs, and on any device for ``implementation="xla"`` and ``"bf16"``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from jfp8.kernels.k_major import k_major
 from jfp8.kernels.on_platform import on_cuda
 from jfp8.kernels.partitioning import divided
 from jfp8.kernels.quantize_and_transpose import found_in, has_kernel
-from jfp8.kernels.stacked import over_stacked as over_stacked
+from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.kernels.xla.grouped import GroupedByXla
 from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import MatmulSpec
@@ -34,8 +36,10 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.device import current_gpu, explicit_mesh_of, has_explicit_axes
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
+NAMED = {backend.name: backend for backend in (hopper.BACKEND, f8_dot.BACKEND, bf16_dot.BACKEND)}
 # For matmuls that are not quantized.
 GROUPED_IN_HIGH_PRECISION = GroupedByXla
 
@@ -44,9 +48,12 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     """Return the matmul of two operands by the named backend, or by the best one for the GPU."""
     facts, gpu = facts_of(lhs, rhs, spec), known_gpu(spec.device)
     if spec.implementation is not None:
-        check_not_refused(spec.implementation, hopper.BACKEND.why_not(facts, gpu))
-        with note("cuda", spec.implementation):
-            return hopper.BACKEND.multiply(lhs, rhs, spec)
+        backend = NAMED[spec.implementation]
+        if backend is bf16_dot.BACKEND and facts.accumulation == "f32_every_128":
+            facts = replace(facts, accumulation="f32")
+        check_not_refused(backend.name, backend.why_not(facts, gpu))
+        with note("cuda", backend.name):
+            return backend.multiply(lhs, rhs, spec)
     choice = choose(facts, gpu)
     compute = lambda lhs, rhs: choice.backend.multiply(lhs, rhs, spec)
     reference = lambda lhs, rhs: emulated(lhs, rhs, spec)
@@ -55,6 +62,10 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
 
 def plan(spec: Any) -> Any:
     """Return the operation for `spec`; None to use the reference."""
+    options = spec.options
+    if options.implementation in ("xla", "bf16") and not isinstance(options.device, Gpu):
+        is_grouped = isinstance(spec, GroupedSpec)
+        return GroupedPlan(spec.reference().height, GroupedByXla) if is_grouped else None
     if isinstance(spec, DotSpec):
         return k_major(spec)
     if isinstance(spec, ConvSpec):
@@ -112,3 +123,26 @@ def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
 
     dims = " ".join(f"d{i}" for i in range(x.ndim))
     return divided("residual_sum", add, f"{dims}, {dims} -> {dims}")(x, y)
+
+
+def over_stacked(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Apply `function`, which supports leading axes, to each of `arguments`, stacking if alike.
+
+    A model then has one set of small kernels, not one for each matmul.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, each in enumerate(arguments):
+        leaves, structure = jax.tree.flatten(each)
+        # The class determines what `vmap` maps: stacked with it, all would be mapped.
+        alike.setdefault((structure, *((type(x), jax.typeof(x)) for x in leaves)), []).append(i)
+    results: dict[int, Any] = {}
+    for places in alike.values():
+        group = [arguments[i] for i in places]
+        if len(group) == 1:
+            results[places[0]] = function(*group[0])
+            continue
+        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *group)
+        found, structure = jax.tree.flatten(function(*stacked))
+        rows = zip(*map(jnp.unstack, found), strict=True)
+        results |= zip(places, map(structure.unflatten, rows), strict=True)
+    return [results[i] for i in range(len(arguments))]

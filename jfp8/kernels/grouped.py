@@ -9,9 +9,7 @@ The tiles of lhs form one matrix, as do those of the gradient, quantized both wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +69,7 @@ def why_not_grouped_kernels(recipe: Recipe, has_quantized_rhs: bool, gpu: Gpu | 
 class GroupedKernels(Grouped):
     """Compute the result of `GroupedDot`, for tiles of 128 rows."""
 
-    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
-        return made_of(role, x, make, *parts)
+    made = staticmethod(made_of)
 
     @classmethod
     def dimensions(cls, kind: Kind) -> tuple[str, str, str]:
@@ -160,21 +157,26 @@ def _with_scales_by_group(q: ScaledArray) -> ScaledArray:
 
 
 # Dimensions have the names that the kernels use. A device may have a shard of any but the groups.
+# A kernel multiplies a sum by one factor for each operand with more than one scale. The single
+# scale of the other operand is folded into this factor.
 
 
 def _matmul(a: ScaledArray, b: ScaledArray, group: jax.Array, dtype: np.dtype) -> jax.Array:
     """Multiply each tile of `a` by the matrix of its group."""
     from jfp8.kernels.hopper.grouped import grouped_matmul
 
-    of_rows, of_matrices = _scales_of_tiles(a, b)
+    g, n, k = b.shape
+    of_rows, of_matrices = jnp.asarray(a.scale), jnp.asarray(b.scale).swapaxes(-1, -2)
+    of_matrices = of_matrices if of_rows.ndim else of_rows * of_matrices
+    of_matrices = jnp.broadcast_to(of_matrices, (g, -(-k // BLOCK), -(-n // BLOCK)))
 
     def function(a, b, group, of_matrices, of_rows=None):
         return grouped_matmul(a, b, group, of_rows, of_matrices, dtype)
 
     rule = f"m k, G n k, m/{BLOCK}, G k/{BLOCK} n/{BLOCK}"
     operands = (a.data, b.data, group, of_matrices)
-    if of_rows is not None:
-        rule, operands = f"{rule}, k/{BLOCK} m", (*operands, of_rows)
+    if of_rows.ndim:
+        rule, operands = f"{rule}, k/{BLOCK} m", (*operands, _by_chunk(a, of_rows))
     return divided("grouped_matmul", function, f"{rule} -> m n", combine="sum")(*operands)
 
 
@@ -189,7 +191,8 @@ def _outer(
     """Sum over the tiles of each group, of which a device may have some or none."""
     from jfp8.kernels.hopper.grouped import grouped_outer
 
-    of_a, of_b = _scales_of_rows(a, b)
+    of_a, of_b = jnp.asarray(a.scale), jnp.asarray(b.scale)
+    has_two = of_a.ndim or of_b.ndim
 
     def product(dtype, a, b, group, of_a, of_b=None):
         mine = group[None, :] == jnp.arange(groups)[:, None]
@@ -197,34 +200,13 @@ def _outer(
         return grouped_outer(a, b, jnp.cumsum(count) - count, count, of_a, of_b, dtype)
 
     rule = f"i m, j m, m/{BLOCK}, m/{BLOCK} i"
-    operands = (a.data, b.data, group, of_a)
-    if of_b is not None:
-        rule, operands = f"{rule}, m/{BLOCK} j", (*operands, of_b)
+    operands = (a.data, b.data, group, _by_chunk(a, of_a if has_two else of_a * of_b))
+    if has_two:
+        rule, operands = f"{rule}, m/{BLOCK} j", (*operands, _by_chunk(b, of_b))
     return divided_sum("grouped_outer", product, f"{rule} -> G i j", dtype, parts)(*operands)
 
 
-# Scales in the layout of the kernels. A kernel multiplies a sum by one factor for each operand
-# with more than one scale; the single scale of the other operand is folded into this factor.
-
-
-def _scales_of_rows(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array, jax.Array | None]:
-    """Return f32[k / 128, m] for each of two operands ``[m, k]``, or None if nothing remains."""
-    of_a, of_b = jnp.asarray(a.scale), jnp.asarray(b.scale)
-    if not of_a.ndim and not of_b.ndim:
-        return _by_chunk(a, of_a * of_b), None
-    return _by_chunk(a, of_a), _by_chunk(b, of_b)
-
-
-def _scales_of_tiles(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array | None, jax.Array]:
-    """Return f32[k / 128, m] for ``[m, k]``, f32[g, k / 128, n / 128] for ``[g, n, k]``."""
-    g, n, k = b.shape
-    of_rows, of_matrices = jnp.asarray(a.scale), jnp.asarray(b.scale).swapaxes(-1, -2)
-    if not of_rows.ndim:
-        of_matrices = of_rows * of_matrices
-    of_matrices = jnp.broadcast_to(of_matrices, (g, -(-k // BLOCK), -(-n // BLOCK)))
-    return (_by_chunk(a, of_rows) if of_rows.ndim else None), of_matrices
-
-
 def _by_chunk(q: ScaledArray, scale: jax.Array) -> jax.Array:
+    """Return f32[k / 128, m] for an operand ``[m, k]``."""
     m, k = q.shape
     return jnp.broadcast_to(scale if not scale.ndim else scale.T, (-(-k // BLOCK), m))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.flash.problem import Stored, Vectors
 from jfp8.kernels.hopper.backend import why_none_for
 from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS

@@ -301,18 +301,18 @@ def _rowwise(quantizer: Rowwise, read: _Read, *_: Any) -> BothWays:
 
 
 def _blockwise(quantizer: Blockwise, read: _Read, *_: Any) -> BothWays:
-    from jfp8.kernels.hopper import quantize_blocks
+    from jfp8.kernels.hopper import quantize
 
     along, across = quantizer.block_size
     m, n = read.values().shape
     fmt, rounding, columns = quantizer.fmt, quantizer.scale_rounding, read.columns
     how = {"fmt": fmt, "scale_rounding": rounding}
     if across > 1:
-        name, kernel = "quantize_tiles", read.by(quantize_blocks.quantize_tiles, **how)
+        name, kernel = "quantize_tiles", read.by(quantize.quantize_tiles, **how)
         rule = f"{read.dims} -> i {columns}, {columns} i, i/{along} {columns}/{along}"
     else:
         name = f"quantize_rows_in_blocks_{along}"
-        kernel = read.by(quantize_blocks.quantize_rows_in_blocks, block=along, **how)
+        kernel = read.by(quantize.quantize_rows_in_blocks, block=along, **how)
         rule = f"{read.dims} -> i {columns}, {columns}/{along} i, {columns} i, i/{along} {columns}"
     found = divided(f"{name}, {rounding}, {read.what}", kernel, rule)(*read.arrays)
     if across > 1:

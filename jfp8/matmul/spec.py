@@ -41,8 +41,8 @@ Implementation = Literal[None, "emulate", "bf16", "xla", "mosaic_gpu", "mosaic_t
 # The implementations that can be asked for by name, with the modules that plan them.
 NAMED = {
     "emulate": None,
-    "bf16": "jfp8.kernels.xla.planner",
-    "xla": "jfp8.kernels.xla.planner",
+    "bf16": "jfp8.kernels.cuda",
+    "xla": "jfp8.kernels.cuda",
     "mosaic_gpu": "jfp8.kernels.cuda",
     "mosaic_tpu": "jfp8.kernels.tpu.dot",
 }

@@ -17,7 +17,7 @@ from jfp8.command_line import cases, check
 from jfp8.command_line.child import ask
 from jfp8.command_line.exactness import product_error
 from jfp8.command_line.parser import main
-from jfp8.kernels.blackwell.matmul import MX, NVFP4
+from jfp8.kernels.blackwell.backend import MX, NVFP4
 from jfp8.kernels.verdicts import verdict_file, why_failed
 from jfp8.tracing.devices import Gpu
 from support.devices import needs_mosaic

@@ -46,13 +46,14 @@ if reason := why_not():
 from jfp8.kernels.hopper.grouped import grouped_matmul, grouped_outer
 from jfp8.kernels.hopper.matmul import block_matmul, matmul
 from jfp8.kernels.hopper.quantize import (
+    quantize_heads,
     quantize_lines,
+    quantize_rows_in_blocks,
     quantize_tensor,
+    quantize_tiles,
     row_and_column_amax,
     tensor_amax,
 )
-from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
-from jfp8.kernels.hopper.quantize_heads import quantize_heads
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
 
 ROWS = (((1,), (1,)), ((), ()))  # both operands are rows: lhs @ rhs.T

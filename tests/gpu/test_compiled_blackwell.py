@@ -113,7 +113,7 @@ def test_nvfp4(compiled):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_scaled_matmul(pair, compiled):
-    from jfp8.kernels.blackwell.matmul import scaled_matmul
+    from jfp8.kernels.blackwell.backend import scaled_matmul
 
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: scaled_matmul(a, b, s, t, BF16)

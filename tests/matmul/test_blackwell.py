@@ -8,8 +8,7 @@ import pytest
 
 import jfp8
 from jfp8.kernels.backend import facts_of
-from jfp8.kernels.blackwell.backend import as_e8m0, by_blackwell
-from jfp8.kernels.blackwell.matmul import MX, NVFP4, scaled_matmul
+from jfp8.kernels.blackwell.backend import MX, NVFP4, as_e8m0, by_blackwell, scaled_matmul
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context

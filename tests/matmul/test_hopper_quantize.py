@@ -12,13 +12,14 @@ if jax.__version_info__ < (0, 11, 2):
 
 import jfp8
 from jfp8.kernels.hopper.quantize import (
+    quantize_heads,
     quantize_lines,
+    quantize_rows_in_blocks,
     quantize_tensor,
+    quantize_tiles,
     row_and_column_amax,
     tensor_amax,
 )
-from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
-from jfp8.kernels.hopper.quantize_heads import quantize_heads
 from jfp8.kernels.hopper.sweep import Sweep, largest_of
 from jfp8.kernels.scales_in_kernels import nearest_quotient, scale_and_inverse
 from jfp8.scaling.codes import codes_of, decode

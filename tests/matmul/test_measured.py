@@ -5,8 +5,8 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from jfp8.kernels.hopper import measured as module
-from jfp8.kernels.hopper.measured import measured, shape_class
+from jfp8.kernels import measured as module
+from jfp8.kernels.measured import measured, shape_class
 from jfp8.kernels.shared_memory import tile
 from support.devices import needs_mosaic, traced_for
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jfp8 import recipes
-from jfp8.kernels.cast_heads import cast_heads
+from jfp8.kernels.attention import cast_heads
 from jfp8.layers.transformer_math import projected_attention
 from jfp8.products.flash.dot_product import SEPARATE, AttentionOptions, attention_of_projections
 from jfp8.products.flash.numerics import for_both, numerics_of

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.kernels.stacked import over_stacked
+from jfp8.kernels.cuda import over_stacked
 from jfp8.training import histories
 
 X = jax.random.normal(jax.random.key(1), (4, 8))

@@ -1,7 +1,8 @@
 """Casts of a matrix to f8 in both directions, and its amaxes: one pass over memory each.
 
 All kernels take ``how``, options of `Walk.over`: tiles, the dtype to which elements are cast when
-they are read, and the function that computes the matrix.
+they are read, and the function that computes the matrix. Rows and columns of tiles are multiples
+of a block of scales.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper import sweep
-from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Walk, both_ways, fastest
-from jfp8.kernels.shared_memory import along, padded
+from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Sweep, Walk, both_ways, fastest
+from jfp8.kernels.hopper.tiles import multiprocessors
+from jfp8.kernels.scales_in_kernels import bitcast, scale_and_inverse
+from jfp8.kernels.shared_memory import along, padded, swizzled
 from jfp8.matmul.spec import LARGEST_FACTOR
 from jfp8.scaling.formats import Format
+from jfp8.scaling.scales import ScaleRounding
+
+TOKENS = 128  # their multiple is the length of a sequence
 
 
 def tensor_amax(
@@ -188,3 +194,199 @@ def _quantize(
         plgpu.wait_smem_to_gmem(0)
 
     return walk.run_both_ways(name, kernel, *known, fmt=fmt, more=more)
+
+
+def quantize_rows_in_blocks(
+    x: Input, fmt: Format, block: int, scale_rounding: ScaleRounding, **how: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Quantize `x` in blocks of ``1 x block`` along its rows, and `x.T` along its own rows.
+
+    ``q[i, j] = cast(x[i, j] / s[j // block, i])`` and
+    ``q_t[j, i] = cast(x[i, j] / s_t[i // block, j])``, with scales and reciprocals as in
+    `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
+    the first dimension of the scales, so that scales of neighbouring lines are contiguous.
+
+    `x` is f32, bf16 or f16[M, N], or the arrays it is computed from, see `Walk.over`; `block` is
+    128 or 32.
+
+    Returns:
+      ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
+      The scales are f32, or uint8 E8M0 codes if the rounding gives E8M0. If several matrices are
+      computed, their number is a dimension before N, and before the one of the blocks along N.
+    """
+    tiles = in_blocks(x, block)
+    tiles = fastest("quantize_rows_in_blocks", x, tiles) if block == 128 else tiles
+    walk = Walk.over(x, tiles, **how)
+    in_row, in_column = walk.sweep.columns // block, walk.sweep.rows // block  # blocks of a tile
+
+    def kernel(x, q, q_t, s, s_t, staged, staged_t) -> None:
+        def body(i, j, tile):
+            def cast(values, scales, first, lines):
+                # Block by block, for all lines simultaneously.
+                parts = []
+                for b in range(values.shape[1] // block):
+                    part = values[:, b * block : (b + 1) * block]
+                    amax = sweep.from_magnitude(jnp.max(sweep.magnitude(part), axis=1), walk.dtype)
+                    scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
+                    store(scales.at[first + b, lines], scale)
+                    scaled = part.astype(jnp.float32) * along(inverse, part.shape, 0)
+                    parts.append(sweep.saturating(scaled, fmt))
+                return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+
+            at_row, at_column = walk.sweep.part(i, j)
+            codes = cast(sweep.read(tile, ROWS, walk.dtype), s, j * in_row, at_row)
+            sweep.write(codes, staged, q.at[at_row, at_column])
+            codes = cast(sweep.read(tile.T, COLUMNS, walk.dtype), s_t, i * in_column, at_column)
+            sweep.write(codes, staged_t, q_t.at[at_column, at_row])
+
+        walk.for_each_tile(body, x)
+        plgpu.wait_smem_to_gmem(0)
+
+    scale = jnp.float32 if scale_rounding in (None, "power_of_two") else jnp.uint8
+    rows, columns = walk.shape
+    scales = (columns // block, rows), (rows // block, columns)
+    more = [jax.ShapeDtypeStruct(shape, scale) for shape in scales]
+    name = f"quantize_rows_in_blocks_{block}"
+    q, q_t, s, s_t = walk.run_both_ways(name, kernel, fmt=fmt, more=more)
+    m, n = walk.sizes
+    across, down = -(-n // block), -(-m // block)
+    return q, walk.whole(s, 0, across, m), q_t, walk.whole(s_t, 1, down, n)
+
+
+def quantize_tiles(
+    x: Input, fmt: Format, scale_rounding: ScaleRounding, **how: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantize `x` in blocks of 128x128, which serve both directions: ``q_t`` is ``q.T``.
+
+    `scale_rounding` is None or ``"power_of_two"``.
+
+    Returns:
+      ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)]. If several
+      matrices are computed, see `quantize_rows_in_blocks`.
+    """
+    walk = Walk.over(x, fastest("quantize_tiles", x, in_blocks(x, 128)), **how)
+    assert (walk.sweep.rows, walk.sweep.columns) == (128, 128)
+
+    def kernel(x, q, q_t, s, staged, staged_t) -> None:
+        def body(i, j, tile):
+            values = sweep.read(tile, ROWS, walk.dtype)
+            # Only reductions over one dimension at a time can be lowered.
+            largest = sweep.f32_magnitude(jnp.max(sweep.magnitude(values), axis=1), walk.dtype)
+            amax = bitcast(jnp.max(largest), jnp.float32)
+            scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
+            s[i, j] = bitcast(scale, jnp.int32)
+            cast = lambda values: sweep.saturating(values.astype(jnp.float32) * inverse, fmt)
+
+            at_row, at_column = walk.sweep.part(i, j)
+            sweep.write(cast(values), staged, q.at[at_row, at_column])
+            values = sweep.read(tile.T, COLUMNS, walk.dtype)
+            sweep.write(cast(values), staged_t, q_t.at[at_column, at_row])
+
+        walk.for_each_tile(body, x)
+        plgpu.wait_smem_to_gmem(0)
+
+    (m, n), (rows, columns) = walk.sizes, walk.shape
+    bits = jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32)  # of the scales
+    q, q_t, s = walk.run_both_ways("quantize_tiles", kernel, fmt=fmt, more=[bits])
+    s = lax.bitcast_convert_type(s, jnp.float32)
+    return q, q_t, walk.whole(s, 1, -(-m // 128), -(-n // 128))
+
+
+def in_blocks(x: Input, block: int) -> Sweep:
+    """Return tiles of whole blocks in both directions, two per multiprocessor; for f32 one.
+
+    One block per multiprocessor, if its tiles are so large that two do not fit.
+    """
+    read = sweep.bytes_read(x)
+    if block != 128 or read < 4:
+        return both_ways(x)
+    return Sweep(stages=1) if read == 4 else Sweep(stages=12 // read, blocks=multiprocessors())
+
+
+def store(ref: Any, values: jax.Array) -> None:
+    """Assign ``ref[...] = values``; JAX 0.12 needs an explicit byte type."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
+def quantize_heads(
+    x: jax.Array, inverse: jax.Array, *, first: int, fmt: Format
+) -> tuple[jax.Array, jax.Array]:
+    """Compute ``q = cast(x * inverse)`` and ``q^T`` of heads `first`, `first` + 1, ... of a group.
+
+    A projection writes ``[tokens, heads, depth]``, of which attention takes some heads, each both
+    straight and transposed. Values saturate, Inf too; NaN stays NaN. Results are f8[B, G, N, T, H]
+    and f8[B, G, N, H, T].
+
+    Args:
+      x: f32, bf16 or f16[B, T, G, R, H], T a multiple of 128, H of 64, 128 or 256.
+      inverse: reciprocals of the scales, f32[B, G, N, T], for N of the R heads of each group.
+      first: of these N.
+    """
+    (batch, tokens, groups, of, depth), count = x.shape, inverse.shape[2]
+    # Two blocks fit a multiprocessor, each with two tiles and both results.
+    tiles = Sweep(rows=TOKENS if x.dtype.itemsize == 2 else TOKENS // 2, columns=min(depth, 128))
+    down, across = tokens // tiles.rows, depth // tiles.columns
+    total = batch * groups * count * across * down
+    blocks = min(tiles.blocks, total)
+
+    def kernel(x: Ref, inverse: Ref, q: Ref, q_t: Ref, staged: Ref, staged_t: Ref) -> None:
+        block = lax.axis_index("block")
+        steps = lax.div(total - 1 - block, jnp.int32(blocks)) + 1
+        # The index of the head, the slice of it, and the tokens.
+        place = lambda step: _unraveled(block + step * blocks, across, down)
+
+        def of_x(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+            head, part, row = place(step)
+            sequence, group, n = _unraveled(head, groups, count)
+            return sequence * down + row, (group * of + first + n) * across + part
+
+        def of_inverse(step: jax.Array) -> tuple[jax.Array]:
+            head, _, row = place(step)
+            return (head * down + row,)
+
+        def body(step: tuple[jax.Array], tile: Ref, factors: Ref) -> None:
+            head, part, row = place(*step)
+            at_token, at_depth = tiles.part(row, part)
+            values = sweep.read(tile, ROWS, jnp.float32)
+            by_token = along(sweep.read(factors, ROWS.reduce(1)), values.shape, 0)
+            target = q.at[head, at_token, at_depth]
+            sweep.write(sweep.saturating(values * by_token, fmt), staged, target)
+            values = sweep.read(tile.T, COLUMNS, jnp.float32)
+            by_token = along(sweep.read(factors, COLUMNS.reduce(0)), values.shape, 1)
+            target = q_t.at[head, at_depth, at_token]
+            sweep.write(sweep.saturating(values * by_token, fmt), staged_t, target)
+
+        shape = (tiles.rows, tiles.columns)
+        tile = plgpu.BlockSpec(shape, of_x, transforms=swizzled(x.dtype, tiles.columns))
+        plgpu.emit_pipeline(
+            body,
+            grid=(steps,),
+            in_specs=[tile, plgpu.BlockSpec((tiles.rows,), of_inverse)],
+            max_concurrent_steps=tiles.stages,
+        )(x, inverse)
+        plgpu.wait_smem_to_gmem(0)
+
+    heads = batch * groups * count
+    shapes = (heads, tokens, depth), (heads, depth, tokens)
+    q, q_t = plgpu.kernel(
+        kernel,
+        out_type=tuple(jax.ShapeDtypeStruct(s, fmt.dtype) for s in shapes),
+        scratch_types=tuple(sweep.staging(tiles, fmt)),
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name="jfp8_quantize_heads",
+    )(x.reshape(batch * tokens, -1), inverse.reshape(-1))
+    each = (batch, groups, count)
+    return q.reshape(*each, *shapes[0][1:]), q_t.reshape(*each, *shapes[1][1:])
+
+
+def _unraveled(i: jax.Array, *sizes: int) -> list[jax.Array]:
+    """Find the index of element `i` of an array whose dimensions after the first have `sizes`."""
+    place = []
+    for size in reversed(sizes):
+        place.append(lax.rem(i, jnp.int32(size)))
+        i = lax.div(i, jnp.int32(size))
+    return [i, *reversed(place)]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.measured import measured
+from jfp8.kernels.measured import measured
 from jfp8.kernels.shared_memory import SHARED_MEMORY, padded
 
 # For kernels of matmuls. Pallas puts barriers of a warpgroup around each store to shared memory

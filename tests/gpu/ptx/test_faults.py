@@ -21,7 +21,7 @@ def kernel(name):
     from gpu.ptx.emulate import Emulated
     from gpu.ptx.test_products import E4M3, F32, Numbers, wide
     from jfp8.kernels.hopper.matmul import block_matmul, matmul
-    from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks
+    from jfp8.kernels.hopper.quantize import quantize_rows_in_blocks
     from jfp8.kernels.hopper.tiles import Tiles
     from jfp8.scaling.formats import E4M3FN
 

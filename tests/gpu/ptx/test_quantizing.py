@@ -157,7 +157,7 @@ def in_blocks(x, block, fmt, rounding):
     ("block", "rounding"), [(128, None), (128, "power_of_two"), (32, "rceil")], ids=str
 )
 def test_quantize_rows_in_blocks(block, rounding, dtype, executed):
-    from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks
+    from jfp8.kernels.hopper.quantize import quantize_rows_in_blocks
 
     x = numbers((200, 300), dtype, SPECIAL[:3])
 
@@ -173,7 +173,7 @@ def test_quantize_rows_in_blocks(block, rounding, dtype, executed):
 @by_dtype
 @pytest.mark.parametrize("rounding", [None, "power_of_two"], ids=["exact", "powers"])
 def test_quantize_tiles(rounding, dtype, executed):
-    from jfp8.kernels.hopper.quantize_blocks import quantize_tiles
+    from jfp8.kernels.hopper.quantize import quantize_tiles
 
     x = numbers((200, 300), dtype, (np.nan,))
 
@@ -193,7 +193,7 @@ def test_quantize_tiles(rounding, dtype, executed):
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_quantize_heads(size, dtype, executed):
     """Of groups of three, the last two."""
-    from jfp8.kernels.hopper.quantize_heads import quantize_heads
+    from jfp8.kernels.hopper.quantize import quantize_heads
 
     x = numbers((2 * 128 * 2 * 3, size), dtype, (np.nan,)).reshape(2, 128, 2, 3, size)
     inverse = np.random.default_rng(1).uniform(0.5, 300, (2, 2, 2, 128)).astype(F32)
@@ -246,8 +246,7 @@ def assert_near_codes(got, want):
 @pytest.mark.parametrize("name", [*BASES, *GATED])
 @pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
 def test_what_kernels_make(blocks, name, back, executed):
-    from jfp8.kernels.hopper.quantize import quantize_tensor, tensor_amax
-    from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks
+    from jfp8.kernels.hopper.quantize import quantize_rows_in_blocks, quantize_tensor, tensor_amax
     from jfp8.kernels.quantize_and_transpose import Gradient
     from jfp8.kernels.scales_in_kernels import scale_and_inverse
     from jfp8.layers.transformer_math import Activation
