@@ -27,8 +27,7 @@ from jfp8.checkpoint.atomic import replace_file
 from jfp8.command_line.child import ask, compiled
 from jfp8.command_line.exactness import rehearsed
 from jfp8.conversion.tables import table_lines
-from jfp8.kernels.measured import bench_file
-from jfp8.kernels.verdicts import verdicts, versions
+from jfp8.kernels.verdicts import bench_file, verdicts, versions
 from jfp8.layers.linen.layers import Dense
 from jfp8.matmul.scaled_matmul import scaled_matmul
 from jfp8.products.flash.dot_product import scaled_dot_product_attention

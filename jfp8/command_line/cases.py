@@ -85,7 +85,7 @@ def check_block_scaled(kind: Kind) -> Record:
         s, t = (np.repeat(as_f32(scale), kind.block, 1) for scale in scales)
         yield ..., a * s, b * t
 
-    dtypes = kind.data[0], kind.data[0]
+    dtypes = kind.data, kind.data
     return check_product(ours, ((m, k), (n, k)), dtypes, tuple(scales), whole, None, jnp.float32)
 
 

@@ -32,7 +32,7 @@ from jfp8.command_line import quantize_checks
 from jfp8.command_line.bench import Work, microseconds, random
 from jfp8.command_line.child import ask
 from jfp8.command_line.exactness import awkward, kernel, poisoned_runs, rehearsed
-from jfp8.kernels.measured import shape_class
+from jfp8.kernels.verdicts import shape_class
 from jfp8.scaling.formats import E4M3FN
 
 PRODUCTS = ("running", "promoted", "block", "block_columns")

@@ -18,8 +18,8 @@ from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, firs
 from jfp8.kernels.blackwell import backend as blackwell
 from jfp8.kernels.cost_model import Scales, Times, Work, scales_of
 from jfp8.kernels.hopper import backend as hopper
-from jfp8.kernels.measured import measured_gain
 from jfp8.kernels.rates import RATES, SCORES, Rates, name_of, rates_of
+from jfp8.kernels.verdicts import measured_gain
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E5M2, Format

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from jfp8.kernels.backend import facts_of
@@ -18,11 +19,6 @@ def matmul(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> AbstractCont
     """Return a context that notes the backend of a matmul."""
     backend = spec.implementation or str(choose(facts_of(lhs, rhs, spec), None))
     return _noted(backend, lhs, rhs)
-
-
-def convolution(lhs: Any, rhs: Any) -> AbstractContextManager[object]:
-    """Return a context that notes the backend of a convolution."""
-    return _noted("bf16: there is no FP8 convolution", lhs, rhs)
 
 
 def grouped(
@@ -45,3 +41,6 @@ def _noted(backend: str, *operands: Any) -> Iterator[None]:
     formats = [x.format.name.lower() for x in operands if isinstance(x, ScaledArray)]
     with note("cuda", backend), note("formats", " ".join(formats) if len(formats) == 2 else ""):
         yield
+
+
+convolution = partial(_noted, "bf16: there is no FP8 convolution")

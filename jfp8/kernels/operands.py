@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.as_matrices import matrix_groups
+from jfp8.kernels.partitioning import divided_sum
+from jfp8.matmul.as_matrices import as_matrices, matrix_groups
 from jfp8.matmul.spec import MatmulSpec, Numbers, factors_of, layout_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.devices import Tpu
@@ -35,9 +36,27 @@ class Paired(ScaledArray):
     transposed: jax.Array | None = None  # the data
 
 
-def to_last(x: jax.Array, axis: int) -> jax.Array:
-    """Return `x` with its last two dimensions exchanged, unless `axis` is the last."""
-    return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
+def by_rows(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    spec: MatmulSpec,
+    name: str,
+    product: Callable[..., jax.Array],
+    rule: str,
+    scales: Sequence[jax.Array],
+) -> jax.Array:
+    """Multiply as ``product(dtype, a[m, k], b[n, k], *scales)``, which devices share by `rule`.
+
+    For each matrix of a batch; `scales` have one dimension more for it, if any.
+    """
+    a, b, (contract, batch) = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
+    last = lambda x, k: x if k == x.ndim - 1 else x.swapaxes(-1, -2)
+    a, b = (last(x, k) for x, (k,) in zip((a, b), contract, strict=True))
+    multiply = divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)
+    if batch[0]:
+        multiply = jax.vmap(multiply, in_axes=(0, 0, *(0 if s.ndim else None for s in scales)))
+    y = multiply(a, b, *scales)
+    return y.reshape(layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).shape)
 
 
 def scales_by_block(

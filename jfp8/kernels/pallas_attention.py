@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.kernels.flash.problem import Stored, Vectors
+from jfp8.kernels.hopper.backend import HOPPER as FAMILIES
 from jfp8.kernels.hopper.backend import why_none_for
 from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
@@ -29,11 +30,15 @@ class Pallas:
     """Hold the kernels for a kind of GPU."""
 
     name: str  # of the implementation
-    module: str  # that has them; JAX before 0.11.2 cannot import it
+    folder: str  # that has them; JAX before 0.11.2 cannot import it
     gpus: int  # the major compute capability that they are for
     family: str  # of these GPUs
     sizes: tuple[int, ...]  # of a head
     masks: bool  # whether they take some
+
+    @property
+    def _module(self) -> Any:
+        return importlib.import_module(f"jfp8.kernels.{self.folder}.attention")
 
     def refusal(self, spec: AttentionSpec, gpu: Gpu | None) -> str | None:
         """Tell why they do not compute the reference's forward pass on `gpu`; None if they do."""
@@ -75,13 +80,12 @@ class Pallas:
         dtype: jax.typing.DTypeLike,
     ) -> Softmax:
         """Compute `blocks.forward`, with the result in `dtype`."""
-        attention_forward = importlib.import_module(self.module).attention_forward
         groups, rows = q.data.shape[2:4]
         options = _options(groups, visible, scale, dtype)
         hidden, (of_queries, _) = _hidden(k, visible), visible.lengths
 
         def attend(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return attention_forward(*x[:6], **_with_mask(hidden, x[6:]), **options)
+            return self._module.attention_forward(*x[:6], **_with_mask(hidden, x[6:]), **options)
 
         operands = _heads(q.data), k.data, v.turned(), _heads(q.scale), k.scale, v.scale
         rule = forward_rule(groups, **hidden)
@@ -105,29 +109,21 @@ class Pallas:
         dtype: jax.typing.DTypeLike,
     ) -> Gradients:
         """Compute `blocks.backward`, with the results in `dtype`."""
-        attention_backward = importlib.import_module(self.module).attention_backward
         (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
         groups, hidden = q.data.shape[2], _hidden(k, visible)
-        stored = Stored(
-            _heads(q.data),
-            k.data,
-            v.data,
-            _heads(grad.data),
-            _heads(q_2.turned()),
-            k_2.turned(),
-            _heads(grad_2.turned()),
-        )
+        matrices = map(_heads, (q.data, grad.data, q_2.turned(), grad_2.turned()))
+        q_data, grad_data, q_t, grad_t = matrices
+        stored = Stored(q_data, k.data, v.data, grad_data, q_t, k_2.turned(), grad_t)
         of_queries = map(_heads, (q.scale, grad.scale, q_2.scale, grad_2.scale, log_sum, dot))
-        q_scale, grad_scale, q_2_scale, grad_2_scale, log_sum, dot = of_queries
-        vectors = Vectors(
-            q_scale, k.scale, v.scale, grad_scale, q_2_scale, k_2.scale, grad_2_scale, log_sum, dot
-        )
+        q_scale, grad_scale, q_t, grad_t, *others = of_queries
+        vectors = Vectors(q_scale, k.scale, v.scale, grad_scale, q_t, k_2.scale, grad_t, *others)
         options = _options(groups, visible, scale, dtype) | {"formats": numerics.scores}
 
         def differentiate(*x: jax.Array) -> tuple[jax.Array, ...]:
             n, m = len(stored), len(stored) + len(vectors)
             more = _with_mask(hidden, x[m:])
-            return attention_backward(Stored(*x[:n]), Vectors(*x[n:m]), **more, **options)
+            operands = Stored(*x[:n]), Vectors(*x[n:m])
+            return self._module.attention_backward(*operands, **more, **options)
 
         rule = backward_rule(groups, **hidden)
         by_parts = divided(f"attention_backward, {self.name}, {options}", differentiate, rule)
@@ -135,22 +131,9 @@ class Pallas:
         return Gradients(dq.reshape(q.data.shape), dk, dv, None, jnp.max(largest))
 
 
-HOPPER = Pallas(
-    "mosaic_gpu",
-    "jfp8.kernels.hopper.attention",
-    9,
-    "Hopper (compute capability 9.0)",
-    sizes=(64, 128, 256),
-    masks=True,
-)
-BLACKWELL = Pallas(
-    "mosaic_gpu_blackwell",
-    "jfp8.kernels.blackwell.attention",
-    10,
-    "Blackwell (compute capability 10.x)",
-    sizes=(64, 128),
-    masks=False,
-)
+HOPPER = Pallas("mosaic_gpu", "hopper", 9, FAMILIES[9], (64, 128, 256), masks=True)
+_IN_FULL = "Blackwell (compute capability 10.x)"
+BLACKWELL = Pallas("mosaic_gpu_blackwell", "blackwell", 10, _IN_FULL, (64, 128), masks=False)
 
 
 def _listed(sizes: tuple[int, ...]) -> str:

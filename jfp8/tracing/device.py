@@ -21,9 +21,9 @@ from jfp8.tracing.devices import Chip, Device, Gpu, Several, Tpu, capability_of
 # all others, imports none of them: `jfp8.matmul.spec.planner_of` does while a program is traced.
 PLANNERS = {
     "cuda": "jfp8.kernels.cuda",
-    "rocm": "jfp8.kernels.rocm",
+    "rocm": "jfp8.kernels.platforms",
     "tpu": "jfp8.kernels.tpu.dot",
-    "several": "jfp8.kernels.several",
+    "several": "jfp8.kernels.platforms",
 }
 
 

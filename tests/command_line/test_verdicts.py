@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
-from jfp8.kernels import measured, verdicts
+from jfp8.kernels import verdicts
 from jfp8.kernels.backend import Facts
 from jfp8.kernels.cuda_backends import choose, quantizing_k_major
 from jfp8.kernels.grouped import why_not_grouped_kernels
@@ -62,7 +62,7 @@ def test_geforce_uses_mx_instructions_only_after_they_passed():
 def test_layers_that_were_timed_replace_the_model_of_time():
     gpu, rows = Gpu("NVIDIA L40S", (8, 9)), {"granularity": "rows"}
     assert backend(gpu=gpu, **rows).backend.name == "xla"
-    path = measured.bench_file(gpu.kind)
+    path = verdicts.bench_file(gpu.kind)
     path.parent.mkdir(parents=True)
     layer = {"layer, bf16": (100.0, 1000.0), "layer, rowwise": (200.0, 2000.0)}
     times = {
@@ -74,7 +74,7 @@ def test_layers_that_were_timed_replace_the_model_of_time():
     halfway = 1024**1.5 * 8192**1.5
     times["layer, rowwise, 8192"] = {"us": 250.0}
     path.write_text(json.dumps({"rates": times}))
-    gain = lambda m: measured.measured_gain(gpu.kind, "rows", m)
+    gain = lambda m: verdicts.measured_gain(gpu.kind, "rows", m)
     assert [gain(m) for m in (1.0, 1024.0**3, halfway, 1e30)] == pytest.approx(
         [0.5, 0.5, 2.25, 4.0]
     )

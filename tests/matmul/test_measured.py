@@ -5,9 +5,9 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from jfp8.kernels import measured as module
-from jfp8.kernels.measured import measured, shape_class
+from jfp8.kernels import verdicts as module
 from jfp8.kernels.shared_memory import tile
+from jfp8.kernels.verdicts import measured, shape_class
 from support.devices import needs_mosaic, traced_for
 
 TABLE = {

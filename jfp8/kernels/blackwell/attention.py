@@ -22,7 +22,7 @@ from jfp8.kernels.blackwell import tcgen05
 from jfp8.kernels.blackwell.tcgen05 import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS
 from jfp8.kernels.flash import launch, softmax
 from jfp8.kernels.flash.problem import BLOCK, QUERIES, Bounds, Problem
-from jfp8.kernels.flash.ring import head_of, store
+from jfp8.kernels.flash.ring import drain, head_of, store
 from jfp8.kernels.flash.tile_work import COMPUTE_REGISTERS
 from jfp8.kernels.flash.tiles import BackwardTile, ForwardTile, KeyTile
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
@@ -64,8 +64,8 @@ class ForwardByTcgen05(ForwardTile):
         carry = zeros, filled(-jnp.inf, (ROWS,), BY_ROW), filled(0.0, (ROWS,), BY_ROW)
         total, highest, sums = lax.fori_loop(start, stop, step, carry)
         (out, lse), rows = self.results, pl.ds(row, ROWS)
-        lse[self.head, rows] = softmax.log_sum(highest, sums)
-        result = total * along(softmax.inverse(sums), total.shape, 0)
+        lse[self.head, rows], inverse = softmax.ended(highest, sums)
+        result = total * along(inverse, total.shape, 0)
         memory = self.memory.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]
         target = head_of(out, self.head).at[rows]
         store([tcgen05.rearranged(memory, result)], self.memory.staged.at[mine], target)
@@ -283,12 +283,7 @@ class KeyGradientsByTcgen05(KeyTile):
 
         count = self.count(steps)
         total = self.loop(count, step)
-
-        # A block must not end before all threads have arrived at its barriers.
-        @pl.loop(jnp.maximum(count - TURNS, 0), count)
-        def _(i):
-            plgpu.barrier_wait(m.used.at[lax.rem(i, TURNS)])
-
+        drain(count, TURNS, m.used)
         self.store(0, m.of_dv, total)
 
     def make_dk(self) -> None:

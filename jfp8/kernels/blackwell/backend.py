@@ -18,22 +18,20 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.backend import Backend
-from jfp8.kernels.operands import scales_by_block, to_last
-from jfp8.kernels.partitioning import divided_sum, why_not_divided
+from jfp8.kernels.operands import by_rows, scales_by_block
+from jfp8.kernels.partitioning import why_not_divided
 from jfp8.kernels.verdicts import why_failed
-from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
     MatmulSpec,
     free_dims,
     has_one_scale,
-    layout_of,
     scale_products,
     times,
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_to_format
-from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
+from jfp8.scaling.formats import E2M1FN, E4M3FN, E8M0FNU, Format
 from jfp8.tracing.devices import Gpu
 
 
@@ -41,16 +39,13 @@ class Kind(NamedTuple):
     """Describe the operands that the tensor cores take."""
 
     name: str
-    data: tuple[np.dtype, ...]  # dtypes of the values
+    data: np.dtype  # of the values; MX operands may be e5m2, too
     scale: np.dtype
     block: int  # elements along the contraction that share a scale
 
 
-_E4M3, _E5M2, _E2M1, _E8M0 = map(
-    np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
-)
-MX = Kind("MX", (_E4M3, _E5M2), _E8M0, 32)
-NVFP4 = Kind("NVFP4", (_E2M1,), _E4M3, 16)
+MX = Kind("MX", E4M3FN.dtype, E8M0FNU.dtype, 32)
+NVFP4 = Kind("NVFP4", E2M1FN.dtype, E4M3FN.dtype, 16)
 
 
 def scaled_matmul(
@@ -72,7 +67,7 @@ def scaled_matmul(
       a_scale, b_scale: ``[M, ceil(K/block)]`` and ``[N, ceil(K/block)]``. MX: e8m0, for blocks of
         32. NVFP4: e4m3fn, not negative, for blocks of 16.
     """
-    kind = NVFP4 if a.dtype in NVFP4.data else MX
+    kind = NVFP4 if a.dtype == NVFP4.data else MX
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
@@ -95,8 +90,6 @@ def _why_not_on(task: str, major: int, gpu: Gpu | None) -> str | None:
 def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     """Multiply operands of this `kind` with the block-scaled tensor cores."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = spec.dimension_numbers
-    a, b, numbers = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
-    a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
     a_scale, of_lhs = scales_of_rows(kind, lhs, lhs_contract[0], lhs_batch)
     b_scale, of_rhs = scales_of_rows(kind, rhs, rhs_contract[0], rhs_batch)
     factors = scale_products(of_lhs, of_rhs)
@@ -106,13 +99,8 @@ def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpe
         return times(y, factors).astype(dtype)
 
     rule = f"m k, n k, m k/{kind.block}, n k/{kind.block}{',' * len(factors)} -> m n"
-    name = f"scaled_matmul, {kind.name}"
-    multiply = divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)
-    if lhs_batch:
-        of_factors = [0 if factor.ndim else None for factor in factors]
-        multiply = jax.vmap(multiply, in_axes=(0, 0, 0, 0, *of_factors))
-    y = multiply(a, b, a_scale, b_scale, *factors)
-    return y.reshape(layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).shape)
+    name, scales = f"scaled_matmul, {kind.name}", (a_scale, b_scale, *factors)
+    return by_rows(lhs, rhs, spec, name, product, rule, scales)
 
 
 def scales_of_rows(

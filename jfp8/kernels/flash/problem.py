@@ -8,7 +8,6 @@ block of keys in each step, or a block of queries.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,11 +33,6 @@ class Problem:
     left: int | None  # bounds of the window; None for none
     right: int | None
     formats: tuple[Format, ...] = ()  # of dS in dQ and in dK; of a forward pass: none
-
-    @property
-    def factor(self) -> float:
-        """Return the scale of logits in base 2."""
-        return self.scale * math.log2(math.e)
 
     @property
     def windowed(self) -> bool:

@@ -46,20 +46,32 @@ def fill(steps: jax.Array, stages: int, empty: Any, copy: Callable[[Any, Any], N
     """Call ``copy(i, slot)`` for each step, when its slot is free; all in one warpgroup."""
     plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
+    copy_each(steps, 0, stages, empty, copy)
+    drain(steps, stages, empty)
+
+
+def copy_each(
+    steps: Any, before: Any, stages: int, empty: Any, copy: Callable[[Any, Any], None]
+) -> None:
+    """Call ``copy(i, slot)`` for each step, after `before` others, when its slot is free."""
+
     @pl.loop(0, steps)
     def _(i):
-        slot = lax.rem(i, stages)
+        step = before + i
 
-        @pl.when(i >= stages)
+        @pl.when(step >= stages)
         def _():
-            plgpu.barrier_wait(empty.at[slot])
+            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
 
-        copy(i, slot)
+        copy(i, lax.rem(step, stages))
 
-    # A block must not end before all threads have arrived at its barriers.
+
+def drain(steps: jax.Array, stages: int, empty: Any) -> None:
+    """Wait for the last slots: a block must not end before all threads arrive at its barriers."""
+
     @pl.loop(jnp.maximum(steps - stages, 0), steps)
-    def _(i):
-        plgpu.barrier_wait(empty.at[lax.rem(i, stages)])
+    def _(step):
+        plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
 
 
 def _bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:

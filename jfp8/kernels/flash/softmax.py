@@ -43,11 +43,10 @@ def probabilities(x: jax.Array, factor: jax.Array, shift: jax.Array) -> jax.Arra
     return jnp.exp2(x * along(factor, x.shape, 0) - along(shift, x.shape, 0))
 
 
-def log_sum(highest: jax.Array, sums: jax.Array) -> jax.Array:
-    """Return the logarithm of the denominator, from the last maximum and sum."""
-    return highest * np.float32(math.log(2)) + jnp.log(sums)
+def ended(highest: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the logarithm of the denominator, from the last maximum and sum, and its reciprocal.
 
-
-def inverse(sums: jax.Array) -> jax.Array:
-    """Return the reciprocal of the denominator; arbitrary for a row without keys."""
-    return 1.0 / jnp.where(sums == 0, 1.0, sums)
+    The reciprocal is arbitrary for a row without keys.
+    """
+    log_sum = highest * np.float32(math.log(2)) + jnp.log(sums)
+    return log_sum, 1.0 / jnp.where(sums == 0, 1.0, sums)

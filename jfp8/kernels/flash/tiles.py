@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -81,10 +82,10 @@ class ForwardTile(QueryTile):
 
     def begin(self, by_row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Take queries; return the index of the half, its first row, and factors in `by_row`."""
-        q_scale = self.given["q_scale"].at[self.head]
+        q_scale, in_base_2 = self.given["q_scale"].at[self.head], self.p.scale * math.log2(math.e)
         # A query of zeros may have a factor of 0, and 0 times the -inf of a hidden key is NaN.
         tiny = np.finfo(np.float32).tiny
-        factor = lambda rows: jnp.maximum(load(q_scale.at[rows], by_row) * self.p.factor, tiny)
+        factor = lambda rows: jnp.maximum(load(q_scale.at[rows], by_row) * in_base_2, tiny)
         return self.take(factor)
 
 

@@ -60,8 +60,7 @@ class ForwardByWgmma(ForwardTile):
 
         totals, highest, sums = lax.fori_loop(start, stop, step, carry)
         (out, lse), rows = self.results, pl.ds(row, ROWS)
-        lse[self.head, rows] = softmax.log_sum(highest, sums)
-        inverse = softmax.inverse(sums)
+        lse[self.head, rows], inverse = softmax.ended(highest, sums)
         parts = [x * along(inverse, x.shape, 0) for x in totals]
         staged = self.memory.staged.at[lax.axis_index("warpgroup")]
         store(parts, staged, head_of(out, self.head).at[rows])

@@ -16,10 +16,10 @@ import numpy as np
 
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.on_platform import on_platform
-from jfp8.kernels.operands import scales_by_block, to_last
-from jfp8.kernels.partitioning import divided_sum, why_not_divided
+from jfp8.kernels.operands import by_rows, scales_by_block
+from jfp8.kernels.partitioning import why_not_divided
 from jfp8.kernels.verdicts import why_failed
-from jfp8.matmul.as_matrices import as_matrices, row_scales
+from jfp8.matmul.as_matrices import row_scales
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.backends import why_left_out
@@ -65,14 +65,13 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
         from jfp8.kernels.hopper import matmul as kernels
 
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = spec.dimension_numbers
-        a, b, numbers = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
-        a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
         if varies_along_sum(lhs, rhs, spec):
             a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
             b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
             name = "block_matmul"
             product = lambda dtype, a, b, s, t: kernels.block_matmul(a, b, s, t, dtype)
-            by_tile = b_scale.shape[-1] != b.shape[-2]
+            _, columns, _ = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).sizes
+            by_tile = b_scale.shape[-1] != columns
             rule = f"m k, n k, k/{BLOCK} m, k/{BLOCK} n{f'/{BLOCK}' if by_tile else ''} -> m n"
         else:
             a_scale = row_scales(lhs, lhs_contract, lhs_batch)
@@ -82,12 +81,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
             product = lambda dtype, a, b, s, t: kernels.matmul(a, b, s, t, dtype, promote=promote)
             by_row, by_column = ("m" if a_scale.ndim else ""), ("n" if b_scale.ndim else "")
             rule = f"m k, n k, {by_row}, {by_column} -> m n"
-        multiply = divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)
-        if lhs_batch:
-            scales = [0 if s.ndim else None for s in (a_scale, b_scale)]
-            multiply = jax.vmap(multiply, in_axes=(0, 0, *scales))
-        y = multiply(a, b, a_scale, b_scale)
-        return y.reshape(layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).shape)
+        return by_rows(lhs, rhs, spec, name, product, rule, (a_scale, b_scale))
 
     return on_platform("cuda", kernel, ELSEWHERE, lhs, rhs)
 

@@ -21,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, multiprocessors
+from jfp8.kernels.flash.ring import copy_each, drain
+from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, multiprocessors, store
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, tile
 
@@ -125,8 +126,9 @@ def grouped_outer(
             by_row = _of_rows(refs["a_scale"].at[t], place)
             if b_scale is None:
                 return [by_row] * strips
-            of_strips = (_of_columns(refs["b_scale"].at[t], place, i) for i in range(strips))
-            return [by_row * x for x in of_strips]
+            starts = (place.column + i * COLUMNS for i in range(strips))
+            of_strips = (load(refs["b_scale"].at[t, pl.ds(c, COLUMNS)], BY_COLUMN) for c in starts)
+            return [by_row * along(x, (ROWS, COLUMNS), 1) for x in of_strips]
 
         steps = refs["first"][g], refs["count"][g]
         return _Part(refs["a"], refs["b"], out.at[g], place, *steps, factors)
@@ -146,12 +148,6 @@ def _my_rows(start: jax.Array | int = 0) -> Any:
 def _of_rows(scale: Any, place: Place) -> jax.Array:
     """Return f32[64, 64] for a warpgroup's rows, constant along each."""
     return along(load(scale.at[_my_rows(place.row)], BY_ROW), (ROWS, COLUMNS), 0)
-
-
-def _of_columns(scale: Any, place: Place, strip: int) -> jax.Array:
-    """Return f32[64, 64] for a strip's columns, constant along each."""
-    at = pl.ds(place.column + strip * COLUMNS, COLUMNS)
-    return along(load(scale.at[at], BY_COLUMN), (ROWS, COLUMNS), 1)
 
 
 # The kernel.
@@ -251,24 +247,15 @@ class _Ring:
             rows = pl.ds(this.place.row, BLOCK)
             columns = pl.ds(this.place.column, self.b.shape[1])
 
-            @pl.loop(0, this.steps)
-            def _(i: jax.Array) -> None:
-                slot = lax.rem(before + i, self.stages)
-
-                @pl.when(before + i >= self.stages)
-                def _() -> None:
-                    plgpu.barrier_wait(self.empty.at[slot])
-
+            def copy(i: jax.Array, slot: jax.Array) -> None:
                 at, full = pl.ds((this.first + i) * BLOCK, BLOCK), self.full.at[slot]
                 plgpu.copy_gmem_to_smem(this.a.at[rows, at], self.a.at[slot], full)
                 plgpu.copy_gmem_to_smem(this.b.at[columns, at], self.b.at[slot], full)
 
-        steps = for_each_part(part)
+            copy_each(this.steps, before, self.stages, self.empty, copy)
 
-        # No thread may arrive at a barrier that is no longer waited for.
-        @pl.loop(jnp.maximum(steps - self.stages, 0), steps)
-        def _(step: jax.Array) -> None:
-            plgpu.barrier_wait(self.empty.at[lax.rem(step, self.stages)])
+        steps = for_each_part(part)
+        drain(steps, self.stages, self.empty)
 
     def multiply(self, for_each_part: _ForEachPart) -> None:
         """Multiply: the task of a warpgroup, with its half of the rows."""
@@ -277,7 +264,10 @@ class _Ring:
         def part(this: _Part, before: jax.Array) -> None:
             add = lambda i, sums: self._add(this, before, i, sums)
             sums = [filled(0.0, (ROWS, COLUMNS), BY_ELEMENT)] * (self.b.shape[1] // COLUMNS)
-            self._store(lax.fori_loop(0, this.steps, add, sums), this)
+            sums = lax.fori_loop(0, this.steps, add, sums)
+            mine = lax.axis_index("warpgroup")
+            row = this.place.row + mine * ROWS
+            store(sums, self.staging.at[mine], this.out, row, this.place)
 
         for_each_part(part)
         plgpu.wait_smem_to_gmem(0)
@@ -298,20 +288,3 @@ class _Ring:
         plgpu.barrier_arrive(self.empty.at[slot])
         strips = [y[:, i * COLUMNS : (i + 1) * COLUMNS] for i in range(len(sums))]
         return [total + y * x for total, y, x in zip(sums, strips, factors, strict=True)]
-
-    def _store(self, sums: list[jax.Array], this: _Part) -> None:
-        """Round and write, while others multiply and the next slice is already copied."""
-        warpgroup = lax.axis_index("warpgroup")
-        rows = _my_rows(this.place.row)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i, total in enumerate(sums):
-            slot, column = self.staging.at[warpgroup, i % 2], this.place.column + i * COLUMNS
-            if i >= 2:  # two slots, alternating
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            slot[...] = total.astype(self.staging.dtype)
-            plgpu.commit_smem()
-            target = this.out.at[rows, pl.ds(column, COLUMNS)]
-
-            @pl.when(column >= this.place.first)
-            def _(slot: Any = slot, target: Any = target) -> None:
-                plgpu.copy_smem_to_gmem(slot, target)

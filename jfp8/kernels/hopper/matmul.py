@@ -27,14 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.tiles import (
-    NO_OTHER_BARRIERS,
-    Grid,
-    Place,
-    Tiles,
-    default_tiles,
-    multiprocessors,
-)
+from jfp8.kernels.flash.ring import copy_each, drain
+from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, default_tiles, store
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, scaled, slices
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, release, staging, tile
 
@@ -107,148 +101,115 @@ def _product(
     height = COMPUTE * tiles.tile_m
     a, b = padded(a, height * tiles.cluster, BLOCK), padded(b, COLUMNS, BLOCK)
     grid, k = Grid.of(len(a), len(b), height, tiles), a.shape[1]
-    operands = {name: grid.padded_scale(name, x) for name, x in scales.items()}
-    problem = _Problem(grid, k, promote, tuple(operands))
+    lengths = {"rows": len(a), "a_blocks": len(a), "columns": len(b), "b_blocks": len(b)}
+    operands = {
+        name: padded(x, *x.shape[:-1], lengths[name]) if name in lengths else jnp.atleast_1d(x)
+        for name, x in scales.items()
+    }
 
-    def kernel(a: Any, b: Any, *operands: Any, **shared: Any) -> None:
-        *scales, out = operands
-        named = dict(zip(problem.scales, scales, strict=True))
-        block = _Block(problem, a, b, named, out, SimpleNamespace(**shared))
+    def kernel(a: Any, b: Any, scale: dict[str, Any], out: Any, **shared: Any) -> None:
+        block = _Block(grid, k, promote, a, b, scale, out, SimpleNamespace(**shared))
         lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.multiply, block.copy)
 
     product = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((grid.rows, grid.columns), out_dtype),
-        grid=(problem.clusters,),
+        grid=(grid.clusters,),
         grid_names=("sm",),
         cluster=(tiles.cluster,),
         cluster_names=("cluster",),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
-        scratch_types=problem.scratch(a.dtype, b.dtype, out_dtype),
+        scratch_types=_scratch(grid, set(scales), a.dtype, b.dtype, out_dtype),
         compiler_params=NO_OTHER_BARRIERS,
         kernel_name="jfp8_block_matmul" if "a_blocks" in scales else "jfp8_matmul",
     )
-    return product(a, b, *operands.values())[:m, :n]
+    return product(a, b, operands)[:m, :n]
+
+
+def _scratch(grid: Grid, scales: set[str], a: Any, b: Any, out: Any) -> dict[str, Any]:
+    """Return the shared memory of a block for such dtypes."""
+    tiles, lengths = grid.tiles, {"a_blocks": grid.height, "b_blocks": grid.tiles.tile_n}
+    in_ring = {name: length for name, length in lengths.items() if name in scales}
+    scratch = {
+        "a_ring": tile((tiles.stages, grid.height, BLOCK), a),
+        "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b),
+        "full": plgpu.Barrier(num_arrivals=2 + len(in_ring), num_barriers=tiles.stages),
+        # All threads arrive: each warp knows only that its own rows are multiplied.
+        "empty": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
+        "staging": staging(tiles.tile_m, out, slots=2),
+    }
+    if grid.shared:  # one thread arrives for a warpgroup, at the barriers of both blocks
+        scratch["empty"] = plgpu.ClusterBarrier(
+            collective_axes=(grid.shared,), num_arrivals=COMPUTE, num_barriers=tiles.stages
+        )
+    for name, length in in_ring.items():
+        scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)
+    if "columns" in scales:
+        scratch["columns"] = plgpu.SMEM((COMPUTE, tiles.tile_n), jnp.float32)
+        scratch["copied"] = plgpu.Barrier(num_barriers=COMPUTE)
+    return scratch
 
 
 @dataclasses.dataclass(frozen=True)
-class _Problem:
-    """Hold the static description of a kernel: the padded result in tiles, and its scales.
+class _Block:
+    """The tasks of a block's warpgroups, with references to device memory and to shared memory.
 
-    After the sum: "row" | "rows" and "column" | "columns", one number or a vector. Before each
-    promotion: "a_blocks" and "b_tiles" | "b_blocks".
+    Scales after the sum are "row" | "rows" and "column" | "columns", one number or a vector; before
+    each promotion "a_blocks", and "b_tiles" | "b_blocks".
     """
 
     grid: Grid
     k: int
     promote: bool
-    scales: tuple[str, ...]
-
-    @property
-    def tiles(self) -> Tiles:
-        return self.grid.tiles
-
-    @property
-    def clusters(self) -> int:  # as many as the device can hold, or one for each tile of one
-        return min(multiprocessors() // self.tiles.cluster, self.grid.size)
-
-    @property
-    def shared(self) -> str | None:
-        """Return the axis of blocks that share copies of `b`, if they do."""
-        return "cluster" if self.tiles.cluster > 1 else None
-
-    def scales_in_ring(self) -> dict[str, int]:
-        """Return the scales that are copied with the operands, and their number."""
-        lengths = {"a_blocks": self.grid.height, "b_blocks": self.tiles.tile_n}
-        return {name: length for name, length in lengths.items() if name in self.scales}
-
-    def scratch(self, a: Any, b: Any, out: Any) -> dict[str, Any]:
-        """Return the shared memory of a block for such dtypes."""
-        tiles, in_ring = self.tiles, self.scales_in_ring()
-        scratch = {
-            "a_ring": tile((tiles.stages, self.grid.height, BLOCK), a),
-            "b_ring": tile((tiles.stages, tiles.tile_n, BLOCK), b),
-            "full": plgpu.Barrier(num_arrivals=2 + len(in_ring), num_barriers=tiles.stages),
-            # All threads arrive: each warp knows only that its own rows are multiplied.
-            "empty": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
-            "staging": staging(tiles.tile_m, out, slots=2),
-        }
-        if self.shared:  # one thread arrives for a warpgroup, at the barriers of both blocks
-            scratch["empty"] = plgpu.ClusterBarrier(
-                collective_axes=(self.shared,), num_arrivals=COMPUTE, num_barriers=tiles.stages
-            )
-        for name, length in in_ring.items():
-            scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)
-        if "columns" in self.scales:
-            scratch["columns"] = plgpu.SMEM((COMPUTE, tiles.tile_n), jnp.float32)
-            scratch["copied"] = plgpu.Barrier(num_barriers=COMPUTE)
-        return scratch
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """The tasks of a block's warpgroups, with references to device memory and to shared memory."""
-
-    p: _Problem
     a: Any
     b: Any
     scale: dict[str, Any]
     out: Any
-    memory: SimpleNamespace  # with the names of `_Problem.scratch`
+    memory: SimpleNamespace  # with the names of `_scratch`
 
     @property
     def steps(self) -> int:  # of one tile
-        return self.p.k // BLOCK
+        return self.k // BLOCK
 
     @property
     def parts(self) -> list[Any]:
         """Return slices of a tile's columns, each of which has one scale and stays in registers."""
-        return slices(self.p.tiles.tile_n, COLUMNS)
+        return slices(self.grid.tiles.tile_n, COLUMNS)
 
     def tiles(self) -> jax.Array:
         """Return the number of tiles that this block computes."""
-        return (self.p.grid.size - 1 - lax.axis_index("sm")) // self.p.clusters + 1
+        return (self.grid.size - 1 - lax.axis_index("sm")) // self.grid.clusters + 1
 
     def place(self, i: jax.Array) -> Place:
-        return self.p.grid.place(lax.axis_index("sm") + i * self.p.clusters)
+        return self.grid.place(lax.axis_index("sm") + i * self.grid.clusters)
 
     def copy(self) -> None:
         """Fill the ring, with scales that are vectors: the task of one warpgroup."""
-        stages, steps = self.p.tiles.stages, self.steps
+        stages, steps = self.grid.tiles.stages, self.steps
+        to_all = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=self.grid.shared)
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         @pl.loop(0, self.tiles())
         def _(i):
             row, column, _ = self.place(i)
-            rows, columns = pl.ds(row, self.p.grid.height), pl.ds(column, self.p.tiles.tile_n)
+            rows, columns = pl.ds(row, self.grid.height), pl.ds(column, self.grid.tiles.tile_n)
 
-            @pl.loop(0, steps)
-            def _(t):
-                step = i * steps + t
-
-                @pl.when(step >= stages)
-                def _():
-                    plgpu.barrier_wait(self.memory.empty.at[lax.rem(step, stages)])
-
-                slot = lax.rem(step, stages)
+            def copy(t, slot):
                 k, full = pl.ds(t * BLOCK, BLOCK), self.memory.full.at[slot]
                 plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.memory.a_ring.at[slot], full)
-                to_all = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=self.p.shared)
                 to_all(self.b.at[columns, k], self.memory.b_ring.at[slot], full)
-                for name, lines, copy in (
-                    ("a_blocks", rows, plgpu.copy_gmem_to_smem),
-                    ("b_blocks", columns, to_all),
-                ):
-                    if name in self.scale:
-                        ring = getattr(self.memory, f"{name}_ring").at[slot]
-                        copy(self.scale[name].at[t, lines], ring, full)
+                if "a_blocks" in self.scale:
+                    scale = self.scale["a_blocks"].at[t, rows]
+                    plgpu.copy_gmem_to_smem(scale, self.memory.a_blocks_ring.at[slot], full)
+                if "b_blocks" in self.scale:
+                    scale = self.scale["b_blocks"].at[t, columns]
+                    to_all(scale, self.memory.b_blocks_ring.at[slot], full)
 
-        # A block must not end before all threads have arrived at its barriers, nor, in a cluster,
-        # before the other has read its last copies: then none is on its way to either block.
-        @pl.loop(jnp.maximum(self.tiles() * steps - stages, 0), self.tiles() * steps)
-        def _(step):
-            plgpu.barrier_wait(self.memory.empty.at[lax.rem(step, stages)])
+            copy_each(steps, i * steps, stages, self.memory.empty, copy)
+
+        # In a cluster, the other block has read its last copies, too: none is on its way to either.
+        drain(self.tiles() * steps, stages, self.memory.empty)
 
     def multiply(self) -> None:
         """Compute one half of the rows of each tile: the task of a warpgroup."""
@@ -257,26 +218,26 @@ class _Block:
         @pl.loop(0, self.tiles())
         def _(i):
             place = self.place(i)
-            row = place.row + lax.axis_index("warpgroup") * self.p.tiles.tile_m
+            row = place.row + lax.axis_index("warpgroup") * self.grid.tiles.tile_m
             by_row = self.request_scales(row, place.column)
-            total = self.promoted(i, place.column) if self.p.promote else self.running(i)
+            total = self.promoted(i, place.column) if self.promote else self.running(i)
             self.store(total, by_row, row, place)
 
         plgpu.wait_smem_to_gmem(0)
 
     def wait(self, step: jax.Array) -> tuple[Any, Any]:
         """Return this warpgroup's operands of a step, once they have arrived."""
-        slot = lax.rem(step, self.p.tiles.stages)
+        slot = lax.rem(step, self.grid.tiles.stages)
         plgpu.barrier_wait(self.memory.full.at[slot])
         return self.memory.a_ring.at[slot, self.half()], self.memory.b_ring.at[slot].T
 
     def half(self) -> Any:
         """Return this warpgroup's rows of the block."""
-        return pl.ds(lax.axis_index("warpgroup") * self.p.tiles.tile_m, self.p.tiles.tile_m)
+        return pl.ds(lax.axis_index("warpgroup") * self.grid.tiles.tile_m, self.grid.tiles.tile_m)
 
     def release(self, step: jax.Array) -> None:
-        signal = release if self.p.shared else plgpu.barrier_arrive
-        signal(self.memory.empty.at[lax.rem(step, self.p.tiles.stages)])
+        signal = release if self.grid.shared else plgpu.barrier_arrive
+        signal(self.memory.empty.at[lax.rem(step, self.grid.tiles.stages)])
 
     def running(self, i: jax.Array) -> list[jax.Array]:
         """Return one sum over all of k. A matmul is issued before the previous one is done."""
@@ -297,7 +258,7 @@ class _Block:
             self.release((i + 1) * self.steps - 1)
             return total
 
-        shape = self.p.tiles.tile_m, self.p.tiles.tile_n
+        shape = self.grid.tiles.tile_m, self.grid.tiles.tile_n
         return cut(pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32)), self.parts)
 
     def promoted(self, i: jax.Array, column: jax.Array) -> list[jax.Array]:
@@ -310,7 +271,8 @@ class _Block:
 
             def product(acc):
                 plgpu.wgmma(acc, a, b)
-                if self.p.scales_in_ring() and not self.p.shared:  # else `release` does that
+                has_scales = by_row is not None or by_part
+                if has_scales and not self.grid.shared:  # else `release` does that
                     # Read by all threads, before the copy engine overwrites it. While wgmma runs.
                     plgpu.commit_smem()
                 # Loaded a step ahead, and after wgmma: the compiler makes everything after these
@@ -318,18 +280,18 @@ class _Block:
                 following = self.tile_scales(jnp.minimum(t + 1, self.steps - 1), column)
                 return acc[...], following
 
-            shape = self.p.tiles.tile_m, self.p.tiles.tile_n
+            shape = self.grid.tiles.tile_m, self.grid.tiles.tile_n
             partial, following = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             self.release(i * self.steps + t)
             partial = scaled(cut(partial, self.parts), by_row, tile_scales or by_part)
             return [x + y for x, y in zip(total, partial, strict=True)], following
 
-        total = [filled(0.0, (self.p.tiles.tile_m, COLUMNS), BY_ELEMENT)] * len(self.parts)
+        total = [filled(0.0, (self.grid.tiles.tile_m, COLUMNS), BY_ELEMENT)] * len(self.parts)
         return lax.fori_loop(0, self.steps, step, (total, self.tile_scales(0, column)))[0]
 
     def ring_scales(self, step: jax.Array) -> tuple[Any, list[jax.Array]]:
         """Return scales copied with a step's operands: of rows, and of each slice of columns."""
-        slot = lax.rem(step, self.p.tiles.stages)
+        slot = lax.rem(step, self.grid.tiles.stages)
         by_row, by_part = None, []
         if "a_blocks" in self.scale:
             by_row = load(self.memory.a_blocks_ring.at[slot, self.half()], BY_ROW)
@@ -350,37 +312,31 @@ class _Block:
         if "columns" in self.scale:
             warpgroup = lax.axis_index("warpgroup")
             plgpu.copy_gmem_to_smem(
-                self.scale["columns"].at[pl.ds(column, self.p.tiles.tile_n)],
+                self.scale["columns"].at[pl.ds(column, self.grid.tiles.tile_n)],
                 self.memory.columns.at[warpgroup],
                 self.memory.copied.at[warpgroup],
             )
         if "rows" in self.scale:
-            return load(self.scale["rows"].at[pl.ds(row, self.p.tiles.tile_m)], BY_ROW)
+            return load(self.scale["rows"].at[pl.ds(row, self.grid.tiles.tile_m)], BY_ROW)
         return self.scale["row"][0] if "row" in self.scale else None
 
     def store(self, total: list[jax.Array], by_row: Any, row: jax.Array, place: Place) -> None:
         """Scale, round and write a tile, while the next one's operands are already copied."""
-        warpgroup, tile_m = lax.axis_index("warpgroup"), self.p.tiles.tile_m
+        warpgroup, tile_m = lax.axis_index("warpgroup"), self.grid.tiles.tile_m
         width = self.memory.staging.shape[-1]
         shape = (tile_m, width)
         if "rows" in self.scale:
             by_row = along(by_row, shape, 0)
         if "columns" in self.scale:
             plgpu.barrier_wait(self.memory.copied.at[warpgroup])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        parts = [y for part in total for y in cut(part, slices(COLUMNS, width))]
-        for c, y in enumerate(parts):
-            columns, slot = pl.ds(c * width, width), self.memory.staging.at[warpgroup, c % 2]
-            if by_row is not None:
-                y = y * by_row
+
+        def of_columns(c: int, y: jax.Array) -> jax.Array:
+            y = y if by_row is None else y * by_row
             if "columns" in self.scale:
-                y = y * along(load(self.memory.columns.at[warpgroup, columns], BY_COLUMN), shape, 1)
-            elif "column" in self.scale:
-                y = y * self.scale["column"][0]
-            if c >= 2:  # two slots, alternating
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            slot[...] = y.astype(self.out.dtype)
-            plgpu.commit_smem()
-            start = place.column + c * width
-            target = self.out.at[pl.ds(row, tile_m), pl.ds(start, width)]
-            pl.when(start >= place.first)(functools.partial(plgpu.copy_smem_to_gmem, slot, target))
+                columns = self.memory.columns.at[warpgroup, pl.ds(c * width, width)]
+                return y * along(load(columns, BY_COLUMN), shape, 1)
+            return y * self.scale["column"][0] if "column" in self.scale else y
+
+        parts = [y for part in total for y in cut(part, slices(COLUMNS, width))]
+        parts = (of_columns(c, y) for c, y in enumerate(parts))
+        store(parts, self.memory.staging.at[warpgroup], self.out, row, place)

@@ -28,9 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper.tiles import multiprocessors
-from jfp8.kernels.measured import measured
 from jfp8.kernels.scales_in_kernels import bitcast
 from jfp8.kernels.shared_memory import load, padded, swizzled, tile
+from jfp8.kernels.verdicts import measured
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.measured import measured
-from jfp8.kernels.shared_memory import SHARED_MEMORY, padded
+from jfp8.kernels.shared_memory import SHARED_MEMORY
+from jfp8.kernels.verdicts import measured
 
 # For kernels of matmuls. Pallas puts barriers of a warpgroup around each store to shared memory
 # and before each copy, in case a thread reads data of others. Here none does: only copies write
@@ -47,6 +50,23 @@ class Place(NamedTuple):
     first: jax.Array
 
 
+def store(parts: Iterable[jax.Array], slots: Any, out: Any, row: jax.Array, place: Place) -> None:
+    """Round and write slices of the columns of a tile, from `row` on, through two slots in turn.
+
+    Others multiply meanwhile, and operands of the next tile are already copied.
+    """
+    _, rows, width = slots.shape
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for n, part in enumerate(parts):
+        slot, start = slots.at[n % 2], place.column + n * width
+        if n >= 2:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        slot[...] = part.astype(slot.dtype)
+        plgpu.commit_smem()
+        target = out.at[pl.ds(row, rows), pl.ds(start, width)]
+        pl.when(start >= place.first)(partial(plgpu.copy_smem_to_gmem, slot, target))
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """Split a matrix into tiles of `height` rows, in an order that shares operands in L2.
@@ -74,6 +94,16 @@ class Grid:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def clusters(self) -> int:
+        """Return as many as the device can hold, or one for each tile of one."""
+        return min(multiprocessors() // self.tiles.cluster, self.size)
+
+    @property
+    def shared(self) -> str | None:
+        """Return the axis of blocks that share copies of columns, if they do."""
+        return "cluster" if self.tiles.cluster > 1 else None
+
     def place(self, number: jax.Array) -> Place:
         """Locate the tile of this block, in the cluster of this `number`.
 
@@ -86,14 +116,6 @@ class Grid:
         if cluster > 1:
             row = row * cluster + rank
         return Place(row * self.height, jnp.minimum(first, self.columns - self.tiles.tile_n), first)
-
-    def padded_scale(self, name: str, scale: jax.Array) -> jax.Array:
-        """Return a scale padded like the operand; a single number as a vector of length one."""
-        rows, columns = self.rows, self.columns
-        lengths = {"rows": rows, "a_blocks": rows, "columns": columns, "b_blocks": columns}
-        if name in lengths:
-            return padded(scale, *scale.shape[:-1], lengths[name])
-        return scale if scale.ndim else scale.reshape(1)
 
 
 Kind = Literal["running", "promoted", "block", "block_columns"]

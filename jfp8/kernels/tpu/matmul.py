@@ -109,7 +109,8 @@ def _kernel(a, b, scales, bias, y, total, *, summed, in_blocks, step: int, left:
         tiles = [dequantized(*each) for each in zip(tiles, (s[...] for s in scales), summed)]
         if left:  # values read beyond them are not zero
             terms = jnp.where(t == last, left, step)
-            tiles = [_without(tile, dim, terms) for tile, dim in zip(tiles, summed)]
+            at = [lax.broadcasted_iota(jnp.int32, x.shape, d) for x, d in zip(tiles, summed)]
+            tiles = [jnp.where(i < terms, x, jnp.zeros_like(x)) for i, x in zip(at, tiles)]
     numbers = (((summed[0],), (summed[1],)), ((), ()))
     first, second = tiles
     total[...] += lax.dot_general(first, second, numbers, preferred_element_type=jnp.float32)
@@ -142,15 +143,17 @@ def _rows(n: int) -> int:
     return min(range(min(n, TILE), 0, -LANES), key=lambda t: -(-n // t) * (t + LANES // 2))
 
 
-def _without(tile: jax.Array, summed: int, terms: jax.Array) -> jax.Array:
-    at = lax.broadcasted_iota(jnp.int32, tile.shape, summed)
-    return jnp.where(at < terms, tile, jnp.zeros_like(tile))
-
-
 def dequantized(codes: jax.Array, scale: jax.Array, summed: int) -> jax.Array:
-    """Return codes times their scales, ``[blocks, free]``, in bf16, exact for powers of two."""
+    """Return codes times their scales, ``[blocks, free]``, in bf16, exact for powers of two.
+
+    Of E8M0 codes as scales, code 255 is NaN, and code 0 is zero, as on XLA:CPU.
+    """
     block = codes.shape[summed] // len(scale)
-    by_term = along_rows(as_f32(scale).astype(jnp.bfloat16), block)
+    if scale.dtype == jnp.uint8:
+        code = scale.astype(jnp.int32)
+        values = lax.bitcast_convert_type(code << 23, jnp.float32)
+        scale = jnp.where(code == 255, jnp.nan, values)
+    by_term = along_rows(scale.astype(jnp.bfloat16), block)
     return codes.astype(jnp.bfloat16) * (by_term.T if summed else by_term)
 
 
@@ -158,11 +161,3 @@ def along_rows(rows: jax.Array, block: int) -> jax.Array:
     """Return each of ``rows[blocks, n]`` repeated `block` times."""
     each = [jnp.broadcast_to(rows[b : b + 1], (block, rows.shape[1])) for b in range(len(rows))]
     return jnp.concatenate(each)
-
-
-def as_f32(scale: jax.Array) -> jax.Array:
-    """Return scales in f32; of E8M0 codes, code 255 is NaN, and code 0 is zero, as on XLA:CPU."""
-    if scale.dtype != jnp.uint8:
-        return scale
-    code = scale.astype(jnp.int32)
-    return jnp.where(code == 255, jnp.nan, lax.bitcast_convert_type(code << 23, jnp.float32))

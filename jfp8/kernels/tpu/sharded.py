@@ -59,7 +59,8 @@ def layout_of_matrices(
     for spec, shape, groups in matrices:
         if getattr(spec, "unreduced", None):
             return None
-        of_dims = [_named(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+        of_dims = [each if isinstance(each, tuple) else (each,) if each else () for each in spec]
+        of_dims += [()] * (len(shape) - len(spec))
         for group in groups:
             dims = [d for d in group if shape[d] > 1]
             if any(of_dims[d] for d in dims[1:]):
@@ -75,7 +76,8 @@ def on_each(axes: OfMatrix | None, function: Callable[..., Any], rule: str) -> C
     """Return `function` run on each TPU, on its shard of a matrix; of the matrix without axes.
 
     In `rule`, as for `divided`, ``i`` and ``j`` are the rows and columns, and ``PART`` a dimension
-    with entries of each shard.
+    with entries of each shard. It is part of a matmul, and not differentiated; so JAX need not know
+    what varies over the mesh.
     """
     if axes is None:
         return function
@@ -85,14 +87,7 @@ def on_each(axes: OfMatrix | None, function: Callable[..., Any], rule: str) -> C
         tuple(spec_of([named.get(dim.name, ()) for dim in dims]) for dims in side)
         for side in (parsed.operands, parsed.results)
     )
-    return by_parts(function, operands, results if len(results) > 1 else results[0])
-
-
-def by_parts(function: Callable[..., Any], operands: Any, results: Any) -> Callable[..., Any]:
-    """Return `function` run on each TPU, on shards of arrays, by their specs.
-
-    It is part of a matmul, and not differentiated; so JAX need not know what varies over the mesh.
-    """
+    results = results if len(results) > 1 else results[0]
     return jax.shard_map(function, in_specs=operands, out_specs=results, check_vma=False)
 
 
@@ -147,7 +142,3 @@ def spec_of(axes: Sequence[Axes]) -> PartitionSpec:
 def spec_of_scale(shape: Sequence[int], axes: OfMatrix) -> PartitionSpec:
     """Return the spec of scales of a sharded matrix: a dimension of 1 is shared."""
     return spec_of([each if size > 1 else () for size, each in zip(shape, axes, strict=False)])
-
-
-def _named(entry: Any) -> Axes:
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

@@ -34,8 +34,14 @@ def in_bf16(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     if not varies_along_sum(lhs, rhs, spec):
         factors = factors_by_kernels(lhs, rhs, spec)
         return exact_product(lhs.data, rhs.data, spec.dimension_numbers, factors, spec.dtype)
-    factors = _outer_factors(lhs, rhs, spec)
-    first, second = _without_outer_scale(lhs), _without_outer_scale(rhs)
+    (first, of_lhs), (second, of_rhs), factors = _apart(lhs), _apart(rhs), []
+    _, (lhs_batch, rhs_batch) = spec.dimension_numbers
+    layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
+    rows, columns = layout.lhs_free, layout.rhs_free
+    if of_lhs is not None:
+        factors.append(to_output(of_lhs, lhs, lhs_batch, rows, 0, len(columns)))
+    if of_rhs is not None:
+        factors.append(to_output(of_rhs, rhs, rhs_batch, columns, len(rows), 0))
     operands = zip((lhs, rhs), spec.dimension_numbers[0], strict=True)
     if all(scale_dtype(q).itemsize == 1 or are_powers_of_two(q, k, spec) for q, k in operands):
         a, b = (scaled_values(q).astype(jnp.bfloat16) for q in (first, second))
@@ -59,29 +65,12 @@ def exact_product(
     return times(y, factors).astype(dtype)
 
 
-def _outer_factors(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
-    """Return the outer scales of the operands that have one, laid out like their result."""
-    _, (lhs_batch, rhs_batch) = spec.dimension_numbers
-    layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
-    rows, columns = layout.lhs_free, layout.rhs_free
-    of_lhs, of_rhs, factors = _outer_scale(lhs), _outer_scale(rhs), []
-    if of_lhs is not None:
-        factors.append(to_output(of_lhs, lhs, lhs_batch, rows, 0, len(columns)))
-    if of_rhs is not None:
-        factors.append(to_output(of_rhs, rhs, rhs_batch, columns, len(rows), 0))
-    return factors
-
-
-def _outer_scale(q: ScaledArray) -> jax.Array | None:
-    """Return the scale above the blocks' scales, one for each row or one for all, if any."""
+def _apart(q: ScaledArray) -> tuple[ScaledArray, jax.Array | None]:
+    """Return `q` without the scale above its blocks' scales; and this, of each row or of all."""
     outer = q.scale.scale if isinstance(q.scale, ScaledArray) else None
-    return None if isinstance(outer, ScaledArray) else outer
-
-
-def _without_outer_scale(q: ScaledArray) -> ScaledArray:
-    if not isinstance(q.scale, ScaledArray) or _outer_scale(q) is None:
-        return q
-    return ScaledArray(q.data, ScaledArray(q.scale.data, jnp.ones((), jnp.float32)), q.block)
+    if not isinstance(q.scale, ScaledArray) or outer is None or isinstance(outer, ScaledArray):
+        return q, None
+    return ScaledArray(q.data, ScaledArray(q.scale.data, jnp.ones((), jnp.float32)), q.block), outer
 
 
 BACKEND = Backend("bf16", in_bf16, accumulations=("f32",))

@@ -93,11 +93,7 @@ class GroupedByXla(GroupedDot):
     ) -> jax.Array:
         """Multiply in rounds, as many as the group with the most tiles has."""
         (tiles, height, k), (groups, _, n) = self.shapes
-        shape = {
-            "fprop": (tiles, height, n),
-            "dgrad": (tiles, height, k),
-            "wgrad": (groups, k, n),
-        }[kind]
+        shape = (groups, k, n) if kind == "wgrad" else (tiles, height, n if kind == "fprop" else k)
 
         def add(i: jax.Array, total: jax.Array) -> jax.Array:
             a, b, tile = self._of_round(kind, first, second, i)
