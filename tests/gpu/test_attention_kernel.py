@@ -16,9 +16,9 @@ if reason := why_not():
 
 import jfp8
 from jfp8 import E4M3FN, E5M2, recipes
+from jfp8.kernels.attention import backward_rule, forward_rule
 from jfp8.kernels.flash.problem import Stored, Vectors
 from jfp8.kernels.hopper.attention import attention_backward, attention_forward
-from jfp8.kernels.pallas_attention import backward_rule, forward_rule
 from jfp8.kernels.partitioning import divided
 
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32

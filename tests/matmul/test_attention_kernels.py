@@ -14,11 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfp8
 from jfp8 import E4M3FN, E5M2, recipes
+from jfp8.kernels.attention import backward_rule, forward_rule
 from jfp8.kernels.blackwell import attention as blackwell
-from jfp8.kernels.flash.mask_bits import WORD, packed
-from jfp8.kernels.flash.problem import BLOCK
+from jfp8.kernels.flash.launch import packed
+from jfp8.kernels.flash.problem import BLOCK, WORD
 from jfp8.kernels.hopper import attention as hopper
-from jfp8.kernels.pallas_attention import backward_rule, forward_rule
 from support.attention_in_f64 import (
     assert_attention,
     assert_gradients,

@@ -2,7 +2,7 @@
 
 A block computes 256 rows of the output, or of dQ. Both multiplying warpgroups take 128 queries
 each, and loop over the blocks of 128 keys that one of these queries sees. Each starts its own
-matmuls, so that one multiplies while the other computes its softmax. Sums over blocks are in
+matmuls, so that one multiplies while the other computes its tiles. Sums over blocks are in
 registers: the matmul of each block has a separate scale.
 """
 
@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.blackwell import tcgen05
 from jfp8.kernels.blackwell.tcgen05 import BY_COLUMN, BY_ELEMENT, BY_ROW, ROWS
-from jfp8.kernels.flash import launch, softmax
+from jfp8.kernels.flash import launch, tiles
 from jfp8.kernels.flash.problem import BLOCK, QUERIES, Bounds, Problem
 from jfp8.kernels.flash.ring import drain, head_of, store
 from jfp8.kernels.flash.tile_work import COMPUTE_REGISTERS
@@ -64,7 +64,7 @@ class ForwardByTcgen05(ForwardTile):
         carry = zeros, filled(-jnp.inf, (ROWS,), BY_ROW), filled(0.0, (ROWS,), BY_ROW)
         total, highest, sums = lax.fori_loop(start, stop, step, carry)
         (out, lse), rows = self.results, pl.ds(row, ROWS)
-        lse[self.head, rows], inverse = softmax.ended(highest, sums)
+        lse[self.head, rows], inverse = tiles.ended(highest, sums)
         result = total * along(inverse, total.shape, 0)
         memory = self.memory.scores.at[:, pl.ds(mine * BLOCK, self.p.size)]
         target = head_of(out, self.head).at[rows]
@@ -97,15 +97,15 @@ class ForwardByTcgen05(ForwardTile):
             return jnp.maximum(largest, jnp.max(x, axis=1))
 
         plgpu.barrier_wait(m.full.at[slot])
-        smallest = filled(softmax.SMALLEST_UNIT, (ROWS,), BY_ROW)
+        smallest = filled(tiles.SMALLEST_UNIT, (ROWS,), BY_ROW)
         unit = tcgen05.by_parts(BLOCK, largest_scale, smallest)
         tcgen05.multiply(ready, done, (scores, m.queries.at[mine], m.key_ring.at[slot]))
         largest = lambda part, x: jnp.maximum(x, jnp.max(logits(part), axis=1))
         largest = tcgen05.by_parts(BLOCK, largest, filled(-jnp.inf, (ROWS,), BY_ROW))
-        highest, shift, shrink = softmax.raised(before, largest, factor, unit)
+        highest, shift, shrink = tiles.raised(before, largest, factor, unit)
 
         def weigh(part, added):
-            p = softmax.probabilities(logits(part), factor, shift)
+            p = tiles.probabilities(logits(part), factor, shift)
             tcgen05.write(weights.at[:, part], p * scales(m.v_scale_ring, part))
             return added + jnp.sum(p, axis=1)
 
@@ -282,7 +282,8 @@ class KeyGradientsByTcgen05(KeyTile):
             return tcgen05.added(total, m.of_dv, unit)
 
         count = self.count(steps)
-        total = self.loop(count, step)
+        zeros = filled(0.0, (ROWS, self.p.size), BY_ELEMENT)
+        total = lax.fori_loop(0, count, step, zeros)
         drain(count, TURNS, m.used)
         self.store(0, m.of_dv, total)
 
@@ -317,7 +318,8 @@ class KeyGradientsByTcgen05(KeyTile):
             release(m.empty.at[slot])
             return tcgen05.added(total, m.of_dk, scale)
 
-        total = self.loop(self.count(self.steps()), step)
+        zeros = filled(0.0, (ROWS, self.p.size), BY_ELEMENT)
+        total = lax.fori_loop(0, self.count(self.steps()), step, zeros)
         self.store(1, m.of_dk, total * self.p.scale)
 
     # Tasks of both warpgroups
@@ -342,10 +344,6 @@ class KeyGradientsByTcgen05(KeyTile):
 
     def multiply(self, n: int, total: Any, a: Any, b: Any) -> None:
         tcgen05.multiply(self.memory.ready.at[n], self.memory.done.at[n], (total, a, b))
-
-    def loop(self, count: jax.Array, step: Any) -> jax.Array:
-        zeros = filled(0.0, (ROWS, self.p.size), BY_ELEMENT)
-        return lax.fori_loop(0, count, step, zeros)
 
     def store(self, n: int, memory: Any, total: jax.Array) -> None:
         dk, dv = self.results

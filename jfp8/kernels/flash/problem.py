@@ -19,6 +19,7 @@ from jfp8.scaling.formats import Format
 
 BLOCK = 128  # keys of a step, and of a tile of keys
 QUERIES = 64  # queries of a step
+WORD = 32  # bits of a mask
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,24 +46,25 @@ def fill(steps: jax.Array, stages: int, empty: Any, copy: Callable[[Any, Any], N
     """Call ``copy(i, slot)`` for each step, when its slot is free; all in one warpgroup."""
     plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
-    copy_each(steps, 0, stages, empty, copy)
+    copy_each(steps, stages, empty, copy)
     drain(steps, stages, empty)
 
 
 def copy_each(
-    steps: Any, before: Any, stages: int, empty: Any, copy: Callable[[Any, Any], None]
+    steps: Any, stages: int, empty: Any, copy: Callable[[Any, Any], None], before: Any = None
 ) -> None:
     """Call ``copy(i, slot)`` for each step, after `before` others, when its slot is free."""
 
     @pl.loop(0, steps)
     def _(i):
-        step = before + i
+        step = i if before is None else before + i
+        slot = lax.rem(step, stages)
 
         @pl.when(step >= stages)
         def _():
-            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+            plgpu.barrier_wait(empty.at[slot])
 
-        copy(i, lax.rem(step, stages))
+        copy(i, slot)
 
 
 def drain(steps: jax.Array, stages: int, empty: Any) -> None:

@@ -14,8 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.mask_bits import WORD
-from jfp8.kernels.flash.problem import BLOCK, Problem
+from jfp8.kernels.flash.problem import BLOCK, WORD, Problem
 from jfp8.kernels.flash.ring import BY_TOKEN, in_batch, with_ring
 from jfp8.kernels.shared_memory import COMPUTE, staging, tile
 

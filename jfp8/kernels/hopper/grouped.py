@@ -252,7 +252,7 @@ class _Ring:
                 plgpu.copy_gmem_to_smem(this.a.at[rows, at], self.a.at[slot], full)
                 plgpu.copy_gmem_to_smem(this.b.at[columns, at], self.b.at[slot], full)
 
-            copy_each(this.steps, before, self.stages, self.empty, copy)
+            copy_each(this.steps, self.stages, self.empty, copy, before)
 
         steps = for_each_part(part)
         drain(steps, self.stages, self.empty)

@@ -206,7 +206,7 @@ class _Block:
                     scale = self.scale["b_blocks"].at[t, columns]
                     to_all(scale, self.memory.b_blocks_ring.at[slot], full)
 
-            copy_each(steps, i * steps, stages, self.memory.empty, copy)
+            copy_each(steps, stages, self.memory.empty, copy, i * steps)
 
         # In a cluster, the other block has read its last copies, too: none is on its way to either.
         drain(self.tiles() * steps, stages, self.memory.empty)

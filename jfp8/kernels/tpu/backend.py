@@ -90,11 +90,11 @@ def _multiply(
     out = spec.dtype if spec.dtype in (jnp.float32, jnp.bfloat16) else np.dtype(np.float32)
     bias = None if given is None or out != spec.dtype else given.reshape(1, -1)
 
-    def product(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-        how: dict[str, Any] = {"scales": scales, "in_blocks": in_blocks, "bias": bias}
-        # The compiler assumes the rate of bf16 when it schedules other work meanwhile.
-        flops = m * n * k * (1 if in_f8 else 2)
-        return matmul(a, b, (a_k - len(batch), b_k - len(batch)), out, **how, flops=flops)
+    # The compiler assumes the rate of bf16 when it schedules other work meanwhile.
+    flops, summed = m * n * k * (1 if in_f8 else 2), (a_k - len(batch), b_k - len(batch))
+
+    def product(a: jax.Array, b: jax.Array, *scales: Any) -> jax.Array:
+        return matmul(a, b, summed, out, scales=scales, in_blocks=in_blocks, bias=bias, flops=flops)
 
     operands = (a, b, *scales)
     if batch:

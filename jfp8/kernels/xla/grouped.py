@@ -60,7 +60,7 @@ class GroupedByXla(GroupedDot):
             return None
         # Sums over tiles are in f32; other matmuls are written once.
         dtype = np.dtype(np.float32) if kind == "wgrad" else self.dtype_of(kind)
-        spec = replace(spec, dimension_numbers=_ROWS_IN_BATCHES, dtype=dtype)
+        spec = replace(spec, dimension_numbers=(((2,), (2,)), ((0,), (0,))), dtype=dtype)
         a, b = jax.eval_shape(lambda a, b: self._of_round(kind, a, b, 0)[:2], first, second)
         backend = backend_in_rounds(facts_of(a, b, spec), known_gpu(spec.device))
         if backend is None:
@@ -146,9 +146,6 @@ class GroupedByXla(GroupedDot):
         for factor in factors:
             y = y * factor
         return y
-
-
-_ROWS_IN_BATCHES = (((2,), (2,)), ((0,), (0,)))
 
 
 def _at(q: ScaledArray, index: jax.Array) -> ScaledArray:
