@@ -168,7 +168,7 @@ def test_nothing_but_kernels_imports_kernels():
 
 def test_planners_that_the_door_names_exist():
     named = {*PLANNERS.values(), *filter(None, NAMED.values())}
-    assert len(named) > 4
+    assert len(named) > 2
     assert named <= set(modules())
 
 
@@ -204,7 +204,7 @@ LINES_OF_ROOMS = {
     "matmul": 962,
     "recipes": 1576,
     "products": 5049,
-    "kernels": 8398,
+    "kernels": 8396,
     "layers": 5313,
     "collectives": 1022,
     "optim": 2528,

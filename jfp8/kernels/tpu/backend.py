@@ -25,6 +25,7 @@ from jfp8.kernels.backend import (
 )
 from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.operands import scales_by_block
+from jfp8.kernels.tpu.sharded import LANES
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.matmul.as_matrices import as_matrices, row_scales
 from jfp8.matmul.bias import plus_bias
@@ -35,8 +36,6 @@ from jfp8.scaling.codes import codes_of
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.tracing.devices import Gpu, Tpu
 from jfp8.tracing.notes import note
-
-LANES = 128  # elements of a row of a register; the kernels take sizes that are multiples of it
 
 
 def _why_not_on(device: Gpu | Tpu | None) -> str | None:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jfp8.kernels.tpu.backend import LANES
+from jfp8.kernels.tpu.sharded import LANES
 from jfp8.matmul.spec import LARGEST_FACTOR
 from jfp8.tracing.compat import kernels_are_interpreted, of_varying
 

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jfp8.kernels.scales_in_kernels import scale_and_inverse
-from jfp8.kernels.tpu.backend import LANES
 from jfp8.kernels.tpu.matmul import ONE_NUMBER, TILE, VMEM, Ref, along_rows, divisor, in_hbm
+from jfp8.kernels.tpu.sharded import LANES
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
 from jfp8.tracing.compat import of_varying

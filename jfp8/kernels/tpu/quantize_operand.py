@@ -21,8 +21,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jfp8.kernels.tpu import quantize_kernels
-from jfp8.kernels.tpu.backend import LANES
-from jfp8.kernels.tpu.sharded import OfMatrix, on_each
+from jfp8.kernels.tpu.sharded import LANES, OfMatrix, on_each
 from jfp8.matmul.spec import HARDWARE_FORMATS
 from jfp8.products.operation import Operand, Use
 from jfp8.quantizers.blocks import Blockwise

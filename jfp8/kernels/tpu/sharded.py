@@ -16,11 +16,11 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jfp8.kernels.partitioning import Axes, Rule
-from jfp8.kernels.tpu.backend import LANES
 from jfp8.matmul.spec import Numbers, layout_of
 from jfp8.products.explicit_sharding import Specs
 from jfp8.products.operation import Kind
 
+LANES = 128  # elements of a row of a register; the kernels take sizes that are multiples of it
 # The mesh axes over which the rows and the columns of a matrix are sharded.
 OfMatrix = tuple[Axes, Axes]
 
