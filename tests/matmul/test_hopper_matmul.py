@@ -22,7 +22,8 @@ SMALL = Tiles(tile_n=128, stages=2, group=2)
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch):
     """A device so small that each block takes several tiles of the output."""
-    monkeypatch.setattr(matmul, "multiprocessors", lambda: 2)
+    clusters = property(lambda grid: min(2 // grid.tiles.cluster, grid.size))
+    monkeypatch.setattr(matmul.Grid, "clusters", clusters)
 
 
 def interpreted(kernel, *operands, **options):

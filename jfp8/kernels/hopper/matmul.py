@@ -103,7 +103,7 @@ def _product(
     grid, k = Grid.of(len(a), len(b), height, tiles), a.shape[1]
     lengths = {"rows": len(a), "a_blocks": len(a), "columns": len(b), "b_blocks": len(b)}
     operands = {
-        name: padded(x, *x.shape[:-1], lengths[name]) if name in lengths else jnp.atleast_1d(x)
+        name: padded(x, *x.shape[:-1], lengths.get(name, 1)) if x.ndim else x.reshape(1)
         for name, x in scales.items()
     }
 
