@@ -195,7 +195,8 @@ class Hlo:
         """Return whether this is a parameter, or a part of one, that no iteration changes."""
         name = self.body_of[instruction.name]
         root = self.roots[name]
-        if instruction.part is None or root.opcode != "tuple":
+        of = [self.computations[name][operand].opcode for operand in instruction.operands]
+        if instruction.part is None or root.opcode != "tuple" or of != ["parameter"]:
             return False
         kept = self.source(self.computations[name][root.operands[instruction.part]])
         return (kept.operands, kept.part) == (instruction.operands, instruction.part)

@@ -306,11 +306,24 @@ def _operands(eqn: Any) -> tuple[Any, Any, str]:
     """Find both operands of a product, and the kind of their scales."""
     # They come flattened: data, its scales, data, its scales. After them there may be constants as
     # large as data, which remat in a loop takes out of the product; none is narrow.
-    first, *rest = (v.aval for v in eqn.invars)
+    first, *rest = (v.aval for v in without_copy(eqn, eqn.invars))
     data = [a for a in rest if a.dtype in _DATA and a.ndim]
     second = max(data or rest, key=lambda a: a.size)
     place = next(i for i, aval in enumerate(rest) if aval is second)
     return first, second, _kind_of([*rest[:place], *rest[place + 1 : place + 2]])
+
+
+def without_copy(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Return `values` of a product's inputs, without a transposed copy of the first operand.
+
+    Such a copy, as large as the operand, comes directly before the second operand.
+    """
+    avals = [v.aval for v in eqn.invars]
+    data = [i for i, a in enumerate(avals) if a.dtype in _DATA and a.ndim]
+    has_copy = len(data) > 2 and data[2] == data[1] + 1
+    if has_copy and avals[data[0]].size == avals[data[1]].size:
+        return [*values[: data[1]], *values[data[2] :]]
+    return list(values)
 
 
 def _kind_of(scales: list[Any]) -> str:

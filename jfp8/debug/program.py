@@ -15,7 +15,13 @@ from jax.extend.core import Jaxpr, Literal
 
 from jfp8.conversion.edges import arrays_apart, jaxprs_of
 from jfp8.conversion.product_report import Report
-from jfp8.conversion.report import F8_NAMES, dtype_name, report_of, total_of
+from jfp8.conversion.report import (
+    F8_NAMES,
+    dtype_name,
+    report_of,
+    total_of,
+    without_copy,
+)
 from jfp8.debug.axes import Axes, Role, moved_axes, plain_axes, size_of
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.tracing.compat import body_of, scan_sizes
@@ -301,7 +307,8 @@ class _Reading:
     def product(self, eqn: Any, ins: list[_Value], stack: str) -> None:
         """Note the operands of an FP8 matmul, and what the scale of the first depends on."""
         path = product_path(notes_of(stack)) or "(no layer)"
-        data = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in F8_NAMES and v.aval.ndim][:2]
+        invars, ins = without_copy(eqn, eqn.invars), without_copy(eqn, ins)
+        data = [i for i, v in enumerate(invars) if v.aval.dtype in F8_NAMES and v.aval.ndim][:2]
         for i in data:
             if isinstance(ins[i].root, tuple):
                 tensor, made = ins[i].root
@@ -310,9 +317,9 @@ class _Reading:
         if not data or not ins[data[0]].depends:
             return
         whole, end = ins[data[0]], data[1] if len(data) > 1 else len(ins)
-        scales = list(zip(eqn.invars, ins, strict=True))[data[0] + 1 : end]
+        scales = list(zip(invars, ins, strict=True))[data[0] + 1 : end]
         for role in _ROLES:
-            found = [_shared(role, whole, eqn.invars[data[0]], *scale) for scale in scales]
+            found = [_shared(role, whole, invars[data[0]], *scale) for scale in scales]
             if role in whole.mixed or True in found:
                 self.shared[role].append(path)
             elif None in found:

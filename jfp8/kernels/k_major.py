@@ -42,14 +42,22 @@ class KMajorDot(Operation):
     rhs: Arrangement
     grad: Arrangement
     kernels: bool  # whether Pallas kernels may quantize
+    one_scale: bool  # of each operand
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the first dimensions of lhs, if they are merged into m, and nothing else is."""
+        """Return m, or as several dimensions, where lhs has these first and nothing else is merged.
+
+        Shardy cannot shard merged rows along, for example, parts of each sequence.
+        """
         (m, _), shape = self.shapes[0], self.lhs.shape
         in_order = not self.lhs.swapped and list(self.lhs.order) == sorted(self.lhs.order)
-        first = [shape[:i] for i in range(len(shape)) if in_order]
-        return next((sizes for sizes in first if math.prod(sizes) == m), ())
+        first = [shape[:i] for i in range(len(shape)) if in_order and self.one_scale]
+        return next((sizes for sizes in first if math.prod(sizes) == m), (m,))
+
+    @property
+    def lhs_of_layers(self) -> Any:  # pyrefly: ignore[bad-override]
+        return (self.lhs, (*self.rows, self.shapes[0][1])) if self.kernels else None
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[kind]
@@ -63,7 +71,8 @@ class KMajorDot(Operation):
         return arrangement.matrix(x)
 
     def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
-        is_padded = x.size != math.prod(getattr(self, role).padded)
+        lies = getattr(self, role)
+        is_padded = math.prod(lies.values) != math.prod(lies.padded)
         return x if is_padded else made_of(role, x, make, *parts)
 
     def quantize_for_both(
@@ -82,9 +91,14 @@ class KMajorDot(Operation):
         along_rows = first.contracting == (1,)
         by_rows, by_columns = (first, second) if along_rows else (second, first)
         meets = by_rows.other_scale, by_columns.other_scale
+        if role == "grad":
+            x = jax.tree.map(lambda x: x.reshape(*self.rows, *x.shape[1:]), x)
         straight, other, largest = quantize_both_ways(first.quantizer, dtype, x, state, meets)
-        if role == "rhs" and straight.block is None and not straight.scale.ndim:
+        # Devices that lack parts are sent one of them for both matmuls. Of lhs, `other` is saved.
+        if self.one_scale and role != "lhs":
             other = replace(other, transposed=straight.data)
+        elif self.one_scale and straight.ndim == 1 + len(self.rows):
+            straight = replace(straight, transposed=other.data)
         return (straight, other, largest) if along_rows else (other, straight, largest)
 
     def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
@@ -93,11 +107,15 @@ class KMajorDot(Operation):
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         numbers, of = _BOTH_LAST, {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
-        if isinstance(first, ScaledArray) and not first.scale.ndim and kind != "wgrad":
-            # Shardy cannot shard merged rows along, for example, parts of each sequence.
-            rows = self.rows or first.shape[:1]
-            first = replace(first, data=first.data.reshape(*rows, -1))
-            numbers = ((len(rows),), (1,)), ((), ())
+        if self.one_scale and isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
+            n = len(self.rows)
+            if kind == "wgrad":
+                numbers = (tuple(range(1, n + 1)),) * 2, ((), ())
+                apart = lambda q: replace(q, data=q.data.reshape(-1, *self.rows))
+                first, second = apart(first), apart(second)
+            else:
+                numbers = ((n,), (1,)), ((), ())
+                first = replace(first, data=first.data.reshape(*self.rows, -1))
         spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
         y = multiply_operands(first, second, spec)
         if kind == "fprop" and isinstance(first, ScaledArray) and first.scale.ndim:
@@ -125,7 +143,8 @@ def _in_tiles(spec: DotSpec, kernels: bool) -> KMajorDot | None:
     numbers, shapes = spec.dimension_numbers, spec.shapes
     layout, ((lhs_sum, rhs_sum), _) = layout_of(*shapes, numbers), numbers
     tile = TILE if kernels else 1
-    if not any(q.block for q in spec.options.recipe.resolved().quantizers()):
+    quantizers = list(spec.options.recipe.resolved().quantizers())
+    if not any(q.block for q in quantizers):
         # Blocks of several rows would hold other rows.
         shapes = _rows_apart(shapes[0], layout.lhs_free, tile), shapes[1]
     m, n, k = (-(-size // tile) * tile for size in layout_of(*shapes, numbers).sizes)
@@ -141,6 +160,7 @@ def _in_tiles(spec: DotSpec, kernels: bool) -> KMajorDot | None:
         replace(by_role["rhs"], swapped=k_is_last, padded=(k, n)),
         replace(by_role["grad"], padded=(m, n), values=layout.shape),
         kernels,
+        not any(q.block or q.spans_rows for q in quantizers),
     )
 
 

@@ -7,8 +7,9 @@ kernel. A rule says which dimensions belong together::
 
 Every device then calls the function with its parts. Where ``i`` or ``j`` is divided, so is the
 result. Where ``k`` is, each device has a part of the sum, and the parts are added up. A name in
-capitals is of a dimension that every device must have as a whole. A last operand ``()`` is the
-second one transposed: it is sent in its place, because others need it, too, and is not read.
+capitals is of a dimension that every device must have as a whole. Last operands in parentheses are
+others, transposed: ``i k, j k, (k j) -> i j``. They are not read, but devices that lack parts of
+``j k`` receive ``k j`` in its place, because another matmul needs it, too.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Rule:
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
-    transposed: bool = False  # whether the last operand is the second one, transposed
+    transposed: int = 0  # how many operands, the last ones, are others transposed
 
     @staticmethod
     def parse(text: str) -> Rule:
@@ -67,9 +68,31 @@ class Rule:
             )
             for side in text.split("->")
         )
-        if has_transposed := "()" in text:
-            operands = *operands[:-1], operands[1][::-1]
-        return Rule(operands, results, has_transposed)
+        return Rule(operands, results, text.count("("))
+
+    def exchanged(
+        self, axes: dict[str, Axes], operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    ) -> tuple[list[ByDimension], Callable[..., Iterator[jax.Array]]]:
+        """Return how operands shall lie, and a function of such parts to the parts that are read.
+
+        Copies are sent in the place of operands of which devices lack parts.
+        """
+        wanted = [[axes.get(dim.name, ()) for dim in dims] for dims in self.operands]
+        have = [axes_by_dimension(x, mesh) for x in operands]
+        firsts = self.operands[: len(operands) - self.transposed]
+        by_names = {frozenset(dims): i for i, dims in enumerate(self.operands)}
+        copies = {i: by_names[frozenset(dims)] for i, dims in enumerate(firsts)}
+        copies = {i: copy for i, copy in copies.items() if copy >= len(firsts)}
+        lacking = lambda i: any({*a} - {*b} for a, b in zip(have[i], wanted[i], strict=True))
+        sent = {i: copy for i, copy in copies.items() if lacking(i)}
+        unread = {i if i in sent else copy for i, copy in copies.items()}  # stays where it is
+
+        def read(parts: Sequence[jax.Array]) -> Iterator[jax.Array]:
+            for i, part in enumerate(parts):
+                order = map(self.operands[sent.get(i, i)].index, self.operands[i])
+                yield parts[sent[i]].transpose(*order) if i in sent else part
+
+        return [have[i] if i in unread else lie for i, lie in enumerate(wanted)], read
 
     def units(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
         """The elements of each name that stay together; absent: it cannot be divided."""
@@ -115,9 +138,8 @@ class Rule:
         self, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
     ) -> list[tuple[Dim, Axes]]:
         """List along which axes operands are divided, the largest operand first."""
-        order = sorted(
-            zip(operands, self.operands, strict=True), key=lambda each: -math.prod(each[0].shape)
-        )
+        every = list(zip(operands, self.operands, strict=True))[: len(operands) - self.transposed]
+        order = sorted(every, key=lambda each: -math.prod(each[0].shape))
         of_operands = [axes_by_dimension(x, mesh) for x, _ in order]
         pairs = _pairs([dims for _, dims in order], of_operands)
         found = [(dim, axes) for dim, axes in pairs if dim.unit == 1]  # not scales, which are small
@@ -275,15 +297,10 @@ def _partitioned(
         if of_parts is not function:  # else XLA sees by itself that a sum is wanted in parts
             of_results = [*map(partial(_shared_out, mesh=mesh), outs, of_results, apart, wanted)]
 
-        of_operands = [[axes.get(dim.name, ()) for dim in dims] for dims in rule.operands]
-        sends_last = rule.transposed and axes_by_dimension(ins[2], mesh) != of_operands[2]
-        if rule.transposed:  # what is not read stays where it is
-            unread = 2 if sends_last else -1
-            of_operands[unread] = axes_by_dimension(ins[unread], mesh)
+        of_operands, read = rule.exchanged(axes, ins, mesh)
 
-        def on_parts(identity: jax.Array, *parts: jax.Array) -> Any:
-            del identity
-            parts = (parts[0], parts[-1].mT, *parts[2:]) if sends_last else parts
+        def on_parts(*parts: jax.Array) -> Any:
+            parts = tuple(read(parts))[1:]
             # Parts are not on the caller's mesh, which may be explicit.
             with jax.sharding.use_abstract_mesh(of_one):
                 found = lowered(any(apart), mesh, *map(jax.typeof, parts))(*parts)

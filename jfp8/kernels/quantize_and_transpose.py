@@ -74,7 +74,10 @@ Meets: TypeAlias = tuple[jax.Array | None, jax.Array | None]
 
 
 class BothWays(NamedTuple):
-    """A matrix ``x[m, n]``, quantized. Operands are `Paired` if the other scale is known."""
+    """A matrix ``x[m, n]``, quantized. Operands are `Paired` if the other scale is known.
+
+    With one scale, `m` may be several dimensions.
+    """
 
     straight: ScaledArray  # [m, n], for sums over n
     transposed: ScaledArray  # [n, m], for sums over m
@@ -109,12 +112,14 @@ def quantize_both_ways(
 
     def by_quantizer(x, state, meets):
         values = _read(x, dtype).values()
-        largest = amax(values)
+        largest, shape = amax(values), values.shape
+        values = values.reshape(-1, shape[-1])
 
         def along(d, met):
             q = quantizer(values, Context((d,), largest, state))
             factor = None if met is None else scale_products((jnp.asarray(q.scale),), (met,))[0]
             q = q if d else q.T
+            q = replace(q, data=q.data.reshape(shape if d else _turned(shape)))
             return q if factor is None else Paired(q.data, q.scale, factor=factor)
 
         parts = jax.eval_shape(by_kernel, x, state, meets).amax.shape
@@ -130,16 +135,18 @@ class _Read(NamedTuple):
     x: Matrix
     arrays: list[jax.Array]  # in memory: [m, n], or [m, projections, n] and maybe [m, n]
     dims: str  # the names of their dimensions, for `divided`
+    rows: str  # names of the dimensions m
     columns: str  # names of the columns of the matrix
     what: str  # the options in words, for the name of the kernel
     options: dict[str, Any]  # arguments of the kernel
 
     def by(self, kernel: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Return `kernel` as a function of these arrays, and of others."""
-        count = len(self.arrays)
+        count, of_rows = len(self.arrays), len(self.rows.split())
 
         def function(*arrays: jax.Array) -> Any:
-            x = arrays[0] if count == 1 else arrays[:count]
+            x = [a.reshape(-1, *a.shape[of_rows:]) for a in arrays[:count]]
+            x = x[0] if count == 1 else x
             return kernel(x, *arrays[count:], **self.options, **options)
 
         return function
@@ -153,13 +160,14 @@ class _Read(NamedTuple):
 
 
 def _read(x: Matrix, dtype: np.dtype | None) -> _Read:
+    rows = " ".join("i" * d for d in range(1, jnp.ndim(x.array if isinstance(x, Made) else x)))
     if isinstance(x, Made):
         options = f"{x.make} in {x.array.dtype}", {"make": x.make}
         if len(x.parts) == 1:
-            return _Read(x, x.parts, "i PROJECTION j", "j", *options)
-        columns = "j" if x.parts[0].shape[1] == 1 else "PROJECTION j"
-        return _Read(x, x.parts, "i PROJECTION j, i j", columns, *options)
-    return _Read(x, [x], "i j", "j", f"{dtype}", {"dtype": dtype})
+            return _Read(x, x.parts, f"{rows} PROJECTION j", rows, "j", *options)
+        columns = "j" if x.parts[0].shape[-2] == 1 else "PROJECTION j"
+        return _Read(x, x.parts, f"{rows} PROJECTION j, {rows} j", rows, columns, *options)
+    return _Read(x, [x], f"{rows} j", rows, "j", f"{dtype}", {"dtype": dtype})
 
 
 def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
@@ -170,7 +178,7 @@ def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
     """
     if not isinstance(quantizer, Blockwise):  # True if the kernel also computes the amaxes
         return isinstance(quantizer, Unit) or (isinstance(quantizer, Delayed) and state is not None)
-    _, projections, n = x.parts[0].shape
+    projections, n = x.parts[0].shape[-2:]
     return len(x.parts) == 1 or projections == 1 or n % quantizer.block_size[0] == 0
 
 
@@ -270,12 +278,19 @@ def _with_one_scale(
     ones = ["ONE"] * len(others)
     operands = [read.dims, *known, *ones]
     parts = ["PART"] * (largest is None)  # on several devices, only for the next step's scale
-    results = [f"i {read.columns}", f"{read.columns} i", "ONE", *ones]
+    results = [f"{read.rows} {read.columns}", f"{read.columns} {read.rows}", "ONE", *ones]
     combine: list[Combine] = [*["alike"] * len(results), *["max later"] * len(parts)]
     rule = f"{', '.join(operands)} -> {', '.join([*results, *parts])}"
     name = f"quantize_tensor, {quantizer}, {read.what}"
-    q, q_t, *numbers = divided(name, kernel, rule, combine)(*read.arrays, *known.values(), *others)
-    q, q_t = q.reshape(shape), q_t.reshape(shape[::-1])
+
+    def with_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        q, q_t, *numbers = kernel(*arrays)
+        rows = arrays[0].shape[: len(shape) - 1]
+        return q.reshape(*rows, *q.shape[1:]), q_t.reshape(*q_t.shape[:-1], *rows), *numbers
+
+    by_parts = divided(name, with_rows, rule, combine)
+    q, q_t, *numbers = by_parts(*read.arrays, *known.values(), *others)
+    q, q_t = q.reshape(shape), q_t.reshape(_turned(shape))
     if largest is None:
         largest = lax.bitcast_convert_type(numbers.pop(), jnp.float32)
     # Matmuls reshape their factor, and back. XLA would move this reshape to between the two.
@@ -283,6 +298,10 @@ def _with_one_scale(
     of = [None if met is None else factors.pop(0) for met in meets]
     straight, other = (Paired(x, scale, factor=f) for x, f in zip((q, q_t), of, strict=True))
     return BothWays(straight, other, largest)
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[-1:] + shape[:-1]
 
 
 def _rowwise(quantizer: Rowwise, read: _Read, *_: Any) -> BothWays:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,10 @@ class Operation:
     Attributes:
       shapes: of lhs and rhs.
       dtypes: of lhs, rhs and y.
+      lhs_of_layers: equal for operations that may share a quantized lhs; last, its shape then.
     """
+
+    lhs_of_layers: ClassVar[Any] = None
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[np.dtype, np.dtype, np.dtype]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,6 @@ from jax.extend.core import get_opaque_trace_state
 from jfp8.matmul.spec import planner_of
 from jfp8.products.operation import State
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.history import AmaxState
 from jfp8.scaling.sink import encode_amax
 from jfp8.tracing.device import current_device
 
@@ -39,6 +38,18 @@ class ProductUse:
     differentiated: bool = False  # JAX has traced its backward pass
 
 
+@dataclass(frozen=True, eq=False)
+class Input:
+    """An lhs, for which other uses of it by one model are looked up, and what they share."""
+
+    lhs: jax.Array
+    like: Any  # equal for uses that share
+    model: Any  # whose id is in `like`
+    history: Any  # None: there is none
+    found: Any  # see `State`
+    quantized: dict[Any, Any] = field(default_factory=dict)  # by `Operation.lhs_of_layers`
+
+
 @dataclass(eq=False)
 class Uses:
     """The uses of matmuls in one loss, in the order of tracing."""
@@ -46,8 +57,7 @@ class Uses:
     sinks: list[jax.Array]  # tracers, with respect to which the loss is differentiated
     trace: Any  # of the loss
     found: list[ProductUse] = field(default_factory=list)
-    # Each lhs, its history, `State.found`, for which other uses of it both are read, and the model.
-    inputs: list[tuple[jax.Array, AmaxState, Any, Any, Any]] = field(default_factory=list)
+    inputs: list[Input] = field(default_factory=list)
 
     def may_record(self, sink: jax.Array | None) -> bool:
         """Return False if the loss is known not to be differentiated with respect to `sink`."""
@@ -93,6 +103,7 @@ class Uses:
 
 _noting: ContextVar[Uses | None] = ContextVar("jfp8_uses", default=None)
 _layer: ContextVar[str | None] = ContextVar("jfp8_layer", default="")
+_input: ContextVar[Input | None] = ContextVar("jfp8_input", default=None)
 
 
 @contextlib.contextmanager
@@ -118,26 +129,41 @@ def uses_of(
     """Return a context whose uses belong to `layer`; None if the layer records by itself.
 
     It gives the state to quantize with: layers of one `model` with one `lhs` read the history that
-    the first of them has, so that their scales are one, and the compiler quantizes the array once.
+    the first of them has, so that their scales are one, and the array is quantized once.
     Only histories that this step records are shared, not, for example, a frozen teacher's.
     """
-    uses, histories = _noting.get(), state.histories
-    if uses is not None and histories is not None and uses.may_record(state.sink):
-        own = histories["lhs"]
-        like = get_opaque_trace_state(), id(model), recipe, jax.typeof(own["amax_history"])
-        same = [use for use in uses.inputs if use[0] is lhs and use[3] == like]
-        if not same:
+    uses, histories, given = _noting.get(), state.histories, None
+    if uses is not None and (histories is None or uses.may_record(state.sink)):
+        own = None if histories is None else histories["lhs"]
+        shape = None if own is None else jax.typeof(own["amax_history"])
+        like = get_opaque_trace_state(), id(model), recipe, shape
+        given = next((use for use in uses.inputs if use.lhs is lhs and use.like == like), None)
+        if given is None:
             find = getattr(planner_of(current_device(lhs)), "amax_if_needed", None)
-            found = find and find(jax.lax.stop_gradient(lhs), recipe, own)
-            same = [(lhs, own, found, like, model)]
-            uses.inputs += same
-        _, first, found, *_ = same[0]
-        state = state._replace(histories={**histories, "lhs": first}, found=found)
-    token = _layer.set(layer)
+            found = own and find and find(jax.lax.stop_gradient(lhs), recipe, own)
+            given = Input(lhs, like, model, own, found)
+            uses.inputs.append(given)
+        if histories is not None:
+            state = state._replace(histories={**histories, "lhs": given.history}, found=given.found)
+    tokens = _layer.set(layer), _input.set(given)
     try:
         yield state
     finally:
-        _layer.reset(token)
+        _layer.reset(tokens[0])
+        _input.reset(tokens[1])
+
+
+def quantized_once(lhs: jax.Array, key: Any, quantize: Callable[[], Any]) -> Any:
+    """Return ``quantize()``, once for all layers with this `lhs` and `key`; None if not noted.
+
+    XLA would merge equal kernels, but not what devices are sent of their results.
+    """
+    given = _input.get()
+    if given is None or given.lhs is not lhs:
+        return None
+    if key not in given.quantized:
+        given.quantized[key] = quantize()
+    return given.quantized[key]
 
 
 def begin_use(sink: jax.Array) -> ProductUse | None:

@@ -38,7 +38,7 @@ from jfp8.products.operation import (
 )
 from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
-from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
+from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use, quantized_once
 from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format
@@ -79,6 +79,7 @@ class Operands(NamedTuple):
     histories: dict[str, AmaxState] | None = None
     sink: jax.Array | None = None
     seed: jax.Array | None = None  # uint32[2] for stochastic rounding, if a key was given
+    q_lhs: Any = None  # if it was quantized for several layers: see `_lhs_for_layers`
 
 
 class Residuals(NamedTuple):
@@ -110,12 +111,37 @@ def multiply_quantized(
     if state.found is not None and operands.histories is not None:
         of_lhs = {**operands.histories["lhs"], "found": state.found}
         operands = operands._replace(histories={**operands.histories, "lhs": of_lhs})
+    operands = operands._replace(q_lhs=_lhs_for_layers(how, operation, operands))
     if jax.sharding.get_abstract_mesh().manual_axes:
         operation, operands = same_varying_axes((operation, operands))
     y, observed = _multiply(how, operation, operands)
     if how.use is not None:
         end_use(how.use, *observed)
     return restore(y), observed
+
+
+def _lhs_for_layers(how: How, operation: Operation, operands: Operands) -> Any:
+    """Return lhs quantized for fprop, and to be saved, and its amax, if layers share these."""
+    (lhs, rhs, _, histories, *_), key = operands, operation.lhs_of_layers
+    frozen = isinstance(rhs, ScaledArray) and not how.carried
+    if lhs is None or key is None or frozen or OBSERVER.value is not None:
+        return None
+
+    def quantize() -> Any:
+        products = how.options.recipe.resolved()
+        (first, _), (second, _) = map(operation.contracting, ("fprop", "wgrad"))
+        uses = (
+            Use("fprop", products.fprop, products.fprop.lhs, first),
+            Use("wgrad", products.wgrad, products.wgrad.lhs, second),
+        )
+        x = operation.arrange("lhs", lax.stop_gradient(lhs)).reshape(key[1])
+        state = None if histories is None else histories["lhs"]
+        found = operation.quantize_for_both("lhs", x, *uses, state, None)
+        # No codes, which each layer would decode by itself, and devices would receive for each.
+        named = lambda tree: jax.tree.map(lambda x: checkpoint_name(x, SAVED), tree)
+        return found and (found[0], *map(named, found[1:]))
+
+    return quantized_once(lhs, key, quantize)
 
 
 def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple[How, Operands]:
@@ -149,7 +175,7 @@ def forward(
     options, carried, use = how
     if use is not None:
         use.linearized |= and_backward
-    lhs, rhs, _, histories, sink, seed = operands
+    lhs, rhs, _, histories, sink, seed, q_lhs = operands
     history: Any = (histories or {}).get
     products = options.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
@@ -168,17 +194,14 @@ def forward(
     rotated_by = None if fprop.rotation is None else rotation_seed(fprop, "fprop", amax(lhs), seed)
     # Each by itself: micro-batches quantize a weight once, and layers with one input that input.
     w_use = Use("fprop", fprop, fprop.rhs, w_sum, rotation_seed=rotated_by)
-    q_rhs, kept_rhs, rhs_amax = w.quantized(w_use, w_again)
+    q_rhs, kept_rhs, rhs_amax = _saved(*w.quantized(w_use, w_again), SAVED_WEIGHT)
     x_use = Use("fprop", fprop, fprop.lhs, x_sum, rotation_seed=rotated_by)
-    q_lhs, kept_lhs, lhs_amax = x.quantized(x_use, x_again)
-    q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
-    q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
-    lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
+    q_lhs, kept_lhs, lhs_amax = q_lhs or _saved(*x.quantized(x_use, x_again), SAVED)
     y = _matmul(operation, options, "fprop", q_lhs, q_rhs, seed, stored=frozen)
 
     # Without a sink the gradient's amax would be lost, so its history is not updated.
-    of_gradient = None if sink is None else history("grad")
-    seen = None if sink is None else Observed(lhs_amax, rhs_amax)
+    recorded = history("grad"), Observed(lhs_amax, rhs_amax)
+    of_gradient, seen = (None, None) if sink is None else recorded
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
     seeds = (
         None if dgrad.rotation is None else rotation_seed(dgrad, "dgrad", rhs_amax, seed),
@@ -235,19 +258,21 @@ def _largest(*amaxes: jax.Array) -> jax.Array:
     return amax(by_tensor, PerAxis(0))[:, 0]
 
 
-def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, Operand | None]:
-    """Name the operand of the forward product and the one that is kept.
+def _saved(
+    operand: Operand, kept: Operand | None, largest: jax.Array, name: str
+) -> tuple[Operand, Kept, jax.Array]:
+    """Name the operand of the forward product, the one that is kept, and the amax.
 
     If both are the same array, the product takes the named one: if a policy of ``jax.checkpoint``
     saves it, nothing has to be computed again.
     """
-    saved = save(kept, name)
+    saved, largest = save(kept, name), checkpoint_name(largest, name)
     if operand is not kept:
-        return operand, saved
+        return operand, saved, largest
     fmt = operand.format if isinstance(operand, ScaledArray) else None
     again = restore(saved, fmt)
     assert again is not None
-    return again, saved
+    return again, saved, largest
 
 
 def save(q: Kept, name: str) -> Kept:
@@ -259,7 +284,7 @@ def save(q: Kept, name: str) -> Kept:
 
 def restore(q: Kept, fmt: Format | None) -> Kept:
     """Undo `save` of data in `fmt`, which is None if it was no `ScaledArray`."""
-    if not isinstance(q, ScaledArray):
+    if not isinstance(q, ScaledArray) or q.data.dtype != jnp.uint8:
         return q
     assert fmt is not None
     return ScaledArray(codes_to_format(q.data, fmt), q.scale, q.block)

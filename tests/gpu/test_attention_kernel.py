@@ -237,7 +237,7 @@ def test_attention_of_flax_with_its_mask(compiled):
     assert not [r for r in written if r.dtype in ("pred", "s32", "u32") and r.size >= T * T]
     gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     described = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
-    with jax.sharding.use_abstract_mesh(described), pytest.warns(match="0.94 of the speed of bf16"):
+    with jax.sharding.use_abstract_mesh(described), pytest.warns(match="of the speed of bf16"):
         found = jfp8.report(model, *args[:2])
     assert "15 of 15 products" in found.summary()  # x needs no gradient
     inside = [row for row in found.rows if row.path.endswith("/attention")]

@@ -9,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 import jfp8
 import jfp8.nnx
+from support.gpu_programs import device_of
 
 ROWS, WIDTH = 24, 16
 X = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
@@ -84,6 +86,29 @@ def times_quantized(step, *args):
 def test_layers_with_one_input_quantize_it_once(make, times):
     step, state = make()
     assert times_quantized(step, state, X) == times
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels")
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_kernels_quantize_an_input_of_three_layers_once(recipe):
+    """Devices are sent the bytes of one kernel; they would be sent those of three, though equal."""
+
+    class Wide(Attention):
+        def __init__(self):
+            self.q, self.k, self.v = (nnx.Linear(4096, 4096, rngs=nnx.Rngs(0)) for _ in range(3))
+
+        def __call__(self, x):
+            return self.q(x) * self.k(x) + self.v(x)
+
+    def step(state, x):
+        model = nnx.merge(graph, state)
+        return jfp8.nnx.value_and_grad(lambda model, x: jnp.sum(model(x)))(model, x)
+
+    gpu = AbstractMesh((), (), abstract_device=device_of("h200"))
+    with jax.sharding.use_abstract_mesh(gpu):
+        graph, state = nnx.split(nnx.eval_shape(lambda: jfp8.convert(Wide(), recipe, exempt=())))
+        text = str(jax.make_jaxpr(step)(state, jax.ShapeDtypeStruct((4, 2048, 4096), jnp.float32)))
+    assert text.count("name=quantize_both_ways") == 1 + 3 + 3  # of weights and of gradients
 
 
 def test_layers_with_different_histories_of_one_input():

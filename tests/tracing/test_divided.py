@@ -69,7 +69,7 @@ def test_a_product_of_divided_operands(a, b, out, exchanged):
 def test_a_transpose_is_sent_instead_of_an_operand_and_serves_both(b, exchanged):
     """The first product would have to send `b`, and the second one sends ``b.T`` anyway."""
     multiply = lambda a, b, b_t: times_transposed(a, b)
-    forward = divided("product", multiply, "i k, j k, () -> i j", combine="sum")
+    forward = divided("product", multiply, "i k, j k, (k j) -> i j", combine="sum")
     x, w = integers(512, 128), integers(32, 128, seed=1)
 
     def both(x, w, w_t):
@@ -81,6 +81,27 @@ def test_a_transpose_is_sent_instead_of_an_operand_and_serves_both(b, exchanged)
     np.testing.assert_array_equal(y, x @ w.T)
     np.testing.assert_array_equal(dx, x @ w.T @ w)
     assert [c for c in collectives if c != "all-reduce"] == exchanged  # sums over "model"
+
+
+def test_parts_of_sequences_are_sent_once_for_a_product_and_its_gradient():
+    """Both take a transpose: the forward product of what is sent to the other."""
+    contract = lambda *dims: lambda a, b, *_: lax.dot_general(a, b, (dims, ((), ())))
+    forward = divided("y", contract((2,), (1,)), "b s k, n k, (k b s) -> b s n", combine="sum")
+    rule = "k b s, n b s -> k n"
+    gradient = divided("dw", contract((1, 2), (1, 2)), rule, combine="sum")
+    x, w = integers(2, 64, 32), integers(8, 32, seed=1)
+
+    laid = lambda x, *spec: lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
+
+    def both(x, x_t, w):
+        y = laid(forward(x, w, x_t), "data", None, "model")
+        return y, laid(gradient(x_t, y.transpose(2, 0, 1)), None, "model")
+
+    specs = P("data", "model"), P(None, "data", "model"), P("model")
+    (y, dw), collectives = on_devices(both, (x, x.transpose(2, 0, 1), w), specs)
+    np.testing.assert_array_equal(y, x @ w.T)
+    np.testing.assert_array_equal(dw, np.einsum("bsk,bsn->kn", x, x @ w.T))
+    assert collectives == ["all-gather", "all-reduce"]  # of x, and of sums over "data"
 
 
 def test_parts_of_a_sum_in_another_dtype():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -38,8 +38,9 @@ def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
     factors = factors_by_kernels(lhs, rhs, spec)
     if not is_cuda:
         return elsewhere(lhs.data, rhs.data, factors, spec)
-    more = [rhs.transposed] if isinstance(rhs, Paired) and rhs.transposed is not None else []
-    return cuda(lhs.data, rhs.data, factors, spec, *more)
+    copies = {i: q.transposed for i, q in enumerate((lhs, rhs)) if isinstance(q, Paired)}
+    copies = {i: copy for i, copy in copies.items() if copy is not None}
+    return cuda(lhs.data, rhs.data, factors, spec, *([copies] if copies else []))
 
 
 def elsewhere(
@@ -56,7 +57,7 @@ def cuda(
     rhs: jax.Array,
     factors: Sequence[jax.Array],
     spec: MatmulSpec,
-    *rhs_t: jax.Array,
+    copies: Mapping[int, jax.Array] | None = None,
 ) -> jax.Array:
     """Return ``dot_general(lhs, rhs) * factors`` of two f8 arrays by one call of cuBLASLt.
 
@@ -65,12 +66,13 @@ def cuda(
     XLA takes the scale itself in f32: it removes roundings that are undone at once. A result in f16
     could overflow before it is scaled, so it is computed in f32.
 
-    Devices that lack parts of `rhs` receive `rhs_t`, its transpose, if that is given.
+    Devices that lack parts of an operand receive its transpose, if that is in `copies`.
 
     No tensor core multiplies e5m2 by e5m2: these are multiplied in bf16, which is exact.
     """
     if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
         return exact_product(lhs, rhs, spec.dimension_numbers, factors, spec.dtype)
+    copies = copies or {}
     fast = "_FAST_ACCUM" if spec.fast_accumulation else ""
     algorithm = lax.DotAlgorithmPreset[f"ANY_F8_ANY_F8_F32{fast}"]
     single, numbers = [factor for factor in factors if not factor.ndim], spec.dimension_numbers
@@ -98,28 +100,31 @@ def cuda(
         y = scaled(spec.dtype, lhs, rhs, *single)
     else:
         # If a sum is sharded over devices, each scales its share, in the call, not after the sum.
-        others = [""] * len(single) + ["()"] * len(rhs_t)
-        rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), others)
+        rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single), copies)
         name = f"dot_general, {algorithm.name}"
         multiply = divided_sum(name, scaled, rule, spec.dtype, spec.partial_dtype)
-        y = multiply(lhs, rhs, *single, *rhs_t)
+        y = multiply(lhs, rhs, *single, *copies.values())
     return times(y, [f for f in factors if f.ndim]).astype(spec.dtype)
 
 
-def rule_of_product(numbers: Numbers, ndims: tuple[int, int], others: Sequence[str]) -> str:
+def rule_of_product(
+    numbers: Numbers, ndims: tuple[int, int], scales: int, copies: Iterable[int]
+) -> str:
     """Return the rule for ``dot_general``, see `divided`: ``"m0 k0, n0 k0, -> m0 n1"``, 1 scale."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     names = ({d: f"m{d}" for d in range(ndims[0])}, {d: f"n{d}" for d in range(ndims[1])})
     for kind, left, right in (("k", lhs_contract, rhs_contract), ("b", lhs_batch, rhs_batch)):
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
             names[0][a] = names[1][b] = f"{kind}{i}"
-    lhs, rhs = (" ".join(of_dims.values()) for of_dims in names)
+    operands = [list(of_dims.values()) for of_dims in names]
+    swapped = lambda dims: sorted(dims, key=lambda name: name[0] == dims[0][0])
+    others = [*[""] * scales, *(f"({' '.join(swapped(operands[i]))})" for i in copies)]
     free = (
         [of_dims[d] for d in free_dims(ndim, contract, batch)]
         for of_dims, ndim, contract, batch in zip(names, ndims, *numbers, strict=True)
     )
     result = [names[0][d] for d in lhs_batch] + [name for names in free for name in names]
-    return f"{', '.join([lhs, rhs, *others])} -> {' '.join(result)}"
+    return f"{', '.join([*map(' '.join, operands), *others])} -> {' '.join(result)}"
 
 
 def aligned(
