@@ -105,7 +105,7 @@ def amax_if_needed(x: jax.Array, recipe: Recipe, state: AmaxState) -> jax.Array 
     is_explicit = has_explicit_axes() or explicit_mesh_of(x) is not None
     if is_explicit or not (is_delayed and is_matrix and quantizes_by_kernels()):
         return None
-    return found_in(quantizer, None, x, state)
+    return found_in(quantizer.algo, None, x, state["amax_history"])
 
 
 def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:

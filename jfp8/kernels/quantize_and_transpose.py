@@ -8,7 +8,6 @@ also cast the tile first, or compute it from others.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +30,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_to_format
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.scaling.granularity import Block, ragged_block
-from jfp8.scaling.history import AmaxState
+from jfp8.scaling.history import AmaxState, history_amax
 from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 
 
@@ -205,44 +204,29 @@ def _delayed(quantizer: Delayed, read: _Read, state: AmaxState | None, meets: Me
 
     if state is None:
         return _current(quantizer, read, None, meets)
-    history, expected = _history(quantizer, state)
-    in_step = state["amax"].reshape(1)
-    found = state.get("found")
-    if found is None:
-        found = found_in(quantizer, read.options.get("dtype"), read.x, state)
-
-    def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
-        predicted = expected(history)
-        observed = jnp.where(predicted > 0, predicted, largest_of(found))
-        return _scale(quantizer, jnp.maximum(observed, in_step[0]))
-
-    known = {"STEP": history, "ONE": in_step, "PART": found}
+    find = partial(found_in, quantizer.algo, read.options.get("dtype"), read.x)
+    found = state["found"] if "found" in state else find(state["amax_history"])
+    scale_of = lambda own, found: _scale(quantizer, jnp.maximum(largest_of(found), own[0]))
+    known = {"ONE": state["amax"].reshape(1), "FOUND": found}
     return _with_one_scale(quantizer, read, known, scale_of, meets)
-
-
-def _history(quantizer: Delayed, state: AmaxState) -> tuple[jax.Array, Callable[..., jax.Array]]:
-    """Return a history, f32[n], and the function of it, in a kernel, that predicts an amax."""
-    history = state["amax_history"]
-    if quantizer.algo == "max" and history.size > _LONG:
-        history = quantizer.expected(state).reshape(1)
-    entries = history.size if quantizer.algo == "max" else 1
-    return history, lambda h: functools.reduce(jnp.maximum, [h[i] for i in range(entries)])
 
 
 # Not in `quantize_both_ways`: layers with one input find this once, and so quantize it once.
 @partial(jax.jit, static_argnums=(0, 1))
-def found_in(quantizer: Delayed, dtype: np.dtype | None, x: Matrix, state: AmaxState) -> jax.Array:
-    """Return the amaxes of slices of `x`, as bits, if its history is empty; otherwise zeros."""
-    from jfp8.kernels.hopper import quantize, sweep
+def found_in(algo: str, dtype: np.dtype | None, x: Matrix, history: jax.Array) -> jax.Array:
+    """Return the amax that `history` predicts, as bits; if it is empty amaxes of slices of `x`."""
+    from jfp8.kernels.hopper import quantize
 
-    def by_kernel(x: Matrix, state: AmaxState) -> jax.Array:
-        read, (history, expected) = _read(x, dtype), _history(quantizer, state)
-        find = read.by(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
-        name = f"tensor_amax, {quantizer}, {read.what}"
-        return divided(name, find, f"{read.dims}, STEP -> PART", "max")(*read.arrays, history)
+    def by_kernel(x: Matrix, history: jax.Array) -> jax.Array:
+        read, entries = _read(x, dtype), history.size if algo == "max" else 1
+        if entries > _LONG:
+            history, entries = history_amax(history, algo).reshape(1), 1
+        find = read.by(quantize.tensor_amax, entries=entries)
+        name = f"tensor_amax, {entries}, {read.what}"
+        return divided(name, find, f"{read.dims}, STEP -> FOUND", "max")(*read.arrays, history)
 
-    nothing = lambda x, state: jnp.zeros((sweep.parts(),), jnp.int32)
-    return on_platform("cuda", by_kernel, nothing, x, state)
+    nothing = lambda x, history: jnp.zeros((quantize.BLOCKS,), jnp.int32)
+    return on_platform("cuda", by_kernel, nothing, x, history)
 
 
 def _scale(quantizer: Current | Delayed, amax: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,15 +7,19 @@ of a block of scales.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper import sweep
 from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Sweep, Walk, both_ways, fastest
 from jfp8.kernels.hopper.tiles import multiprocessors
@@ -27,37 +31,62 @@ from jfp8.scaling.scales import ScaleRounding
 
 TOKENS = 128  # their multiple is the length of a sequence
 
+LINES = 64  # of a tile that are in registers at a time
+BLOCKS = 256  # of `tensor_amax`, each of which writes one number
+_BYTES_AT_ONCE = 16384  # that a block reads: enough on the way to fill the memory bus
+
 
 def tensor_amax(
-    x: Input, *known: jax.Array, unless: Callable[..., jax.Array] | None = None, **how: Any
+    x: Input, history: jax.Array, entries: int = 1, dtype: Any = None, make: Any = None
 ) -> jax.Array:
-    """Return the amaxes of `parts` slices of `x`, as bits of f32; 0 for an empty slice.
+    """Return the amaxes of slices of `x`, as bits of f32; 0 for an empty slice.
 
-    The largest integer is ``max(|x|)``; NaN if an element is NaN, Inf if one is Inf.
-
-    Args:
-      x: f32, bf16 or f16[M, N]; or the arrays it is computed from, see `Walk.over`.
-      known: vectors for `unless`.
-      unless: of references to `known`, bool[]. If it is true `x` is not read; all results are 0.
+    The largest integer is ``max(|x|)``; NaN if an element is NaN, Inf if one is Inf. If the maximum
+    of the first `entries` of `history`, f32[H], is positive, `x` is not read, and all results are
+    that maximum. For the others see `Walk.over`.
     """
-    walk = Walk.over(x, both_ways(x, stages=3), **how)
+    arrays = sweep.arrays_of(x)
+    if make is None:  # matrices with as many elements share a kernel
+        length = _BYTES_AT_ONCE // arrays[0].dtype.itemsize
+        arrays = (padded(arrays[0].reshape(-1), length).reshape(-1, length),)
+    arrays = [padded(a.reshape(len(a), -1, a.shape[-1]), 1, 1, 128) for a in arrays]
+    return _tensor_amax(arrays, history, entries, np.dtype(dtype or arrays[0].dtype), make)
 
-    def kernel(x: Sequence[Ref], *refs: Ref) -> None:
-        *known, amaxes = refs
-        wanted = None if unless is None else jnp.logical_not(unless(*known))
 
-        def body(i, j, tile, largest):
-            found = jnp.max(sweep.magnitude(sweep.read(tile, ROWS, walk.dtype)), axis=1)
-            largest = jnp.maximum(largest, found)
-            plgpu.commit_smem()  # all have read, before the copy engine writes the next tile
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _tensor_amax(arrays: Any, history: Any, entries: int, dtype: Any, make: Any) -> jax.Array:
+    own, (rows, _, columns) = arrays[0].dtype, arrays[0].shape
+    length = math.gcd(columns, _BYTES_AT_ONCE // own.itemsize)
+    layout = plgpu.Layout.WG_STRIDED((length,), min(16 // own.itemsize, length // 128))
+
+    def kernel(*refs: Ref) -> None:
+        *x, history, amaxes = refs
+        block, across = lax.axis_index("block"), columns // length
+        known = lax.fori_loop(1, entries, lambda i, x: lax.max(x, history[i]), history[0])
+        steps = lax.div(rows * across + BLOCKS - 1 - block, BLOCKS)
+
+        def body(step, largest):
+            at = block + step * BLOCKS
+            i, part = lax.div(at, across), pl.ds(lax.rem(at, across) * length, length)
+            values = [sweep.read(a.at[i, p, part], layout) for a in x for p in range(a.shape[1])]
+            if make is not None:
+                values = elementary(make)(*(each.astype(jnp.float32) for each in values))
+            for each in jax.tree.leaves(values):
+                largest = jnp.maximum(largest, sweep.magnitude(each.astype(own).astype(dtype)))
             return largest
 
-        found = walk.for_each_tile(body, x, wanted=wanted, carry=sweep.no_amax(walk))
-        sweep.write_amax(amaxes, found, walk)
+        none = plgpu.layout_cast(jnp.zeros((length,), sweep.lane(dtype)), layout)
+        largest = lax.fori_loop(0, jnp.where(known > 0, 0, steps), body, none)
+        largest = jnp.max(sweep.f32_magnitude(largest, dtype))
+        amaxes[block] = jnp.where(known > 0, bitcast(known, jnp.int32), largest)
 
-    out = [jax.ShapeDtypeStruct((sweep.parts(),), jnp.int32)]
-    (amaxes,) = walk.run("tensor_amax", kernel, *known, out=out)
-    return amaxes
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((BLOCKS,), jnp.int32),
+        grid=(BLOCKS,),
+        grid_names=("block",),
+        kernel_name="jfp8_tensor_amax",
+    )(*arrays, history)
 
 
 def row_and_column_amax(x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array]:
@@ -71,18 +100,16 @@ def row_and_column_amax(x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array]
             rows[j, at_row] = sweep.f32_magnitude(by_row, walk.dtype)
             by_column = jnp.max(sweep.magnitude(sweep.read(tile.T, COLUMNS, walk.dtype)), axis=1)
             columns[i, at_column] = sweep.f32_magnitude(by_column, walk.dtype)
-            plgpu.commit_smem()  # as above
+            plgpu.commit_smem()  # all have read, before the copy engine writes the next tile
 
         walk.for_each_tile(body, x)
 
     (down, across), (of_rows, of_columns) = walk.tiles, walk.shape
     shapes = (across, of_rows), (down, of_columns)
     out = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    parts = walk.run("row_and_column_amax", kernel, out=out)
-    bits = (jnp.max(part, axis=0) for part in parts)
+    bits = (jnp.max(x, axis=0) for x in walk.run("row_and_column_amax", kernel, out=out))
     rows, columns = (lax.bitcast_convert_type(x, jnp.float32) for x in bits)
-    m, n = walk.sizes
-    return rows[:m], columns[:n]
+    return rows[: walk.sizes[0]], columns[: walk.sizes[1]]
 
 
 def quantize_tensor(
@@ -160,35 +187,35 @@ def _quantize(
     def kernel(x: Sequence[Ref], *refs: Ref) -> None:
         known_refs, (q, q_t, *results, staged, staged_t) = refs[: len(known)], refs[len(known) :]
         factors = prepare(known_refs, results)
-        by_line = [factor.ndim > 0 for factor in factors]
 
-        def body(i, j, tile, *parts_and_amax):
-            vectors = iter(parts_and_amax)
-            row_factor, column_factor = (
-                next(vectors) if is_vector else factor
-                for factor, is_vector in zip(factors, by_line, strict=True)
-            )
-            amax = next(vectors, None)
-
-            def cast(values, factor, layout):
+        def direction(tile, factor, layout, staged, target, amax=None):
+            def some_lines(step, amax):  # fewer at once than a tile are compiled faster
+                lines = pl.ds(step * LINES, LINES)
+                values = sweep.read(tile.at[lines], layout, walk.dtype)
+                if amax is not None:
+                    amax = jnp.maximum(amax, jnp.max(sweep.magnitude(values), axis=1))
                 values = values.astype(jnp.float32)
                 values = values + values * 0  # Inf becomes NaN, all else is unchanged
-                if factor.ndim:
-                    factor = along(sweep.read(factor, layout.reduce(1)), values.shape, 0)
-                return sweep.saturating(values * factor, fmt)
+                by = sweep.read(factor.at[lines], layout.reduce(1)) if factor.ndim else factor
+                staged[lines] = sweep.saturating(values * along(by, values.shape, 0), fmt)
+                return amax
 
-            at_row, at_column = walk.sweep.part(i, j)
-            values = sweep.read(tile, ROWS, walk.dtype)
-            if amax is not None:
-                amax = jnp.maximum(amax, jnp.max(sweep.magnitude(values), axis=1))
-            sweep.write(cast(values, row_factor, ROWS), staged, q.at[at_row, at_column])
-            values = sweep.read(tile.T, COLUMNS, walk.dtype)
-            sweep.write(cast(values, column_factor, COLUMNS), staged_t, q_t.at[at_column, at_row])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # see `sweep.write`
+            amax = lax.fori_loop(0, tile.shape[0] // LINES, some_lines, amax)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged, target)
             return amax
 
-        vectors = [(v, d) for d, v in enumerate(factors) if by_line[d]]
-        carry = sweep.no_amax(walk) if with_amax else None
-        amax = walk.for_each_tile(body, x, *vectors, carry=carry)
+        def body(i, j, tile, *parts_and_amax):
+            rest, (at_row, at_column) = iter(parts_and_amax), walk.sweep.part(i, j)
+            by_row, by_column = (next(rest) if factor.ndim else factor for factor in factors)
+            amax = direction(tile, by_row, ROWS, staged, q.at[at_row, at_column], next(rest, None))
+            direction(tile.T, by_column, COLUMNS, staged_t, q_t.at[at_column, at_row])
+            return amax
+
+        vectors = [(v, d) for d, v in enumerate(factors) if v.ndim]
+        none = plgpu.layout_cast(jnp.zeros((LINES,), sweep.lane(walk.dtype)), ROWS.reduce(1))
+        amax = walk.for_each_tile(body, x, *vectors, carry=none if with_amax else None)
         if with_amax:
             sweep.write_amax(results[-1], amax, walk)
         plgpu.wait_smem_to_gmem(0)

@@ -194,7 +194,6 @@ class Walk:
         body: Callable[..., Any],
         x: Sequence[Ref],
         *vectors: tuple[Ref, int],
-        wanted: jax.Array | None = None,
         carry: Any = None,
     ) -> Any:
         """Call ``body(i, j, tile, *parts, [carry])`` for the tiles of this block.
@@ -204,13 +203,10 @@ class Walk:
             `carry`, it returns the next one.
           vectors: vectors in memory, each with the matrix dimension that it belongs to. Not
             supported if several matrices are computed.
-          wanted: bool[]; if False nothing is read.
         """
         sweep, (down, across) = self.sweep, self.tiles
         total, stride, block = down * across, self.blocks, lax.axis_index("block")
         steps = lax.div(total - 1 - block, stride) + 1 if total % stride else total // stride
-        if wanted is not None:
-            steps = jnp.where(wanted, steps, 0)
 
         def position(step: jax.Array) -> tuple[jax.Array, jax.Array]:
             tile = block + step * stride
@@ -298,11 +294,6 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, integer) & integer(np.iinfo(integer).max)
 
 
-def no_amax(walk: Walk) -> jax.Array:
-    """Return zero magnitudes for the rows of a tile, in the layout of a maximum along them."""
-    return plgpu.layout_cast(jnp.zeros((walk.sweep.rows,), lane(walk.dtype)), ROWS.reduce(1))
-
-
 def from_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Return the f32 value of a result of `magnitude`, for an `x` of `dtype`."""
     return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
@@ -322,22 +313,19 @@ def saturating(values: jax.Array, fmt: Format) -> jax.Array:
 
 
 def parts() -> int:
-    """Return the number of amaxes that kernels write, for any matrix: at least one per block.
-
-    A multiple of 128, which a warpgroup can read at once.
-    """
-    return -(-4 * multiprocessors() // 128) * 128
+    """Return the number of amaxes that kernels write, for any matrix: at least one per block."""
+    return 4 * multiprocessors()
 
 
 def write_amax(target: Ref, amax: jax.Array, walk: Walk) -> None:
-    """Write the amax of a block to its entry of `target`, and zeros to remaining entries."""
+    """Write the amax of a block to its entries of `target`, each as many as there are blocks on."""
     count, at = walk.blocks, lax.axis_index("block")
-    target[at] = jnp.max(f32_magnitude(amax, walk.dtype))
+    largest = jnp.max(f32_magnitude(amax, walk.dtype))
 
-    def write_zero(i, _):
-        target[at + i * count] = jnp.int32(0)
+    def write_one(i, _):
+        target[at + i * count] = largest
 
-    lax.fori_loop(1, lax.div(target.shape[0] - 1 - at, count) + 1, write_zero, None)
+    lax.fori_loop(0, lax.div(target.shape[0] - 1 - at, count) + 1, write_one, None)
 
 
 def largest_of(amaxes: Ref) -> jax.Array:

@@ -115,7 +115,7 @@ FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
 }
 COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal,
+    "ge": np.greater_equal, "leu": lambda a, b: ~np.greater(a, b),
 }  # fmt: skip
 
 
