@@ -148,6 +148,12 @@ def _gather(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     return tuple(dims)
 
 
+def _unstack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
+    del shape
+    place = eqn.params["axis"]
+    return (*ins[0][:place], *ins[0][place + 1 :])
+
+
 def _stack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     place = eqn.params["axis"]
     inner = together(ins, (*shape[:place], *shape[place + 1 :]))
@@ -164,4 +170,5 @@ _RULES: dict[str, Any] = {
     "squeeze": _reshape,
     "stack": _stack,
     "transpose": _transpose,
+    "unstack": _unstack,
 }
