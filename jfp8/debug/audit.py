@@ -250,16 +250,17 @@ class Launches:
     @functools.cached_property
     def quantized_again(self) -> tuple[tuple[str, int], ...]:
         """Return the arrays that are quantized several times, with how often."""
-        found: dict[Instruction, int] = collections.defaultdict(int)
+        found: dict[tuple[Instruction, ...], int] = collections.defaultdict(int)
         for i, operands in self.launched:
             wide = [o for o in large(operands) if o.results[0].bytes > o.results[0].size]
             writes = any(r.dtype in F8 and r.size > 4096 for r in i.results)
             if wide and writes and i.name not in self.kinds and not is_collective(i):
-                source = self.hlo.source(wide[0])
+                sources = tuple(map(self.hlo.source, wide))
                 # A kernel that takes a slice itself takes another one in each iteration.
-                repeats = self.hlo.is_invariant(source) and "dynamic-slice" not in self.opcodes(i)
-                found[source] += self.hlo.times(i) if repeats else 1
-        return tuple((i.op_name or i.name, times) for i, times in found.items() if times > 1)
+                is_same = all(map(self.hlo.is_invariant, sources))
+                repeats = is_same and "dynamic-slice" not in self.opcodes(i)
+                found[sources] += self.hlo.times(i) if repeats else 1
+        return tuple((i.op_name or i.name, times) for (i, *_), times in found.items() if times > 1)
 
 
 def is_collective(i: Instruction) -> bool:

@@ -89,6 +89,7 @@ GPU = f"""HloModule jit_step, is_scheduled=true, num_partitions=1
   %y = (bf16{ROWS}, s8[4194304]{{0}}) custom-call(%q, %turned, %number, %number), {CUBLASLT}
   %new = bf16{ROWS} get-tuple-element(%y), index=0
   %z = bf16{ROWS} custom-call(%q, %q_w, %one), {MULTIPLY}
+  %gradient = {QUANTIZED} custom-call(%x, %new, %one), {QUANTIZE}
   ROOT %next = (s32[], bf16{ROWS}, bf16{ROWS}) tuple(%count, %w, %new)
 }}
 
@@ -115,11 +116,12 @@ def test_a_program_for_a_gpu():
         Matmuls("FP8, Pallas", 2, 2 * of_one),
         Matmuls("FP8, cuBLASLt", 2, 2 * of_one),
     )
-    assert found.launches == 2 * 7
+    assert found.launches == 2 * 8
     assert found.small_launches == 2 * 2  # the rounding, and the transpose
     assert found.rounded_scales == found.f8_transposes == 2
     values = 512 * 512
     read_and_written = 3 * (2 * values + 4 + 2 * values + 4) + 4 + 2 + 2 * values
+    read_and_written += 2 * 2 * values + 4 + 2 * values + 4  # what is computed from two arrays
     assert found.bytes_beside_matmuls == 2 * read_and_written
     # The weight in each iteration, and the activation, which changes, twice in one.
     assert found.quantized_again == (("w", 2), ("x", 2))
