@@ -211,7 +211,7 @@ LINES_OF_ROOMS = {
     "training": 2903,
     "checkpoint": 3463,
     "conversion": 4497,
-    "debug": 4297,
+    "debug": 4291,
     "plot": 1164,
     "command_line": 2090,
 }

@@ -15,13 +15,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from jfp8.conversion.edges import arrays_apart, jaxprs_of
 from jfp8.conversion.product_report import Report
-from jfp8.conversion.report import (
-    F8_NAMES,
-    dtype_name,
-    report_of,
-    total_of,
-    without_copy,
-)
+from jfp8.conversion.report import F8_NAMES, dtype_name, report_of, total_of, without_copy
 from jfp8.debug.axes import Axes, Role, moved_axes, plain_axes, size_of
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.tracing.compat import body_of, scan_sizes

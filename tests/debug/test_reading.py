@@ -1,4 +1,4 @@
-"""What is measured inside of loops, branches and calls, and which layer it belongs to."""
+"""Measurements inside loops, branches and calls, and the layers that they belong to."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -91,7 +91,7 @@ def test_layers_with_one_input_quantize_it_once(make, times):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_kernels_quantize_an_input_of_three_layers_once(recipe):
-    """Devices are sent the bytes of one kernel; they would be sent those of three, though equal."""
+    """Devices receive the FP8 results of one kernel, not of three equal ones."""
 
     class Wide(Attention):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""`store_state` around and inside of optax's transformations, against those without it."""
+"""`store_state` around and inside optax's transformations, against the same without it."""
 
 import dataclasses
 from typing import Any

@@ -17,7 +17,7 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.scaling.scales import amax
 from jfp8.tracing.devices import Gpu
-from support.devices import needs_mosaic, pretend
+from support.devices import needs_mosaic, pretend, traced_for
 
 E4M3, E5M2 = jfp8.E4M3FN, jfp8.E5M2
 NEW = {"amax_history": jnp.zeros(4), "amax": jnp.zeros(())}
@@ -321,3 +321,15 @@ def test_one_operation_is_two_products(name, wrap, monkeypatch):
     for a, b in zip(*map(jax.tree.leaves, (want, found)), strict=True):
         if jnp.issubdtype(a.dtype, jnp.floating):
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@needs_mosaic
+def test_a_sequence_that_is_padded():
+    """Each of 8 sequences is padded to 2,048 rows, so no kernel computes the activation."""
+    how = {"activation": "swiglu", "use_bias": False, "dtype": jnp.bfloat16, "recipe": "delayed"}
+    layer, x = jfp8.LayerNormMLP(128, **how), jax.ShapeDtypeStruct((8, 2047, 128), jnp.bfloat16)
+    with traced_for("NVIDIA H200"):
+        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+        loss = lambda x, variables: jnp.sum(layer.apply(variables, x))
+        program = str(jax.make_jaxpr(jax.grad(loss))(x, variables))
+    assert program.count("jfp8_quantize_tensor") > 3

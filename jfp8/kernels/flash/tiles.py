@@ -179,7 +179,7 @@ class KeyTile(TileWork):
 
 
 # The softmax of the forward pass. Its maximum and its sum cover the keys so far: when the maximum
-# grows, earlier sums are rescaled. Probabilities become weights in f8: those of a block are divided
+# grows, earlier sums are rescaled. Probabilities become weights in f8: in a block they are divided
 # by the largest scale of its values, the unit of a row, by which their sums are multiplied.
 
 LIFT = 8  # probabilities, at most 1, are multiplied by 2^8 to be cast to e4m3fn
