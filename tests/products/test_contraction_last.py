@@ -177,7 +177,7 @@ def test_layers_of_the_same_shapes_share_their_kernels():
         text = lowered_for("NVIDIA H200", grad, variables, x)
         return text.count("mosaic_gpu_v2"), kernels(text)
 
-    assert kernels_of(1) == (6, 6)
+    assert kernels_of(1) == (5, 6)  # amaxes of tensors of one size share one
     written, called = kernels_of(4)
     assert called == 24
     assert written <= 12

@@ -30,7 +30,6 @@ from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
 
 TOKENS = 128  # their multiple is the length of a sequence
-
 LINES = 64  # of a tile that are in registers at a time
 BLOCKS = 256  # of `tensor_amax`, each of which writes one number
 _BYTES_AT_ONCE = 16384  # that a block reads: enough on the way to fill the memory bus
@@ -62,7 +61,8 @@ def _tensor_amax(arrays: Any, history: Any, entries: int, dtype: Any, make: Any)
     def kernel(*refs: Ref) -> None:
         *x, history, amaxes = refs
         block, across = lax.axis_index("block"), columns // length
-        known = lax.fori_loop(1, entries, lambda i, x: lax.max(x, history[i]), history[0])
+        # Not from the first entry: in `shard_map`, JAX types it as varying, and the others not.
+        known = lax.fori_loop(0, entries, lambda i, x: lax.max(x, history[i]), np.float32(0))
         steps = lax.div(rows * across + BLOCKS - 1 - block, BLOCKS)
 
         def body(step, largest):
