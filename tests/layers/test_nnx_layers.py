@@ -206,6 +206,19 @@ def test_attention_is_drop_in():
     assert len(set(amaxes)) == 4
 
 
+@pytest.mark.skipif(not hasattr(nnx, "RoPE"), reason="a newer Flax passes positions on")
+def test_attention_passes_positions_on():
+    def attend(query, key, value, *, input_positions, **options):
+        scaled = query * input_positions[..., None, None]
+        return nnx.dot_product_attention(scaled, key, value, **options)
+
+    ours, stock = (attention(package, attention_fn=attend) for package in (jfp8.nnx, nnx))
+    q, positions = normal(0, (2, 5, 8)), jnp.asarray([[0, 1, 2, 3, 4], [0, 1, 7, 8, 20]])
+    expected = stock(q, input_positions=positions)
+    assert 1e-3 < relative_error(ours(q, input_positions=positions), expected) < 0.12
+    assert relative_error(ours(q, input_positions=positions[:, ::-1]), expected) > 0.2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [4, 2])
 def test_attention_is_the_function_that_is_tested_by_itself(groups):

@@ -103,8 +103,7 @@ class ProductModule(nn.Module):
     ) -> jax.Array:
         """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
 
-        Args:
-          layer: the layer that the matmul belongs to, for reports.
+        Reports name the `layer` that the matmul belongs to.
         """
         own = None if self.recipe is None else check_recipe(self.recipe)
         recipe = recipe_in_effect(own, "/".join(self.path[:-1]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,9 +199,13 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
         is_causal: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
+        input_positions: jax.Array | None = None,
     ) -> jax.Array:
         """See ``flax.nnx.MultiHeadAttention.__call__``."""
         call, given = super().__call__, locals()
+        known = inspect.signature(call).parameters
+        if input_positions is not None and "input_positions" not in known:
+            raise TypeError(f"input_positions: Flax {flax.__version__} has none. Update Flax.")
         attention_fn, cached = self.attention_fn, read_cache(self)
         if not (self.decode if decode is None else decode) or cached is None:
             return pass_on(call, given)  # without a cache Flax says what is missing

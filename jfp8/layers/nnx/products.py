@@ -181,8 +181,7 @@ class Product(PrintsRecipe):
     ) -> jax.Array:
         """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
 
-        Args:
-          layer: the layer that the matmul belongs to, for reports.
+        Reports name the `layer` that the matmul belongs to.
         """
         _warn_inside_linen(self.path)
         recipe = recipe_in_effect(self.recipe, self.path)
@@ -219,9 +218,7 @@ class Product(PrintsRecipe):
     ) -> tuple[State, bool]:
         """Return the state for one use of the matmul; and True if `_end` is to record that use.
 
-        Args:
-          recipe: the recipe in effect.
-          operands: lhs and rhs, floating arrays of any shape; None if rhs is in bytes.
+        `operands` are floating arrays of any shape; None if rhs is in bytes.
         """
         state, sink = self._read_state(recipe), None
         if state is not None and self.fp8_sink is not None:
@@ -254,10 +251,6 @@ class Product(PrintsRecipe):
 
     def _end(self, begun: State, observed: Observed) -> None:
         """Store the largest amaxes of the step under way as the newest entries of lhs and rhs.
-
-        Args:
-          begun: the result of `_begin`.
-          observed: the amaxes of this use.
 
         Raises:
           ValueError: histories cannot be written here, because the model was created outside the
