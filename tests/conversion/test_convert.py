@@ -524,6 +524,20 @@ def test_modules_named_like_operands():
     assert_histories_moved(model, variables, X, 4)
 
 
+def test_a_module_that_looks_up_its_own_attributes():
+    """As gemma's Transformer does. Flax treats `__getattr__` as a method of the model."""
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.features)(x)
+
+        def __getattr__(self, name):
+            return 4 if name == "features" else super().__getattr__(name)
+
+    assert converted_layers(Own(), X, exempt=()) == {"Dense_0"}
+
+
 @pytest.mark.slow
 def test_subclasses_of_layers():
     class Scaled(nn.Dense):
