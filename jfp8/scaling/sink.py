@@ -70,12 +70,12 @@ def encode_amax(amax: jax.Array) -> jax.Array:
     """Return a row for each amax: f32[...] -> f32[..., 2050]."""
     bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.uint32)[..., None]
     is_zero, is_finite = bits < _SMALLEST_NORMAL, bits < _INF  # arithmetic flushes subnormals
-    position = jnp.clip((bits >> _SHIFT).astype(jnp.int32) - _FIRST, 1, BINS - 1)
-    position = jnp.where(is_zero, 0, position)
+    position = jnp.clip(bits >> _SHIFT, _FIRST + 1, _FIRST + BINS - 1) - np.uint32(_FIRST)
+    position = jnp.where(is_zero, np.uint32(0), position)
     others = jnp.where(is_finite & ~is_zero, bits, np.uint32(0))
-    entry = _along_last(jnp.arange(WIDTH), bits.ndim)
-    bit = (others >> jnp.maximum(entry - BINS, 0).astype(jnp.uint32) & np.uint32(1)) > 0
-    return jnp.where(entry < BINS, entry == position, bit).astype(jnp.float32)
+    entry = _along_last(jnp.arange(WIDTH, dtype=jnp.uint32), bits.ndim)
+    shift = jnp.minimum(entry - np.uint32(BINS), np.uint32(31))  # 31, the sign, for all bins
+    return ((entry == position) | (others >> shift & np.uint32(1) > 0)).astype(jnp.float32)
 
 
 @jax.jit
