@@ -375,7 +375,7 @@ class Stack(nnx.Module):
         self.loop, self.w = loop, normal(rngs, (3, 8, 8))
 
     def __call__(self, x):
-        body, w = lambda x, w: (jnp.tanh(x @ w), None), self.w[...]
+        body, w = lambda x, w: (jax.nn.relu(x @ w), None), self.w[...]  # which rounds nothing
         if self.loop:
             return jax.lax.scan(jax.checkpoint(body), x, w)[0]
         return functools.reduce(lambda x, w: body(x, w)[0], w, x)

@@ -110,13 +110,13 @@ DAILY = {("linen TransformerLayer", "delayed"), ("nnx attention", "delayed")}
     ],
 )
 def test_decoding_gives_the_whole_sequence_where_the_recipe_is_causal(kind, recipe):
-    """To the bit on this CPU; elsewhere sums may come in another order."""
+    """To the bit where sums of codes are exact; others may come in another order."""
     case = make(kind, recipe)
     whole = case.at_once()
     causal = jfp8.recipes.get(recipe).is_causal(history=True)
     for parts in PARTS.values():
         y, _ = case.in_parts(parts)
-        if causal and recipe == "nvfp4_row":  # scales within a sum that are no powers of two
+        if causal and recipe in ("nvfp4_row", "qat"):  # f32 rounds their terms
             assert difference(y, whole) < 1e-6
         elif causal:
             np.testing.assert_array_equal(y, whole)
