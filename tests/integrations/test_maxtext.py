@@ -22,6 +22,7 @@ from flax import nnx
 jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 import maxtext_client as t
 from jfp8.linen import histories_in
+from jfp8.scaling.sink import ROLES
 
 def told(run):
     state = run.state if isinstance(run.state, nnx.State) else nnx.state(run.state)
@@ -30,7 +31,7 @@ def told(run):
         if variable.type.__name__ == "_overwrite_with_gradient":
             of = histories_in({"state": variable.get_value()})
             histories["/".join(map(str, path))] = {
-                role: np.asarray(of[role]["amax_history"]).tolist() for role in of
+                role: np.asarray(of[role]["amax_history"]).tolist() for role in ROLES
             }
     return {"losses": run.losses, "histories": histories, "products": t.counted(run)}
 
