@@ -395,7 +395,7 @@ def test_a_body_computes_what_the_same_layers_do_outside_of_a_loop():
     )
     for factor in (1, 2, 4):
         (loss, grads), (expected, others) = (step(m, factor * X) for m in (looped, written))
-        assert loss == expected
+        assert loss == expected > 0
         np.testing.assert_array_equal(grads["w"][...], others["w"][...])
     jax.tree.map(np.testing.assert_array_equal, histories(looped), histories(written))
     assert len(histories(looped)) == 3

@@ -302,7 +302,7 @@ def test_histories_are_those_of_our_product_to_the_bit():
 
 @pytest.mark.slow
 def test_weights_in_fp8_give_what_their_values_give():
-    """To the bit in one way of compiling: they are quantized again, with the scale they have."""
+    """Bitwise identical if both are compiled: weights are quantized again, with their scale."""
     model = jfp8.convert(Block(), "current", exempt=())
     params = jax.jit(Block().init)(KEY, X)["params"]
     q = jfp8.quantize_params(params, "current", kernels="w")

@@ -110,7 +110,7 @@ DAILY = {("linen TransformerLayer", "delayed"), ("nnx attention", "delayed")}
     ],
 )
 def test_decoding_gives_the_whole_sequence_where_the_recipe_is_causal(kind, recipe):
-    """To the bit where sums of codes are exact; others may come in another order."""
+    """Bitwise identical where sums of codes are exact, else up to their order."""
     case = make(kind, recipe)
     whole = case.at_once()
     causal = jfp8.recipes.get(recipe).is_causal(history=True)

@@ -61,7 +61,7 @@ def _tensor_amax(arrays: Any, history: Any, entries: int, dtype: Any, make: Any)
     def kernel(*refs: Ref) -> None:
         *x, history, amaxes = refs
         block, across = lax.axis_index("block"), columns // length
-        # Not from the first entry: in `shard_map`, JAX types it as varying, and the others not.
+        # Starts at 0: in `shard_map`, JAX types the first entry as varying, and later ones not.
         known = lax.fori_loop(0, entries, lambda i, x: lax.max(x, history[i]), np.float32(0))
         steps = lax.div(rows * across + BLOCKS - 1 - block, BLOCKS)
 

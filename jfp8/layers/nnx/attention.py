@@ -205,7 +205,9 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
         call, given = super().__call__, locals()
         known = inspect.signature(call).parameters
         if input_positions is not None and "input_positions" not in known:
-            raise TypeError(f"input_positions: Flax {flax.__version__} has none. Update Flax.")
+            raise TypeError(
+                f"input_positions needs a newer Flax than {flax.__version__}: pip install -U flax"
+            )
         attention_fn, cached = self.attention_fn, read_cache(self)
         if not (self.decode if decode is None else decode) or cached is None:
             return pass_on(call, given)  # without a cache Flax says what is missing
