@@ -150,10 +150,55 @@ def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def params_of(eqn: Any) -> dict[str, Any]:
+    """Return the parameters of an equation, which some primitives keep in an object since 0.11."""
+    held = eqn.params.get("_prim")
+    return dict(eqn.params if held is None else held.params)
+
+
+def jaxprs_of(eqn: Any) -> Iterator[Jaxpr]:
+    """List the jaxprs among the parameters of an equation: bodies, branches."""
+    for value in params_of(eqn).values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, Jaxpr):
+                yield x
+            elif isinstance(getattr(x, "jaxpr", None), ClosedJaxpr):
+                yield x.jaxpr.jaxpr  # of a function with a derivative of its own, since 0.11
+
+
 def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """The jaxpr that an equation (``scan``, ``jit``, ``checkpoint``) calls, and its constants."""
-    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    params = params_of(eqn)
+    jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Return whether an equation is ``jax.checkpoint``, in any of its versions."""
+    held = type(eqn.params.get("_prim")).__name__
+    return eqn.primitive.name in ("checkpoint", "remat2") or held == "RematTraced"
+
+
+def evaluate_with_body(
+    eqn: Any, body: Callable[..., Any], *arguments: Any
+) -> tuple[list[Any], Any]:
+    """Compute a ``checkpoint`` with another body, ``body(*arguments)``.
+
+    Returns the arrays of its result, and the result with shapes in place of arrays.
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    flat = lambda *leaves: body(*jax.tree.unflatten(structure, leaves))
+    closed, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    jaxpr, values = partial_eval.convert_constvars_jaxpr(closed.jaxpr), [*closed.consts, *leaves]
+    held = eqn.params.get("_prim")
+    if held is None:
+        return evaluate(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), values), out
+    keeps = held.prevent_cse  # a tuple says it of each argument
+    keeps = keeps if isinstance(keeps, bool) else any(keeps)
+    again = type(held)(ClosedJaxpr(jaxpr, ()), held.policy, keeps)
+    return evaluate(eqn.replace(params={"_prim": again}), values), out
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
