@@ -19,7 +19,7 @@ from jfp8 import (
     recipes,
     scaling,
 )
-from jfp8.conversion.functions import Fp8Function
+from jfp8.conversion.function import Fp8Function
 from jfp8.conversion.models import autocast, convert
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.report import report

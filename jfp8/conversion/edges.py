@@ -15,6 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
 
@@ -22,7 +23,6 @@ from jfp8.recipes.per_tensor import DelayedScaling
 LOOKING = Region(DelayedScaling(), enabled=False, selection="looking for the layers at the edges")
 
 _INPUT, _OUTPUT = "jfp8 input of ", "jfp8 output of "
-PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 # What a value may be made of besides results of layers, which are strings.
 _PARAMETER, _OTHER = 0, 1
 
@@ -38,7 +38,7 @@ def mark_output(y: Any, path: str) -> Any:
 
 
 def mark_product(product: Any, path: str = "") -> Any:
-    """Compute a `ParameterProduct` or `WeightMatmul` as it is, with both ends marked."""
+    """Compute a `WeightMatmul` as it is, with both ends marked."""
     path = path or product.parameter.path
     marked = dataclasses.replace(product, x=mark_input(product.x, path))
     return mark_output(marked.plain(), path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jfp8.conversion.edges import PRODUCTS
+from jfp8.conversion.weight_matmul import PRODUCTS
 
 
 def flops(eqn: Any) -> int:

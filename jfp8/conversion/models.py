@@ -10,7 +10,7 @@ import flax.linen as nn
 from flax import nnx
 
 from jfp8.conversion import linen, linen_products, nnx_models
-from jfp8.conversion.functions import Fp8Function, convert_function
+from jfp8.conversion.function import Fp8Function, convert_function
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling

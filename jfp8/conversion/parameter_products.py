@@ -21,8 +21,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jfp8.conversion import edges
-from jfp8.conversion.weight_matmul import Place, Source, WeightMatmul, weight_second
-from jfp8.conversion.weight_walk import JOINED, SAME, Walk, is_entered
+from jfp8.conversion.legacy_matmul import Place, Source, WeightMatmul, weight_second
+from jfp8.conversion.legacy_walk import JOINED, SAME, Walk, is_entered
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Options, State
 from jfp8.products.slower import why_slower

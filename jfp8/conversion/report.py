@@ -18,7 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
+from jfp8.conversion.edges import arrays_apart, arrays_in, jaxprs_of
+from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.conversion.flops import flops
 from jfp8.conversion.linen_products import own_attention
 from jfp8.conversion.nnx import nodes_of

@@ -29,11 +29,12 @@ class Edge(enum.Enum):
     """Name layers at the edges of a model, which the literature keeps in high precision.
 
     References:
-      arXiv 2209.05433 section 4, arXiv 1905.12334 section 3.
+      arXiv 2209.05433 section 4, arXiv 1905.12334 section 3; of adapters arXiv 2106.09685.
     """
 
     IMAGE_INPUT = "the first convolution of an image model (at most 4 input channels)"
     LOGITS = "a layer whose result the model returns: the final logits"
+    LOW_RANK = "one of two matmuls in a row, x a b, whose rank is low: an adapter (LoRA)"
 
 
 Choice = str | type | Edge | Callable[[str, Any], bool]
@@ -42,7 +43,7 @@ Choice = str | type | Edge | Callable[[str, Any], bool]
 Recipes = RecipeLike | PerLayer | Mapping[str, RecipeLike | None]
 """A recipe or its name; or patterns of paths with those of the layers that they match."""
 
-EDGES: tuple[Choice, ...] = (Edge.IMAGE_INPUT, Edge.LOGITS)
+EDGES: tuple[Choice, ...] = tuple(Edge)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,20 @@
-"""A matmul of a traced program, one operand of which is a weight or was made of one."""
+"""A matmul of a traced program, one operand of which is a weight or was made of weights alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.tracing import interpreter
 from jfp8.tracing.compat import evaluate
+
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+"""The primitives that multiply."""
 
 Place: TypeAlias = tuple[int, ...]
 """The index of an equation, after the indices of the equations around it."""
@@ -18,26 +22,51 @@ Place: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """Say which weight a value was made of, and how."""
+    """Say which weight a value was made of, and how.
+
+    Attributes:
+      path: of the weight; of several ``"a+b"`` if they were joined, else the largest one's.
+      parts: slices that were taken of it, at known indices.
+      repeats: ``"broadcast"``; or ``"rows"``, if these were taken of it at computed indices, as an
+        embedding does. Next to a weight it then is an activation.
+      loops: scans that slice it, outermost first, and their lengths.
+      in_f32: the value before it was cast to fewer bits, where that can be had.
+      is_whole: it is the weight itself, maybe in another dtype.
+    """
 
     path: str
-    parts: tuple[Any, ...] = ()  # slices that were taken of it, at indices that are known
-    gathered: bool = False  # rows were taken at computed indices, as an embedding does
-    loops: tuple[tuple[Place, int], ...] = ()  # scans that slice it, outermost first; their lengths
-    in_f32: Any = None  # the value before it was cast to fewer bits, if that can be had
+    parts: tuple[Any, ...] = ()
+    repeats: Literal["", "broadcast", "rows"] = ""
+    loops: tuple[tuple[Place, int], ...] = ()
+    in_f32: Any = None
+    is_whole: bool = True
+
+
+@dataclass(frozen=True)
+class Data:
+    """Say of a value that is no weight which one it is, whatever its dtype and shape.
+
+    Attributes:
+      key: the same for one value in other dtypes and shapes.
+      factor: ``(key of a matmul, features, rank)`` if the value is the result of that matmul.
+    """
+
+    key: Any
+    factor: tuple[Any, int, int] | None = None
 
 
 @dataclass(frozen=True)
 class WeightMatmul:
-    """Hold a matmul of `x` and `weight`, which is a weight or was made of one."""
+    """Hold a matmul of `x` and `weight`, which is a weight or was made of some."""
 
     source: Source  # of the weight; with the path "" where neither operand is one
     eqn: Any
     x: jax.Array
     weight: jax.Array
-    swapped: bool = False  # the weight is the first operand
-    others: tuple[jax.Array, ...] = ()  # operands after these two: the sizes of groups
-    states: Mapping[str, jax.Array] = field(default_factory=dict)  # in this turn of all loops
+    swapped: bool  # the weight is the first operand
+    others: tuple[jax.Array, ...]  # operands after these two: the sizes of groups
+    at: interpreter.Place
+    data: Data | None = None  # which value x is
 
     @property
     def primitive(self) -> str:
@@ -52,35 +81,48 @@ class WeightMatmul:
             summed = self.eqn.params["dimension_numbers"][0][0 if self.swapped else 1]
         source = self.source
         shape = np.shape(self.weight)
-        return source.path, source.parts, source.loops, self.primitive, shape, summed
+        name = source.path or self.scope
+        return source.parts, source.loops, self.primitive, shape, summed, name
+
+    @property
+    def scope(self) -> str:
+        """Return the named scopes that it is in, and its primitive."""
+        return "/".join(filter(None, [str(self.eqn.source_info.name_stack), self.primitive]))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return how many terms each element of the result sums, and how many features it has."""
+        if self.primitive == "dot_general":
+            summed, batch = (dims[0 if self.swapped else 1] for dims in self._numbers)
+            sizes = {i: n for i, n in enumerate(np.shape(self.weight)) if i not in batch}
+            terms = int(np.prod([sizes.pop(i) for i in summed]))
+            return terms, int(np.prod(list(sizes.values())))
+        features = np.shape(self.weight)[-1]
+        return int(np.prod(np.shape(self.weight))) // max(features, 1), features
+
+    @property
+    def _numbers(self) -> Any:
+        return self.eqn.params["dimension_numbers"]
 
     def plain(self) -> jax.Array:
         """Compute it as the program does."""
         operands = (self.weight, self.x) if self.swapped else (self.x, self.weight)
         return evaluate(self.eqn, [*operands, *self.others])[0]
 
-    def by(self, dot_general: Callable[..., jax.Array], weight: jax.Array) -> jax.Array:
+    def by(self, dot_general: Callable[..., jax.Array], weight: Any) -> jax.Array:
         """Compute a ``dot_general`` by another function, whose second operand is the `weight`."""
-        numbers = self.eqn.params["dimension_numbers"]
-        return weight_second(dot_general, self.x, weight, numbers, self.swapped)
-
-
-def weight_second(
-    dot_general: Callable[..., jax.Array], x: Any, weight: Any, numbers: Any, swapped: bool
-) -> jax.Array:
-    """Compute a product by ``dot_general(x, weight)``, also where the `weight` is the first."""
-    (first, second), (first_batch, second_batch) = numbers
-    if not swapped:
-        return dot_general(x, weight, ((first, second), (first_batch, second_batch)))
-    y = dot_general(x, weight, ((second, first), (second_batch, first_batch)))
-    # The batch, the rest of x, the rest of the weight; the program has these two exchanged.
-    n = len(first_batch)
-    x_end = x.ndim - len(first)
-    return y.transpose(*range(n), *range(x_end, y.ndim), *range(n, x_end))
+        (first, second), (first_batch, second_batch) = self._numbers
+        if not self.swapped:
+            return dot_general(self.x, weight, self._numbers)
+        y = dot_general(self.x, weight, ((second, first), (second_batch, first_batch)))
+        # The batch, the rest of x, the rest of the weight; the program has these two exchanged.
+        n = len(first_batch)
+        x_end = self.x.ndim - len(first)
+        return y.transpose(*range(n), *range(x_end, y.ndim), *range(n, x_end))
 
 
 def is_ordinary(eqn: Any, *operands: Any) -> bool:
-    """Tell whether an equation multiplies real numbers of 16 or 32 bits, in the usual way."""
+    """Return whether an equation multiplies real numbers of 16 or 32 bits, in the usual way."""
     dtypes = [jnp.result_type(x) for x in operands]
     if not all(jnp.issubdtype(t, jnp.floating) and t.itemsize in (2, 4) for t in dtypes):
         return False

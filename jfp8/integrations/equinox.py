@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from jfp8.conversion.functions import Fp8Function
+from jfp8.conversion.function import Fp8Function
 from jfp8.conversion.models import convert as convert_any
 from jfp8.conversion.selection import Recipes
 from jfp8.recipes.per_tensor import DelayedScaling

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import keras
 
-from jfp8.conversion.functions import Fp8Function, convert_function
+from jfp8.conversion.function import Fp8Function, convert_function
 from jfp8.conversion.selection import Choice, Recipes, select
 from jfp8.recipes.per_tensor import DelayedScaling
 

@@ -108,7 +108,9 @@ def _read_forward(variable):
     ones = ((older > 0) | (older < 0)).astype(jnp.uint32)  # NaN is neither
     patterns = jnp.sum(ones << _places(ones.shape), axis=-1, dtype=jnp.uint32)
     histories = push_amax(lax.bitcast_convert_type(patterns, jnp.float32), amaxes)
-    return (histories, init_sink()), histories
+    # Computed from the variable, so that under ``vmap`` each variable has a sink.
+    no = jnp.zeros((len(ROLES), WIDTH), bool)
+    return (histories, lax.select(no, rows[:, :WIDTH], init_sink())), histories
 
 
 def _read_backward(histories, cotangents):

@@ -297,7 +297,7 @@ def _notes(reader: Reader, ins: Sequence[Value]) -> list[Any]:
 
 def _after(reader: Reader, eqn: Any, outs: Sequence[Any], *bodies: _Body) -> list[Value]:
     made = reader.after(eqn, list(bodies[0].notes), [body.made for body in bodies])
-    return list(map(Value, outs, made, strict=True))
+    return [Value(x, note) for x, note in zip(outs, made, strict=True)]
 
 
 def _checkpoint(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:

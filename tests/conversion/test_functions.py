@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -229,7 +230,7 @@ def test_recipes_without_state_keep_the_signature_and_attention_is_asked_for():
     converted = jfp8.convert(loss, "current", exempt=())
     assert converted.init(STACK[0], X) == {}
     value, exact = converted(STACK[0], X), loss(STACK[0], X)
-    assert value == converted(STACK[0], {}, X) != exact
+    assert value == converted(STACK[0], converted.init(STACK[0], X), X) != exact
     # Compiled, the softmax is rounded in another order.
     compiled = jax.jit(converted)(STACK[0], X)
     assert relative_error(compiled, value) < 1e-6 < relative_error(value, exact)
@@ -265,8 +266,6 @@ def test_mistakes_are_told():
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             jfp8.convert(function, RECIPE, **options)
-    with pytest.warns(UserWarning, match="but not to its sink.*the state of a converted function"):
-        jax.jit(jax.grad(converted))(STACK[0], state, X)
     with pytest.warns(UserWarning, match="No matmul of <lambda> is FP8.*final logits"):
         jfp8.convert(loss, "current")(STACK[0], X)
     with pytest.warns(UserWarning, match="none with an operand made of the weights, argument 1"):
@@ -301,3 +300,43 @@ def test_weights_that_the_function_holds_are_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table(jnp.ones((8, 8)), jnp.ones((4, 8)))
+
+
+def test_only_a_state_is_taken_for_one():
+    """An empty dict, or one of the function's own, is an argument like any other."""
+    predict = lambda params, options, x: options.get("by", 1.0) * jnp.tanh(x @ params)
+    converted = jfp8.convert(predict, "current", exempt=())
+    for options in ({}, {"by": jnp.float32(3.0)}):
+        exact = predict(STACK[0], options, X)
+        assert 0 < relative_error(converted(STACK[0], options, X), exact) < 0.1
+    delayed = jfp8.convert(predict, RECIPE, exempt=())
+    state = delayed.init(STACK[0], {}, X)
+    y = delayed(STACK[0], state, {"by": 2.0}, X)
+    assert (y == delayed(STACK[0], {"by": 2.0}, X, fp8_state=state)).all()
+    restored = dict(state)  # as a checkpoint gives it back
+    assert (y == delayed(STACK[0], restored, {"by": 2.0}, X)).all()
+    tree = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
+    assert type(tree) is type(state)
+
+
+WEIGHTS = {
+    "a number times it": lambda w, x: x @ (2 * w),
+    "tanh": lambda w, x: x @ jnp.tanh(w),
+    "normalized": lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)),
+    "merged": lambda w, x: x @ (w + 0.1 * w[:, :2] @ w[:2]),
+    "looked up": lambda w, x: jnp.einsum("bi,bio->bo", x, w[None][jnp.zeros(len(x), int)]),
+}
+NO_WEIGHTS = {
+    "of data": lambda w, x: x @ (w * x[:1]),
+    "dropped": lambda w, x: x @ jnp.where(x[:1] > 0, w, 0),
+    "low rank": lambda w, x: (x @ w[:, :2]) @ w[:2],
+}
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, *NO_WEIGHTS])
+def test_a_weight_is_what_was_computed_of_weights_alone(name):
+    function = {**WEIGHTS, **NO_WEIGHTS}[name]
+    loss = lambda w, x: jnp.sum(jnp.tanh(function(w, x)) ** 2)
+    rows = jfp8.report(jfp8.convert(loss, "current", exempt=jfp8.Edge.LOW_RANK), STACK[0], X).rows
+    fp8 = [row.fp8 for row in rows if row.kind in ("fprop", "forward") and row.out == "f32[8,16]"]
+    assert fp8[-1:] == [name in WEIGHTS]

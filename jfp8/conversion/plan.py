@@ -1,0 +1,181 @@
+"""Decide which matmuls of a program become FP8, and which state they keep."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.conversion import edges
+from jfp8.conversion.causal import masks_later_positions
+from jfp8.conversion.product_rows import looks_ahead_message
+from jfp8.conversion.program import Program
+from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.conversion.weight_matmul import WeightMatmul
+from jfp8.conversion.weight_walk import Walk
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.caller import user_level
+
+
+class Named(NamedTuple):
+    """Say what a door calls a matmul.
+
+    Attributes:
+      name: of its state, unique but for matmuls that share it.
+      path: by which a user selects it.
+      layer: what a user selects it by: a module, or the shape of the weight.
+      kind: the type of the layer, for reports.
+    """
+
+    name: str
+    path: str
+    layer: Any
+    kind: str
+
+
+Namer = Callable[[WeightMatmul, int], Named]
+"""Names a matmul; the number counts those of one weight, from 1."""
+
+
+@dataclass(frozen=True)
+class PlannedMatmul:
+    """Hold what becomes of a matmul."""
+
+    named: Named
+    weight: str  # its path
+    decision: Decision
+    loops: tuple[Any, ...]  # that slice its state, and their lengths
+    looks_ahead: bool = False
+
+    @property
+    def has_state(self) -> bool:
+        """Return whether it keeps amax histories."""
+        recipe = self.decision.recipe
+        return recipe is not None and jax.eval_shape(recipe.init_state) is not None
+
+    def init_state(self, init: Callable[[Recipe], Any]) -> Any:
+        """Return ``init(recipe)``, of zeros, stacked as the loops around it are."""
+        assert self.decision.recipe is not None
+        lengths = [length for _, length in self.loops]
+        stacked = lambda x: jnp.zeros((*lengths, *x.shape), x.dtype)
+        return jax.tree.map(stacked, init(self.decision.recipe))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold what becomes of each matmul of a program, by its `WeightMatmul.key`.
+
+    Attributes:
+      ahead: the recipes of matmuls whose scales see later positions, where the model masks these.
+      held: paths of weights that are multiplied by arrays which the function holds itself.
+    """
+
+    selection: Selection
+    matmuls: dict[Any, PlannedMatmul]
+    ahead: dict[str, str] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+
+    @property
+    def by_name(self) -> dict[str, PlannedMatmul]:
+        """Return the matmuls by the names of their states."""
+        return {each.named.name: each for each in self.matmuls.values()}
+
+    def of(self, matmul: WeightMatmul) -> PlannedMatmul:
+        """Return what becomes of `matmul`."""
+        return self.matmuls[matmul.key]
+
+    def warn_ahead(self) -> None:
+        """Warn if scales see later positions that the model masks."""
+        if self.ahead:
+            warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
+
+
+def plan_of(program: Program, selection: Selection, name_of: Namer, *, of_loss: bool) -> Plan:
+    """Find all matmuls of a program with weights, and decide which become FP8.
+
+    Args:
+      of_loss: the first array of the result is a loss.
+    """
+    looked = _Looked(program, name_of)
+    walk = Walk(looked.see, {}, selection.attention, emits=False)
+    run = lambda *arrays: program.run(walk, arrays, {})[0]
+    with region.entered(edges.LOOKING):
+        closed = jax.make_jaxpr(run)(*program.arguments)
+    first, ends = edges.edge_layers(closed, len(program.sources), of_loss=of_loss)
+    causal = masks_later_positions(closed, program.arguments)
+    plan = Plan(selection, {}, held=looked.held())
+    for key, (named, matmul) in looked.seen.items():
+        edge = looked.edge_of(key, first, ends)
+        decision = selection.decide(named.path, named.layer, edge)
+        planned = PlannedMatmul(named, matmul.source.path, decision, matmul.source.loops)
+        if decision.recipe is not None:
+            kind = "conv" if matmul.primitive.startswith("conv") else "dense"
+            ahead = not decision.recipe.is_causal(kind, history=planned.has_state)
+            masks = causal or getattr(named.layer, "padding", None) == "CAUSAL"
+            if masks and ahead:
+                plan.ahead[named.path] = decision.recipe.name
+            planned = replace(planned, looks_ahead=ahead)
+        plan.matmuls[key] = planned
+    return plan
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """Hold what a look at a program has seen; keys are those of matmuls."""
+
+    program: Program
+    name_of: Namer
+    seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)
+    low_rank: set[Any] = field(default_factory=set)
+
+    def see(self, matmul: WeightMatmul) -> tuple[jax.Array, list[Any]]:
+        """Note `matmul`, and compute it plainly with both ends marked."""
+        key = matmul.key
+        if key not in self.seen:
+            nth = 1 + sum(known[-1] == key[-1] for known in self.seen)
+            self.seen[key] = self.name_of(matmul, nth), matmul
+        if matmul.data is not None and matmul.data.factor is not None:
+            before, terms, rank = matmul.data.factor
+            summed, features = matmul.sizes
+            if summed == rank and rank * (terms + features) < terms * features:
+                self.low_rank.update((key, before))
+        return edges.mark_product(matmul, _mark(key)), []
+
+    def edge_of(self, key: Any, first: frozenset[str], ends: frozenset[str]) -> Edge | None:
+        """Return the edge of the model that a matmul is at, if any."""
+        _, matmul = self.seen[key]
+        if key in self.low_rank:
+            return Edge.LOW_RANK
+        if _mark(key) in ends:
+            return Edge.LOGITS
+        if matmul.primitive.startswith("conv") and _mark(key) in first:
+            channels = matmul.eqn.params["dimension_numbers"].lhs_spec[1]
+            if np.shape(matmul.x)[channels] <= MAX_IMAGE_CHANNELS:
+                return Edge.IMAGE_INPUT
+        return None
+
+    def held(self) -> tuple[str, ...]:
+        """Return the weights if all are multiplied by arrays that the function holds itself."""
+        met = {m.source.path: m.x for _, m in self.seen.values() if m.source.path}
+        held = self.program.closed.consts
+        return tuple(met) if all(any(x is y for y in held) for x in met.values()) else ()
+
+
+def _mark(key: Any) -> str:
+    return repr(key)
+
+
+def shape_of(matmul: WeightMatmul) -> jax.ShapeDtypeStruct:
+    """Return the shape of a matmul's weight, which a function of a user may select it by."""
+    return jax.ShapeDtypeStruct(np.shape(matmul.weight), matmul.weight.dtype)
+
+
+def reasons(planned: Sequence[PlannedMatmul]) -> str:
+    """Say why each matmul stays in high precision."""
+    return "; ".join(f"{each.named.path}: {each.decision.reason}" for each in planned)

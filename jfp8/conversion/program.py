@@ -1,0 +1,82 @@
+"""The program of a function of weights and data, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from jfp8.conversion.edges import arrays_apart
+from jfp8.conversion.weight_matmul import Data, Source
+from jfp8.conversion.weight_walk import Walk
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.trees import is_scaled_array
+from jfp8.tracing import interpreter
+from jfp8.tracing.interpreter import Emitted, Value, arrays
+
+
+@dataclass(frozen=True)
+class Program:
+    """Hold a traced function, and the arguments that it was traced for.
+
+    Attributes:
+      closed: its jaxpr.
+      arguments: arrays; weights first. One that is kept in FP8 has its values here.
+      sources: which weight each of the weights is; None for those that are no floating numbers.
+      stored: by path, the weights that are kept in FP8.
+      together: makes the result of the arrays in it.
+    """
+
+    closed: ClosedJaxpr
+    arguments: Sequence[Any]
+    sources: tuple[Source | None, ...]
+    stored: dict[str, ScaledArray]
+    together: Callable[[Sequence[Any]], Any]
+
+    @classmethod
+    def of(
+        cls, function: Callable[[Any, Any], Any], weights: Any, paths: Sequence[str], others: Any
+    ) -> Program:
+        """Trace ``function(weights, others)``, of pytrees; `paths` are those of all weights."""
+        leaves, structure = jax.tree.flatten(weights, is_leaf=is_scaled_array)
+        stored = {path: x for path, x in zip(paths, leaves, strict=True) if is_scaled_array(x)}
+        values = [x.dequantize() if is_scaled_array(x) else x for x in leaves]
+        given, whole_weights = arrays_apart(values)
+        data, whole_others = arrays_apart(others)
+        made: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            weights = structure.unflatten(whole_weights(arrays[: len(given)]))
+            result = function(weights, whole_others(arrays[len(given) :]))
+            found, together = arrays_apart(result)
+            made[:] = [together]
+            return found
+
+        arguments = [*given, *data]
+        closed = jax.make_jaxpr(flat)(*arguments)
+        named = [path for path, x in zip(paths, values, strict=True) if arrays_apart(x)[0]]
+        is_number = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        sources = tuple(
+            Source(path) if is_number(x) else None for path, x in zip(named, given, strict=True)
+        )
+        return cls(closed, arguments, sources, stored, made[0])
+
+    @staticmethod
+    def leaves_with_path(weights: Any) -> list[tuple[Any, Any]]:
+        """List the weights in a pytree as `of` counts them: one that is kept in FP8 is one."""
+        return jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_scaled_array)
+
+    def run(
+        self, walk: Walk, arguments: Sequence[Any], states: Any
+    ) -> tuple[list[Any], Emitted]:
+        """Compute the arrays of the result as `walk` says, and return what it emits."""
+        weights = [*self.sources, *[None] * (len(arguments) - len(self.sources))]
+        notes = [Data(("argument", i)) if x is None else x for i, x in enumerate(weights)]
+        at = interpreter.Place(feeds=states)
+        ins = map(Value, arguments, notes)
+        outs, emitted = interpreter.run(walk, self.closed.jaxpr, self.closed.consts, ins, at)
+        return arrays(outs), emitted
