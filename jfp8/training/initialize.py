@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from jfp8.conversion.models import Model, convert_selected
-from jfp8.conversion.nnx_models import decisions
+from jfp8.conversion.nnx_copy import decisions
 from jfp8.conversion.report import report
 from jfp8.conversion.selection import Choice, select
 from jfp8.layers.linen.state_in_gradients import StateCollection

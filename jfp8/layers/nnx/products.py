@@ -312,6 +312,13 @@ def _overwrite(fp8: Any, histories: dict[str, jax.Array], check: jax.Array) -> N
     fp8[CHECK].set_value(check[..., None])
 
 
+def record(product: Product, observed: Observed) -> None:
+    """Make amaxes the newest entries of the histories of lhs and rhs; 0 is no entry."""
+    seen = zip(Observed._fields, map(lax.stop_gradient, observed), strict=True)
+    histories = product.intact_histories()
+    product.set_histories({role: _push(histories[role], amax) for role, amax in seen})
+
+
 def _warn_inside_linen(path: str) -> None:
     """Warn if a Linen module during initialization calls an NNX layer as if it held it."""
     module = current_linen_module()
