@@ -21,12 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jfp8.conversion.nnx_layers import Converted, Weight, as_plain, inside_of_attention, spelled
+from jfp8.conversion.nnx_layers import (
+    Converted,
+    Weight,
+    as_plain,
+    converted_of,
+    inside_of_attention,
+    set_converted,
+    spelled,
+    warn_if_unconverted,
+)
 from jfp8.conversion.plan import Named, Plan, PlannedMatmul, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import Amaxes, States, run_planned
 from jfp8.conversion.selection import Decision, Edge
-from jfp8.conversion.nnx_layers import warn_if_unconverted
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.nnx.products import Product, record
 from jfp8.products.operation import Observed, State
@@ -47,14 +55,14 @@ def enter(module: Any, converted: Converted, kind: type | None = None) -> None:
     kind = getattr(type(module), "jfp8_original", type(module)) if kind is None else kind
     is_pytree = not jax.tree_util.treedef_is_leaf(jax.tree.structure(module))
     object.__setattr__(module, "__class__", _entering(kind, is_pytree))
-    module.jfp8_converted = converted
+    set_converted(module, converted)
 
 
 @functools.cache
 def _entering(kind: type[nnx.Module], is_pytree: bool) -> type[nnx.Module]:
     """Make a subclass of `kind` that looks like it, and whose public methods are `_method`s."""
     namespace = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {"jfp8_original": kind, "jfp8_converted": None}
+    namespace["jfp8_original"] = kind
     namespace["__reduce_ex__"] = lambda self, _: (_restored, (kind, is_pytree), vars(self).copy())
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         public = name == "__call__" or not name.startswith("_")
@@ -76,7 +84,7 @@ def _method(function: Callable[..., Any], is_call: bool) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        here: Converted | None = self.jfp8_converted
+        here = converted_of(self)
         if here is None or not (is_call or _has_arrays((args, kwargs))):
             return function(self, *args, **kwargs)
         if here.is_plain:
@@ -152,22 +160,28 @@ class TracedCall:
 
     def plan(self) -> Plan:
         """Decide what becomes of each matmul."""
-        is_whole = self.module.jfp8_converted.path == ""
+        is_whole = _place(self.module) == ""
         selections = [weight.selection for _, weight in self.weights.values()]
         gpu = next((s.unless_slower_on for s in selections if s is not None), None)
         deciding: Any = _Deciding(is_whole, gpu)
-        return plan_of(self.program, deciding, self._name)
+        return plan_of(self.program, deciding, functools.partial(self._name, {}))
 
-    def _name(self, matmul: WeightMatmul, nth: int) -> Named:
-        """Name a matmul by its weight; of several that were joined, by all of these."""
-        path = matmul.source.path
+    def _name(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, nth: int) -> Named:
+        """Name a matmul by its weight; of several that were joined, by all of these.
+
+        All parts of a weight have one state, but not what sums over other dimensions of it.
+        """
+        path, kind = matmul.source.path, (matmul.source.loops, matmul.summed)
+        seen = kinds.setdefault(path, [])
+        seen += [] if kind in seen else [kind]
+        nth = 1 + seen.index(kind)
         module, weight = self.weights[path.split("+")[0]]
         product = self.product(path) if nth == 1 else None
         loops, stacks = len(matmul.source.loops), 0
         if product is not None and product.fp8 is not None:
             stacks = max(0, product.fp8["lhs"].ndim - 1 - loops)
         name = path if nth == 1 else f"{path}_{nth}"
-        place, kind = module.jfp8_converted.path, type(module).__name__
+        place, kind = _place(module), type(module).__name__
         return Named(name, weight.path, module, kind, place, stacks=stacks, stays=weight.stays)
 
     def product(self, name: str) -> Product | None:
@@ -205,7 +219,7 @@ class _Deciding:
 
     def decide(self, path: str, module: Any, edge: Edge | None) -> Decision:
         """Decide on the matmuls of the weight at `path`, which `module` holds."""
-        weight = next(w for w in module.jfp8_converted.weights if w.path == path)
+        weight = next(w for w in converted_of(module).weights if w.path == path)
         if edge is Edge.LOGITS and not self.is_whole:
             edge = None
         decision = weight.selection.decide(path, module, edge)
@@ -222,13 +236,18 @@ def _called(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -
         plan = call.plan()
         (result, changed, whole), amaxes = run_planned(call.program, plan, call.states(plan))
         if whole is not None:
-            module.jfp8_converted = module.jfp8_converted  # raises where nothing can be set
+            set_converted(module, converted_of(module))  # raises where nothing can be set
             with nnx.merge_context(TAG, inner=False) as context:
                 _, result = context.merge(*whole)
     call.update(plan, amaxes, changed or {})
-    if is_call and module.jfp8_converted.path == "":
+    if is_call and _place(module) == "":
         _warn(module, plan)
     return result
+
+
+def _place(module: Any) -> str:
+    converted = converted_of(module)
+    return "" if converted is None else converted.path
 
 
 def _variables(tree: Any) -> list[nnx.Variable]:
@@ -245,7 +264,7 @@ def _known(given: Any) -> tuple[dict[int, tuple[Any, Weight]], set[int]]:
     weights: dict[int, tuple[Any, Weight]] = {}
     states: set[int] = set()
     for _, module in nnx.iter_graph(given, graph=True):
-        converted: Converted | None = getattr(module, "jfp8_converted", None)
+        converted = converted_of(module)
         for weight in () if converted is None else converted.weights:
             variable = weight.of(module)
             if id(variable) not in weights or weight.holder:  # of two that share it

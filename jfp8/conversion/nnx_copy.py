@@ -17,9 +17,11 @@ from jfp8.conversion.nnx_layers import (
     Converted,
     Keys,
     Weight,
+    converted_of,
     has_own_product,
     layers_of,
     nodes_of,
+    set_converted,
     spelled,
     stacks_of,
     warn_if_unconverted,
@@ -128,7 +130,7 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
     converted = nnx.clone(model, graph=True)
     found = _convertible(converted, selection)
     for keys, node in nodes_of(converted):
-        path, kind, before = spelled(keys), None, getattr(node, "jfp8_converted", None)
+        path, kind, before = spelled(keys), None, converted_of(node)
         if selection.attention and _is_attention(node):
             recipe = selection.decide(path, node, None).recipe
             if recipe is not None:
@@ -159,7 +161,8 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
 
 def _weights(node: Any, path: str, selection: Selection) -> tuple[Weight, ...]:
     """List the weights of a module, those with state of an earlier conversion as these were."""
-    before = node.jfp8_converted.weights if getattr(node, "jfp8_converted", None) else ()
+    here = converted_of(node)
+    before = () if here is None else here.weights
     new = [replace(weight, holder="") for weight in weights_of(node, path, selection)]
     kept = [weight for weight in before if weight.holder or not new]
     return tuple({weight.keys: weight for weight in (*new, *kept)}.values())
@@ -169,18 +172,19 @@ def _hold(node: Any, weight: Weight, recipe: Recipe, leading: tuple[int, ...]) -
     """Give a module what holds the state of matmuls with one of its weights."""
     if isinstance(getattr(node, weight.holder, None), Product):
         return  # it was converted before
-    if weight.path == node.jfp8_converted.path:
+    if hook_of(node):
         product = product_for(node, recipe, path=weight.path)
     else:
-        product = DotGeneral(recipe=recipe, path=node.jfp8_converted.path, leading=leading)
+        product = DotGeneral(recipe=recipe, path=converted_of(node).path, leading=leading)
     setattr(node, weight.holder, nnx.data(product))
     _replace(node, weight)
 
 
 def _replace(node: Any, weight: Weight) -> None:
-    here = node.jfp8_converted
+    here = converted_of(node)
+    assert here is not None
     weights = tuple(weight if w.keys == weight.keys else w for w in here.weights)
-    node.jfp8_converted = replace(here, weights=weights)
+    set_converted(node, replace(here, weights=weights))
 
 
 def _planned(converted: Any, example: tuple[Any, ...]) -> dict[Any, tuple[Decision, Any]]:
@@ -205,7 +209,7 @@ def _planned(converted: Any, example: tuple[Any, ...]) -> dict[Any, tuple[Decisi
 def _check_recipes(model: nnx.Module, selection: Selection) -> None:
     """Raise ``ValueError`` if a layer that was converted before is to have another recipe."""
     for keys, node in nodes_of(model):
-        here = getattr(node, "jfp8_converted", None)
+        here = converted_of(node)
         for weight in () if here is None else here.weights:
             if not weight.holder:
                 continue
@@ -243,7 +247,7 @@ def with_notes(model: Any) -> Any:
     Modules of a converted model do that already.
     """
     for keys, node in nodes_of(model):
-        if getattr(node, "jfp8_converted", None) is None:
+        if converted_of(node) is None:
             reason = (why_not(node) or "not converted") if hook_of(node) else ""
             reason = "" if has_own_product(node) else reason
             enter(node, Converted(spelled(keys), is_plain=True, reason=reason))

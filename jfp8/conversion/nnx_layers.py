@@ -53,7 +53,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Converted:
-    """What a module in a converted model knows, as its attribute ``jfp8_converted``.
+    """Hold what a module in a converted model knows; see `converted_of`.
 
     Attributes:
       path: of the module in the model.
@@ -66,6 +66,20 @@ class Converted:
     weights: tuple[Weight, ...] = ()
     is_plain: bool = False
     reason: str = ""
+
+
+# Flax's prints of a model leave out static attributes with an underscore.
+_ATTRIBUTE = "_jfp8_converted"
+
+
+def converted_of(module: Any) -> Converted | None:
+    """Return what a module knows of its conversion; None if it is not converted."""
+    return vars(module).get(_ATTRIBUTE) if isinstance(module, nnx.Module) else None
+
+
+def set_converted(module: Any, converted: Converted) -> None:
+    """Tell a module of its conversion. Where Flax lets no attribute be set, this raises."""
+    setattr(module, _ATTRIBUTE, converted)
 
 
 def nodes_of(module: nnx.Module) -> list[tuple[Keys, Any]]:
@@ -118,7 +132,8 @@ def weights_of(module: Any, place: str, selection: Selection | None) -> list[Wei
     """List the parameters of a module, and the attributes that may hold the state of a matmul."""
     if has_own_product(module):
         return []
-    hook, why, known = hook_of(module), why_not(module), is_known(type(module))
+    hook, why = hook_of(module), why_not(module)
+    known = is_known(type(module)) or hook is not None
     found = []
     for keys, _ in params_of(module):
         path = f"{place}/{spelled(keys)}".lstrip("/")
@@ -176,8 +191,8 @@ def stacks_of(nodes: Sequence[tuple[Keys, Any]]) -> dict[Keys, tuple[int, ...]]:
 @contextlib.contextmanager
 def as_plain(copy: Any) -> Iterator[None]:
     """Return a context in which the modules in `copy` are those of the plain model."""
-    modules = [x for _, x in nnx.iter_graph(copy, graph=True) if isinstance(x, nnx.Module)]
-    converted = [(x, c) for x in modules if (c := getattr(x, "jfp8_converted", None)) is not None]
+    modules = [x for _, x in nnx.iter_graph(copy, graph=True)]
+    converted = [(x, how) for x in modules if (how := converted_of(x)) is not None]
     held = [(x, w, getattr(x, w.holder)) for x, c in converted for w in c.weights if w.holder]
     for module, weight, _ in held:
         if weight.plain is ABSENT:
@@ -185,10 +200,10 @@ def as_plain(copy: Any) -> Iterator[None]:
         else:
             setattr(module, weight.holder, nnx.static(weight.plain))
     for module, how in converted:
-        module.jfp8_converted = replace(how, is_plain=True)
+        set_converted(module, replace(how, is_plain=True))
     yield
     for module, how in converted:
-        module.jfp8_converted = how
+        set_converted(module, how)
     for module, weight, product in held:
         setattr(module, weight.holder, nnx.data(product))
 
@@ -198,15 +213,15 @@ def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]])
 
     `stayed` are the matmuls that a call has met, by path: the type of the layer, and the decision.
     """
-    nodes = [(keys, node, node.jfp8_converted) for keys, node in nodes_of(model)]
-    holders = [id(getattr(x, w.holder)) for _, x, here in nodes for w in here.weights if w.holder]
+    nodes = [(x, here) for _, x in nodes_of(model) if (here := converted_of(x)) is not None]
+    holders = [id(getattr(x, w.holder)) for x, here in nodes for w in here.weights if w.holder]
     products = [x for _, x in nnx.iter_graph(model, graph=True) if isinstance(x, Product)]
     if any(id(product) not in holders for product in products):
         return
     layers: dict[str, tuple[type, Decision]] = {}
     kinds: dict[str, type] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for keys, node, here in nodes:
+    for node, here in nodes:
         for weight in here.weights:
             if weight.path in stayed or weight.selection is None or weight.keys == ("bias",):
                 continue
