@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jfp8.conversion.linen_products import check_caching_layers
+from jfp8.conversion.linen_attention import check_caching_layers
 from jfp8.conversion.nnx import REASON, convert_module, layers_of, nodes_of, reason_of, subclass_of
 from jfp8.conversion.nnx_edges import edges_of
 from jfp8.conversion.nnx_parameters import convert_own, own_of, warn_if_unconverted

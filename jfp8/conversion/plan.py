@@ -31,12 +31,18 @@ class Named(NamedTuple):
       path: by which a user selects it.
       layer: what a user selects it by: a module, or the shape of the weight.
       kind: the type of the layer, for reports.
+      place: the path of the layer for reports, if it is not `path`.
+      product: the name of the matmul in the layer, if it has one.
+      stacks: by so many axes of the weight ``vmap`` has stacked layers, each with its own state.
     """
 
     name: str
     path: str
     layer: Any
     kind: str
+    place: str | None = None
+    product: str = ""
+    stacks: int = 0
 
 
 Namer = Callable[[WeightMatmul, int], Named]
@@ -51,6 +57,7 @@ class PlannedMatmul:
     weight: str  # its path
     decision: Decision
     loops: tuple[Any, ...]  # that slice its state, and their lengths
+    stacks: tuple[int, ...] = ()  # the sizes of stacks of layers, see `Named`
     looks_ahead: bool = False
 
     @property
@@ -60,9 +67,9 @@ class PlannedMatmul:
         return recipe is not None and jax.eval_shape(recipe.init_state) is not None
 
     def init_state(self, init: Callable[[Recipe], Any]) -> Any:
-        """Return ``init(recipe)``, of zeros, stacked as the loops around it are."""
+        """Return ``init(recipe)``, of zeros, stacked as the loops around it and the layers are."""
         assert self.decision.recipe is not None
-        lengths = [length for _, length in self.loops]
+        lengths = [*(length for _, length in self.loops), *self.stacks]
         stacked = lambda x: jnp.zeros((*lengths, *x.shape), x.dtype)
         return jax.tree.map(stacked, init(self.decision.recipe))
 
@@ -113,7 +120,8 @@ def plan_of(program: Program, selection: Selection, name_of: Namer, *, of_loss: 
     for key, (named, matmul) in looked.seen.items():
         edge = looked.edge_of(key, first, ends)
         decision = selection.decide(named.path, named.layer, edge)
-        planned = PlannedMatmul(named, matmul.source.path, decision, matmul.source.loops)
+        stacks = np.shape(matmul.weight)[: named.stacks]
+        planned = PlannedMatmul(named, matmul.source.path, decision, matmul.source.loops, stacks)
         if decision.recipe is not None:
             kind = "conv" if matmul.primitive.startswith("conv") else "dense"
             ahead = not decision.recipe.is_causal(kind, history=planned.has_state)

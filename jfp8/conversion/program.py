@@ -70,9 +70,7 @@ class Program:
         """List the weights in a pytree as `of` counts them: one that is kept in FP8 is one."""
         return jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_scaled_array)
 
-    def run(
-        self, walk: Walk, arguments: Sequence[Any], states: Any
-    ) -> tuple[list[Any], Emitted]:
+    def run(self, walk: Walk, arguments: Sequence[Any], states: Any) -> tuple[list[Any], Emitted]:
         """Compute the arrays of the result as `walk` says, and return what it emits."""
         weights = [*self.sources, *[None] * (len(arguments) - len(self.sources))]
         notes = [Data(("argument", i)) if x is None else x for i, x in enumerate(weights)]

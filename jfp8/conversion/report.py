@@ -19,9 +19,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.edges import arrays_apart, arrays_in, jaxprs_of
-from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.conversion.flops import flops
-from jfp8.conversion.linen_products import own_attention
+from jfp8.conversion.linen_attention import own_attention
 from jfp8.conversion.nnx import nodes_of
 from jfp8.conversion.nnx_models import note_place
 from jfp8.conversion.product_report import Report
@@ -32,6 +31,7 @@ from jfp8.conversion.product_rows import (
     OWN_ATTENTION,
     ProductRow,
 )
+from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.layers.linen.attention import MultiHeadDotProductAttention
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.transformer import LayerNormAttention

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jfp8.conversion.plan import Plan, PlannedMatmul
+from jfp8.conversion.plan import Named, Plan, PlannedMatmul
 from jfp8.conversion.program import Program
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.conversion.weight_walk import Walk
@@ -20,7 +22,6 @@ from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.slower import why_slower
-from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.interpreter import Emitted
 from jfp8.tracing.notes import layer_noted, note
@@ -39,7 +40,7 @@ def run_planned(
     planned = {n: each for n, each in plan.by_name.items() if each.decision.recipe is not None}
     loops = {name: [place for place, _ in each.loops] for name, each in planned.items()}
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
-    walk = Walk(functools.partial(_computed, plan, key), loops, plan.selection.attention)
+    walk = Walk(partial(_computed, plan, key), loops, plan.selection.attention)
     results, emitted = program.run(walk, program.arguments, feeds)
     amaxes: Amaxes = {}
     for name, seen in emitted:
@@ -57,9 +58,7 @@ def _stored(program: Program, planned: PlannedMatmul) -> ScaledArray | None:
     return stored if all(x.shape[: len(lengths)] == lengths for x in parts) else None
 
 
-def _computed(
-    plan: Plan, key: Any, matmul: WeightMatmul
-) -> tuple[jax.Array, Emitted]:
+def _computed(plan: Plan, key: Any, matmul: WeightMatmul) -> tuple[jax.Array, Emitted]:
     planned = plan.of(matmul)
     recipe, reason = planned.decision.recipe, planned.decision.reason
     gpu = plan.selection.unless_slower_on
@@ -67,30 +66,38 @@ def _computed(
         reason = why_slower(gpu, recipe, matmul.plain, matmul.x, matmul.weight)
     named = planned.named
     if recipe is None or reason:
-        with layer_noted(named.path, named.kind, reason):
+        with _noted(named, reason):
             return matmul.plain(), []
     state, stored = matmul.at.feeds[named.name]
     state = state._replace(key=key)
     lacks = planned.has_state and state.histories is None
     with (
-        layer_noted(named.path, named.kind, ""),
+        _noted(named, ""),
         note("recipe", f"{recipe.name}, no histories" if lacks else recipe.name),
         note("ahead", "later positions" if planned.looks_ahead else ""),
     ):
-        y, observed = _in_fp8(matmul, recipe, state, stored)
+        how = getattr(named.layer, "implementation", None)
+        y, observed = _in_fp8(matmul, Options(recipe, how), state, stored, named.stacks)
     if state.histories is None:
         return y, []
-    return y, [(named.name, jnp.stack(observed))]
+    return y, [(named.name, jnp.stack(observed, -1))]
+
+
+@contextmanager
+def _noted(named: Named, reason: str) -> Iterator[None]:
+    path = named.path if named.place is None else named.place
+    with layer_noted(path, named.kind, reason), note("product", named.product):
+        yield
 
 
 def _in_fp8(
-    matmul: WeightMatmul, recipe: Recipe, state: State, stored: Any
+    matmul: WeightMatmul, options: Options, state: State, stored: Any, stacks: int
 ) -> tuple[jax.Array, Observed]:
     source, params = matmul.source, matmul.eqn.params
     weight = matmul.weight if source.in_f32 is None else source.in_f32
     if stored is not None and source.is_whole:
         weight = stored
-    options = Options(recipe, None, kernel_dtype(matmul.x, weight, casts_kernel=True))
+    options = replace(options, rhs_dtype=kernel_dtype(matmul.x, weight, casts_kernel=True))
     how: dict[str, Any] = {"preferred_element_type": matmul.eqn.outvars[0].aval.dtype}
     if matmul.primitive == "ragged_dot_general":
         return observed_ragged_dot(matmul.x, weight, matmul.others[0], options, state, **how)
@@ -103,8 +110,39 @@ def _in_fp8(
 
     def dot_general(x: Any, w: Any, numbers: Any) -> jax.Array:
         sharding = {"out_sharding": params.get("out_sharding")}
-        y, observed = observed_dot_general(x, w, numbers, options, state, **how, **sharding)
+        dot = partial(observed_dot_general, options=options, **how, **sharding)
+        y, observed = over_stacks(dot, stacks)(x, w, numbers, state=state)
         seen.append(observed)
         return y
 
     return matmul.by(dot_general, weight), seen[0]
+
+
+def over_stacks(dot_general: Callable[..., Any], stacks: int) -> Callable[..., Any]:
+    """Return `dot_general` over the first `stacks` axes of rhs, each entry with its own state.
+
+    It takes ``(lhs, rhs, dimension_numbers, state=)``, the state stacked along leading axes.
+    """
+    if not stacks:
+        return dot_general
+
+    def stacked(x: jax.Array, w: Any, numbers: Any, *, state: State) -> Any:
+        (first, second), (first_batch, second_batch) = numbers
+        x_axis, y_axis = None, len(first_batch) + x.ndim - len(first) - len(first_batch)
+        if 0 in second_batch:
+            y_axis = list(second_batch).index(0)
+            x_axis = first_batch[y_axis]
+        less = lambda dims, axis: tuple(d - (d > axis) for d in dims if d != axis)
+        inner = (
+            (first if x_axis is None else less(first, x_axis), less(second, 0)),
+            (first_batch if x_axis is None else less(first_batch, x_axis), less(second_batch, 0)),
+        )
+        one = over_stacks(dot_general, stacks - 1)
+        run = lambda x, w, state: one(x, w, inner, state=state)
+        # A key serves all layers.
+        of_state = State(
+            0 if state.histories is not None else None, 0 if state.sink is not None else None
+        )
+        return jax.vmap(run, in_axes=(x_axis, 0, of_state), out_axes=(y_axis, 0))(x, w, state)
+
+    return stacked

@@ -34,7 +34,13 @@ CONSTANT = "constant"
 
 _CUTS = {"dynamic_slice", "slice", "split", "unstack"}
 _NEW_TYPE = {"convert_element_type", "copy", "copy_p", "name", "pvary", "reduce_precision"}
-_NEW_TYPE |= {"mesh_cast", "reshard", "sharding_constraint", "stop_gradient", "optimization_barrier"}
+_NEW_TYPE |= {
+    "mesh_cast",
+    "reshard",
+    "sharding_constraint",
+    "stop_gradient",
+    "optimization_barrier",
+}
 _NEW_SHAPE = {"broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 _JOINED = {"all_gather", "all_gather_invariant", "concatenate"}  # of parts of one, or of several
 _MOVED = _CUTS | _NEW_TYPE | _NEW_SHAPE | _JOINED | {"gather", "pad"}
@@ -83,7 +89,11 @@ class Walk(Reader):
         (x, weight, *others), (lhs, rhs) = arrays(ins), (value.note for value in ins[:2])
         if not is_ordinary(eqn, x, weight):
             return None
-        if isinstance(lhs, Source) and isinstance(rhs, Source) and bool(lhs.repeats) != bool(rhs.repeats):
+        if (
+            isinstance(lhs, Source)
+            and isinstance(rhs, Source)
+            and bool(lhs.repeats) != bool(rhs.repeats)
+        ):
             lhs, rhs = (None, rhs) if lhs.repeats else (lhs, None)
         swapped = isinstance(lhs, Source) and eqn.primitive.name == "dot_general"
         if swapped:

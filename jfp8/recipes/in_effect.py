@@ -30,6 +30,7 @@ class Region:
     selection: Hashable = None  # of layers to convert; None in a region of `jfp8.autocast`
     edges: Hashable = None  # the layers at the edges of the model, for the selection
     depth: int = 0  # the model is in so many modules, whose names the recipe's paths lack
+    by_program: bool = False  # matmuls of layers without a recipe are converted in the program
 
 
 def entered(region: Region) -> AbstractContextManager[object]:
@@ -64,6 +65,14 @@ def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
     if region is None:
         return DelayedScaling()
     return region.recipe.for_layer("/".join(path.split("/")[region.depth :]))
+
+
+def recipe_of_matmul(own: Recipe | None, path: str) -> Recipe | None:
+    """Return `recipe_in_effect`; None where the program of the model is converted instead."""
+    region = current()
+    if own is None and region is not None and region.by_program and not is_overridden():
+        return None
+    return recipe_in_effect(own, path)
 
 
 def recipes_in_effect(own: RecipeLike | None, paths: Sequence[str]) -> list[Recipe]:

@@ -36,7 +36,7 @@ from jfp8.products.slower import why_slower
 from jfp8.products.undifferentiated_uses import are_noted, uses_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
-from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
+from jfp8.recipes.in_effect import is_overridden, recipe_of_matmul, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
@@ -106,7 +106,7 @@ class ProductModule(nn.Module):
         Reports name the `layer` that the matmul belongs to.
         """
         own = None if self.recipe is None else check_recipe(self.recipe)
-        recipe = recipe_in_effect(own, "/".join(self.path[:-1]))
+        recipe = recipe_of_matmul(own, "/".join(self.path[:-1]))
         rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         in_high_precision = lambda: plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         if recipe is None:
