@@ -160,7 +160,8 @@ class Fp8Function:
 
     def _plan(self, program: Program) -> Plan:
         is_loss = bool(program.closed.out_avals) and program.closed.out_avals[0].ndim == 0
-        return plan_of(program, self.selection, _named, of_loss=is_loss)
+        attention = self.selection.attention
+        return plan_of(program, self.selection, _named, of_loss=is_loss, of_activations=attention)
 
     def _paths(self, weights: Sequence[Any]) -> tuple[str, ...]:
         """Return the path of each leaf in the arguments that hold weights: ``"layers/0/w"``."""

@@ -21,11 +21,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jfp8.conversion.linen_attention import (
     check_cache_dtypes,
     check_caching_layers,
-    function_of,
     replace_attention,
 )
 from jfp8.conversion.linen_seen import Seen, watching
-from jfp8.conversion.linen_state import init_collections, read_states, write_states
+from jfp8.conversion.linen_state import STATES, init_collections, read_states, write_states
 from jfp8.conversion.plan import Plan, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import run_planned
@@ -109,7 +108,7 @@ class _Converted:
         call = _Call.of(self, cls.jfp8_selection)
         y, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
         if not _is_disabled():
-            variables = call.init_states(variables, args, rngs, mutable, kwargs)
+            y, variables = call.init_states(variables, args, rngs, mutable, kwargs)
         if cls.jfp8_on_init is not None:
             cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
@@ -173,7 +172,7 @@ class _Call(NamedTuple):
     ) -> Any:
         """Return what ``model.apply`` does, with FP8 matmuls and new states."""
         selection, mutable = self.selection, kwargs.get("mutable", False)
-        seen = Seen(self.place)
+        params, seen = variables.get("params"), Seen.of(self.place, variables)
         others = {name: x for name, x in variables.items() if name != "params"}
 
         def run(params: Any, others: Any) -> Any:
@@ -182,8 +181,11 @@ class _Call(NamedTuple):
             with self._traced(seen):
                 return self.model.apply(given, *args, rngs=rngs, **kwargs)
 
-        params = variables.get("params")
-        program, plan = self._planned(run, params, (others, rngs, args, kwargs), seen)
+        # A model sees no states but those of layers of jfp8 with recipes of their own.
+        without = {name: x for name, x in others.items() if name not in STATES}
+        program, plan = self._planned(run, params, (without, rngs, args, kwargs), seen)
+        if seen.has_ours and len(without) < len(others):
+            program, plan = self._planned(run, params, (others, rngs, args, kwargs), seen)
         seen.check(selection, params, plan)
         if kwargs.get("method") is None:
             seen.warn(self.warns, params, plan)
@@ -196,15 +198,15 @@ class _Call(NamedTuple):
         if mutable is False:
             return y
         if "fp8" in variables and in_filter(mutable, "fp8"):
-            new = write_states(mutated.get("fp8", variables["fp8"]), states, observed)
+            new = write_states({**variables["fp8"], **mutated.get("fp8", {})}, states, observed)
             mutated = type(mutated)({**mutated, "fp8": new})
         return y, mutated
 
     def init_states(
         self, variables: Any, args: Any, rngs: Any, mutable: CollectionFilter, kwargs: Any
-    ) -> Any:
-        """Return `variables`, which ``init`` made, with the states of the matmuls."""
-        seen, method = Seen(self.place), kwargs.get("method")
+    ) -> tuple[Any, Any]:
+        """Return the result, and `variables` of ``init`` with the states of the matmuls."""
+        seen, method = Seen.of(self.place, variables), kwargs.get("method")
         kwargs = {k: x for k, x in kwargs.items() if k not in ("method", "capture_intermediates")}
 
         def run(params: Any, others: Any) -> Any:
@@ -215,7 +217,7 @@ class _Call(NamedTuple):
                 )[0]
 
         params = variables.get("params", {})
-        _, plan = self._planned(run, params, (rngs, args, kwargs), seen)
+        program, plan = self._planned(run, params, (rngs, args, kwargs), seen)
         seen.check(self.selection, params, plan, of_init=True)
         self._check_caches(seen, params, variables)
         seen.warn(self.warns, params, plan)
@@ -224,7 +226,7 @@ class _Call(NamedTuple):
         for name, states in init_collections(plan, collection, mutable).items():
             flat[name] = {**flatten_dict(states), **flatten_dict(variables.get(name, {}))}
         new = {name: unflatten_dict(each) for name, each in flat.items()}
-        return type(variables)({**variables, **new})
+        return run_planned(program, plan, {})[0], type(variables)({**variables, **new})
 
     def in_scope(self, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         """Call a bound module: compute as `apply` and ``init`` do, and write what they return."""
@@ -237,8 +239,9 @@ class _Call(NamedTuple):
             scope.rng_counters[name] += 1
         if module.is_initializing():
             run = _initialize(self.model, variables, rngs, scope.mutable, method)
-            y, new = run(*args, **kwargs)
-            new = self.init_states(new, args, rngs, scope.mutable, {**kwargs, "method": method})
+            with self._traced(Seen()):
+                _, new = run(*args, **kwargs)
+            y, new = self.init_states(new, args, rngs, scope.mutable, {**kwargs, "method": method})
         else:
             how = {**kwargs, "method": method, "mutable": scope.mutable}
             out = self.apply(variables, args, rngs, how)
@@ -252,7 +255,8 @@ class _Call(NamedTuple):
     def _traced(self, seen: Seen) -> Iterator[None]:
         """Trace the plain model in this context, and note its modules."""
         recipe = self.selection.recipe
-        here = Region(recipe, True, self.selection, by_program=True)
+        # Another region in each trace: one of ``nn.jit`` that JAX has kept would call no module.
+        here = Region(recipe, True, self.selection, object(), by_program=True)
         attention = replace_attention(self.selection, seen.attentions)
         with (
             region.entered(here),
@@ -266,7 +270,8 @@ class _Call(NamedTuple):
         for keys, _ in Program.leaves_with_path(params):
             paths.append("/".join(str(key.key) for key in keys if hasattr(key, "key")))
         program = Program.of(run, params, paths, others)
-        return program, plan_of(program, self.selection, seen.named, of_loss=False)
+        is_whole = not self.place
+        return program, plan_of(program, self.selection, seen.named, is_whole=is_whole)
 
     def _check_caches(self, seen: Seen, params: Any, *variables: Any) -> None:
         """Raise ``ValueError`` if keys and values are not stored as the selection says."""
@@ -307,8 +312,7 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
         is_call = module.scope is not None and name != "setup" and not name.startswith("_jfp8")
         if not is_call or region.current() != here or isinstance(module, _Converted):
             return next_fun(*args, **kwargs)
-        method = lambda bound, *args, **kwargs: function_of(context)(bound, *args, **kwargs)
-        return _Call.of(module, selection).in_scope(module, method, args, kwargs)
+        return _Call.of(module, selection).in_scope(module, name, args, kwargs)
 
     with region.entered(here), nn.intercept_methods(intercept) if enabled else region.entered(here):
         yield

@@ -25,7 +25,8 @@ from jfp8.conversion.unconverted_warning import (
 )
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.linen import layers
-from jfp8.layers.linen.products import ProductModule
+from jfp8.layers.linen.products import ProductModule, ProductOf
+from jfp8.recipes.in_effect import recipe_of_matmul
 from jfp8.tracing.caller import user_level
 
 _KINDS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Einsum, nn.ConvTranspose)
@@ -40,49 +41,70 @@ class Seen:
 
     Attributes:
       place: the path of the model in one that is not converted.
+      shapes: those of all parameters, by the module's path and their names.
       kinds: the types of all modules.
-      layers: modules with one matmul of their own, such as ``nn.Dense``; of each the number of
-        dimensions of its kernel.
+      layers: modules with one matmul of their own, such as ``nn.Dense``.
       modules: the others.
+      dimensions: how many each parameter of a module has there, inside of ``nn.vmap``.
       attentions: what was decided on attention between the projections of a layer.
-      bridged: NNX modules, which nothing reaches.
+      held: NNX modules, whose parameters are not those of the model.
+      ours: matmuls of layers of jfp8, which compute them in FP8 by themselves.
     """
 
     place: tuple[str, ...] = ()
+    shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     kinds: dict[str, type] = field(default_factory=dict)
-    layers: dict[str, tuple[nn.Module, int]] = field(default_factory=dict)
+    layers: dict[str, nn.Module] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
+    dimensions: dict[str, dict[str, int]] = field(default_factory=dict)
     attentions: dict[str, Decision] = field(default_factory=dict)
-    bridged: dict[str, type] = field(default_factory=dict)
+    held: dict[str, type] = field(default_factory=dict)
+    ours: set[str] = field(default_factory=set)
 
     def named(self, matmul: WeightMatmul, nth: int) -> Named:
         """Name a matmul by the module that has its weight, and say where its state is."""
         module, _, name = matmul.source.path.split("+")[0].rpartition("/")
         place = "/".join([*self.place, *([module] if module else [])])
-        times = f"_{nth}" if nth > 1 else ""
-        layer, stacks = self.modules.get(module), 0
-        path, product = f"{module}/{name}".lstrip("/"), f"DotGeneral_{name}{times}"
+        product = f"DotGeneral_{name}"
+        layer, path, stays = self.modules.get(module), f"{module}/{name}".lstrip("/"), ""
         if module in self.layers and name == "kernel":
-            layer, dimensions = self.layers[module]
-            path = module
-            product = _PRODUCT.get(matmul.primitive, "DotGeneral_0") + times
-            stacks = np.ndim(matmul.weight) - dimensions if matmul.source.is_whole else 0
-        own = self.kinds.get(f"{module}/{product}".lstrip("/"), ProductModule)
-        if not issubclass(own, ProductModule):
-            raise ValueError(
-                f"The module at {f'{module}/{product}'.lstrip('/')!r} is called like the state of "
-                "a product with the parameter beside it. Rename one of them, or exempt the "
-                "parameter from the conversion."
-            )
-        state = f"{module}/{product}".lstrip("/")
-        return Named(state, path, layer, type(layer).__name__, place, product, max(stacks, 0))
+            layer, path = self.layers[module], module
+            product, stays = _PRODUCT.get(matmul.primitive, "DotGeneral_0"), _own_product(layer)
+        product += f"_{nth}" if nth > 1 else ""
+        state, kind = f"{module}/{product}".lstrip("/"), type(layer).__name__
+        stacks = self._stacks(module, name, matmul)
+        return Named(state, path, layer, kind, place, product, stacks, stays)
+
+    def _stacks(self, module: str, name: str, matmul: WeightMatmul) -> int:
+        """Return by how many axes ``nn.vmap`` has stacked the weight of a matmul."""
+        whole = self.shapes.get(module, {}).get(name, ())[len(matmul.source.loops) :]
+        n = len(whole) - self.dimensions.get(module, {}).get(name, len(whole))
+        return n if np.shape(matmul.weight)[:n] == whole[:n] else 0
+
+    @classmethod
+    def of(cls, place: tuple[str, ...], variables: Any) -> Seen:
+        """Return what is known of a model before it is traced."""
+        return cls(place, _shapes(variables.get("params")))
+
+    @property
+    def has_ours(self) -> bool:
+        """Return whether a layer of jfp8 computes FP8 matmuls by itself."""
+        return bool(self.ours)
 
     def check(
         self, selection: Selection, params: Any, plan: Plan, *, of_init: bool = False
     ) -> None:
         """Raise ``ValueError`` if a pattern, or in ``init`` a type, matches no layer."""
         named = [each.named for each in plan.matmuls.values()]
-        shapes = _shapes(params)
+        for each in plan.matmuls.values():
+            kind = self.kinds.get(each.named.name, ProductModule)
+            if each.decision.recipe is not None and not issubclass(kind, ProductModule):
+                raise ValueError(
+                    f"The module at {each.named.name!r} is called like the state of a product with "
+                    "the parameter beside it. Rename one of them, or exempt the parameter from the "
+                    "conversion."
+                )
+        shapes = self.shapes
         possible = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
         listed = {*_paths(params), *self.attentions, *(each.path for each in named)}
         if of_init:
@@ -91,7 +113,11 @@ class Seen:
             possible += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
         selection.check_patterns(listed, possible)
         if of_init and self.knows_all(params):
-            selection.check_types([*(each.layer for each in named), *self.modules.values()])
+            own = (
+                self.modules.get(path) for path, held in shapes.items() if path not in self.layers
+            )
+            layers = [*self.layers.values(), *(each.layer for each in named), *filter(None, own)]
+            selection.check_types(layers)
 
     def knows_all(self, params: Any) -> bool:
         """Return whether all modules with parameters were called."""
@@ -103,13 +129,13 @@ class Seen:
         if warned in vars(model):
             return
         planned = list(plan.matmuls.values())
-        told = bool(plan.ahead or self.bridged)
+        told = bool(plan.ahead or self.held)
         plan.warn_ahead()
-        if self.bridged:
-            warnings.warn(bridged_message(self.bridged), UserWarning, stacklevel=user_level())
+        if self.held:
+            warnings.warn(bridged_message(self.held), UserWarning, stacklevel=user_level())
         decided = [*(each.decision for each in planned), *self.attentions.values()]
         converted = any(decision.recipe is not None for decision in decided)
-        if not self.bridged and not converted and self.knows_all(params) and not self.has_ours():
+        if not self.held and not converted and self.knows_all(params) and not self.has_ours:
             stayed = {
                 each.named.path: (type(each.named.layer), each.decision) for each in planned
             } | {path: (nn.Module, decision) for path, decision in self.attentions.items()}
@@ -118,10 +144,6 @@ class Seen:
             told |= warn_of_nothing(model, "linen", stayed, own_parameters(kinds, _shapes(params)))
         if told:
             object.__setattr__(model, warned, True)
-
-    def has_ours(self) -> bool:
-        """Return whether a layer of jfp8 computes FP8 matmuls by itself."""
-        return any(issubclass(kind, ProductModule) for kind in self.kinds.values())
 
 
 def watching(seen: Seen) -> Callable[..., Any]:
@@ -134,21 +156,29 @@ def watching(seen: Seen) -> Callable[..., Any]:
         path = "/".join(module.path)
         result = next_fun(*args, **kwargs)
         seen.kinds.setdefault(path, type(module))
+        params = meta.unbox(module.variables.get("params", {}))
+        seen.dimensions[path] = {name: np.ndim(x) for name, x in params.items()}
+        own = getattr(module, "recipe", None)
+        if isinstance(module, ProductModule) and recipe_of_matmul(own, path) is not None:
+            seen.ours.add(path)
         if function_of(context) in _CALLS and not isinstance(module, nn.ConvLocal):
-            _note_layer(seen, path, module)
+            seen.layers[path] = module
+            seen.kinds[path] = type(module)
         elif path not in seen.modules or not is_known(type(module)):
             seen.modules[path] = module
-        found = {path: vars(module).get("nnx_class"), **_held(path, module)}  # getattr is watched
-        seen.bridged.update((p, kind) for p, kind in found.items() if isinstance(kind, type))
+        seen.held.update(_held(path, module))
         return result
 
     return intercept
 
 
-def _note_layer(seen: Seen, path: str, module: Any) -> None:
-    kernel = meta.unbox(module.variables.get("params", {}).get("kernel"))
-    seen.layers[path] = module, np.ndim(kernel)
-    seen.kinds[path] = type(module)
+def _own_product(layer: Any) -> str:
+    """Say that a layer of Flax was given a matmul of its own; "" if not."""
+    for hook in ("dot_general", "conv_general_dilated"):
+        given = getattr(layer, f"{hook}_cls", None)
+        if getattr(layer, hook, None) is not None or not isinstance(given, ProductOf | None):
+            return f"the layer was given its own {hook}"
+    return ""
 
 
 def _held(path: str, module: nn.Module) -> dict[str, type]:

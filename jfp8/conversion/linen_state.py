@@ -32,13 +32,14 @@ from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
 
 Collections = dict[str, Any]
+STATES = ("fp8", "fp8_sink", OVERWRITTEN)
 
 
 def init_collections(
     plan: Plan, collection: StateCollection, mutable: CollectionFilter
 ) -> Collections:
     """Return empty states of all matmuls of `plan` in collections that are `mutable`."""
-    found: dict[str, dict[tuple[str, ...], Any]] = {"fp8": {}, "fp8_sink": {}, OVERWRITTEN: {}}
+    found: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in STATES}
     for name, planned in plan.by_name.items():
         if not planned.has_state:
             continue

@@ -34,6 +34,7 @@ class Named(NamedTuple):
       place: the path of the layer for reports, if it is not `path`.
       product: the name of the matmul in the layer, if it has one.
       stacks: by so many axes of the weight ``vmap`` has stacked layers, each with its own state.
+      stays: why it stays as it is, whatever is selected.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Named(NamedTuple):
     place: str | None = None
     product: str = ""
     stacks: int = 0
+    stays: str = ""
 
 
 Namer = Callable[[WeightMatmul, int], Named]
@@ -85,6 +87,7 @@ class Plan:
 
     selection: Selection
     matmuls: dict[Any, PlannedMatmul]
+    of_activations: bool = False
     ahead: dict[str, str] = field(default_factory=dict)
     held: tuple[str, ...] = ()
 
@@ -103,23 +106,34 @@ class Plan:
             warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
 
 
-def plan_of(program: Program, selection: Selection, name_of: Namer, *, of_loss: bool) -> Plan:
+def plan_of(
+    program: Program,
+    selection: Selection,
+    name_of: Namer,
+    *,
+    of_loss: bool = False,
+    of_activations: bool = False,
+    is_whole: bool = True,
+) -> Plan:
     """Find all matmuls of a program with weights, and decide which become FP8.
 
     Args:
       of_loss: the first array of the result is a loss.
+      of_activations: also find matmuls of two activations.
+      is_whole: the program is that of a whole model, which has edges.
     """
     looked = _Looked(program, name_of)
-    walk = Walk(looked.see, {}, selection.attention, emits=False)
+    walk = Walk(looked.see, {}, of_activations, emits=False)
     run = lambda *arrays: program.run(walk, arrays, {})[0]
     with region.entered(edges.LOOKING):
         closed = jax.make_jaxpr(run)(*program.arguments)
     first, ends = edges.edge_layers(closed, len(program.sources), of_loss=of_loss)
     causal = masks_later_positions(closed, program.arguments)
-    plan = Plan(selection, {}, held=looked.held())
+    plan = Plan(selection, {}, of_activations, held=looked.held())
     for key, (named, matmul) in looked.seen.items():
-        edge = looked.edge_of(key, first, ends)
+        edge = looked.edge_of(key, first, ends) if is_whole else None
         decision = selection.decide(named.path, named.layer, edge)
+        decision = Decision(None, named.stays) if named.stays else decision
         stacks = np.shape(matmul.weight)[: named.stacks]
         planned = PlannedMatmul(named, matmul.source.path, decision, matmul.source.loops, stacks)
         if decision.recipe is not None:

@@ -40,7 +40,7 @@ def run_planned(
     planned = {n: each for n, each in plan.by_name.items() if each.decision.recipe is not None}
     loops = {name: [place for place, _ in each.loops] for name, each in planned.items()}
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
-    walk = Walk(partial(_computed, plan, key), loops, plan.selection.attention)
+    walk = Walk(partial(_computed, plan, key), loops, plan.of_activations)
     results, emitted = program.run(walk, program.arguments, feeds)
     amaxes: Amaxes = {}
     for name, seen in emitted:

@@ -99,6 +99,7 @@ class Walk(Reader):
         if swapped:
             x, weight, lhs, rhs = weight, x, rhs, lhs
         is_weight = isinstance(rhs, Source) and not isinstance(lhs, Source) and np.ndim(weight) > 1
+        is_weight = is_weight and rhs.repeats != "broadcast"
         no_weight = not isinstance(rhs, Source) and not isinstance(lhs, Source)
         if not is_weight and not (self.of_activations and no_weight):
             return None
