@@ -239,7 +239,7 @@ def _read(planned: PlannedMatmul, variable: jax.Array) -> State:
     """Return the histories in a state, and a sink."""
     recipe: Any = planned.decision.recipe
     read = partial(read_overwritten, empty=recipe.init_state())
-    for _ in planned.loops:
+    for _ in planned.stacks:
         read = jax.vmap(read)
     return State(*read(jnp.asarray(variable)))
 

@@ -106,8 +106,11 @@ class _Converted:
         """Run ``nn.Module.init_with_output``, and add the states of FP8 matmuls."""
         cls = type(self)
         call = _Call.of(self, cls.jfp8_selection)
-        y, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
-        if not _is_disabled():
+        if _is_disabled():
+            y, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
+        else:
+            with call.traced(Seen()):
+                _, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
             y, variables = call.init_states(variables, args, rngs, mutable, kwargs)
         if cls.jfp8_on_init is not None:
             cls.jfp8_on_init(self, variables, *args, **kwargs)
@@ -140,6 +143,9 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None or not isinstance(self, _Converted) or _is_disabled():
             return original(self, *args, **kwargs)
+        outer = region.current()
+        if outer is not None and isinstance(outer.edges, Seen):  # it has states of its own
+            outer.edges.ours.add("/".join(self.path))
         call = _Call.of(self, type(self).jfp8_selection)
         return call.in_scope(self, name, args, kwargs)
 
@@ -178,7 +184,7 @@ class _Call(NamedTuple):
         def run(params: Any, others: Any) -> Any:
             collections, rngs, args, kwargs = others
             given = collections if params is None else {"params": params, **collections}
-            with self._traced(seen):
+            with self.traced(seen):
                 return self.model.apply(given, *args, rngs=rngs, **kwargs)
 
         # A model sees no states but those of layers of jfp8 with recipes of their own.
@@ -211,7 +217,7 @@ class _Call(NamedTuple):
 
         def run(params: Any, others: Any) -> Any:
             rngs, args, kwargs = others
-            with self._traced(seen):
+            with self.traced(seen):
                 return _initialize(self.model, {"params": params}, rngs, True, method)(
                     *args, **kwargs
                 )[0]
@@ -239,7 +245,7 @@ class _Call(NamedTuple):
             scope.rng_counters[name] += 1
         if module.is_initializing():
             run = _initialize(self.model, variables, rngs, scope.mutable, method)
-            with self._traced(Seen()):
+            with self.traced(Seen()):
                 _, new = run(*args, **kwargs)
             y, new = self.init_states(new, args, rngs, scope.mutable, {**kwargs, "method": method})
         else:
@@ -252,11 +258,11 @@ class _Call(NamedTuple):
         return y
 
     @contextmanager
-    def _traced(self, seen: Seen) -> Iterator[None]:
+    def traced(self, seen: Seen) -> Iterator[None]:
         """Trace the plain model in this context, and note its modules."""
         recipe = self.selection.recipe
         # Another region in each trace: one of ``nn.jit`` that JAX has kept would call no module.
-        here = Region(recipe, True, self.selection, object(), by_program=True)
+        here = Region(recipe, True, self.selection, seen, by_program=True)
         attention = replace_attention(self.selection, seen.attentions)
         with (
             region.entered(here),

@@ -26,7 +26,7 @@ from jfp8.conversion.unconverted_warning import (
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.linen import layers
 from jfp8.layers.linen.products import ProductModule, ProductOf
-from jfp8.recipes.in_effect import recipe_of_matmul
+from jfp8.recipes import in_effect as region
 from jfp8.tracing.caller import user_level
 
 _KINDS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Einsum, nn.ConvTranspose)
@@ -35,7 +35,7 @@ _CALLS = {inspect.unwrap(kind.__call__) for kind in (*_KINDS, *_OURS)}
 _PRODUCT = {"conv_general_dilated": "ConvGeneralDilated_0"}  # of others "DotGeneral_0"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Seen:
     """Hold the modules of a model by their paths in it.
 
@@ -79,7 +79,7 @@ class Seen:
         """Return by how many axes ``nn.vmap`` has stacked the weight of a matmul."""
         whole = self.shapes.get(module, {}).get(name, ())[len(matmul.source.loops) :]
         n = len(whole) - self.dimensions.get(module, {}).get(name, len(whole))
-        return n if np.shape(matmul.weight)[:n] == whole[:n] else 0
+        return n if n > 0 and np.shape(matmul.weight)[:n] == whole[:n] else 0
 
     @classmethod
     def of(cls, place: tuple[str, ...], variables: Any) -> Seen:
@@ -150,8 +150,8 @@ def watching(seen: Seen) -> Callable[..., Any]:
     """Make an interceptor that notes each module that is called."""
 
     def intercept(next_fun, args, kwargs, context):
-        module = context.module
-        if module.scope is None:
+        module, here = context.module, region.current()
+        if module.scope is None or here is None or here.edges is not seen:  # a model in the model
             return next_fun(*args, **kwargs)
         path = "/".join(module.path)
         result = next_fun(*args, **kwargs)
@@ -159,7 +159,7 @@ def watching(seen: Seen) -> Callable[..., Any]:
         params = meta.unbox(module.variables.get("params", {}))
         seen.dimensions[path] = {name: np.ndim(x) for name, x in params.items()}
         own = getattr(module, "recipe", None)
-        if isinstance(module, ProductModule) and recipe_of_matmul(own, path) is not None:
+        if isinstance(module, ProductModule) and region.recipe_of_matmul(own, path) is not None:
             seen.ours.add(path)
         if function_of(context) in _CALLS and not isinstance(module, nn.ConvLocal):
             seen.layers[path] = module

@@ -98,7 +98,7 @@ def _read(histories: Any, sink: Any) -> State:
 def _read_overwritten(planned: PlannedMatmul, variable: jax.Array) -> State:
     recipe: Any = planned.decision.recipe
     read = partial(read_overwritten, empty=recipe.init_state())
-    for _ in planned.loops:
+    for _ in planned.stacks:
         read = jax.vmap(read)
     return State(*read(variable))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jfp8.conversion.plan import Named, Plan, PlannedMatmul
 from jfp8.conversion.program import Program
@@ -38,7 +39,7 @@ def run_planned(
 ) -> tuple[Any, Amaxes]:
     """Compute `program` with FP8 matmuls; `key` is for recipes that round stochastically."""
     planned = {n: each for n, each in plan.by_name.items() if each.decision.recipe is not None}
-    loops = {name: [place for place, _ in each.loops] for name, each in planned.items()}
+    loops = {name: each.loops for name, each in planned.items()}
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
     walk = Walk(partial(_computed, plan, key), loops, plan.of_activations)
     results, emitted = program.run(walk, program.arguments, feeds)
@@ -53,9 +54,9 @@ def run_planned(
 
 def _stored(program: Program, planned: PlannedMatmul) -> ScaledArray | None:
     """Return the weight as it is kept in FP8, if it is, and each loop can take its part."""
-    stored, lengths = program.stored.get(planned.weight), tuple(n for _, n in planned.loops)
+    stored, n = program.stored.get(planned.weight), len(planned.stacks) - planned.named.stacks
     parts = jax.tree.leaves(stored)
-    return stored if all(x.shape[: len(lengths)] == lengths for x in parts) else None
+    return stored if all(x.shape[:n] == planned.stacks[:n] for x in parts) else None
 
 
 def _computed(plan: Plan, key: Any, matmul: WeightMatmul) -> tuple[jax.Array, Emitted]:
@@ -80,7 +81,7 @@ def _computed(plan: Plan, key: Any, matmul: WeightMatmul) -> tuple[jax.Array, Em
         y, observed = _in_fp8(matmul, Options(recipe, how), state, stored, named.stacks)
     if state.histories is None:
         return y, []
-    return y, [(named.name, jnp.stack(observed, -1))]
+    return y, [(named.name, lax.stop_gradient(jnp.stack(observed, -1)))]
 
 
 @contextmanager

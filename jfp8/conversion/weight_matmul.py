@@ -80,9 +80,9 @@ class WeightMatmul:
         if self.primitive == "dot_general":
             summed = self.eqn.params["dimension_numbers"][0][0 if self.swapped else 1]
         source = self.source
-        shape = np.shape(self.weight)
+        lengths = tuple(length for _, length in source.loops)
         name = source.path or self.scope
-        return source.parts, source.loops, self.primitive, shape, summed, name
+        return source.parts, lengths, self.primitive, np.shape(self.weight), summed, name
 
     @property
     def scope(self) -> str:

@@ -7,7 +7,7 @@ looked up is an activation next to a weight. What runs inside a function with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,7 @@ class Walk(Reader):
     """
 
     compute: Callable[[WeightMatmul], tuple[jax.Array, Emitted]]
-    loops: Mapping[str, Sequence[Place]]
+    loops: Mapping[str, Collection[Place]]
     of_activations: bool = False
     emits: bool = True
 

@@ -215,7 +215,6 @@ MODELS = {
     "map_variables of a method": Model(lambda module, x: MappedMethod()(x)[0]),
     "map_variables in remat": lifted(nn.remat),
     "map_variables in vmap": lifted(functools.partial(nn.vmap, in_axes=None, **stacked)),
-    "custom_vjp": Model(custom_vjp),
     "mutable map_variables of scan and remat": LiftOfLift(
         lambda _: nn.map_variables(
             scanned(nn.remat(Block)), "params", seen_tanh, see, init=True, mutable=True
