@@ -90,8 +90,7 @@ class Fp8Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function does, computed with FP8 matmuls."""
         arguments, kwargs, given = self._without_state(args, kwargs)
-        here = region.current()
-        if here is not None and not here.enabled:
+        if region.why_disabled():
             return self.function(*arguments, **kwargs)
         program = self._program(arguments, kwargs)
         plan = self._plan(program)

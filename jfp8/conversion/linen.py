@@ -118,8 +118,7 @@ class _Converted:
 
 
 def _is_disabled() -> bool:
-    here = region.current()
-    return here is not None and not here.enabled
+    return bool(region.why_disabled())
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:

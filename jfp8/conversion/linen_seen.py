@@ -25,8 +25,11 @@ from jfp8.conversion.unconverted_warning import (
 )
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.linen import layers
+from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import ProductModule, ProductOf
 from jfp8.recipes import in_effect as region
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.tracing.caller import user_level
 
 _KINDS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Einsum, nn.ConvTranspose)
@@ -69,7 +72,9 @@ class Seen:
         layer, path, stays = self.modules.get(module), f"{module}/{name}".lstrip("/"), ""
         if module in self.layers and name == "kernel":
             layer, path = self.layers[module], module
-            product, stays = _PRODUCT.get(matmul.primitive, "DotGeneral_0"), _own_product(layer)
+            product = _PRODUCT.get(matmul.primitive, "DotGeneral_0")
+            is_ours = f"{module}/{product}".lstrip("/") in self.kinds  # a module of jfp8
+            stays = "" if is_ours else _own_product(layer)
         product += f"_{nth}" if nth > 1 else ""
         state, kind = f"{module}/{product}".lstrip("/"), type(layer).__name__
         stacks = self._stacks(module, name, matmul)
@@ -158,9 +163,12 @@ def watching(seen: Seen) -> Callable[..., Any]:
         seen.kinds.setdefault(path, type(module))
         params = meta.unbox(module.variables.get("params", {}))
         seen.dimensions[path] = {name: np.ndim(x) for name, x in params.items()}
-        own = getattr(module, "recipe", None)
+        own = vars(module).get("recipe")
+        own = check_recipe(own) if isinstance(own, Recipe | str) else None
         if isinstance(module, ProductModule) and region.recipe_of_matmul(own, path) is not None:
             seen.ours.add(path)
+        if isinstance(module, DotProductAttention):
+            seen.attentions[path] = Decision(region.recipe_in_effect(own, path))
         if function_of(context) in _CALLS and not isinstance(module, nn.ConvLocal):
             seen.layers[path] = module
             seen.kinds[path] = type(module)

@@ -16,7 +16,6 @@ from jfp8.conversion.weight_walk import Walk
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing import interpreter
-from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.interpreter import Emitted, Value, arrays
 
 
@@ -58,7 +57,7 @@ class Program:
             return found
 
         arguments = [*given, *data]
-        closed = without_dead_code(jax.make_jaxpr(flat)(*arguments))
+        closed = jax.make_jaxpr(flat)(*arguments)
         named = [path for path, x in zip(paths, values, strict=True) if arrays_apart(x)[0]]
         is_number = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
         sources = tuple(

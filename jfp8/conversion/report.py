@@ -38,6 +38,7 @@ from jfp8.layers.linen.transformer import LayerNormAttention
 from jfp8.matmul.spec import planner_of
 from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
+from jfp8.recipes.in_effect import why_disabled
 from jfp8.scaling import formats
 from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.device import current_gpu, current_tpu
@@ -345,7 +346,7 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
         notes.get("layer", ""),
         "backward" if "transpose(" in stack else "forward",
         *(lhs, rhs, out),
-        reason=notes.get("reason") or _why_not(eqn),
+        reason=notes.get("reason") or why_disabled() or _why_not(eqn),
         times=times,
         flops=times * flops(eqn),
     )

@@ -82,8 +82,12 @@ def recipes_in_effect(own: RecipeLike | None, paths: Sequence[str]) -> list[Reci
     return [each for each in found if each is not None]
 
 
+def why_disabled() -> str:
+    """Say that the region around disables FP8; "" if it does not."""
+    region = current()
+    return "" if region is None or region.enabled else "FP8 is disabled in this region"
+
+
 def why_in_high_precision() -> str:
     """Return the reason why `recipe_in_effect` is None."""
-    region = current()
-    disabled = region is not None and not region.enabled
-    return "FP8 is disabled in this region" if disabled else "its recipe is None"
+    return why_disabled() or "its recipe is None"

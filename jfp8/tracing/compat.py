@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax.core import Scope
 from jax import lax
-from jax._src import config, core
+from jax._src import config, core, source_info_util
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, convert_constvars_jaxpr
 from jax._src.sharding_impls import parse_flatten_op_sharding
@@ -142,12 +142,20 @@ def context_of(eqn: Any) -> contextlib.AbstractContextManager[object]:
 
 
 def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the results of one equation of a jaxpr, in its own context and named scopes."""
+    """Return the results of one equation of a jaxpr, in its own context, scopes and lines."""
     eager = eqn.primitive.get_bind_params(eqn.params)
-    name = str(eqn.source_info.name_stack)
-    with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
+    with scope_of(eqn):
         results = eqn.primitive.bind(*values, **eager)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def scope_of(eqn: Any) -> Iterator[None]:
+    """Return the context of an equation: its mesh, its named scopes and the user's lines."""
+    source = eqn.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def params_of(eqn: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from jfp8.tracing.compat import (
     jaxprs_of,
     manual_axes,
     scan_sizes,
+    scope_of,
     varying_axes,
 )
 
@@ -413,15 +413,6 @@ def is_entered(eqn: Any) -> bool:
 def arrays(values: Sequence[Value]) -> list[Any]:
     """Return the arrays of `values`."""
     return [value.array for value in values]
-
-
-def scope_of(eqn: Any) -> Any:
-    """Return the context of an equation: its mesh and its named scope."""
-    name = str(eqn.source_info.name_stack)
-    stack = ExitStack()
-    stack.enter_context(eqn.ctx.manager)
-    stack.enter_context(jax.named_scope(name) if name else nullcontext())
-    return stack
 
 
 def equations(
