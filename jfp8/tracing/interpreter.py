@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 from jax.sharding import PartitionSpec
 
 from jfp8.tracing.compat import (
+    bodies_of,
     body_of,
     evaluate,
     evaluate_with_body,
@@ -32,7 +33,8 @@ from jfp8.tracing.compat import (
     varying_axes,
 )
 
-CALLS = {"jit", "pjit", "closed_call", "core_call"}
+CALLS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
+RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 class Value(NamedTuple):
@@ -75,10 +77,12 @@ class Reader:
     Attributes:
       computes: False to follow notes alone: values are None, and nothing is computed.
       emits: whether `equation` may emit arrays.
+      inlines_rules: whether functions with their own derivative are entered, which loses it.
     """
 
     computes = True
     emits = False
+    inlines_rules = False
 
     def enters(self, eqn: Any, ins: Sequence[Value]) -> bool:
         """Return whether the bodies of an equation are read; if not, it runs as it is."""
@@ -194,7 +198,7 @@ def _equation(
     if not bodies or not reader.enters(eqn, ins):
         return reader.as_it_is(eqn, ins), []
     runs = _RUNS.get("checkpoint" if is_checkpoint(eqn) else eqn.primitive.name)
-    if runs is None and not reader.computes and len(bodies) == 1 and _is_call(bodies[0], eqn):
+    if runs is None and _may_be_inlined(reader, eqn, bodies):
         runs = inline
     if runs is None:
         return reader.closed_to(eqn, ins, at), []
@@ -204,20 +208,22 @@ def _equation(
         return runs(reader, eqn, ins, at)
 
 
-def _is_call(jaxpr: Jaxpr, eqn: Any) -> bool:
-    return len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
+def _may_be_inlined(reader: Reader, eqn: Any, bodies: Sequence[Jaxpr]) -> bool:
+    """Return whether a primitive that is not in `_RUNS` may be replaced by its only body."""
+    if reader.computes and not (reader.inlines_rules and eqn.primitive.name in RULES):
+        return False
+    sizes = lambda x: (len(x.invars), len(x.outvars))
+    return len(bodies) == 1 and sizes(bodies[0]) == sizes(eqn)
 
 
 def inline(
     reader: Reader, eqn: Any, ins: Sequence[Value], at: Place
 ) -> tuple[list[Value], Emitted]:
     """Run an equation that calls one program once."""
-    (jaxpr,) = jaxprs_of(eqn)
-    closed = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
-    consts = closed[0].consts if closed else ()
-    into, out = (eqn.params.get(f"{way}_shardings", ()) for way in ("in", "out"))
+    jaxpr, consts = body_of(eqn)
     if not reader.computes:
         return run(reader, jaxpr, consts, ins, at)
+    into, out = (eqn.params.get(f"{way}_shardings", ()) for way in ("in", "out"))
     results, emitted = run(reader, jaxpr, consts, _constrained(ins, into), at)
     return _constrained(results, out), emitted
 
@@ -239,21 +245,21 @@ def _follow(
     reader: Reader, eqn: Any, ins: Sequence[Value], at: Place
 ) -> tuple[list[Value], Emitted]:
     """Follow notes through the bodies of an equation, each of which is read once."""
-    notes, bodies = [value.note for value in ins], list(jaxprs_of(eqn))
+    notes, bodies = [value.note for value in ins], list(bodies_of(eqn))
     if eqn.primitive.name == "cond":
         notes = notes[1:]
     elif eqn.primitive.name == "scan":
         n_fixed, n_carry = scan_sizes(eqn)
         notes = reader.in_loop(eqn, notes, at, n_fixed, n_fixed + n_carry)
     elif eqn.primitive.name == "while":
-        n_fixed, bodies = eqn.params["body_nconsts"], [eqn.params["body_jaxpr"].jaxpr]
+        n_fixed, closed = eqn.params["body_nconsts"], eqn.params["body_jaxpr"]
+        bodies = [(closed.jaxpr, closed.consts)]
         notes = notes[eqn.params["cond_nconsts"] :]
         notes = reader.in_loop(eqn, notes, at, n_fixed, len(notes))
     ins = [Value(None, note) for note in notes]
-    consts = lambda jaxpr: [None] * len(jaxpr.constvars)
     found = [
-        run(reader, jaxpr, consts(jaxpr), ins, at if len(bodies) == 1 else at.inside(i))
-        for i, jaxpr in enumerate(bodies)
+        run(reader, *body, ins, at if len(bodies) == 1 else at.inside(i))
+        for i, body in enumerate(bodies)
     ]
     results = [[value.note for value in outs] for outs, _ in found]
     made = reader.after(eqn, notes, results)
@@ -297,15 +303,14 @@ def _notes(reader: Reader, ins: Sequence[Value]) -> list[Any]:
 
 def _after(reader: Reader, eqn: Any, outs: Sequence[Any], *bodies: _Body) -> list[Value]:
     made = reader.after(eqn, list(bodies[0].notes), [body.made for body in bodies])
-    return list(map(Value, outs, made, strict=True))
+    return [Value(x, note) for x, note in zip(outs, made, strict=True)]
 
 
 def _checkpoint(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     """Keep ``jax.checkpoint``, or XLA would store what is to be computed again."""
     body = _Body(reader, body_of(eqn), _notes(reader, ins), at)
-    outs, out = evaluate_with_body(eqn, body, arrays(ins), dict(at.feeds))
-    n = len(eqn.outvars)
-    return _after(reader, eqn, outs[:n], body), out.found(outs[n:])
+    out = evaluate_with_body(eqn, body, arrays(ins), dict(at.feeds))
+    return _after(reader, eqn, out.results, body), out.found()
 
 
 def _scan(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
@@ -427,18 +432,31 @@ def scope_of(eqn: Any) -> Any:
 
 
 def equations(
-    jaxpr: Jaxpr, stack: str = "", times: int = 1, *, enters: Callable[..., bool] = lambda *_: True
+    jaxpr: Jaxpr,
+    stack: str = "",
+    times: int = 1,
+    *,
+    enters: Callable[[Any, str], bool] = lambda *_: True,
+    branches: bool = True,
 ) -> Iterator[tuple[Any, str, int]]:
     """List the equations of a program, and of all bodies in it, in their order.
+
+    Args:
+      jaxpr: the program.
+      stack: the named scopes around it.
+      times: how often it runs.
+      enters: whether the bodies of an equation, in these scopes, are listed.
+      branches: False to list only the first branch of each ``cond``.
 
     Returns:
       ``(eqn, stack, times)``: an equation, before what is inside it; the named scopes around it;
       and how often it runs, if it runs at all, in loops of known lengths.
     """
     for eqn in jaxpr.eqns:
-        here = f"{stack}/{eqn.source_info.name_stack}"
+        here, name = f"{stack}/{eqn.source_info.name_stack}", eqn.primitive.name
         yield eqn, here, times
         if enters(eqn, here):
-            inner = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-            for body in jaxprs_of(eqn):
-                yield from equations(body, here, inner, enters=enters)
+            inner = times * (eqn.params["length"] if name == "scan" else 1)
+            bodies = list(jaxprs_of(eqn))[: None if branches or name != "cond" else 1]
+            for body in bodies:
+                yield from equations(body, here, inner, enters=enters, branches=branches)
