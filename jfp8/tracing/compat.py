@@ -15,7 +15,7 @@ from flax.core import Scope
 from jax import lax
 from jax._src import config, core
 from jax._src import mesh as mesh_lib
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, convert_constvars_jaxpr
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend.core import ClosedJaxpr, Jaxpr, get_opaque_trace_state
 from jax.interpreters import partial_eval
@@ -190,7 +190,7 @@ def evaluate_with_body(eqn: Any, body: Callable[..., Any], *arguments: Any) -> A
     leaves, structure = jax.tree.flatten(arguments)
     flat = lambda *leaves: body(*jax.tree.unflatten(structure, leaves))
     closed, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    jaxpr, values = partial_eval.convert_constvars_jaxpr(closed.jaxpr), [*closed.consts, *leaves]
+    jaxpr, values = convert_constvars_jaxpr(closed.jaxpr), [*closed.consts, *leaves]
     held = eqn.params.get("_prim")
     if held is None:
         params = {**eqn.params, "jaxpr": jaxpr}
