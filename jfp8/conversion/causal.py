@@ -84,12 +84,12 @@ class _Positions(Reader):
         return [_varies(eqn, given)] * len(eqn.outvars)
 
     def in_loop(self, eqn: Any, notes: list[Any], at: Any, n_fixed: int, n: int) -> list[_Varies]:
-        """Note of slices what is left of the dimensions, and of carried positions that they are."""
+        """Drop the first dimension of slices; carried values vary as they do at the start."""
         inner = lambda varies: None if varies is None else frozenset(d - 1 for d in varies if d)
         return [*notes[:n], *map(inner, notes[n:])]
 
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[_Varies]:
-        """Follow positions out of calls alone."""
+        """Follow positions out of calls, not out of loops and branches."""
         is_loop = eqn.primitive.name in ("scan", "while", "cond")
         return [None] * len(eqn.outvars) if is_loop else super().after(eqn, inside, results)
 

@@ -174,7 +174,7 @@ def jaxprs_of(eqn: Any) -> Iterator[Jaxpr]:
 
 
 def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """Return the jaxpr that an equation (``scan``, ``jit``, ``checkpoint``) calls, and its constants."""
+    """Return the only body of an equation (``scan``, ``jit``, ``checkpoint``), and its constants."""
     (body,) = bodies_of(eqn)
     return body
 

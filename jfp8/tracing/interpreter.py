@@ -317,9 +317,7 @@ def _scan(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     n_fixed, n_carry = scan_sizes(eqn)
     n = n_fixed + n_carry
     fixed, carry, xs = (arrays(part) for part in (ins[:n_fixed], ins[n_fixed:n], ins[n:]))
-    body = _Body(
-        reader, body_of(eqn), reader.in_loop(eqn, _notes(reader, ins), at, n_fixed, n), at
-    )
+    body = _Body(reader, body_of(eqn), reader.in_loop(eqn, _notes(reader, ins), at, n_fixed, n), at)
     sliced = {name: x for name, x in at.feeds.items() if reader.slices(name, at)}
 
     def turn(carry: Any, xs: Any) -> Any:
