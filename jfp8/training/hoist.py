@@ -44,15 +44,15 @@ def split(
     roots = [*map(_bytes, closed.jaxpr.invars[: len(leaves)])]
     roots += [None] * (len(closed.jaxpr.invars) - len(leaves))
     plans = dict(_plans(closed.jaxpr, roots, ()))
+
+    def run(reader: Reader, arguments: Sequence[Any], at: Place) -> tuple[list[Value], Emitted]:
+        return interpreter.run(reader, closed.jaxpr, closed.consts, map(Value, arguments), at)
+
     unknown = [None] * (len(roots) - len(leaves))
-    run = lambda reader, ins, at: interpreter.run(
-        reader, closed.jaxpr, closed.consts, map(Value, ins), at
-    )
     _, kept = run(_Early(plans), [*leaves, *unknown], Place())
 
     def rest(kept: Any, varying: Any) -> Any:
-        arguments = [*leaves, *jax.tree.leaves(varying)]
-        outs, _ = run(_Late(plans), arguments, Place(feeds=kept))
+        outs, _ = run(_Late(plans), [*leaves, *jax.tree.leaves(varying)], Place(feeds=kept))
         return jax.tree.unflatten(structure, interpreter.arrays(outs))
 
     return dict(kept), rest
