@@ -197,6 +197,7 @@ def test_a_training_step_on_a_cpu_imports_no_kernel():
 ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths=())
 ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=200, paths=())
 LINES_OF_A_JAXPR = 250
+READERS_OF_EQUATIONS = 3  # files with ``.eqns``: others are a `Reader` of the one interpreter
 LINES_OF_ROOMS = {
     "tracing": 794,
     "scaling": 2754,
@@ -242,6 +243,16 @@ def test_the_program_of_a_gradient_is_short_and_has_no_platform_switch():
     assert program.count("dot_general[") == 3
     assert len(program.splitlines()) <= LINES_OF_A_JAXPR
     assert "platform_index" not in program
+
+
+def test_few_files_read_equations_themselves():
+    reading = {
+        name
+        for name, tree in modules().items()
+        if any(isinstance(node, ast.Attribute) and node.attr == "eqns" for node in ast.walk(tree))
+    }
+    assert "jfp8.tracing.interpreter" in reading
+    assert len(reading) <= READERS_OF_EQUATIONS, reading
 
 
 def test_rooms_stay_small():

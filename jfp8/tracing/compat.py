@@ -136,16 +136,18 @@ def axes_by_dimension(x: Any, mesh: Mesh) -> list[tuple[str, ...]]:
     return [*named, *none[len(named) :]]
 
 
-def context_of(eqn: Any) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which an equation was traced: meshes and the like."""
-    return eqn.ctx.manager
+@contextlib.contextmanager
+def scope_of(eqn: Any) -> Iterator[None]:
+    """Compute in the context in which an equation was traced: its mesh and its named scope."""
+    name = str(eqn.source_info.name_stack)
+    with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
+        yield
 
 
 def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Return the results of one equation of a jaxpr, in its own context and named scopes."""
     eager = eqn.primitive.get_bind_params(eqn.params)
-    name = str(eqn.source_info.name_stack)
-    with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
+    with scope_of(eqn):
         results = eqn.primitive.bind(*values, **eager)
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -174,7 +176,7 @@ def jaxprs_of(eqn: Any) -> Iterator[Jaxpr]:
 
 
 def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """Return the only body of an equation (``scan``, ``jit``, ``checkpoint``), and its constants."""
+    """Return the only body of an equation, such as ``scan`` or ``jit``, and its constants."""
     (body,) = bodies_of(eqn)
     return body
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from jfp8.tracing.compat import (
     jaxprs_of,
     manual_axes,
     scan_sizes,
+    scope_of,
     varying_axes,
 )
 
@@ -58,7 +58,7 @@ class Place:
 
     path: tuple[int, ...] = ()
     stack: str = ""
-    feeds: Mapping[str, Any] = field(default_factory=dict)
+    feeds: Mapping[Any, Any] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def inside(self, i: int, eqn: Any = None) -> Place:
@@ -67,8 +67,8 @@ class Place:
         return replace(self, path=(*self.path, i), stack=stack)
 
 
-Emitted = list[tuple[Hashable, Any]]
-"""Keys, and the arrays that a program emits under them."""
+Emitted = list[tuple[Any, Any]]
+"""Hashable keys, and the arrays that a program emits under them."""
 
 
 class Reader:
@@ -140,7 +140,7 @@ class Reader:
         del inside
         return results[0] if len(results[0]) == len(eqn.outvars) else [None] * len(eqn.outvars)
 
-    def slices(self, name: str, at: Place) -> bool:
+    def slices(self, name: Any, at: Place) -> bool:
         """Return whether the ``scan`` at this place slices the value that is fed as `name`."""
         del name, at
         return False
@@ -290,7 +290,7 @@ class _Body:
         self.reader, (self.jaxpr, self.consts), self.notes, self.at = reader, parts, notes, at
         self.made: list[Any] = []
 
-    def __call__(self, values: Sequence[Any], feeds: Mapping[str, Any]) -> _Out:
+    def __call__(self, values: Sequence[Any], feeds: Mapping[Any, Any]) -> _Out:
         at, ins = replace(self.at, feeds=feeds, memo={}), map(Value, values, self.notes)
         outs, emitted = run(self.reader, self.jaxpr, self.consts, ins, at)
         self.made = self.reader.inner([value.note for value in outs])
@@ -418,15 +418,6 @@ def is_entered(eqn: Any) -> bool:
 def arrays(values: Sequence[Value]) -> list[Any]:
     """Return the arrays of `values`."""
     return [value.array for value in values]
-
-
-def scope_of(eqn: Any) -> Any:
-    """Return the context of an equation: its mesh and its named scope."""
-    name = str(eqn.source_info.name_stack)
-    stack = ExitStack()
-    stack.enter_context(eqn.ctx.manager)
-    stack.enter_context(jax.named_scope(name) if name else nullcontext())
-    return stack
 
 
 def equations(
