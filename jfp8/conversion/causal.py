@@ -19,7 +19,7 @@ from jfp8.conversion.attention_rows import is_attention
 from jfp8.products.flash.passes import read_name
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import bodies_of
-from jfp8.tracing.interpreter import Emitted, Reader, Value
+from jfp8.tracing.interpreter import Computed, Reader, Value, notes_in, without_arrays
 
 _ORDERS = {"ge", "gt", "le", "lt"}
 # Operations for which we know along which dimensions their results vary, given data-free operands.
@@ -35,9 +35,9 @@ def masks_later_positions(closed: ClosedJaxpr, inputs: Any = ()) -> bool:
     if any(map(_is_triangular, [*closed.consts, *jax.tree.leaves(inputs)])):
         return True
     reader = _Positions()
-    ins = [Value(None)] * len(closed.jaxpr.invars)
+    ins = without_arrays([None] * len(closed.jaxpr.invars))
     interpreter.run(reader, closed.jaxpr, closed.consts, ins)
-    return reader.compares
+    return any(reader.found)
 
 
 def _is_triangular(x: Any) -> bool:
@@ -62,25 +62,21 @@ class _Positions(Reader):
     computes = False
 
     def __init__(self) -> None:
-        self.compares = False
+        self.found: list[bool] = []  # for each comparison and attention whether it is causal
 
     def constant(self, x: Any) -> _Varies:
-        """Return how a number varies; arrays that a program holds are looked at elsewhere."""
-        return None if np.ndim(x) else frozenset()
+        return None if np.ndim(x) else frozenset()  # arrays are looked at above
 
-    def equation(self, eqn: Any, ins: list[Value], at: Any) -> tuple[list[Value], Emitted] | None:
-        """Read the name of attention, whose own comparisons, in loops or a kernel, do not count."""
-        if not is_attention(eqn):
+    def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
+        if not is_attention(eqn):  # whose own comparisons, in loops or a kernel, do not count
             return None
-        self.compares |= read_name(eqn.params["name"]).is_causal
-        return [Value(None)] * len(eqn.outvars), []
+        self.found.append(read_name(eqn.params["name"]).is_causal)
+        return without_arrays([None] * len(eqn.outvars)), []
 
     def flow(self, eqn: Any, ins: Sequence[Value]) -> list[_Varies]:
-        """Follow positions, and find comparisons of them."""
-        given = [value.note for value in ins]
-        if eqn.primitive.name in _ORDERS and None not in given:
-            first, second = given
-            self.compares |= bool(first and second and not first & second)
+        given = notes_in(ins)
+        if eqn.primitive.name in _ORDERS and all(given):
+            self.found.append(given[0].isdisjoint(given[1]))
         return [_varies(eqn, given)] * len(eqn.outvars)
 
     def in_loop(self, eqn: Any, notes: list[Any], at: Any, n_fixed: int, n: int) -> list[_Varies]:
@@ -89,15 +85,15 @@ class _Positions(Reader):
         return [*notes[:n], *map(inner, notes[n:])]
 
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[_Varies]:
-        """Follow positions out of calls, not out of loops and branches."""
         is_loop = eqn.primitive.name in ("scan", "while", "cond")
         return [None] * len(eqn.outvars) if is_loop else super().after(eqn, inside, results)
 
     def closed_to(self, eqn: Any, ins: Sequence[Value], at: Any) -> list[Value]:
         """Look for comparisons inside a kernel or the like."""
         for i, (jaxpr, consts) in enumerate(bodies_of(eqn)):
-            interpreter.run(self, jaxpr, consts, [Value(None)] * len(jaxpr.invars), at.inside(i))
-        return [Value(None)] * len(eqn.outvars)
+            unknown = without_arrays([None] * len(jaxpr.invars))
+            interpreter.run(self, jaxpr, consts, unknown, at.inside(i))
+        return without_arrays([None] * len(eqn.outvars))
 
 
 def _varies(eqn: Any, given: list[_Varies]) -> _Varies:

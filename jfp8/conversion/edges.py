@@ -19,7 +19,7 @@ from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import jaxprs_of as jaxprs_of  # to be imported from there
-from jfp8.tracing.interpreter import Emitted, Reader, Value
+from jfp8.tracing.interpreter import Computed, Reader, Value, notes_in, without_arrays
 
 # The region while a model is looked at: no cached trace of another is mistaken for this one.
 LOOKING = Region(DelayedScaling(), enabled=False, selection="looking for the layers at the edges")
@@ -88,9 +88,9 @@ def edge_layers(
     """
     sources = _Sources()
     n = len(closed.jaxpr.invars) - n_parameters
-    ins = [Value(None, {_PARAMETER})] * n_parameters + [Value(None, {_OTHER})] * n
-    found, _ = interpreter.run(sources, closed.jaxpr, closed.consts, ins)
-    outs = [value.note for value in found]
+    ins = without_arrays([{_PARAMETER}] * n_parameters + [{_OTHER}] * n)
+    results, _ = interpreter.run(sources, closed.jaxpr, closed.consts, ins)
+    outs = notes_in(results)
     ends = {next(iter(found)) for s in outs if len(found := s - {_PARAMETER}) == 1}
     ends = outs[0] - {_PARAMETER} if of_loss else ends
     paths = ends - sources.used - {_OTHER}
@@ -98,7 +98,7 @@ def edge_layers(
 
 
 class _Sources(Reader):
-    """Note for each value its sources: results of layers, parameters, or anything else."""
+    """Note the sources of each value: results of layers, parameters, or anything else."""
 
     computes = False
 
@@ -106,44 +106,37 @@ class _Sources(Reader):
         self.used: set[Any] = set()  # layers whose results go into other layers or products
         self.first: set[str] = set()  # layers into which no other layer's result goes
 
-    def equation(self, eqn: Any, ins: list[Value], at: Any) -> tuple[list[Value], Emitted] | None:
-        """Read the marks, and what goes into products."""
+    def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
+        """Read the marks, and note the operands of products."""
         name, mark = eqn.primitive.name, str(eqn.params.get("name", ""))
         if name == "name" and mark.startswith(_OUTPUT):
-            return [Value(None, {mark.removeprefix(_OUTPUT)})], []
+            return without_arrays([{mark.removeprefix(_OUTPUT)}]), []
         is_input = name == "name" and mark.startswith(_INPUT)
         if not is_input and name not in PRODUCTS:
             return None
-        together = self._used([value.note for value in ins])
-        if is_input and not together - {_PARAMETER, _OTHER}:
+        together = self.together(notes_in(ins))
+        if is_input and together <= {_PARAMETER, _OTHER}:
             self.first.add(mark.removeprefix(_INPUT))
-        return [Value(None, {_OTHER})] * len(eqn.outvars), []
+        return without_arrays([{_OTHER}] * len(eqn.outvars)), []
 
-    def _used(self, notes: Sequence[set[Any]]) -> set[Any]:
-        """Note that layers' results go into others, and return the sources of these together."""
-        together = set().union(*notes)
-        self.used.update(together)
-        return together
-
-    def closed_to(self, eqn: Any, ins: Sequence[Value], at: Any) -> list[Value]:
-        """Look at the equation as a whole."""
-        together = self._used([value.note for value in ins])
-        return [Value(None, together | {_OTHER})] * len(eqn.outvars)
+    def together(self, notes: Sequence[set[Any]]) -> set[Any]:
+        """Return the sources of values that go into something that is looked at as a whole."""
+        self.used.update(*notes)
+        return {_OTHER}.union(*notes)
 
     def constant(self, x: Any) -> set[Any]:
-        """Return the sources of a constant: none."""
         return set()
 
     def flow(self, eqn: Any, ins: Sequence[Value]) -> list[set[Any]]:
-        """Note that each result has the sources of all operands."""
-        return [set().union(*(value.note for value in ins))] * len(eqn.outvars)
+        return [set().union(*notes_in(ins))] * len(eqn.outvars)
+
+    def closed_to(self, eqn: Any, ins: Sequence[Value], at: Any) -> list[Value]:
+        return without_arrays([self.together(notes_in(ins))] * len(eqn.outvars))
 
     def in_loop(self, eqn: Any, notes: list[Any], at: Any, n_fixed: int, n: int) -> list[set[Any]]:
-        """Note that one iteration's results go into the next."""
-        return [self._used(notes) | {_OTHER}] * len(notes)
+        return [self.together(notes)] * len(notes)  # one iteration's results go into the next
 
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[Any]:
-        """Look at loops and branches as a whole."""
         if eqn.primitive.name not in ("scan", "while", "cond"):
             return super().after(eqn, inside, results)
-        return [self._used(inside) | {_OTHER}] * len(eqn.outvars)
+        return [self.together(inside)] * len(eqn.outvars)

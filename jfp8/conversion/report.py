@@ -219,22 +219,17 @@ def total_of(y: Any) -> jax.Array:
 
 
 def _rows(jaxpr: Jaxpr) -> Iterator[ProductRow]:
-    for eqn, stack, times in equations(jaxpr, enters=_has_rows_inside):
-        name = str(eqn.params.get("name", ""))
-        if name.startswith(PRODUCT_NAME) and not _is_whole(eqn):
-            continue
-        if is_attention(eqn):
+    name_of = lambda eqn: str(eqn.params.get("name", ""))
+    is_ours = lambda eqn: name_of(eqn).startswith(PRODUCT_NAME)
+    rotates = lambda stack: ROTATION_NAME in stack  # a part of quantizing
+    enters = lambda eqn, stack: not is_ours(eqn) and not rotates(stack)
+    for eqn, stack, times in equations(jaxpr, enters=enters):
+        if is_attention(eqn) and _is_whole(eqn):
             yield from attention_rows(eqn, notes_of(stack), _noted(eqn, "cuda"), times)
-        elif name.startswith(PRODUCT_NAME):
-            yield _fp8_row(eqn, name.removeprefix(PRODUCT_NAME), stack, times)
-        elif eqn.primitive.name in PRODUCTS and ROTATION_NAME not in stack:
+        elif is_ours(eqn) and _is_whole(eqn):
+            yield _fp8_row(eqn, name_of(eqn).removeprefix(PRODUCT_NAME), stack, times)
+        elif eqn.primitive.name in PRODUCTS and not rotates(stack):
             yield _plain_row(eqn, stack, times)
-
-
-def _has_rows_inside(eqn: Any, stack: str) -> bool:
-    """Return False for FP8 matmuls and attention, and for rotations, a part of quantizing."""
-    is_ours = str(eqn.params.get("name", "")).startswith(PRODUCT_NAME)
-    return not is_ours and ROTATION_NAME not in stack
 
 
 def _is_whole(eqn: Any) -> bool:

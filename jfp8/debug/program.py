@@ -20,7 +20,7 @@ from jfp8.debug.axes import Axes, Factor, Role, moved_axes, plain_axes, size_of
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import scan_sizes
-from jfp8.tracing.interpreter import Emitted, Place, Reader, Value
+from jfp8.tracing.interpreter import Computed, Place, Reader, Value, notes_in, without_arrays
 from jfp8.tracing.notes import explaining, notes_of, product_path
 
 _SAME = {
@@ -174,8 +174,7 @@ def _arguments(args: Any, inputs: int, sequence_axis: int | None) -> Any:
 
 def _read(closed: ClosedJaxpr, notes: Sequence[_Note], report: Report) -> ProgramCheck:
     reading = _Reading()
-    ins = [Value(None, note) for note in notes]
-    interpreter.run(reading, closed.jaxpr, closed.consts, ins)
+    interpreter.run(reading, closed.jaxpr, closed.consts, without_arrays(notes))
     once = lambda paths: tuple(dict.fromkeys(paths))
     later, sequences = (once(reading.shared[role]) for role in _ROLES)
     return ProgramCheck(report, reading.tensors(), later, sequences, once(reading.unknown))
@@ -229,13 +228,12 @@ class _Reading(Reader):
         )
 
     def constant(self, x: Any) -> _Note:
-        """Return the note of an array that depends on nothing."""
         return _Note(plain_axes(np.shape(x)))
 
-    def equation(self, eqn: Any, ins: list[Value], at: Place) -> tuple[list[Value], Emitted] | None:
-        """Read matmuls and what quantizes, which are functions with names."""
+    def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
+        """Read matmuls and casts, which are functions with names."""
         called = str(eqn.params.get("name", ""))
-        given = [value.note for value in ins]
+        given = notes_in(ins)
         if called.startswith(PRODUCT_NAME):
             self.product(eqn, given, at.stack)
             made = [_Note(note.axes, note.depends) for note in self.inside(eqn, ins, at)]
@@ -246,15 +244,14 @@ class _Reading(Reader):
             made = [dataclasses.replace(first, root=tensor), *others]
         else:
             return None
-        return [Value(None, note) for note in made], []
+        return without_arrays(made), []
 
     def inside(self, eqn: Any, ins: list[Value], at: Place) -> list[_Note]:
         """Read a call."""
-        return [value.note for value in interpreter.inline(self, eqn, ins, at)[0]]
+        return notes_in(interpreter.inline(self, eqn, ins, at)[0])
 
     def flow(self, eqn: Any, ins: Sequence[Value]) -> list[_Note]:
-        """Return what is known of the results of an equation without a body."""
-        given = [value.note for value in ins]
+        given = notes_in(ins)
         if eqn.primitive.name == "select_n" and not given[0].depends:
             if eqn.outvars[0].aval.size == 1:
                 # A state says whether its history has entries: after the first step it does.
@@ -262,9 +259,8 @@ class _Reading(Reader):
         return [self.result(eqn, given, v) for v in eqn.outvars]
 
     def closed_to(self, eqn: Any, ins: Sequence[Value], at: Place) -> list[Value]:
-        """Say of results only what follows from the operands."""
-        note = _joined([value.note for value in ins], None)
-        return [Value(None, dataclasses.replace(note, root=object())) for _ in eqn.outvars]
+        note = _joined(notes_in(ins), None)
+        return without_arrays(dataclasses.replace(note, root=object()) for _ in eqn.outvars)
 
     def in_loop(self, eqn: Any, notes: list[Any], at: Place, n_fixed: int, n: int) -> list[_Note]:
         """Take the first dimension off slices."""

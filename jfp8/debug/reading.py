@@ -20,7 +20,7 @@ from jfp8.debug.measurement import Measurement
 from jfp8.products.observers import TAP
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import jaxprs_of
-from jfp8.tracing.interpreter import Emitted, Reader, Value, arrays, equations
+from jfp8.tracing.interpreter import Computed, Reader, Value, arrays, equations, notes_in
 from jfp8.tracing.notes import notes_of, product_path
 
 # Loops that a value is computed from: ``(path of a scan, whether it carries the value)``.
@@ -69,17 +69,15 @@ def _has_taps(eqn: Any) -> bool:
 
 
 class _Taps(Reader):
-    """Emit what is measured at taps, by `Place`; note the `Origins` of each value."""
+    """Emit what is measured at taps, by `Place`. Results may depend on all operands."""
 
     emits = True
     inlines_rules = True
 
     def enters(self, eqn: Any, ins: Sequence[Value]) -> bool:
-        """Read what has taps inside."""
         return _has_taps(eqn)
 
-    def equation(self, eqn: Any, ins: list[Value], at: Any) -> tuple[list[Value], Emitted] | None:
-        """Measure at a tap."""
+    def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
         if eqn.primitive is not TAP:
             return None
         vector_of = measure = eqn.params["measure"]
@@ -93,46 +91,38 @@ class _Taps(Reader):
         return ins[:1], [(Place(measure, at.stack, 0, (), origins), vector)]
 
     def closed_to(self, eqn: Any, ins: Sequence[Value], at: Any) -> Sequence[Value]:
-        """Refuse what measurements cannot leave."""
         raise NotImplementedError(
             f"Statistics of products inside {eqn.primitive.name!r} cannot be taken out of it. Call "
             "jfp8.debug.stats on a function without it."
         )
 
     def constant(self, x: Any) -> Origins:
-        """Return the origins of a constant: none."""
         return frozenset()
 
     def flow(self, eqn: Any, ins: Sequence[Value]) -> list[Origins]:
-        """Note that each result of an equation may depend on all of its operands."""
-        return [frozenset().union(*(value.note for value in ins))] * len(eqn.outvars)
+        return [frozenset().union(*notes_in(ins))] * len(eqn.outvars)
 
     def in_loop(self, eqn: Any, notes: list[Any], at: Any, n_fixed: int, n: int) -> list[Origins]:
-        """Note what a loop carries, which may depend on everything, and what it runs over."""
+        """Note that carried values may depend on everything, and mark slices."""
         carried = frozenset({(at.path, True)}).union(*notes)
         slices = [origins | {(at.path, False)} for origins in notes[n:]]
         return [*notes[:n_fixed], *[carried] * (n - n_fixed), *slices]
 
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> list[Origins]:
-        """Note that results may depend on all arguments."""
         return [frozenset().union(*inside)] * len(eqn.outvars)
 
     def leave_scan(self, key: Place, x: Any, eqn: Any, at: Any) -> tuple[Place, Any]:
-        """Add a loop around a tap."""
         over_inputs = (at.path, False) in key.origins and (at.path, True) not in key.origins
         loops = (Loop(eqn.params["length"], over_inputs), *key.loops)
         return replace(key, loops=loops), x
 
     def merge(self, key: Place, stacked: Any) -> jax.Array:
-        """Merge the measurements of iterations."""
         return key.measure.merged(stacked)
 
     def nothing(self, key: Place, like: Any) -> jax.Array:
-        """Return the measurement of an empty tensor."""
         return jnp.broadcast_to(key.measure.nothing(), like.shape)
 
     def merge_devices(self, key: Place, x: Any, axes: tuple[Any, ...]) -> jax.Array:
-        """Merge the measurements of devices."""
         return key.measure.merged_over_devices(x, axes)
 
 

@@ -13,7 +13,7 @@ import jax
 
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.interpreter import CALLS, RULES, Emitted, Reader, Value
+from jfp8.tracing.interpreter import CALLS, RULES, Computed, Reader, Value
 
 
 def elementary(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ class _Inliner(Reader):
     def enters(self, eqn: Any, ins: Sequence[Value]) -> bool:
         return eqn.primitive.name in CALLS | RULES
 
-    def equation(self, eqn: Any, ins: list[Value], at: Any) -> tuple[list[Value], Emitted] | None:
+    def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
         if eqn.primitive.name != "add_any":
             return None
         return [Value(ins[0].array + ins[1].array)], []

@@ -34,7 +34,7 @@ from jfp8.tracing.compat import (
 )
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
-RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+RULES = {"custom_jvp_call", "custom_vjp_call"}
 
 
 class Value(NamedTuple):
@@ -69,6 +69,8 @@ class Place:
 
 Emitted = list[tuple[Any, Any]]
 """Hashable keys, and the arrays that a program emits under them."""
+Computed = tuple[Sequence[Value], Emitted] | None
+"""The results of an equation and what it emits, or None for an equation that runs as it is."""
 
 
 class Reader:
@@ -89,9 +91,7 @@ class Reader:
         del eqn, ins
         return True
 
-    def equation(
-        self, eqn: Any, ins: list[Value], at: Place
-    ) -> tuple[Sequence[Value], Emitted] | None:
+    def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
         """Compute an equation in another way, or return None."""
         del eqn, ins, at
         return None
@@ -245,7 +245,7 @@ def _follow(
     reader: Reader, eqn: Any, ins: Sequence[Value], at: Place
 ) -> tuple[list[Value], Emitted]:
     """Follow notes through the bodies of an equation, each of which is read once."""
-    notes, bodies = [value.note for value in ins], list(bodies_of(eqn))
+    notes, bodies = notes_in(ins), list(bodies_of(eqn))
     if eqn.primitive.name == "cond":
         notes = notes[1:]
     elif eqn.primitive.name == "scan":
@@ -256,14 +256,12 @@ def _follow(
         bodies = [(closed.jaxpr, closed.consts)]
         notes = notes[eqn.params["cond_nconsts"] :]
         notes = reader.in_loop(eqn, notes, at, n_fixed, len(notes))
-    ins = [Value(None, note) for note in notes]
     found = [
-        run(reader, *body, ins, at if len(bodies) == 1 else at.inside(i))
+        run(reader, *body, without_arrays(notes), at if len(bodies) == 1 else at.inside(i))
         for i, body in enumerate(bodies)
     ]
-    results = [[value.note for value in outs] for outs, _ in found]
-    made = reader.after(eqn, notes, results)
-    return [Value(None, note) for note in made], [each for _, more in found for each in more]
+    made = reader.after(eqn, notes, [notes_in(outs) for outs, _ in found])
+    return without_arrays(made), [each for _, more in found for each in more]
 
 
 @jax.tree_util.register_dataclass
@@ -293,12 +291,8 @@ class _Body:
     def __call__(self, values: Sequence[Any], feeds: Mapping[Any, Any]) -> _Out:
         at, ins = replace(self.at, feeds=feeds, memo={}), map(Value, values, self.notes)
         outs, emitted = run(self.reader, self.jaxpr, self.consts, ins, at)
-        self.made = self.reader.inner([value.note for value in outs])
+        self.made[:] = self.reader.inner(notes_in(outs))
         return _Out(arrays(outs), [x for _, x in emitted], tuple(key for key, _ in emitted))
-
-
-def _notes(reader: Reader, ins: Sequence[Value]) -> list[Any]:
-    return reader.inner([value.note for value in ins])
 
 
 def _after(reader: Reader, eqn: Any, outs: Sequence[Any], *bodies: _Body) -> list[Value]:
@@ -308,7 +302,7 @@ def _after(reader: Reader, eqn: Any, outs: Sequence[Any], *bodies: _Body) -> lis
 
 def _checkpoint(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     """Keep ``jax.checkpoint``, or XLA would store what is to be computed again."""
-    body = _Body(reader, body_of(eqn), _notes(reader, ins), at)
+    body = _Body(reader, body_of(eqn), reader.inner(notes_in(ins)), at)
     out = evaluate_with_body(eqn, body, arrays(ins), dict(at.feeds))
     return _after(reader, eqn, out.results, body), out.found()
 
@@ -317,7 +311,8 @@ def _scan(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     n_fixed, n_carry = scan_sizes(eqn)
     n = n_fixed + n_carry
     fixed, carry, xs = (arrays(part) for part in (ins[:n_fixed], ins[n_fixed:n], ins[n:]))
-    body = _Body(reader, body_of(eqn), reader.in_loop(eqn, _notes(reader, ins), at, n_fixed, n), at)
+    notes = reader.in_loop(eqn, reader.inner(notes_in(ins)), at, n_fixed, n)
+    body = _Body(reader, body_of(eqn), notes, at)
     sliced = {name: x for name, x in at.feeds.items() if reader.slices(name, at)}
 
     def turn(carry: Any, xs: Any) -> Any:
@@ -336,7 +331,7 @@ def _while(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     n = n_condition + n_fixed
     parts = ins[:n_condition], ins[n_condition:n], ins[n:]
     for_condition, fixed, carry = map(arrays, parts)
-    outside = _notes(reader, ins)
+    outside = reader.inner(notes_in(ins))
     notes = reader.in_loop(eqn, outside[n_condition:], at, n_fixed, n_fixed + len(carry))
     body = _Body(reader, (closed.jaxpr, closed.consts), notes, at.inside(1))
     tested = (condition.jaxpr, condition.consts)
@@ -357,7 +352,7 @@ def _while(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
 
 def _cond(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     which, *operands = arrays(ins)
-    notes, feeds, closed = _notes(reader, ins[1:]), dict(at.feeds), eqn.params["branches"]
+    notes, feeds, closed = reader.inner(notes_in(ins[1:])), dict(at.feeds), eqn.params["branches"]
     bodies = [_Body(reader, (b.jaxpr, b.consts), notes, at.inside(i)) for i, b in enumerate(closed)]
     shapes = lambda body: jax.eval_shape(body, operands, feeds) if reader.emits else _NOTHING
     every = list(map(shapes, bodies))
@@ -380,7 +375,7 @@ def _cond(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
 
 def _shard_map(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     params, axes = eqn.params, manual_axes(eqn)
-    body = _Body(reader, body_of(eqn), _notes(reader, ins), at)
+    body = _Body(reader, body_of(eqn), reader.inner(notes_in(ins)), at)
 
     def on_device(values: Any, feeds: Any) -> Any:
         out = body(values, feeds)
@@ -415,9 +410,19 @@ def is_entered(eqn: Any) -> bool:
     return is_checkpoint(eqn) or eqn.primitive.name in _RUNS
 
 
-def arrays(values: Sequence[Value]) -> list[Any]:
+def arrays(values: Iterable[Value]) -> list[Any]:
     """Return the arrays of `values`."""
     return [value.array for value in values]
+
+
+def notes_in(values: Iterable[Value]) -> list[Any]:
+    """Return the notes of `values`."""
+    return [value.note for value in values]
+
+
+def without_arrays(notes: Iterable[Any]) -> list[Value]:
+    """Return values without arrays, for a reader that follows notes alone."""
+    return [Value(None, note) for note in notes]
 
 
 def equations(

@@ -19,7 +19,7 @@ from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import FORMATS, format_of
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import body_of, is_checkpoint, scan_sizes
-from jfp8.tracing.interpreter import CALLS, Emitted, Place, Reader, Value
+from jfp8.tracing.interpreter import CALLS, Computed, Emitted, Place, Reader, Value
 
 _NARROW = {np.dtype(fmt.dtype) for fmt in FORMATS}
 
@@ -164,8 +164,8 @@ class _Early(_Split):
 
     emits = True
 
-    def equation(self, eqn: Any, ins: list[Value], at: Place) -> tuple[list[Value], Emitted] | None:
-        """Compute an equation that something kept needs, and no other."""
+    def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
+        """Compute an equation that a kept value needs, and no other."""
         if at.path in self.plans:
             return None
         plan = self.plan_of(at)
@@ -183,8 +183,8 @@ class _Early(_Split):
 class _Late(_Split):
     """Compute all the rest, from what is kept."""
 
-    def equation(self, eqn: Any, ins: list[Value], at: Place) -> tuple[list[Value], Emitted] | None:
-        """Take what is kept, and compute what else there is."""
+    def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
+        """Take kept values, and compute all others."""
         if at.path in self.plans:
             return None
         kept = self.plan_of(at).kept
@@ -197,7 +197,7 @@ class _Late(_Split):
         return [given.get(i, outs[i]) for i in range(len(eqn.outvars))], []
 
     def slices(self, name: Any, at: Place) -> bool:
-        """Slice what is kept inside a ``scan``."""
+        """Slice the values kept inside a ``scan``."""
         return name[0][: len(at.path)] == at.path
 
 
