@@ -267,7 +267,7 @@ class _Reading(Reader):
         return [*notes[:n], *map(_slice_of, notes[n:])]
 
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[_Note]:
-        """Join the results of branches, and stack those of iterations."""
+        """Join the results of branches, and stack the results of iterations."""
         if eqn.primitive.name == "cond":
             return [_joined(notes, notes[0].axes) for notes in zip(*results, strict=True)]
         if eqn.primitive.name != "scan":
