@@ -102,10 +102,10 @@ class Marks(Reader):
         return name == "scan"
 
     def merge(self, key, stacked):
-        return stacked.max(0)
+        return stacked.sum(0)
 
     def nothing(self, key, like):
-        return jnp.full(like.shape, -1, like.dtype)
+        return jnp.zeros(like.shape, like.dtype)
 
     def merge_devices(self, key, x, axes):
         return lax.psum(x, axes)
@@ -117,24 +117,23 @@ def marked(x, w):
     x, y = lax.scan(lambda x, w: (mark(x @ w, "scan"), x.sum()), x, w)
     turn = lambda state: (state[0] + 1, mark(state[1], "while"))
     _, x = lax.while_loop(lambda state: state[0] < 3, turn, (0, x))
-    x = lax.cond(x[0, 0] > 1e9, lambda x: mark(x, "not taken"), lambda x: mark(x, "taken"), x)
+    x = lax.cond(x[0, 0] < 1e9, lambda x: mark(x, "taken"), lambda x: mark(x, "not taken"), x)
     x = jax.checkpoint(lambda x: mark(x, "checkpoint"))(x)
     return sharded(lambda x: mark(x, "shard_map"))(x), y
 
 
 def in_numpy(x, w, feed):
-    sums, emitted = [], {"scan": [], "while": -np.inf}
+    sums, emitted = [], {"scan": [], "while": 0, "not taken": 0}
     for each, fed in zip(w, feed, strict=True):
         sums.append(x.sum())
         x = 2 * fed * (x @ each)
         emitted["scan"].append(x.sum())
     for _ in range(3):
         x = 2 * x
-        emitted["while"] = max(emitted["while"], x.sum())
+        emitted["while"] += x.sum()
     for name in ("taken", "checkpoint", "shard_map"):
         x = 2 * x
         emitted[name] = x.sum()
-    emitted["not taken"] = -1
     return (x, np.array(sums)), emitted
 
 
@@ -175,7 +174,7 @@ class Matmuls(Reader):
 def test_counting_is_a_short_reader():
     assert len(inspect.getsource(Matmuls).strip().splitlines()) <= 15
     reader = Matmuls()
-    closed = jax.make_jaxpr(jax.grad(lambda w, x: program(x, w)[0]))(W, X)
+    closed = jax.make_jaxpr(jax.jit(jax.grad(lambda w, x: program(x, w)[0])))(W, X)
     ins = [Value(None, "w"), Value(None, "x")]
     outs, emitted = interpreter.run(reader, closed.jaxpr, closed.consts, ins)
     assert len(reader.found) == str(closed).count("dot_general") > 2
