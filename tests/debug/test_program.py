@@ -114,7 +114,7 @@ def test_planted_mistakes_are_found_by_name():
     (shared,) = check.quantized_twice
     assert shared.paths == ("q", "k", "v")
     assert shared.casts == ("f32", "e4m3fn")
-    assert {row.reason[:20] for row in check.report.unconverted} == {"no operand is a weig"}
+    assert {row.reason[:20] for row in check.report.unconverted} == {"computed by no layer"}
     assert "q, k, v: f32 -> e4m3fn, quantized 3 times." in str(check)
 
     planted = jfp8.convert(qkv, {"out": "current", "v": None, "*": "rowwise"}, exempt=())
