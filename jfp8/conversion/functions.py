@@ -24,7 +24,6 @@ from jfp8.conversion.selection import Selection
 from jfp8.conversion.weight_matmul import Source, WeightMatmul
 from jfp8.conversion.weight_walk import Walk
 from jfp8.layers.options import kernel_dtype
-from jfp8.products.constant_sink import told_if_constant
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Options, State
@@ -260,7 +259,7 @@ def _in_fp8(matmul: WeightMatmul, recipe: Recipe, planned: PlannedMatmul) -> jax
         histories, sink = read_overwritten(matmul.states[planned.name], recipe.init_state())
     weight = matmul.weight if matmul.source.in_f32 is None else matmul.source.in_f32
     options = Options(recipe, None, kernel_dtype(matmul.x, weight, casts_kernel=True))
-    state = told_if_constant(State(histories, sink), weight)
+    state = State(histories, sink)
     dtype = matmul.eqn.outvars[0].aval.dtype
     ahead = "later positions" if planned.looks_ahead else ""
     with (

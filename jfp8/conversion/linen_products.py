@@ -40,9 +40,7 @@ from jfp8.layers.linen.products import (
     promote_values,
 )
 from jfp8.layers.options import kernel_dtype
-from jfp8.products.constant_sink import told_if_constant
 from jfp8.products.operation import Options, State
-from jfp8.products.undifferentiated_uses import are_noted
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
@@ -203,15 +201,12 @@ def _prepared(product: ParameterProduct, chosen: ProductOf | str) -> Prepared:
     state, records = module.begin(recipe)
     # A body cannot write into a collection: without a sink nothing would ever end a step.
     histories = None if records and state.sink is None else state.histories
+    told = module.if_trained(recipe, state)
 
     def compute(inside: ParameterProduct, arrays: Any) -> jax.Array:
         dtype = kernel_dtype(inside.x, inside.weight, module.casts_kernel)
-        options = Options(recipe, module.implementation, dtype)
-        if state.histories is None:
-            weight = module.warned_without_histories(recipe, inside.weight)
-            inside = dataclasses.replace(inside, weight=weight)
-        here = State(*arrays) if are_noted() else told_if_constant(State(*arrays), inside.weight)
-        return inside.in_fp8(options, here, module.unless_slower_on)
+        options = Options(recipe, module.implementation, dtype, if_trained=told)
+        return inside.in_fp8(options, State(*arrays), module.unless_slower_on)
 
     return Prepared(compute, (histories, state.sink))
 

@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jfp8.matmul.spec import planner_of
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     Kind,
@@ -38,7 +40,7 @@ from jfp8.products.operation import (
 )
 from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
-from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use, quantized_once
+from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format
@@ -48,7 +50,9 @@ from jfp8.scaling.history import AmaxState, as_dicts, check_states
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
+from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.device import current_device
 
 # The names of products and rotations in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
@@ -67,7 +71,6 @@ class How(NamedTuple):
 
     options: Options
     carried: bool  # rhs is a `ScaledArray` with a carrier
-    use: ProductUse | None  # if uses are noted
 
 
 class Operands(NamedTuple):
@@ -79,7 +82,7 @@ class Operands(NamedTuple):
     histories: dict[str, AmaxState] | None = None
     sink: jax.Array | None = None
     seed: jax.Array | None = None  # uint32[2] for stochastic rounding, if a key was given
-    q_lhs: Any = None  # if it was quantized for several layers: see `_lhs_for_layers`
+    q_lhs: Any = None  # if it was quantized for several layers: see `_with_shared_lhs`
 
 
 class Residuals(NamedTuple):
@@ -104,48 +107,62 @@ def multiply_quantized(
 ) -> tuple[jax.Array, Observed]:
     """Return ``restore(y)`` of `operation` of `lhs` and `rhs`, and the amaxes of both operands.
 
-    The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
-    carrier, if it has one.
+    The amaxes have no gradient, and are zeros unless the product is differentiated. The gradient of
+    an `rhs` that is a `ScaledArray` goes to its carrier, if it has one.
     """
     how, operands = begin(lhs, rhs, options, state)
-    if state.found is not None and operands.histories is not None:
-        of_lhs = {**operands.histories["lhs"], "found": state.found}
-        operands = operands._replace(histories={**operands.histories, "lhs": of_lhs})
-    operands = operands._replace(q_lhs=_lhs_for_layers(how, operation, operands))
+    if state.shared is not None:
+        operands = _with_shared_lhs(state.shared, how, operation, operands)
     if jax.sharding.get_abstract_mesh().manual_axes:
         operation, operands = same_varying_axes((operation, operands))
     y, observed = _multiply(how, operation, operands)
-    if how.use is not None:
-        end_use(how.use, *observed)
-    return restore(y), observed
+    return restore(y), lax.stop_gradient(observed)
 
 
-def _lhs_for_layers(how: How, operation: Operation, operands: Operands) -> Any:
-    """Return lhs quantized for fprop, and to be saved, and its amax, if layers share these."""
-    (lhs, rhs, _, histories, *_), key = operands, operation.lhs_of_layers
+def _with_shared_lhs(
+    shared: SharedInput, how: How, operation: Operation, operands: Operands
+) -> Operands:
+    """Return `operands` with the history that the first product with this lhs has.
+
+    If the product can share it, also with lhs quantized for fprop, and to be saved, and its amax.
+    """
+    lhs, rhs, _, histories, *_ = operands
+    assert lhs is not None
+    recipe, key = how.options.recipe, operation.lhs_of_layers
+    of_array = recipe, how.options.implementation, lhs.shape, lhs.dtype
+    state = None if histories is None else lax.stop_gradient(histories["lhs"])
+    if histories is not None and state is not None:
+
+        def first() -> AmaxState:
+            find = getattr(planner_of(current_device(lhs)), "amax_if_needed", None)
+            found = find and find(lax.stop_gradient(lhs), recipe, state)
+            return state if found is None else {**state, "found": found}
+
+        state = shared.once((*of_array, state["amax_history"].shape), first)
+        operands = operands._replace(histories={**histories, "lhs": state})
     frozen = isinstance(rhs, ScaledArray) and not how.carried
-    if lhs is None or key is None or frozen or OBSERVER.value is not None:
-        return None
+    if key is None or frozen or OBSERVER.value is not None:
+        return operands
 
     def quantize() -> Any:
-        products = how.options.recipe.resolved()
+        products = recipe.resolved()
         (first, _), (second, _) = map(operation.contracting, ("fprop", "wgrad"))
         uses = (
             Use("fprop", products.fprop, products.fprop.lhs, first),
             Use("wgrad", products.wgrad, products.wgrad.lhs, second),
         )
         x = operation.arrange("lhs", lax.stop_gradient(lhs)).reshape(key[1])
-        state = None if histories is None else histories["lhs"]
         found = operation.quantize_for_both("lhs", x, *uses, state, None)
         # No codes, which each layer would decode by itself, and devices would receive for each.
         named = lambda tree: jax.tree.map(lambda x: checkpoint_name(x, SAVED), tree)
         return found and (found[0], *map(named, found[1:]))
 
-    return quantized_once(lhs, key, quantize)
+    of_state = None if state is None else state["amax_history"].shape
+    return operands._replace(q_lhs=shared.once((*of_array, of_state, key), quantize))
 
 
 def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple[How, Operands]:
-    """Check and note a use of a product, for `forward` and `backward`."""
+    """Check the operands and the state of a product, for `forward` and `backward`."""
     recipe, (histories, sink, key, _) = options.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
@@ -156,13 +173,83 @@ def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
-    operands = Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
-    return How(options, carrier is not None, None if sink is None else begin_use(sink)), operands
+    operands = Operands(lhs, rhs, carrier, histories, sink, seed)
+    return How(options, carrier is not None), operands
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(how, operation, operands):
-    return forward(how, operation, operands, and_backward=False)[0]
+    (y, observed), _ = forward(how, operation, operands, and_backward=False)
+    return y, nothing(observed)
+
+
+def _forward(how, operation, operands):
+    (operation, values), perturbed = primals((operation, operands))
+    warn_of_gradients(how, perturbed[1])
+    return forward(how, operation, values)
+
+
+def _backward(how, residuals, cotangents):
+    return None, backward(how, residuals, instantiated(cotangents[0]))
+
+
+_multiply.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def nothing(observed: Any) -> Any:
+    """Return zeros with the types of `observed`: XLA drops amaxes that nothing else needs.
+
+    The primal function of a product returns these, and its forward rule, which runs only where a
+    derivative is taken, the amaxes.
+    """
+    return jax.tree.map(lambda x: jnp.where(False, x, 0), observed)
+
+
+def primals(operands: Any) -> tuple[Any, Any]:
+    """Return the values of a forward rule's arguments, and a tree of the same structure.
+
+    It has True for what the derivative is taken with respect to.
+    """
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    part = lambda name: jax.tree.map(lambda x: getattr(x, name), operands, is_leaf=is_primal)
+    return part("value"), part("perturbed")
+
+
+def instantiated(cotangent: Any) -> jax.Array:
+    """Return the cotangent of a result, zeros if the result has no effect."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    return jnp.zeros(cotangent.shape, cotangent.dtype)
+
+
+_CONSTANT_SINK = (
+    "A loss is differentiated with respect to a weight of an FP8 matmul, but not to its sink, so "
+    "the amax of its gradient is not recorded. Differentiate with respect to 'fp8_sink' (or "
+    "'_overwrite_with_gradient', or the state of a converted function) as well, "
+    "jax.grad(loss, argnums=(0, 1))(params, sink), and pass that gradient to jfp8.advance. To "
+    "update no histories leave 'fp8_sink' out."
+)
+_TRAINED_HISTORIES = (
+    "A loss is differentiated with respect to the 'fp8' collection: an optimizer that takes all "
+    "variables trains amax histories like weights, and no amax is recorded. Use "
+    "jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx) with "
+    "jfp8.value_and_grad; with another trainer use the collection whose gradient replaces it: "
+    "jfp8.convert(model, recipe, state_collection='_overwrite_with_gradient')."
+)
+
+
+def warn_of_gradients(how: How, perturbed: Any) -> None:
+    """Warn of a derivative that leaves amaxes behind; it is taken with respect to `perturbed`."""
+    any_of = lambda *trees: any(jax.tree.leaves(trees))
+    trained, told = any_of(perturbed.rhs, perturbed.carrier), []
+    if trained and how.options.if_trained is not None:
+        told.append(how.options.if_trained)
+    if trained and perturbed.sink is False:
+        told.append(_CONSTANT_SINK)
+    if any_of(perturbed.histories):
+        told.append(_TRAINED_HISTORIES)
+    for message in told:
+        warnings.warn(message, stacklevel=user_level())
 
 
 def forward(
@@ -172,9 +259,7 @@ def forward(
 
     If lhs is made of other arrays, `of` has the arguments of `Operation.made`.
     """
-    options, carried, use = how
-    if use is not None:
-        use.linearized |= and_backward
+    options, carried = how
     lhs, rhs, _, histories, sink, seed, q_lhs = operands
     history: Any = (histories or {}).get
     products = options.recipe.resolved()
@@ -213,9 +298,7 @@ def forward(
 
 def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operands:
     """Return the results of dgrad and wgrad, as cotangents; for `of` see `forward`."""
-    options, carried, use = how
-    if use is not None:
-        use.differentiated = True
+    options, carried = how
     lhs, rhs, history, seen, seed, seeds, operation = residuals
     products = options.recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
@@ -241,11 +324,6 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
         d_sink = encode_amax(_largest(*seen, grad_amax)) * SINK_UNIT
     d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
     return Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
-
-
-_multiply.defvjp(
-    forward, lambda how, residuals, cotangents: (None, backward(how, residuals, cotangents[0]))
-)
 
 
 def _largest(*amaxes: jax.Array) -> jax.Array:

@@ -87,8 +87,12 @@ def intact(histories: Any, check: jax.Array) -> Any:
     if any(x.dtype != jnp.float32 for x in jax.tree.leaves(histories)):
         return empty
     same = (fingerprint(histories) == check) | (check == 0)
-    along = lambda x: lax.expand_dims(same, range(same.ndim, x.ndim))
-    return jax.tree.map(lambda x, zeros: jnp.where(along(x), x, zeros), histories, empty)
+    return jax.tree.map(lambda x, zero: jnp.where(along(same, x.ndim), x, zero), histories, empty)
+
+
+def along(flags: jax.Array, ndim: int) -> jax.Array:
+    """Return `flags` of layers with trailing axes, for their arrays of `ndim` dimensions."""
+    return lax.expand_dims(flags, range(flags.ndim, ndim))
 
 
 def intact_states(product: Mapping[str, Any]) -> dict[str, AmaxState]:
@@ -157,18 +161,23 @@ def ended_steps(state: AmaxState) -> jax.Array:
 
 
 def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
-    """Fold `amax` into the maximum of the step under way; non-finite values are ignored.
-
-    Devices that see parts of the tensor, in ``jax.shard_map`` or ``jax.pmap``, agree on the largest
-    amax of all. Where JAX keeps track of what varies over the axes of the mesh, a state that itself
-    varies over one (each device has its own layer) is left alone.
-    """
-    seen = lax.stop_gradient(jnp.where(jnp.isfinite(amax), amax, 0.0))
-    seen = largest_of_devices(seen, state["amax_history"])
+    """Fold `amax` into the maximum of the step under way, if it is `seen`."""
+    amax = seen(amax, state["amax_history"])
     return {
         "amax_history": ended_steps(state),
-        "amax": jnp.maximum(running_amax(state), seen),
+        "amax": jnp.maximum(running_amax(state), amax),
     }
+
+
+def seen(amax: jax.Array, history: jax.Array) -> jax.Array:
+    """Return an `amax` as it may enter `history`: without a gradient, 0 if it is not finite.
+
+    Devices that see parts of the tensor, in ``jax.shard_map`` or ``jax.pmap``, agree on the largest
+    amax of all. Where JAX keeps track of what varies over the axes of the mesh, a history that
+    itself varies over one (each device has its own layer) gets the amax of its device.
+    """
+    finite = lax.stop_gradient(jnp.where(jnp.isfinite(amax), amax, 0.0))
+    return largest_of_devices(finite, history)
 
 
 @jax.jit
@@ -193,7 +202,7 @@ def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return the maximum of `x` over the devices that share `like`; see `observe`."""
+    """Return the maximum of `x` over the devices that share `like`; see `seen`."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return x
     axes = axes_apart(x, like)
@@ -202,11 +211,8 @@ def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def record(state: AmaxState, amax: jax.Array) -> AmaxState:
     """Observe in a loop that may never end a step: the maximum becomes an entry at once."""
-    seen = observe(state, amax)
-    return {
-        "amax_history": push_amax(seen["amax_history"], seen["amax"]),
-        "amax": -seen["amax"],
-    }
+    new = observe(state, amax)
+    return {"amax_history": push_amax(new["amax_history"], new["amax"]), "amax": -new["amax"]}
 
 
 def end_recorded(state: AmaxState) -> AmaxState:
