@@ -53,6 +53,7 @@ from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import current_device
+from jfp8.tracing.notes import EXPLAINING
 
 # The names of products and rotations in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
@@ -240,6 +241,8 @@ _TRAINED_HISTORIES = (
 
 def warn_of_gradients(how: How, perturbed: Any) -> None:
     """Warn of a derivative that leaves amaxes behind; it is taken with respect to `perturbed`."""
+    if EXPLAINING.value is not None:
+        return
     any_of = lambda *trees: any(jax.tree.leaves(trees))
     trained, told = any_of(perturbed.rhs, perturbed.carrier), []
     if trained and how.options.if_trained is not None:

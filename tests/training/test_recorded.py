@@ -59,10 +59,11 @@ def of_linen(how):
 
     if how == "vmap":
         each = lambda f: lambda fp8, x: jax.vmap(f, (None, 0))(fp8, x[:, None])
-        run, gradient = each(run), each(gradient)
+        largest = lambda f: lambda *args: jax.tree.map(lambda a: a.max(0), each(f)(*args))
+        run, gradient = largest(run), largest(gradient)
     of_jit = lambda fp8, x: gradient(fp8, x, jax.jit(loss))
     found = lambda fp8: [fp8["layer"]["DotGeneral_0"][r]["amax_history"] for r in ("lhs", "rhs")]
-    newest = lambda fp8: [np.max(history[..., 0]) for history in found(fp8)]
+    newest = lambda fp8: [history.ravel()[0] for history in found(fp8)]
     return fp8, run, gradient, of_jit if how == "eager" else None, newest, params
 
 
@@ -101,7 +102,7 @@ def of_nnx(how):
     gradient = lambda loss: on_a_copy(lambda model, x: nnx.grad(loss)(model, x))
     run, of_jit = on_a_copy(lambda model, x: model(x)), gradient(nnx.jit(loss))
     found = lambda state: [state["layer"]["dot_general"]["fp8"][r] for r in ("lhs", "rhs")]
-    newest = lambda state: [np.max(v.get_value()[..., 0]) for v in found(state)]
+    newest = lambda state: [v.get_value().ravel()[0] for v in found(state)]
     state = nnx.state(model, Fp8State)
     return state, run, gradient(loss), of_jit if how == "eager" else None, newest, model.layer
 
@@ -120,9 +121,7 @@ def test_a_gradient_records_and_nothing_else_does(api, how):
         recorded = wrap(each)(state, X)
         np.testing.assert_array_equal(newest(recorded), expected)
     again = wrap(run)(recorded, 100 * X)
-    np.testing.assert_array_equal(newest(again), expected)
-    if how != "vmap":  # of which Linen returns a copy for each example
-        assert_same(again, recorded)
+    assert_same(again, recorded)
 
 
 @pytest.mark.parametrize("amax", [0.0, 3.0, -3.0], ids=["ended", "under way", "recorded"])
@@ -179,7 +178,7 @@ def test_an_evaluation_reduces_nothing_to_a_maximum(api, compiled_here):
     """Its scales are those of histories that the program knows, which XLA computes ahead."""
     if api == "nnx":
         model, _, _ = trained(1)
-        evaluate = lambda x: model(x)
+        evaluate = lambda x: (model(x), ())
     else:
         layer = jfp8.Dense(D)
         variables = layer.init(jax.random.key(0), X)
@@ -187,19 +186,17 @@ def test_an_evaluation_reduces_nothing_to_a_maximum(api, compiled_here):
         state = jfp8.TrainState.create(apply_fn=None, variables=variables, tx=optax.sgd(0.1))
         state = state.apply_gradients(jfp8.value_and_grad(loss)(state, X)[1])
         variables = {"params": state.params, "fp8": state.fp8}
-        evaluate = lambda x: layer.apply(variables, x, mutable=["fp8"])[0]
+        evaluate = lambda x: layer.apply(variables, x, mutable=["fp8"])
     text = jax.jit(evaluate).lower(X).compile().as_text()
     assert "maximum(" not in text
-    gradient = jax.jit(lambda x: jax.vjp(evaluate, x)[1](x)).lower(X).compile().as_text()
-    assert "maximum(" in gradient  # the same pattern finds those of the backward pass
+    gradient = jax.jit(lambda x: jax.vjp(evaluate, x, has_aux=True)[1](x))
+    assert "maximum(" in gradient.lower(X).compile().as_text()  # of the backward pass
 
 
 def test_a_step_leaks_no_tracer():
     model = jfp8.linen.MultiHeadDotProductAttention(num_heads=2)
     x = X[None]
     loss = lambda v, x: mean_square(model.apply(v, x))
-    params = {"w": jnp.eye(D)}
-    converted = jfp8.convert(lambda params, x: mean_square(x @ params["w"]), exempt=())
     with jax.checking_leaks():
         state = jfp8.TrainState.create(
             apply_fn=None, variables=model.init(jax.random.key(0), x), tx=optax.sgd(0.1)
@@ -207,4 +204,3 @@ def test_a_step_leaks_no_tracer():
         jax.jit(jfp8.value_and_grad(loss))(state, x)
         attention = jfp8.nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0))
         nnx.jit(jfp8.nnx.value_and_grad(lambda m, x: mean_square(m(x))))(attention, x)
-        jax.jit(jax.grad(converted, argnums=(0, 1)))(params, converted.init(params, X), X)
