@@ -19,15 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul.bias import plus_bias
-from jfp8.products.vjp import (
-    backward,
-    begin,
-    forward,
-    instantiated,
-    nothing,
-    primals,
-    warn_of_gradients,
-)
+from jfp8.products.vjp import backward, begin, forward, primals
 from jfp8.tracing.compat import same_varying_axes
 
 
@@ -82,14 +74,11 @@ def _plus(h: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(both, operations, operands):
-    (z, observed), _ = _through(both, operations, operands, and_backward=False)
-    return z, nothing(observed)
+    return _through(both, operations, operands, and_backward=False)[0]
 
 
 def _forward(both, operations, operands):
-    (operations, values), (_, perturbed) = primals((operations, operands))
-    for how, of_product in zip(both[3:], perturbed[:2], strict=True):
-        warn_of_gradients(how, of_product)
+    operations, values = primals(both[3:], (operations, operands), operands[:2])
     return _through(both, operations, values)
 
 
@@ -108,7 +97,7 @@ def _through(both, operations, operands, and_backward=True):
 def _backward(both, residuals, cotangents):
     make, shape, _, *hows = both
     y, bias, kept, kept_too = residuals
-    second = backward(hows[1], kept_too, instantiated(cotangents[0]))
+    second = backward(hows[1], kept_too, cotangents[0])
     assert second.lhs is not None
     h, d_made = y.reshape(shape), second.lhs.astype(y.dtype).reshape(*shape[:-2], shape[-1])
     # As in `jax.checkpoint`: cheap values are recomputed, not saved for the backward pass.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -131,15 +131,16 @@ def _with_shared_lhs(
     assert lhs is not None
     recipe, key = how.options.recipe, operation.lhs_of_layers
     of_array = recipe, how.options.implementation, lhs.shape, lhs.dtype
-    state = None if histories is None else lax.stop_gradient(histories["lhs"])
-    if histories is not None and state is not None:
+    state = None
+    if histories is not None:
+        own = lax.stop_gradient(histories["lhs"])
 
         def first() -> AmaxState:
             find = getattr(planner_of(current_device(lhs)), "amax_if_needed", None)
-            found = find and find(lax.stop_gradient(lhs), recipe, state)
-            return state if found is None else {**state, "found": found}
+            found = find and find(lax.stop_gradient(lhs), recipe, own)
+            return own if found is None else {**own, "found": found}
 
-        state = shared.once((*of_array, state["amax_history"].shape), first)
+        state = shared.once((*of_array, own["amax_history"].shape), first)
         operands = operands._replace(histories={**histories, "lhs": state})
     frozen = isinstance(rhs, ScaledArray) and not how.carried
     if key is None or frozen or OBSERVER.value is not None:
@@ -180,47 +181,7 @@ def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(how, operation, operands):
-    (y, observed), _ = forward(how, operation, operands, and_backward=False)
-    return y, nothing(observed)
-
-
-def _forward(how, operation, operands):
-    (operation, values), perturbed = primals((operation, operands))
-    warn_of_gradients(how, perturbed[1])
-    return forward(how, operation, values)
-
-
-def _backward(how, residuals, cotangents):
-    return None, backward(how, residuals, instantiated(cotangents[0]))
-
-
-_multiply.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def nothing(observed: Any) -> Any:
-    """Return zeros with the types of `observed`: XLA drops amaxes that nothing else needs.
-
-    The primal function of a product returns these, and its forward rule, which runs only where a
-    derivative is taken, the amaxes.
-    """
-    return jax.tree.map(lambda x: jnp.where(False, x, 0), observed)
-
-
-def primals(operands: Any) -> tuple[Any, Any]:
-    """Return the values of a forward rule's arguments, and a tree of the same structure.
-
-    It has True for what the derivative is taken with respect to.
-    """
-    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
-    part = lambda name: jax.tree.map(lambda x: getattr(x, name), operands, is_leaf=is_primal)
-    return part("value"), part("perturbed")
-
-
-def instantiated(cotangent: Any) -> jax.Array:
-    """Return the cotangent of a result, zeros if the result has no effect."""
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return forward(how, operation, operands, and_backward=False)[0]
 
 
 _CONSTANT_SINK = (
@@ -239,20 +200,31 @@ _TRAINED_HISTORIES = (
 )
 
 
-def warn_of_gradients(how: How, perturbed: Any) -> None:
-    """Warn of a derivative that leaves amaxes behind; it is taken with respect to `perturbed`."""
+def primals(hows: Sequence[How], arguments: Any, operands: Sequence[Any]) -> Any:
+    """Return the values of a forward rule's `arguments`; warn if a gradient leaves amaxes behind.
+
+    Args:
+      hows: one for each product.
+      arguments: a tree of ``CustomVJPPrimal``, which say what the gradient is with respect to.
+      operands: those of each product among them.
+    """
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    values = jax.tree.map(lambda x: x.value, arguments, is_leaf=is_primal)
     if EXPLAINING.value is not None:
-        return
-    any_of = lambda *trees: any(jax.tree.leaves(trees))
-    trained, told = any_of(perturbed.rhs, perturbed.carrier), []
-    if trained and how.options.if_trained is not None:
-        told.append(how.options.if_trained)
-    if trained and perturbed.sink is False:
-        told.append(_CONSTANT_SINK)
-    if any_of(perturbed.histories):
-        told.append(_TRAINED_HISTORIES)
-    for message in told:
-        warnings.warn(message, stacklevel=user_level())
+        return values
+    is_trained = lambda *trees: any(x.perturbed for x in jax.tree.leaves(trees, is_leaf=is_primal))
+    for how, of_product in zip(hows, operands, strict=True):
+        trained = is_trained(of_product.rhs, of_product.carrier)
+        constant = of_product.sink is not None and not of_product.sink.perturbed
+        told = {
+            how.options.if_trained or "": trained,
+            _CONSTANT_SINK: trained and constant,
+            _TRAINED_HISTORIES: is_trained(of_product.histories),
+        }
+        for message in filter(None, told):
+            if told[message]:
+                warnings.warn(message, stacklevel=user_level())
+    return values
 
 
 def forward(
@@ -260,7 +232,9 @@ def forward(
 ) -> tuple[tuple[jax.Array, Observed], Residuals]:
     """Return fprop with the amaxes of its operands, and the residuals for `backward`.
 
-    If lhs is made of other arrays, `of` has the arguments of `Operation.made`.
+    Only the forward rule observes amaxes, which runs where a derivative is taken; the primal
+    function, without a backward pass, returns zeros of the same types. If lhs is made of other
+    arrays, `of` has the arguments of `Operation.made`.
     """
     options, carried = how
     lhs, rhs, _, histories, sink, seed, q_lhs = operands
@@ -291,6 +265,8 @@ def forward(
     recorded = history("grad"), Observed(lhs_amax, rhs_amax)
     of_gradient, seen = (None, None) if sink is None else recorded
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
+    if not and_backward:  # then XLA drops amaxes that nothing else needs
+        observed = Observed(*(jnp.where(False, a, 0) for a in observed))
     seeds = (
         None if dgrad.rotation is None else rotation_seed(dgrad, "dgrad", rhs_amax, seed),
         None if wgrad.rotation is None else rotation_seed(wgrad, "wgrad", lhs_amax, seed),
@@ -327,6 +303,14 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
         d_sink = encode_amax(_largest(*seen, grad_amax)) * SINK_UNIT
     d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
     return Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
+
+
+# Amaxes have no cotangent, so that `y` has one wherever this runs.
+_multiply.defvjp(
+    lambda how, *given: forward(how, *primals((how,), given, given[1:])),
+    lambda how, residuals, cotangents: (None, backward(how, residuals, cotangents[0])),
+    symbolic_zeros=True,
+)
 
 
 def _largest(*amaxes: jax.Array) -> jax.Array:

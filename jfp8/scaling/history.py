@@ -87,12 +87,8 @@ def intact(histories: Any, check: jax.Array) -> Any:
     if any(x.dtype != jnp.float32 for x in jax.tree.leaves(histories)):
         return empty
     same = (fingerprint(histories) == check) | (check == 0)
-    return jax.tree.map(lambda x, zero: jnp.where(along(same, x.ndim), x, zero), histories, empty)
-
-
-def along(flags: jax.Array, ndim: int) -> jax.Array:
-    """Return `flags` of layers with trailing axes, for their arrays of `ndim` dimensions."""
-    return lax.expand_dims(flags, range(flags.ndim, ndim))
+    along = lambda x: lax.expand_dims(same, range(same.ndim, x.ndim))
+    return jax.tree.map(lambda x, zeros: jnp.where(along(x), x, zeros), histories, empty)
 
 
 def intact_states(product: Mapping[str, Any]) -> dict[str, AmaxState]:
@@ -157,7 +153,7 @@ def ended_steps(state: AmaxState) -> jax.Array:
     """Return the history, f32[..., H], without an entry of the step under way."""
     history = state["amax_history"]
     older = jnp.concatenate([history[..., 1:], jnp.zeros_like(history[..., :1])], axis=-1)
-    return jnp.where(_is_in_history(state), older, history)
+    return jnp.where(state["amax"][..., None] < 0, older, history)
 
 
 def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
@@ -170,11 +166,11 @@ def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
 
 
 def seen(amax: jax.Array, history: jax.Array) -> jax.Array:
-    """Return an `amax` as it may enter `history`: without a gradient, 0 if it is not finite.
+    """Return an `amax` as it may enter `history`: constant, and 0 if it is not finite.
 
     Devices that see parts of the tensor, in ``jax.shard_map`` or ``jax.pmap``, agree on the largest
     amax of all. Where JAX keeps track of what varies over the axes of the mesh, a history that
-    itself varies over one (each device has its own layer) gets the amax of its device.
+    itself varies over one (each device has its own layer) is left to its device.
     """
     finite = lax.stop_gradient(jnp.where(jnp.isfinite(amax), amax, 0.0))
     return largest_of_devices(finite, history)
@@ -211,8 +207,8 @@ def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def record(state: AmaxState, amax: jax.Array) -> AmaxState:
     """Observe in a loop that may never end a step: the maximum becomes an entry at once."""
-    new = observe(state, amax)
-    return {"amax_history": push_amax(new["amax_history"], new["amax"]), "amax": -new["amax"]}
+    history, largest = observe(state, amax).values()
+    return {"amax_history": push_amax(history, largest), "amax": -largest}
 
 
 def end_recorded(state: AmaxState) -> AmaxState:
@@ -239,11 +235,6 @@ def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
         observed = observe(state, amax)
         entry, history = observed["amax"], observed["amax_history"]
     return {"amax_history": push_amax(history, entry), "amax": jnp.zeros_like(entry)}
-
-
-def _is_in_history(state: AmaxState) -> jax.Array:
-    """Return True if the newest entry belongs to the step under way, bool[..., 1]."""
-    return state["amax"][..., None] < 0
 
 
 def check_states(state: dict[str, AmaxState], recipe: Any) -> None:

@@ -201,10 +201,10 @@ def _project(shared, next_fun, args, kwargs, context):
     layer = context.module
     if isinstance(layer, nn.DenseGeneral):
         # Flax has just created it for this one call, so the change is invisible elsewhere.
-        own, made = {"promote_dtype": promote_dtype}, layer.dot_general_cls
+        made = layer.dot_general_cls
+        own: dict[str, Any] = {"promote_dtype": promote_dtype}
         if isinstance(made, ProductOf) and layer.name in shared:
-            of_layer = functools.partial(_product_of, made, shared[layer.name])
-            own["dot_general_cls"] = of_layer
+            own["dot_general_cls"] = functools.partial(_product_of, made, shared[layer.name])
         for name, value in own.items():
             object.__setattr__(layer, name, value)
     return next_fun(*args, **kwargs)

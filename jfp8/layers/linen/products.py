@@ -251,11 +251,12 @@ class ProductModule(nn.Module):
         if state.histories is None:
             needless = is_overridden() or recipe.init_state() is None
             return None if needless else messages.WITHOUT_HISTORIES
-        place, call = self._place("fp8", ROLES[0])[0], outermost_scope()
-        stays = call is None or self.state_collection != "fp8" or self.is_mutable_collection(place)
-        if stays or state.sink is not None or not in_filter(call.mutable, place):
+        place = self._place("fp8", ROLES[0])[0]
+        if state.sink is not None or self.is_mutable_collection(place):
             return None
-        return messages.NOT_MUTABLE_INSIDE
+        call = outermost_scope()
+        lost = call is not None and in_filter(call.mutable, place)
+        return messages.NOT_MUTABLE_INSIDE if lost else None
 
     @nn.nowrap
     def _has_check(self) -> bool:

@@ -212,22 +212,18 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
                 f"input_positions needs a newer Flax than {flax.__version__}: pip install -U flax"
             )
         attention_fn, cached = self.attention_fn, read_cache(self)
-        if not (self.decode if decode is None else decode) or cached is None:
-            # Without a cache Flax says what is missing.
-            with self._sharing(inputs_q, inputs_k, inputs_v):
-                return pass_on(call, given)
+        with self._sharing(inputs_q, inputs_k, inputs_v):
+            if not (self.decode if decode is None else decode) or cached is None:
+                return pass_on(call, given)  # without a cache Flax says what is missing
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
-            cache, operands, mask = with_earlier(cached, query, key, value)
-            write_cache(self, cache)
-            given |= {"mask": both_masks(mask, given["mask"]), "is_causal": False}
-            return attention_fn(*operands, **given)
+            def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> Any:
+                cache, operands, mask = with_earlier(cached, query, key, value)
+                write_cache(self, cache)
+                given |= {"mask": both_masks(mask, given["mask"]), "is_causal": False}
+                return attention_fn(*operands, **given)
 
-        with (
-            replaced(self, attention_fn=attend),
-            self._sharing(inputs_q, inputs_k, inputs_v),
-        ):
-            return pass_on(call, given | {"decode": False})
+            with replaced(self, attention_fn=attend):
+                return pass_on(call, given | {"decode": False})
 
     @contextlib.contextmanager
     def _sharing(self, q: Any, k: Any, v: Any) -> Iterator[None]:

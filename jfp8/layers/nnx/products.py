@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +33,6 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import (
     CHECK,
     AmaxState,
-    along,
     fingerprint,
     intact,
     push_amax,
@@ -290,9 +288,9 @@ def _recorded(
     new = dict(intact(histories, check))
     for role, amax in amaxes.items():
         new[role] = push_amax(new[role], amax)
-    any_seen = functools.reduce(jnp.maximum, amaxes.values()) > 0
-    kept = lambda new, old: jnp.where(along(any_seen, new.ndim), new, old)
-    return jax.tree.map(kept, (new, fingerprint(new)), (histories, check))
+    any_seen = jnp.maximum(*amaxes.values()) > 0
+    kept = {role: jnp.where(any_seen[..., None], new[role], histories[role]) for role in new}
+    return kept, jnp.where(any_seen, fingerprint(new), check)
 
 
 @_recorded.def_vmap
