@@ -29,6 +29,7 @@ from jfp8.conversion.plan import Plan, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import run_planned
 from jfp8.conversion.selection import Selection
+from jfp8.layers.linen import messages
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
@@ -197,7 +198,8 @@ class _Call(NamedTuple):
         states = read_states(plan, variables, mutable)
         key = rngs.get("fp8") if isinstance(rngs, Mapping) else None
         key = key.as_jax_rng() if isinstance(key, LazyRng) else key
-        out, observed = run_planned(program, plan, states, key)
+        told = messages.WITHOUT_HISTORIES
+        out, observed = run_planned(program, plan, states, key=key, if_lacking=told)
         y, mutated = (out, {}) if mutable is False else out
         self._check_caches(seen, params, variables, mutated)
         if mutable is False:

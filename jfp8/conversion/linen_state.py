@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.core import meta
 from flax.core.scope import CollectionFilter, in_filter
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
 
 from jfp8.conversion.plan import Plan, PlannedMatmul
 from jfp8.conversion.run import Amaxes, States
@@ -26,6 +27,7 @@ from jfp8.scaling.history import (
     observe,
     record,
     sealed,
+    seen,
 )
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
@@ -77,6 +79,8 @@ def read_states(plan: Plan, variables: Mapping[str, Any], mutable: CollectionFil
             sink = _at(held["fp8_sink"], [*path, "amax"])
             sink = None if in_filter(mutable, "fp8_sink") else sink
             state = _read(_at(held["fp8"], path), sink)
+            if in_filter(mutable, "fp8"):  # it is returned next to the loss, and nobody trains it
+                state = state._replace(histories=lax.stop_gradient(state.histories))
         if state.histories is not None:
             _check_stacks(planned, state)
             found[name] = state
@@ -106,16 +110,24 @@ def _read_overwritten(planned: PlannedMatmul, variable: jax.Array) -> State:
 def write_states(fp8: Any, states: States, observed: Amaxes) -> dict[str, Any]:
     """Return the collection ``fp8`` with what was `observed` of lhs and rhs.
 
-    Without a sink this ``apply`` is the step; with one `advance` will end the step.
+    Without a sink this ``apply`` is the step; with one `advance` will end the step. If nothing was
+    observed, since no derivative is taken, the collection keeps its values.
     """
     flat = dict(_flat(as_dicts(meta.unbox(fp8))))
     for name, amaxes in observed.items():
         path, (histories, sink, *_) = tuple(name.split("/")), states[name]
         assert histories is not None
         how = record if sink is None else observe
-        by_role = zip(amaxes._fields, amaxes, strict=True)
-        new = {**histories, **{role: how(histories[role], amax) for role, amax in by_role}}
-        flat |= _flat(sealed(new) if (*path, CHECK) in flat else new, path)
+        new, largest = dict(histories), []
+        for role, amax in zip(amaxes._fields, amaxes, strict=True):
+            largest.append(seen(amax, new[role]["amax_history"]))
+            new[role] = how(new[role], amax)
+        has_check = (*path, CHECK) in flat
+        moves = jnp.maximum(*largest) > 0
+        for place, x in _flat(sealed(new) if has_check else new, path).items():
+            flat[place] = jnp.where(
+                lax.expand_dims(moves, range(moves.ndim, x.ndim)), x, flat[place]
+            )
     return meta.replace_boxed(fp8, unflatten_dict(flat))
 
 

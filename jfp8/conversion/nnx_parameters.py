@@ -262,10 +262,9 @@ def _prepared(selection: Selection, call: _Call, product: ParameterProduct) -> P
 
 
 def _state_in_a_body(product: Product) -> tuple[Any, jax.Array | None]:
-    """Return histories and sink of `product`; None where a use would have to record."""
+    """Return histories and sink of `product`; None if there are none."""
     sink = None if product.fp8_sink is None else product.fp8_sink.get_value()
-    records = sink is None and not product.use_running_average
-    if product.fp8 is None or region.is_overridden() or records:
+    if product.fp8 is None or region.is_overridden():
         return None, None
     histories = product.intact_histories() if sink is None else product.histories()
     zeros = jnp.zeros(histories[ROLES[0]].shape[:-1], jnp.float32)

@@ -32,7 +32,6 @@ _SAME = {
     "sharding_constraint",
     "squeeze",
     "transpose",
-    "warned_if_differentiated",
 }
 _OF_BYTES = {"bitcast_convert_type", "convert_element_type", "mul", "select_n", "slice", "pad"}
 _ROLES: tuple[Role, ...] = ("positions", "sequences")

@@ -15,9 +15,9 @@ from flax.core import Scope
 from jax import lax
 from jax._src import config, core, source_info_util
 from jax._src import mesh as mesh_lib
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace, convert_constvars_jaxpr
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.sharding_impls import parse_flatten_op_sharding
-from jax.extend.core import ClosedJaxpr, Jaxpr, get_opaque_trace_state
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
@@ -233,28 +233,6 @@ def cudnn_version() -> int | None:
         return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
     except RuntimeError:
         return None
-
-
-def trace_state() -> Any:
-    """Return a value that is equal only between calls in the same trace of the same function."""
-    return get_opaque_trace_state()
-
-
-def is_in_a_body() -> bool:
-    """Return whether the body of a ``scan``, ``remat``, ``jit`` or the like is being traced.
-
-    Its body may run several times, or be traced once for several calls.
-    """
-    trace = _not_interposed(core.trace_ctx.trace)
-    parent = _not_interposed(getattr(trace, "parent_trace", None))
-    is_body = isinstance(trace, DynamicJaxprTrace)
-    return is_body and parent is not None and not isinstance(parent, core.EvalTrace)
-
-
-def is_eager() -> bool:
-    """Return True if operations are computed immediately: nothing is being traced."""
-    trace = _not_interposed(core.trace_ctx.trace)
-    return core.trace_state_clean() or (trace is core.eval_trace and not core.nonempty_axis_env())
 
 
 def outermost_scope() -> Scope | None:

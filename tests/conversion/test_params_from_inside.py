@@ -14,6 +14,7 @@ from flax import nnx
 import jfp8
 from support.arrays import assert_same, normal, relative_error
 from support.models import Model, trained
+from support.recorded import recorded
 
 KEY = jax.random.key(0)
 X = normal((4, 16))
@@ -304,7 +305,7 @@ def test_histories_are_those_of_mapped_parameters(name, mutable):
     (kernel,) = (k for k in jax.tree.leaves(variables["params"]) if k.shape[-2:] == (16, 16))
     if mutable:
         variables.pop("fp8_sink")
-        fp8 = jax.jit(functools.partial(converted.apply, mutable=["fp8"]))(variables, X)[1]["fp8"]
+        fp8 = recorded(converted, variables, X)["fp8"]
     else:
         fp8 = stepped(converted, variables, 1).fp8
     (found,) = amaxes(fp8, "rhs")
