@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jfp8
@@ -30,6 +31,16 @@ def interleaved_medians(runs: Mapping[Key, Callable[[], Any]], repeats: int) -> 
             jax.block_until_ready(run())
             times[key].append(time.perf_counter() - start)
     return {key: float(np.median(values)) * 1e3 for key, values in times.items()}
+
+
+def after_gradient(model: Any, variables: Any, x: jax.Array) -> Any:
+    """Return the ``fp8`` collection of a Linen model after a gradient, which records amaxes."""
+
+    def loss(params: Any) -> Any:
+        y, mutated = model.apply({**variables, "params": params}, x, mutable=["fp8"])
+        return jnp.sum(y.astype(jnp.float32) ** 2), mutated
+
+    return jax.grad(loss, has_aux=True)(variables["params"])[1]
 
 
 def environment() -> dict[str, object]:

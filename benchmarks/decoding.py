@@ -19,6 +19,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from common import after_gradient
 
 import jfp8
 from jfp8.debug import DecodingMismatch
@@ -75,7 +76,7 @@ def _measure(recipe: Recipe, cache_dtype: Any) -> DecodingMismatch:
         cache = variables.pop("cache")
         variables.pop("fp8_sink", None)
         if "fp8" in variables:
-            variables |= whole.apply(variables, others, mutable=["fp8"])[1]
+            variables |= after_gradient(whole, variables, others)
 
         def step(carry: Any, key: jax.Array) -> Any:
             cache, token = carry

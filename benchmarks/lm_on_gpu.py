@@ -93,11 +93,10 @@ def make_step(graphdef: Any) -> Callable[..., Any]:
 
 
 def make_validation(graphdef: Any) -> Callable[..., jax.Array]:
-    """Return ``(state, batch) -> f32[]``, the loss of a model that records no amaxes."""
+    """Return ``(state, batch) -> f32[]``, the loss of the model in `state`."""
 
     def loss(state: Any, batch: jax.Array) -> jax.Array:
         model, _ = nnx.merge(graphdef, state)
-        model.eval()
         return fsdp_nnx.loss_fn(model, batch)
 
     return loss

@@ -24,6 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import after_gradient
 
 import jfp8
 from jfp8.layers.linen.moe import MoE
@@ -98,7 +99,8 @@ def measure(
             of_layer.pop("fp8_sink", None)
         if history:  # as after a step with the same data
             for name, model in models.items():
-                variables[name] |= model.apply(variables[name], x, mutable=["fp8"])[1]
+                if "fp8" in variables[name]:
+                    variables[name] |= after_gradient(model, variables[name], x)
 
         def results(x: jax.Array) -> Any:
             whole = {name: apply(name, variables, x) for name in models}

@@ -87,8 +87,7 @@ _validation_loss = nnx.jit(loss_fn)
 
 
 def validation_loss(model: Transformer, batches: np.ndarray) -> float:
-    """Return the loss in evaluation mode, in which a model records no amaxes."""
-    model.eval()
+    """Return the mean loss of `batches`."""
     return float(np.mean([_validation_loss(model, batch) for batch in batches], dtype=np.float64))
 
 

@@ -7,8 +7,8 @@ State lives in two collections next to ``params``, both created by ``model.init`
 
 What `apply` is given decides which tensors use delayed scaling. Without ``fp8``, all use current
 scaling; with it, activations and weights use their histories; with ``fp8_sink`` too, so do
-gradients. Without a sink, `apply` itself updates a mutable ``fp8``, like ``batch_stats``. With a
-sink, `jfp8.advance` updates it, once per optimizer step.
+gradients. Without a sink, an `apply` that is differentiated updates a mutable ``fp8``. With a sink,
+`jfp8.advance` updates it, once per optimizer step.
 
 With ``state_collection="_overwrite_with_gradient"`` all state of a matmul is one variable of that
 collection instead, and its gradient is its next value: for loops that replace the one by the

@@ -3,9 +3,9 @@
 Each matmul holds its amax histories in a Variable of type `Fp8State`; the
 ``nnx.Param`` state of a model is the same as without FP8. There are two ways to train:
 
-  * any loop, with ``nnx.grad`` or ``nnx.value_and_grad``: calls update the histories of activations
-    and weights, as ``BatchNorm`` updates its statistics, until ``model.eval()``. Gradients
-    use current scaling, because their amaxes are not recorded;
+  * any loop, with ``nnx.grad`` or ``nnx.value_and_grad``: calls that are differentiated update the
+    histories of activations and weights. Gradients use current scaling, because their amaxes are
+    not recorded;
   * `jfp8.nnx.value_and_grad` instead: gradients use their histories too, and every history gets one
     entry per step.
 

@@ -119,7 +119,6 @@ def train(
             if end == args.steps or end % (args.checkpoint_every or args.steps) == 0:
                 save(args, end, state, config)
         model, _ = nnx.merge(graphdef, state)
-        model.eval()
         held_out = nnx.jit(fsdp_nnx.loss_fn)
         losses = [float(held_out(model, put(batch))) for batch in validation]
     steps = [{key: line[key][run] for key in ("loss", "ms")} for line in log.lines]

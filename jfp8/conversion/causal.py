@@ -7,17 +7,19 @@ computes causal attention in FP8. Nothing is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from jfp8.conversion.attention_rows import is_attention
-from jfp8.conversion.edges import jaxprs_of
 from jfp8.products.flash.passes import read_name
+from jfp8.tracing import interpreter
+from jfp8.tracing.compat import bodies_of
+from jfp8.tracing.interpreter import Computed, Reader, Value, notes_in, without_arrays
 
 _ORDERS = {"ge", "gt", "le", "lt"}
 # Operations for which we know along which dimensions their results vary, given data-free operands.
@@ -32,8 +34,10 @@ def masks_later_positions(closed: ClosedJaxpr, inputs: Any = ()) -> bool:
     """Tell whether `closed`, the jaxpr of a model, or one of its `inputs` has a causal mask."""
     if any(map(_is_triangular, [*closed.consts, *jax.tree.leaves(inputs)])):
         return True
-    jaxpr = closed.jaxpr
-    return _compares(jaxpr, [None] * len(jaxpr.invars))[0]
+    reader = _Positions()
+    ins = without_arrays([None] * len(closed.jaxpr.invars))
+    interpreter.run(reader, closed.jaxpr, closed.consts, ins)
+    return any(reader.found)
 
 
 def _is_triangular(x: Any) -> bool:
@@ -52,37 +56,44 @@ def _is_triangular(x: Any) -> bool:
     return len(np.unique(one)) == 2 and bool(np.array_equal(one == one.max(), triangle))
 
 
-def _compares(jaxpr: Jaxpr, ins: Iterable[_Varies]) -> tuple[bool, list[_Varies]]:
-    """Tell whether `jaxpr` compares positions along two dimensions, and how its results vary."""
-    known: dict[Any, _Varies] = dict(zip(jaxpr.invars, ins, strict=True))
-    read = lambda v: frozenset() if isinstance(v, Literal) else known.get(v)
-    for eqn in jaxpr.eqns:
-        found, made = _compares_here(eqn, [read(v) for v in eqn.invars])
-        if found:
-            return True, []
-        known.update(zip(eqn.outvars, made))
-    return False, [read(v) for v in jaxpr.outvars]
+class _Positions(Reader):
+    """Note how values vary, and find comparisons of positions along two dimensions."""
 
+    computes = False
 
-def _compares_here(eqn: Any, given: list[_Varies]) -> tuple[bool, list[_Varies]]:
-    made: list[_Varies] = [None] * len(eqn.outvars)
-    if is_attention(eqn):  # whose own comparisons, in loops or a kernel, are of no interest
-        return read_name(eqn.params["name"]).is_causal, made
-    if eqn.primitive.name in _ORDERS and None not in given:
-        first, second = given
-        if first and second and not first & second:
-            return True, []
-    bodies = list(jaxprs_of(eqn))
-    if not bodies:
-        return False, [_varies(eqn, given)]
-    for body in bodies:
-        same = len(bodies) == 1 and len(body.invars) == len(given)
-        found, inside = _compares(body, given if same else [None] * len(body.invars))
-        if found:
-            return True, []
-        if same and len(inside) == len(made) and eqn.primitive.name != "scan":
-            made = inside
-    return False, made
+    def __init__(self) -> None:
+        self.found: list[bool] = []  # for each comparison and attention whether it is causal
+
+    def constant(self, x: Any) -> _Varies:
+        return None if np.ndim(x) else frozenset()  # arrays are looked at above
+
+    def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
+        if not is_attention(eqn):  # whose own comparisons, in loops or a kernel, do not count
+            return None
+        self.found.append(read_name(eqn.params["name"]).is_causal)
+        return without_arrays([None] * len(eqn.outvars)), []
+
+    def flow(self, eqn: Any, ins: Sequence[Value]) -> list[_Varies]:
+        given = notes_in(ins)
+        if eqn.primitive.name in _ORDERS and all(given):
+            self.found.append(given[0].isdisjoint(given[1]))
+        return [_varies(eqn, given)] * len(eqn.outvars)
+
+    def in_loop(self, eqn: Any, notes: list[Any], at: Any, n_fixed: int, n: int) -> list[_Varies]:
+        """Drop the first dimension of slices; carried values vary as they do at the start."""
+        inner = lambda varies: None if varies is None else frozenset(d - 1 for d in varies if d)
+        return [*notes[:n], *map(inner, notes[n:])]
+
+    def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[_Varies]:
+        is_loop = eqn.primitive.name in ("scan", "while", "cond")
+        return [None] * len(eqn.outvars) if is_loop else super().after(eqn, inside, results)
+
+    def closed_to(self, eqn: Any, ins: Sequence[Value], at: Any) -> list[Value]:
+        """Look for comparisons inside a kernel or the like."""
+        for i, (jaxpr, consts) in enumerate(bodies_of(eqn)):
+            unknown = without_arrays([None] * len(jaxpr.invars))
+            interpreter.run(self, jaxpr, consts, unknown, at.inside(i))
+        return without_arrays([None] * len(eqn.outvars))
 
 
 def _varies(eqn: Any, given: list[_Varies]) -> _Varies:

@@ -7,17 +7,20 @@ A function that calls a layer passes its input and its output through `mark_inpu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.tracing import interpreter
+from jfp8.tracing.compat import jaxprs_of as jaxprs_of  # to be imported from there
+from jfp8.tracing.interpreter import Computed, Reader, Value, notes_in, without_arrays
 
 # The region while a model is looked at: no cached trace of another is mistaken for this one.
 LOOKING = Region(DelayedScaling(), enabled=False, selection="looking for the layers at the edges")
@@ -83,61 +86,57 @@ def edge_layers(
     The first `n_parameters` inputs of the model `closed` are parameters. The first result may be a
     loss (`of_loss`), in which targets and terms of other layers meet the result of the model.
     """
-    jaxpr = closed.jaxpr
     sources = _Sources()
-    n = len(jaxpr.invars) - n_parameters
-    outs = sources.of_jaxpr(jaxpr, [{_PARAMETER}] * n_parameters + [{_OTHER}] * n)
+    n = len(closed.jaxpr.invars) - n_parameters
+    ins = without_arrays([{_PARAMETER}] * n_parameters + [{_OTHER}] * n)
+    results, _ = interpreter.run(sources, closed.jaxpr, closed.consts, ins)
+    outs = notes_in(results)
     ends = {next(iter(found)) for s in outs if len(found := s - {_PARAMETER}) == 1}
     ends = outs[0] - {_PARAMETER} if of_loss else ends
     paths = ends - sources.used - {_OTHER}
     return frozenset(sources.first), frozenset(str(path) for path in paths)
 
 
-class _Sources:
-    """Find for each value its sources: results of layers, parameters, or anything else."""
+class _Sources(Reader):
+    """Note the sources of each value: results of layers, parameters, or anything else."""
+
+    computes = False
 
     def __init__(self) -> None:
         self.used: set[Any] = set()  # layers whose results go into other layers or products
         self.first: set[str] = set()  # layers into which no other layer's result goes
 
-    def of_jaxpr(self, jaxpr: Jaxpr, ins: list[set[Any]]) -> list[set[Any]]:
-        known: dict[Any, set[Any]] = dict(zip(jaxpr.invars, ins, strict=True))
-        known.update((v, set()) for v in jaxpr.constvars)
-        read = lambda v: set() if isinstance(v, Literal) else known[v]
-        for eqn in jaxpr.eqns:
-            found = self.of_equation(eqn, [read(v) for v in eqn.invars])
-            known.update(zip(eqn.outvars, found, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def of_equation(self, eqn: Any, ins: list[set[Any]]) -> list[set[Any]]:
+    def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
+        """Read the marks, and note the operands of products."""
         name, mark = eqn.primitive.name, str(eqn.params.get("name", ""))
-        outs = len(eqn.outvars)
-        together = set().union(*ins)
         if name == "name" and mark.startswith(_OUTPUT):
-            return [{mark.removeprefix(_OUTPUT)}]
+            return without_arrays([{mark.removeprefix(_OUTPUT)}]), []
         is_input = name == "name" and mark.startswith(_INPUT)
-        if is_input and not together - {_PARAMETER, _OTHER}:
+        if not is_input and name not in PRODUCTS:
+            return None
+        together = self.together(notes_in(ins))
+        if is_input and together <= {_PARAMETER, _OTHER}:
             self.first.add(mark.removeprefix(_INPUT))
-        if is_input or name in PRODUCTS:
-            self.used.update(together)
-            return [{_OTHER}] * outs
-        bodies = list(jaxprs_of(eqn))
-        is_call = len(bodies) == 1 and name not in ("scan", "while", "cond")
-        if is_call and len(bodies[0].invars) == len(ins):
-            return self.of_jaxpr(bodies[0], ins)
-        if bodies:  # loops and branches: what is inside is not looked at one by one
-            self.used.update(together)
-            for jaxpr in bodies:
-                self.of_jaxpr(jaxpr, [together | {_OTHER} for _ in jaxpr.invars])
-            return [together | {_OTHER}] * outs
-        return [together] * outs
+        return without_arrays([{_OTHER}] * len(eqn.outvars)), []
 
+    def together(self, notes: Sequence[set[Any]]) -> set[Any]:
+        """Return the sources of values that go into something that is looked at as a whole."""
+        self.used.update(*notes)
+        return {_OTHER}.union(*notes)
 
-def jaxprs_of(eqn: Any) -> Iterable[Jaxpr]:
-    """List the jaxprs among the parameters of an equation: bodies, branches."""
-    for value in eqn.params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, ClosedJaxpr):
-                yield x.jaxpr
-            elif isinstance(x, Jaxpr):
-                yield x
+    def constant(self, x: Any) -> set[Any]:
+        return set()
+
+    def flow(self, eqn: Any, ins: Sequence[Value]) -> list[set[Any]]:
+        return [set().union(*notes_in(ins))] * len(eqn.outvars)
+
+    def closed_to(self, eqn: Any, ins: Sequence[Value], at: Any) -> list[Value]:
+        return without_arrays([self.together(notes_in(ins))] * len(eqn.outvars))
+
+    def in_loop(self, eqn: Any, notes: list[Any], at: Any, n_fixed: int, n: int) -> list[set[Any]]:
+        return [self.together(notes)] * len(notes)  # one iteration's results go into the next
+
+    def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[Any]:
+        if eqn.primitive.name not in ("scan", "while", "cond"):
+            return super().after(eqn, inside, results)
+        return [self.together(inside)] * len(eqn.outvars)

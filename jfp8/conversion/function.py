@@ -90,8 +90,7 @@ class Fp8Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function does, computed with FP8 matmuls."""
         arguments, kwargs, given = self._without_state(args, kwargs)
-        here = region.current()
-        if here is not None and not here.enabled:
+        if region.why_disabled():
             return self.function(*arguments, **kwargs)
         program = self._program(arguments, kwargs)
         plan = self._plan(program)
@@ -160,7 +159,8 @@ class Fp8Function:
 
     def _plan(self, program: Program) -> Plan:
         is_loss = bool(program.closed.out_avals) and program.closed.out_avals[0].ndim == 0
-        return plan_of(program, self.selection, _named, of_loss=is_loss)
+        attention = self.selection.attention
+        return plan_of(program, self.selection, _named, of_loss=is_loss, of_activations=attention)
 
     def _paths(self, weights: Sequence[Any]) -> tuple[str, ...]:
         """Return the path of each leaf in the arguments that hold weights: ``"layers/0/w"``."""
@@ -238,7 +238,7 @@ def _read(planned: PlannedMatmul, variable: jax.Array) -> State:
     """Return the histories in a state, and a sink."""
     recipe: Any = planned.decision.recipe
     read = partial(read_overwritten, empty=recipe.init_state())
-    for _ in planned.loops:
+    for _ in planned.stacks:
         read = jax.vmap(read)
     return State(*read(jnp.asarray(variable)))
 

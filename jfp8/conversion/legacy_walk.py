@@ -20,10 +20,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
-from jfp8.conversion.weight_matmul import PRODUCTS
-from jfp8.tracing.compat import jaxprs_of
 from jfp8.conversion.legacy_matmul import Place, Source, WeightMatmul, is_ordinary
-from jfp8.tracing.compat import body_of, evaluate, manual_axes, scan_sizes
+from jfp8.conversion.weight_matmul import PRODUCTS
+from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, manual_axes, scan_sizes
 from jfp8.tracing.notes import note
 
 _CUTS = {"dynamic_slice", "slice", "split", "unstack"}

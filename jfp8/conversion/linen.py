@@ -1,61 +1,46 @@
-"""Convert Linen models without editing them, by subclasses that intercept the calls of layers."""
+"""Convert Linen models without editing them: the front door for `program`, `plan` and `run`.
+
+A converted model is an instance of a subclass of its class. A call from outside traces the call of
+the original, computes its program with FP8 matmuls, and keeps their states in collections.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
-from typing import Any, ClassVar, cast
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
 
+import flax.core
 import flax.linen as nn
-import jax
-import numpy as np
-from flax import nnx
-from flax.core import meta
-from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
-from flax.errors import InvalidRngError
-from flax.traverse_util import flatten_dict
+from flax.core.scope import CollectionFilter, DenyList, LazyRng, in_filter
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jfp8.conversion import edges
-from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.linen_products import (
+from jfp8.conversion.linen_attention import (
     check_cache_dtypes,
     check_caching_layers,
-    choose_products,
-    find_products,
-    is_layer,
-    replace_caches,
-    replace_products,
+    replace_attention,
 )
-from jfp8.conversion.parameter_products import ParameterProduct, mark_inside
-from jfp8.conversion.product_rows import looks_ahead_message
-from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.unconverted_warning import bridged_message, own_parameters, warn_of_nothing
-from jfp8.layers.linen import state_in_params as placement
-from jfp8.layers.linen.dot_product_attention import DotProductAttention
-from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
+from jfp8.conversion.linen_seen import Seen, watching
+from jfp8.conversion.linen_state import STATES, init_collections, read_states, write_states
+from jfp8.conversion.plan import Plan, plan_of
+from jfp8.conversion.program import Program
+from jfp8.conversion.run import run_planned
+from jfp8.conversion.selection import Selection
+from jfp8.layers.linen import messages
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.trees import dequantize_tree
-from jfp8.tracing.caller import user_level
 
-_MAPS_SINKS = (
-    "If this is nn.SpectralNorm, it normalizes every array of a converted layer, also the sinks of "
-    "its histories. Inside it use jfp8.Dense, which need not be converted; or exempt the layer, "
-    "jfp8.convert(model, exempt='its path'); or keep no histories: recipe='current'."
-)
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
 
 
 def convert_module(
     model: nn.Module, selection: Selection, on_init: Callable[..., None] | None = None
 ) -> nn.Module:
-    """Return `model` as an instance of a subclass of its class, whose calls are intercepted.
+    """Return `model` as an instance of a subclass of its class, whose calls are converted.
 
     ``model.init`` ends with ``on_init(model, variables, *args, **kwargs)``.
     """
@@ -89,7 +74,7 @@ def _converted_class(
 
 
 class _Converted:
-    """Enter the conversion where a model is called from outside; a base of converted classes."""
+    """Convert where a model is called from outside; a base of converted classes."""
 
     jfp8_selection: ClassVar[Selection]
     jfp8_original: ClassVar[type[nn.Module]]
@@ -97,56 +82,20 @@ class _Converted:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the model that was converted, with what it was converted by."""
-        cls, model = type(self), cast(nn.Module, self)
-        if model.scope is not None:
+        cls, model = type(self), self
+        if model.scope is not None:  # pyrefly: ignore
             return super().__reduce_ex__(protocol)
-        return convert_module, (_as(model, cls.jfp8_original), cls.jfp8_selection, cls.jfp8_on_init)
-
-    def _original(self, name: str) -> Callable[..., Any]:
-        return getattr(super(), name)
+        original = _as(model, cls.jfp8_original)  # pyrefly: ignore
+        return convert_module, (original, cls.jfp8_selection, cls.jfp8_on_init)
 
     def apply(
-        self,
-        variables: Mapping[str, Any],
-        *args: Any,
-        rngs: Any = None,
-        mutable: CollectionFilter = False,
-        **kwargs: Any,
+        self, variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any
     ) -> Any:
         """Run ``nn.Module.apply`` with FP8 matmuls."""
-        selection = type(self).jfp8_selection
-        params = variables.get("params", {})
-        shapes = _shapes(params)
-        names = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
-        names += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
-
-        def run(variables, rngs, args, kwargs, mutable=mutable):
-            apply = self._original("apply")
-            try:
-                return apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
-            except InvalidRngError as error:
-                if "fp8_sink" in variables:
-                    error.add_note(_MAPS_SINKS)
-                raise
-
-        if _inside(self):
-            return run(variables, rngs, args, kwargs)
-        found = _edges_of(selection, run, variables, rngs, args, kwargs)
-        records = "fp8" in variables and in_filter(mutable, "fp8")
-        inner = union_filters(mutable, ["params"]) if records else mutable
-        with _intercepted(self, found, state_in_params=True) as log:
-            # Parameters are recognised by identity, which arrays of NumPy lose in JAX's functions.
-            of_jax = lambda x: jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
-            variables = jax.tree.map(of_jax, placement.collections_into_params(variables, mutable))
-            out = run(variables, rngs, args, kwargs, inner)
-        selection.check_patterns(_paths(params), [*names, *log.attentions])
-        if kwargs.get("method") is None:
-            log.warn(self, params)
-        y, mutated = (out, {}) if mutable is False else out
-        log.check_caches(selection, params, variables, mutated)
-        if mutable is False:
-            return y
-        return y, placement.collections_out_of_params(mutated, mutable)
+        call = _Call.of(self, type(self).jfp8_selection)
+        if _is_disabled():
+            return call.model.apply(variables, *args, rngs=rngs, **kwargs)
+        return call.apply(variables, args, rngs, kwargs)
 
     def init_with_output(
         self,
@@ -155,28 +104,22 @@ class _Converted:
         mutable: CollectionFilter = _ALL_BUT_INTERMEDIATES,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """Run ``nn.Module.init_with_output`` with FP8 matmuls and their state."""
+        """Run ``nn.Module.init_with_output``, and add the states of FP8 matmuls."""
         cls = type(self)
-
-        def run(_, rngs, args, kwargs):
-            init = self._original("init_with_output")
-            return init(rngs, *args, mutable=mutable, **kwargs)
-
-        if _inside(self):
-            return run({}, rngs, args, kwargs)
-        found = _edges_of(cls.jfp8_selection, run, {}, rngs, args, kwargs)
-        with _intercepted(self, found, state_in_params=True) as log:
-            y, variables = run({}, rngs, args, kwargs)
-        variables = placement.collections_out_of_params(variables, mutable)
-        params = variables.get("params", {})
-        cls.jfp8_selection.check_patterns([*_paths(params), *log.products, *log.attentions])
-        if log.knows_all(params):
-            cls.jfp8_selection.check_types(log.layers)
-        log.check_caches(cls.jfp8_selection, params, variables)
-        log.warn(self, params)
+        call = _Call.of(self, cls.jfp8_selection)
+        if _is_disabled():
+            y, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
+        else:
+            with call.traced(Seen()):
+                _, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
+            y, variables = call.init_states(variables, args, rngs, mutable, kwargs)
         if cls.jfp8_on_init is not None:
             cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
+
+
+def _is_disabled() -> bool:
+    return bool(region.why_disabled())
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:
@@ -192,244 +135,191 @@ def _methods(cls: type[nn.Module]) -> list[str]:
 
 
 def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Make the method `name` of `cls` enter the conversion, unless it has been entered."""
+    """Make the method `name` of `cls` convert where it is called on a bound module."""
     original = getattr(cls, name)
 
     @nn.nowrap
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(original, self, *args, **kwargs)
-        if self.scope is None or _inside(self):
-            placement.keep_apart(self.scope)
-            return run()
-        found = _Edges()
-        if not self.scope.path:  # what `bind` gives
-            unbound, variables = self.unbind()
-            rngs = {stream: rng.rng for stream, rng in self.scope.rngs.items()}
-            if not self.scope.mutable:  # else it runs in place
-                return unbound.apply(variables, *args, rngs=rngs, method=name, **kwargs)
-            apply = functools.partial(unbound._original("apply"), method=name, mutable=True)
-            again = lambda v, rngs, args, kwargs: apply(v, *args, rngs=rngs, **kwargs)
-            found = _edges_of(type(self).jfp8_selection, again, variables, rngs, args, kwargs)
-        with _intercepted(self, found, state_in_params=False):  # also a part of another model
-            return run()
+        if self.scope is None or not isinstance(self, _Converted) or _is_disabled():
+            return original(self, *args, **kwargs)
+        outer = region.current()
+        if outer is not None and isinstance(outer.edges, Seen):  # it has states of its own
+            outer.edges.ours.add("/".join(self.path))
+        call = _Call.of(self, type(self).jfp8_selection)
+        return call.in_scope(self, name, args, kwargs)
 
     vars(method).pop("__wrapped__")  # Flax and inspect would look through it
     return method
 
 
-def _inside(model: Any) -> bool:
-    here = region.current()
-    selections = (type(model).jfp8_selection, edges.LOOKING.selection)
-    return here is not None and here.selection in selections
+class _Call(NamedTuple):
+    """Hold what is called: the original model, unbound; and what is to be converted.
 
+    Attributes:
+      place: the path of the module in a model that is not converted.
+      warns: the model whose user is warned, once.
+    """
 
-@dataclasses.dataclass(frozen=True)
-class _ConversionLog:
-    """Log the modules of a model that are called; dicts are by path."""
+    model: nn.Module
+    selection: Selection
+    place: tuple[str, ...]
+    warns: Any
 
-    layers: list[nn.Module] = field(default_factory=list)  # that the selection was asked about
-    attentions: list[str] = field(default_factory=list)  # paths, between projections of a layer
-    products: set[str] = field(default_factory=set)  # paths of parameters that modules multiply by
-    kinds: dict[str, type] = field(default_factory=dict)  # of all modules
-    converted: set[str] = field(default_factory=set)  # paths of FP8 matmuls and attention
-    stayed: dict[str, tuple[type, Decision]] = field(default_factory=dict)  # see `warn_of_nothing`
-    bridged: dict[str, type] = field(default_factory=dict)  # NNX modules, which nothing reaches
-    # The recipes of layers whose scales see later positions, where the model masks these.
-    ahead: dict[str, str] = field(default_factory=dict)
+    @classmethod
+    def of(cls, model: Any, selection: Selection) -> _Call:
+        place = () if model.scope is None else model.scope.path
+        unbound = model if model.scope is None else model.unbind()[0]
+        original = getattr(type(model), "jfp8_original", type(model))
+        return cls(_as(unbound, original), selection, place, model)
 
-    def watch(self, path: str, module: Any, selection: Selection) -> None:
-        """Note a module that is called at `path`, from the converted model on."""
-        before = self.kinds.get(path, type(module))
-        if issubclass(before, ProductModule) != isinstance(module, ProductModule):
-            raise ValueError(
-                f"The module at {path!r} is called like the state of a product with the parameter "
-                "beside it. Rename one of them, or exempt the parameter from the conversion."
-            )
-        self.kinds[path] = type(module)
-        if isinstance(module, (ProductModule, DotProductAttention)):
-            self.converted.add(path)
-        if isinstance(module, DotProductAttention):
-            self.attentions.append(path)
-        found = {path: vars(module).get("nnx_class"), **_held(path, module)}  # getattr is watched
-        for place, kind in found.items():
-            if isinstance(kind, type) and not selection.decide(place, module, None).chosen:
-                self.bridged[place] = kind
+    def apply(
+        self, variables: Mapping[str, Any], args: Any, rngs: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what ``model.apply`` does, with FP8 matmuls and new states."""
+        selection, mutable = self.selection, kwargs.get("mutable", False)
+        params, seen = variables.get("params"), Seen.of(self.place, variables)
+        others = {name: x for name, x in variables.items() if name != "params"}
 
-    def knows_all(self, params: Any) -> bool:
-        """Return True if all modules with parameters were called.
+        def run(params: Any, others: Any) -> Any:
+            collections, rngs, args, kwargs = others
+            given = collections if params is None else {"params": params, **collections}
+            with self.traced(seen):
+                return self.model.apply(given, *args, rngs=rngs, **kwargs)
 
-        A method under ``nn.jit`` is not traced again, and calls in it are not seen again.
-        """
-        return all(path in self.kinds for path in _shapes(params))
+        # A model sees no states but those of layers of jfp8 with recipes of their own.
+        without = {name: x for name, x in others.items() if name not in STATES}
+        program, plan = self._planned(run, params, (without, rngs, args, kwargs), seen)
+        if seen.has_ours and len(without) < len(others):
+            program, plan = self._planned(run, params, (others, rngs, args, kwargs), seen)
+        seen.check(selection, params, plan)
+        if kwargs.get("method") is None:
+            seen.warn(self.warns, params, plan)
+        states = read_states(plan, variables, mutable)
+        key = rngs.get("fp8") if isinstance(rngs, Mapping) else None
+        key = key.as_jax_rng() if isinstance(key, LazyRng) else key
+        told = messages.WITHOUT_HISTORIES
+        out, observed = run_planned(program, plan, states, key=key, if_lacking=told)
+        y, mutated = (out, {}) if mutable is False else out
+        self._check_caches(seen, params, variables, mutated)
+        if mutable is False:
+            return y
+        if "fp8" in variables and in_filter(mutable, "fp8"):
+            new = write_states({**variables["fp8"], **mutated.get("fp8", {})}, states, observed)
+            mutated = type(mutated)({**mutated, "fp8": new})
+        return y, mutated
 
-    def check_caches(self, selection: Selection, params: Any, *variables: Any) -> None:
-        """Raise ``ValueError`` if keys and values are not stored as `selection` says."""
-        if selection.cache_dtype is not None:
-            if self.knows_all(params):
-                layer = nn.MultiHeadDotProductAttention
-                spelled = "nn.MultiHeadDotProductAttention(decode=True)"
-                check_caching_layers(selection.cache_dtype, self.kinds.values(), layer, spelled)
-            for given in variables:
-                check_cache_dtypes(selection.cache_dtype, given.get("cache", {}))
+    def init_states(
+        self, variables: Any, args: Any, rngs: Any, mutable: CollectionFilter, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Return the result, and `variables` of ``init`` with the states of the matmuls."""
+        seen, method = Seen.of(self.place, variables), kwargs.get("method")
+        kwargs = {k: x for k, x in kwargs.items() if k not in ("method", "capture_intermediates")}
 
-    def warn(self, model: Any, params: Any) -> None:
-        """Warn, once, if nothing became FP8, if something cannot, or if scales look ahead."""
-        here, warned = region.current(), "_jfp8_warned"
-        disabled = here is not None and not here.enabled
-        if disabled or warned in vars(model):
-            return
-        messages: Any = (looks_ahead_message, self.ahead), (bridged_message, self.bridged)
-        for message, found in messages:
-            if found:
-                object.__setattr__(model, warned, True)
-                warnings.warn(message(found), UserWarning, stacklevel=user_level())
-        if self.bridged or self.converted or not self.knows_all(params):
-            return
-        known = {*self.stayed, *(path.rpartition("/")[0] for path in self.products)}
-        kinds = {path: kind for path, kind in self.kinds.items() if path not in known}
-        own = own_parameters(kinds, _shapes(params))
-        if warn_of_nothing(model, "linen", self.stayed, own):
-            object.__setattr__(model, warned, True)
+        def run(params: Any, others: Any) -> Any:
+            rngs, args, kwargs = others
+            with self.traced(seen):
+                return _initialize(self.model, {"params": params}, rngs, True, method)(
+                    *args, **kwargs
+                )[0]
 
+        params = variables.get("params", {})
+        program, plan = self._planned(run, params, (rngs, args, kwargs), seen)
+        seen.check(self.selection, params, plan, of_init=True)
+        self._check_caches(seen, params, variables)
+        seen.warn(self.warns, params, plan)
+        collection = self.selection.state_collection
+        flat = {}
+        for name, states in init_collections(plan, collection, mutable).items():
+            flat[name] = {**flatten_dict(states), **flatten_dict(variables.get(name, {}))}
+        new = {name: unflatten_dict(each) for name, each in flat.items()}
+        return run_planned(program, plan, {})[0], type(variables)({**variables, **new})
 
-def _held(path: str, module: nn.Module) -> dict[str, type]:
-    """Find the NNX modules that `module` holds as if they were layers of Linen."""
-    found: dict[str, type] = {}
-    for name, value in vars(module).items():
-        several = isinstance(value, (list, tuple))
-        held = {f"{name}_{i}": x for i, x in enumerate(value)} if several else {name: value}
-        for name, x in held.items():
-            if isinstance(x, nnx.Module) and not type(x).__module__.startswith("jfp8."):
-                found[f"{path}/{name}".lstrip("/")] = type(x)  # layers of jfp8 say it themselves
-    return found
-
-
-@contextlib.contextmanager
-def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterator[_ConversionLog]:
-    """Intercept the layers of `model` in this context, and log what was converted."""
-    selection: Selection = type(model).jfp8_selection
-    outer = region.current()
-    depth = 0 if model.scope is None else len(model.scope.path)
-    here = Region(selection.recipe, outer is None or outer.enabled, selection, found, depth)
-    log = _ConversionLog()
-    from_here = lambda path: "/".join(path.split("/")[depth:])
-
-    def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
-        if region.current() != here:
-            return own
-        inner = from_here(path)
-        if own:
-            decision = Decision(None, own)
+    def in_scope(self, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+        """Call a bound module: compute as `apply` and ``init`` do, and write what they return."""
+        scope = module.scope
+        variables = flax.core.unfreeze(scope.variables())
+        rngs = dict(scope.rngs)
+        for name, rng in scope.rngs.items():  # another call has other random numbers
+            if scope.rng_counters[name]:
+                rngs[name] = LazyRng.create(rng, scope.rng_counters[name])
+            scope.rng_counters[name] += 1
+        if module.is_initializing():
+            run = _initialize(self.model, variables, rngs, scope.mutable, method)
+            with self.traced(Seen()):
+                _, new = run(*args, **kwargs)
+            y, new = self.init_states(new, args, rngs, scope.mutable, {**kwargs, "method": method})
         else:
-            log.layers.append(layer)
-            decision = selection.decide(inner, layer, found.edge_of(inner, layer, x))
-        if decision.recipe is None:
-            log.stayed[inner] = (type(layer), decision)
-            return decision.reason
-        log.converted.add(inner)
-        if found.looks_ahead(layer, decision.recipe):
-            log.ahead[inner] = decision.recipe.name
-        where = state_in_params, selection.state_collection, selection.unless_slower_on
-        return ProductOf(DotGeneral, decision.recipe, None, *where)
+            how = {**kwargs, "method": method, "mutable": scope.mutable}
+            out = self.apply(variables, args, rngs, how)
+            y, new = out if scope.mutable is not False else (out, {})
+        for collection, tree in new.items():
+            for name, value in tree.items():
+                scope.put_variable(collection, name, value)
+        return y
 
-    def chosen(product: ParameterProduct) -> ProductOf | str:
-        if region.current() != here:
-            return ""
-        path = product.parameter.path
-        log.products.add(from_here(path))
-        return choose(path, product.parameter.module, product.x, "")
+    @contextmanager
+    def traced(self, seen: Seen) -> Iterator[None]:
+        """Trace the plain model in this context, and note its modules."""
+        recipe = self.selection.recipe
+        # Another region in each trace: one of ``nn.jit`` that JAX has kept would call no module.
+        here = Region(recipe, True, self.selection, seen, by_program=True)
+        attention = replace_attention(self.selection, seen.attentions)
+        with (
+            region.entered(here),
+            nn.intercept_methods(watching(seen)),
+            nn.intercept_methods(attention),
+        ):
+            yield
 
-    def attention(path: str, layer: Any, own: str) -> Callable[..., Any] | str | None:
-        if region.current() != here or not selection.attention:
-            return None
-        if getattr(layer, "attention_products", False) and layer.recipe is not None:
-            return None  # a layer of jfp8 that has it, with a recipe of its own
-        inner = from_here(path)
-        log.layers.append(layer)
-        log.attentions.append(inner)
-        decision = Decision(None, own) if own else selection.decide(inner, layer, None)
-        if decision.recipe is None:
-            return decision.reason
-        how = getattr(layer, "implementation", None), selection.unless_slower_on
-        return functools.partial(DotProductAttention, decision.recipe, *how)
+    def _planned(self, run: Any, params: Any, others: Any, seen: Seen) -> tuple[Program, Plan]:
+        paths = []
+        for keys, _ in Program.leaves_with_path(params):
+            paths.append("/".join(str(key.key) for key in keys if hasattr(key, "key")))
+        program = Program.of(run, params, paths, others)
+        is_whole = not self.place
+        return program, plan_of(program, self.selection, seen.named, is_whole=is_whole)
 
-    def watch(next_fun, args, kwargs, context):
-        module = context.module
-        if module.scope is not None:
-            placement.keep_apart(module.scope)
-            log.watch("/".join(module.path[depth:]), module, selection)
-        return next_fun(*args, **kwargs)
-
-    kept = lambda: selection.cache_dtype if region.current() == here else None
-    products = choose_products(chosen), replace_products(choose, attention)
-    with region.entered(here), contextlib.ExitStack() as stack:
-        for interceptor in (watch, *products, replace_caches(kept)):
-            stack.enter_context(nn.intercept_methods(interceptor))
-        yield log
+    def _check_caches(self, seen: Seen, params: Any, *variables: Any) -> None:
+        """Raise ``ValueError`` if keys and values are not stored as the selection says."""
+        dtype = self.selection.cache_dtype
+        if dtype is None:
+            return
+        if seen.knows_all(params):
+            layer = nn.MultiHeadDotProductAttention
+            spelled = "nn.MultiHeadDotProductAttention(decode=True)"
+            check_caching_layers(dtype, seen.kinds.values(), layer, spelled)
+        for given in variables:
+            check_cache_dtypes(dtype, given.get("cache", {}))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Edges:
-    """Hold the paths of layers at the edges of a model; and whether it masks later positions."""
+def _initialize(
+    model: nn.Module, variables: Any, rngs: Any, mutable: Any, method: Any
+) -> Callable[..., tuple[Any, Any]]:
+    """Return ``model.init_with_output`` as a function of arguments, with existing `variables`."""
 
-    first: frozenset[str] = frozenset()
-    returned: frozenset[str] = frozenset()
-    causal: bool = False
+    def call(scope: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = model.clone(parent=scope, _deep_clone=True)
+        if method is None or isinstance(method, str):
+            return getattr(bound, method or "__call__")(*args, **kwargs)
+        return method(bound, *args, **kwargs)
 
-    def edge_of(self, path: str, layer: nn.Module, x: Any) -> Edge | None:
-        """Tell at which edge the layer at `path` is, which is called with `x`."""
-        if path in self.returned:
-            return Edge.LOGITS
-        image = isinstance(layer, nn.Conv) and np.shape(x)[-1] <= MAX_IMAGE_CHANNELS
-        return Edge.IMAGE_INPUT if image and path in self.first else None
-
-    def looks_ahead(self, layer: nn.Module, recipe: Recipe) -> bool:
-        """Tell if scales of `layer` see later positions, where the model masks these."""
-        kind = "conv" if isinstance(layer, nn.Conv) else "dense"
-        masks = self.causal or getattr(layer, "padding", None) == "CAUSAL"
-        return masks and not recipe.is_causal(kind, history=True)
+    apply = flax.core.apply(call, mutable=mutable, flags={"initializing": True})
+    return functools.partial(apply, variables, rngs=rngs)
 
 
-def _edges_of(
-    selection: Selection, run: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
-) -> _Edges:
-    """Find the edges by tracing the model without FP8 once more, if they make a difference."""
-    by_edge = any(isinstance(choice, Edge) for choice in selection.choices)
-    if not by_edge and all(recipe.is_causal(history=True) for recipe in selection.recipes):
-        return _Edges()
+@contextmanager
+def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
+    """Convert the outermost Linen modules that are called inside; see `jfp8.autocast`."""
+    here = Region(recipe, enabled)
+    selection = Selection(recipe, exempt=())
 
-    def mark(next_fun, args, kwargs, context):
-        if not is_layer(context):
+    def intercept(next_fun, args, kwargs, context):
+        module, name = context.module, context.method_name
+        is_call = module.scope is not None and name != "setup" and not name.startswith("_jfp8")
+        if not is_call or region.current() != here or isinstance(module, _Converted):
             return next_fun(*args, **kwargs)
-        path = "/".join(context.module.path)
-        args, kwargs = edges.mark_input((args, kwargs), path)
-        return edges.mark_output(next_fun(*args, **kwargs), path)
+        return _Call.of(module, selection).in_scope(module, name, args, kwargs)
 
-    variables = dequantize_tree(variables)
-    arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
-    with (
-        region.entered(edges.LOOKING),
-        nn.intercept_methods(find_products(edges.mark_product, mark_inside)),
-        nn.intercept_methods(mark),
-        nn.intercept_methods(replace_caches(lambda: selection.cache_dtype)),
-    ):
-        closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)
-    # `init` makes the parameters from random numbers.
-    parameters, _ = edges.arrays_apart((variables, rngs))
-    causal = masks_later_positions(closed, (args, kwargs))
-    return _Edges(*edges.edge_layers(closed, len(parameters)), causal)
-
-
-def _shapes(params: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of each module's parameters, by the module's path."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    flat: dict[tuple[str, ...], Any] = flatten_dict(meta.unbox(params))
-    for (*module, name), value in flat.items():
-        found.setdefault("/".join(module), {})[name] = np.shape(value)
-    return found
-
-
-def _paths(params: Any) -> set[str]:
-    """Return the paths of all modules that have parameters, or hold modules that do."""
-    return {"/".join(keys[:n]) for keys in flatten_dict(params) for n in range(1, len(keys))}
+    with region.entered(here), nn.intercept_methods(intercept) if enabled else region.entered(here):
+        yield

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast, overload
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.conversion import linen, linen_products, nnx_copy
+from jfp8.conversion import linen, nnx_copy
 from jfp8.conversion.function import Fp8Function, convert_function
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
@@ -205,5 +205,5 @@ def autocast(recipe: RecipeLike = DelayedScaling(), *, enabled: bool = True) -> 
     ...     bool((apply(variables, x) == y).all())
     False
     """
-    with linen_products.in_region(check_recipe(recipe), bool(enabled)):
+    with linen.in_region(check_recipe(recipe), bool(enabled)):
         yield

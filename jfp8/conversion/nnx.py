@@ -36,7 +36,7 @@ from jfp8.conversion.program import Program
 from jfp8.conversion.run import Amaxes, States, run_planned
 from jfp8.conversion.selection import Decision, Edge
 from jfp8.conversion.weight_matmul import WeightMatmul
-from jfp8.layers.nnx.products import Product, record
+from jfp8.layers.nnx.products import Product, histories_to_read, record, warn_inside_linen, why_lost
 from jfp8.products.operation import Observed, State
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
 from jfp8.tracing.devices import Gpu
@@ -171,7 +171,8 @@ class TracedCall:
 
         All parts of a weight have one state, but not what sums over other dimensions of it.
         """
-        path, kind = matmul.source.path, (matmul.source.loops, matmul.summed)
+        path = matmul.source.path
+        kind = [n for _, n in matmul.source.loops], matmul.summed
         seen = kinds.setdefault(path, [])
         seen += [] if kind in seen else [kind]
         nth = 1 + seen.index(kind)
@@ -198,16 +199,21 @@ class TracedCall:
         found = {n: _state(product, plan.by_name[n]) for n, product in with_state.items()}
         return {name: state for name, state in found.items() if state is not None}
 
-    def update(self, plan: Plan, amaxes: Amaxes, changed: dict[int, Any]) -> None:
+    def why_lost(self, states: States) -> str | None:
+        """Return a warning if amaxes that are recorded with these states are lost."""
+        products = (self.product(name) for name in states)
+        training = (p for p in products if p is not None and p.fp8_sink is None)
+        return next(filter(None, map(why_lost, training)), None)
+
+    def update(self, amaxes: Amaxes, changed: dict[int, Any]) -> None:
         """Write into the model what the program has changed, and what was observed."""
         for i, value in changed.items():
             self.variables[i].set_raw_value(value)
         for name, observed in amaxes.items():
             product = self.product(name)
-            if product is None or product.fp8_sink is not None or product.use_running_average:
-                continue
-            extra = observed.lhs.ndim - (product.fp8["lhs"].ndim - 1)
-            record(product, Observed(*(x.max(range(extra)) for x in observed)))
+            if product is not None and product.fp8_sink is None and why_lost(product) is None:
+                loops = range(observed.lhs.ndim - product.fp8["lhs"].ndim + 1)
+                record(product, Observed(*(amax.max(loops) for amax in observed)))
 
 
 @dataclass(frozen=True)
@@ -231,15 +237,19 @@ class _Deciding:
 
 def _called(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -> Any:
     """Compute ``function(module, *args, **kwargs)`` with FP8 matmuls."""
+    warn_inside_linen(_place(module))
     with nnx.update_context(TAG):
         call = TracedCall.of(function, module, args, kwargs)
         plan = call.plan()
-        (result, changed, whole), amaxes = run_planned(call.program, plan, call.states(plan))
+        states = call.states(plan)
+        lost = call.why_lost(states)
+        out, amaxes = run_planned(call.program, plan, states, if_lost=lost)
+        result, changed, whole = out
         if whole is not None:
             set_converted(module, converted_of(module))  # raises where nothing can be set
             with nnx.merge_context(TAG, inner=False) as context:
                 _, result = context.merge(*whole)
-    call.update(plan, amaxes, changed or {})
+    call.update(amaxes, changed or {})
     if is_call and _place(module) == "":
         _warn(module, plan)
     return result
@@ -276,9 +286,8 @@ def _known(given: Any) -> tuple[dict[int, tuple[Any, Weight]], set[int]]:
 
 def _state(product: Product, planned: PlannedMatmul) -> State | None:
     """Return the state of a matmul; None if it is stacked in another way than the loops around."""
-    sizes = *(length for _, length in planned.loops), *planned.stacks
-    sink = product.fp8_sink
-    histories = product.intact_histories() if sink is None else product.histories()
+    sizes, sink = planned.stacks, product.fp8_sink
+    histories = histories_to_read(product)
     leading = histories["lhs"].shape[:-1]
     if leading not in ((), sizes):
         return None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jfp8.conversion.linen_products import check_caching_layers
+from jfp8.conversion.linen_attention import check_caching_layers
 from jfp8.conversion.nnx import TAG, TracedCall, enter
 from jfp8.conversion.nnx_layers import (
     Converted,
@@ -199,8 +199,7 @@ def _planned(converted: Any, example: tuple[Any, ...]) -> dict[Any, tuple[Decisi
         for name, (node, weight) in call.weights.items():
             if name in plan.by_name:
                 each = plan.by_name[name]
-                sizes = *(length for _, length in each.loops), *each.stacks
-                found[id(node), weight.keys] = each.decision, sizes
+                found[id(node), weight.keys] = each.decision, each.stacks
 
     jax.eval_shape(look, *example)
     return found

@@ -16,7 +16,7 @@ from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.program import Program
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.weight_matmul import WeightMatmul
+from jfp8.conversion.weight_matmul import Place, WeightMatmul
 from jfp8.conversion.weight_walk import Walk
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
@@ -58,8 +58,8 @@ class PlannedMatmul:
     named: Named
     weight: str  # its path
     decision: Decision
-    loops: tuple[Any, ...]  # that slice its state, and their lengths
-    stacks: tuple[int, ...] = ()  # the sizes of stacks of layers, see `Named`
+    loops: frozenset[Place]  # the places of scans that slice its state
+    stacks: tuple[int, ...]  # the lengths of these, and the sizes of stacks of layers, see `Named`
     looks_ahead: bool = False
 
     @property
@@ -69,10 +69,9 @@ class PlannedMatmul:
         return recipe is not None and jax.eval_shape(recipe.init_state) is not None
 
     def init_state(self, init: Callable[[Recipe], Any]) -> Any:
-        """Return ``init(recipe)``, of zeros, stacked as the loops around it and the layers are."""
+        """Return ``init(recipe)``, of zeros, stacked as the layers are."""
         assert self.decision.recipe is not None
-        lengths = [*(length for _, length in self.loops), *self.stacks]
-        stacked = lambda x: jnp.zeros((*lengths, *x.shape), x.dtype)
+        stacked = lambda x: jnp.zeros((*self.stacks, *x.shape), x.dtype)
         return jax.tree.map(stacked, init(self.decision.recipe))
 
 
@@ -134,8 +133,10 @@ def plan_of(
         edge = looked.edge_of(key, first, ends) if is_whole else None
         decision = selection.decide(named.path, named.layer, edge)
         decision = Decision(None, named.stays) if named.stays else decision
-        stacks = np.shape(matmul.weight)[: named.stacks]
-        planned = PlannedMatmul(named, matmul.source.path, decision, matmul.source.loops, stacks)
+        lengths = [length for _, length in matmul.source.loops]
+        stacks = *lengths, *np.shape(matmul.weight)[: named.stacks]
+        loops = frozenset(looked.loops[key])
+        planned = PlannedMatmul(named, matmul.source.path, decision, loops, stacks)
         if decision.recipe is not None:
             kind = "conv" if matmul.primitive.startswith("conv") else "dense"
             ahead = not decision.recipe.is_causal(kind, history=planned.has_state)
@@ -154,6 +155,7 @@ class _Looked:
     program: Program
     name_of: Namer
     seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)
+    loops: dict[Any, set[Place]] = field(default_factory=dict)  # that slice its weight
     low_rank: set[Any] = field(default_factory=set)
 
     def see(self, matmul: WeightMatmul) -> tuple[jax.Array, list[Any]]:
@@ -162,6 +164,7 @@ class _Looked:
         if key not in self.seen:
             nth = 1 + sum(known[-1] == key[-1] for known in self.seen)
             self.seen[key] = self.name_of(matmul, nth), matmul
+        self.loops.setdefault(key, set()).update(place for place, _ in matmul.source.loops)
         if matmul.data is not None and matmul.data.factor is not None:
             before, terms, rank = matmul.data.factor
             summed, features = matmul.sizes

@@ -18,10 +18,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.edges import arrays_apart, arrays_in, jaxprs_of
-from jfp8.conversion.weight_matmul import PRODUCTS
+from jfp8.conversion.edges import arrays_apart, arrays_in
 from jfp8.conversion.flops import flops
-from jfp8.conversion.linen_products import own_attention
+from jfp8.conversion.linen_attention import own_attention
 from jfp8.conversion.nnx_copy import with_notes
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.product_rows import (
@@ -31,15 +30,18 @@ from jfp8.conversion.product_rows import (
     OWN_ATTENTION,
     ProductRow,
 )
+from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.layers.linen.attention import MultiHeadDotProductAttention
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.transformer import LayerNormAttention
 from jfp8.matmul.spec import planner_of
 from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
+from jfp8.recipes.in_effect import why_disabled
 from jfp8.scaling import formats
-from jfp8.tracing.compat import without_dead_code
+from jfp8.tracing.compat import jaxprs_of, without_dead_code
 from jfp8.tracing.device import current_gpu, current_tpu
+from jfp8.tracing.interpreter import equations
 from jfp8.tracing.notes import Kind, explaining, layer_noted, notes_of
 
 F8_NAMES = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
@@ -131,7 +133,7 @@ def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
     """List the products of a program that was traced in the context `notes.explaining`."""
     causal = masks_later_positions(closed, inputs)
     kind = getattr(current_gpu(), "kind", "")
-    return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))), causal, kind)
+    return Report(tuple(_merged(_rows(closed.jaxpr))), causal, kind)
 
 
 def _linen_jaxpr(
@@ -215,24 +217,18 @@ def total_of(y: Any) -> jax.Array:
     return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
 
 
-def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
-    for eqn in jaxpr.eqns:
-        here = f"{stack}/{eqn.source_info.name_stack}"
-        name = str(eqn.params.get("name", ""))
-        if name.startswith(PRODUCT_NAME) and not _is_whole(eqn):
-            continue
-        if is_attention(eqn):
-            yield from attention_rows(eqn, notes_of(here), _noted(eqn, "cuda"), times)
-        elif name.startswith(PRODUCT_NAME):
-            yield _fp8_row(eqn, name.removeprefix(PRODUCT_NAME), here, times)
-        elif ROTATION_NAME in here:
-            continue  # a part of quantizing
-        elif eqn.primitive.name in PRODUCTS:
-            yield _plain_row(eqn, here, times)
-        else:
-            inner = times * int(eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1)
-            for sub in jaxprs_of(eqn):
-                yield from _rows(sub, here, inner)
+def _rows(jaxpr: Jaxpr) -> Iterator[ProductRow]:
+    name_of = lambda eqn: str(eqn.params.get("name", ""))
+    is_ours = lambda eqn: name_of(eqn).startswith(PRODUCT_NAME)
+    rotates = lambda stack: ROTATION_NAME in stack  # a part of quantizing
+    enters = lambda eqn, stack: not is_ours(eqn) and not rotates(stack)
+    for eqn, stack, times in equations(jaxpr, enters=enters):
+        if is_attention(eqn) and _is_whole(eqn):
+            yield from attention_rows(eqn, notes_of(stack), _noted(eqn, "cuda"), times)
+        elif is_ours(eqn) and _is_whole(eqn):
+            yield _fp8_row(eqn, name_of(eqn).removeprefix(PRODUCT_NAME), stack, times)
+        elif eqn.primitive.name in PRODUCTS and not rotates(stack):
+            yield _plain_row(eqn, stack, times)
 
 
 def _is_whole(eqn: Any) -> bool:
@@ -342,7 +338,7 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
         notes.get("layer", ""),
         "backward" if "transpose(" in stack else "forward",
         *(lhs, rhs, out),
-        reason=notes.get("reason") or _why_not(eqn),
+        reason=notes.get("reason") or why_disabled() or _why_not(eqn),
         times=times,
         flops=times * flops(eqn),
     )
@@ -373,13 +369,8 @@ def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
 
 def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:
     """List the equations inside `eqn`; without `branches` only for the first platform."""
-    subs = list(jaxprs_of(eqn))
-    if eqn.primitive.name == "cond" and not branches:
-        subs = subs[:1]
-    for sub in subs:
-        for inner in sub.eqns:
-            yield inner
-            yield from _equations(inner, branches=branches)
+    for body in jaxprs_of(eqn):
+        yield from (inner for inner, _, _ in equations(body, branches=branches))
 
 
 def _spelled(aval: Any, name: str = "") -> str:

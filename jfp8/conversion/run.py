@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jfp8.conversion.plan import Named, Plan, PlannedMatmul
 from jfp8.conversion.program import Program
@@ -21,6 +22,7 @@ from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.ragged.dot import observed_ragged_dot
+from jfp8.products.shared_input import SharedInput
 from jfp8.products.slower import why_slower
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.interpreter import Emitted
@@ -34,13 +36,25 @@ Amaxes = dict[str, Observed]
 
 
 def run_planned(
-    program: Program, plan: Plan, states: States, key: jax.Array | None = None
+    program: Program,
+    plan: Plan,
+    states: States,
+    *,
+    key: jax.Array | None = None,
+    if_lacking: str | None = None,
+    if_lost: str | None = None,
 ) -> tuple[Any, Amaxes]:
-    """Compute `program` with FP8 matmuls; `key` is for recipes that round stochastically."""
+    """Compute `program` with FP8 matmuls.
+
+    Args:
+      key: for recipes that round stochastically.
+      if_lacking: a warning if matmuls are trained that lack the histories of their recipe.
+      if_lost: a warning if those that have histories are trained.
+    """
     planned = {n: each for n, each in plan.by_name.items() if each.decision.recipe is not None}
-    loops = {name: [place for place, _ in each.loops] for name, each in planned.items()}
+    loops = {name: each.loops for name, each in planned.items()}
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
-    walk = Walk(partial(_computed, plan, key), loops, plan.of_activations)
+    walk = Walk(partial(_computed, plan, key, (if_lost, if_lacking)), loops, plan.of_activations)
     results, emitted = program.run(walk, program.arguments, feeds)
     amaxes: Amaxes = {}
     for name, seen in emitted:
@@ -53,12 +67,14 @@ def run_planned(
 
 def _stored(program: Program, planned: PlannedMatmul) -> ScaledArray | None:
     """Return the weight as it is kept in FP8, if it is, and each loop can take its part."""
-    stored, lengths = program.stored.get(planned.weight), tuple(n for _, n in planned.loops)
+    stored, n = program.stored.get(planned.weight), len(planned.stacks) - planned.named.stacks
     parts = jax.tree.leaves(stored)
-    return stored if all(x.shape[: len(lengths)] == lengths for x in parts) else None
+    return stored if all(x.shape[:n] == planned.stacks[:n] for x in parts) else None
 
 
-def _computed(plan: Plan, key: Any, matmul: WeightMatmul) -> tuple[jax.Array, Emitted]:
+def _computed(
+    plan: Plan, key: Any, if_trained: tuple[str | None, ...], matmul: WeightMatmul
+) -> tuple[jax.Array, Emitted]:
     planned = plan.of(matmul)
     recipe, reason = planned.decision.recipe, planned.decision.reason
     gpu = plan.selection.unless_slower_on
@@ -69,7 +85,10 @@ def _computed(plan: Plan, key: Any, matmul: WeightMatmul) -> tuple[jax.Array, Em
         with _noted(named, reason):
             return matmul.plain(), []
     state, stored = matmul.at.feeds[named.name]
-    state = state._replace(key=key)
+    shared = None
+    if matmul.data is not None and matmul.data.key is not None:  # layers with one input
+        shared = matmul.at.memo.setdefault(matmul.data.key, SharedInput())
+    state = state._replace(key=key, shared=shared)
     lacks = planned.has_state and state.histories is None
     with (
         _noted(named, ""),
@@ -77,10 +96,12 @@ def _computed(plan: Plan, key: Any, matmul: WeightMatmul) -> tuple[jax.Array, Em
         note("ahead", "later positions" if planned.looks_ahead else ""),
     ):
         how = getattr(named.layer, "implementation", None)
-        y, observed = _in_fp8(matmul, Options(recipe, how), state, stored, named.stacks)
+        told = if_trained[lacks] if planned.has_state else None
+        options = Options(recipe, how, if_trained=told)
+        y, observed = _in_fp8(matmul, options, state, stored, named.stacks)
     if state.histories is None:
         return y, []
-    return y, [(named.name, jnp.stack(observed, -1))]
+    return y, [(named.name, lax.stop_gradient(jnp.stack(observed, -1)))]
 
 
 @contextmanager

@@ -77,9 +77,9 @@ class WeightMatmul:
     def key(self) -> tuple[Any, ...]:
         """Return what two uses of a weight share if they share their amax history."""
         source = self.source
-        shape = np.shape(self.weight)
+        lengths = tuple(length for _, length in source.loops)
         name = source.path or self.scope
-        return source.parts, source.loops, self.primitive, shape, self.summed, name
+        return source.parts, lengths, self.primitive, np.shape(self.weight), self.summed, name
 
     @property
     def summed(self) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ looked up is an activation next to a weight. What runs inside a function with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from jfp8.conversion.weight_matmul import (
     is_ordinary,
 )
 from jfp8.tracing import interpreter
-from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, scan_sizes
+from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, scan_sizes, scope_of
 from jfp8.tracing.interpreter import Emitted, Reader, Value, arrays, equations
 from jfp8.tracing.notes import note
 
@@ -44,10 +44,6 @@ _NEW_TYPE |= {
 _NEW_SHAPE = {"broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 _JOINED = {"all_gather", "all_gather_invariant", "concatenate"}  # of parts of one, or of several
 _MOVED = _CUTS | _NEW_TYPE | _NEW_SHAPE | _JOINED | {"gather", "pad"}
-_NO_WEIGHT = (
-    "no operand was computed from weights alone (attention=True converts matmuls of two "
-    "activations)"
-)
 _TWO_WEIGHTS = "both operands are weights"
 
 Note = Source | Data | str | None
@@ -65,7 +61,7 @@ class Walk(Reader):
     """
 
     compute: Callable[[WeightMatmul], tuple[jax.Array, Emitted]]
-    loops: Mapping[str, Sequence[Place]]
+    loops: Mapping[str, Collection[Place]]
     of_activations: bool = False
     emits: bool = True
 
@@ -76,11 +72,11 @@ class Walk(Reader):
         matmul = self._matmul(eqn, ins, at)
         weights = [isinstance(value.note, Source) for value in ins[:2]]
         if matmul is None:
-            with note("reason", _TWO_WEIGHTS if all(weights) else _NO_WEIGHT):
+            with note("reason", _TWO_WEIGHTS if all(weights) else ""):
                 outs = evaluate(eqn, arrays(ins))
             made = _computed(eqn, ins) if all(weights) else Data(at.path)
             return [Value(outs[0], made)], []
-        with interpreter.scope_of(eqn):
+        with scope_of(eqn):
             y, emitted = self.compute(matmul)
         return [Value(y, Data(at.path, (matmul.key, *matmul.sizes)))], emitted
 

@@ -11,14 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from jfp8.conversion.edges import arrays_apart, jaxprs_of
+from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.report import F8_NAMES, dtype_name, report_of, total_of, without_copy
-from jfp8.debug.axes import Axes, Role, moved_axes, plain_axes, size_of
+from jfp8.debug.axes import Axes, Factor, Role, moved_axes, plain_axes, size_of
 from jfp8.products.vjp import PRODUCT_NAME
-from jfp8.tracing.compat import body_of, scan_sizes
+from jfp8.tracing import interpreter
+from jfp8.tracing.compat import scan_sizes
+from jfp8.tracing.interpreter import Computed, Place, Reader, Value, notes_in, without_arrays
 from jfp8.tracing.notes import explaining, notes_of, product_path
 
 _SAME = {
@@ -30,7 +32,6 @@ _SAME = {
     "sharding_constraint",
     "squeeze",
     "transpose",
-    "warned_if_differentiated",
 }
 _OF_BYTES = {"bitcast_convert_type", "convert_element_type", "mul", "select_n", "slice", "pad"}
 _ROLES: tuple[Role, ...] = ("positions", "sequences")
@@ -150,7 +151,7 @@ def check_program(
         for x, mine, weight in zip(arrays, is_input, is_weight, strict=True)
         if weight is keep
     ]
-    return _read(forward.jaxpr, values, report_of(whole, args))
+    return _read(forward, values, report_of(whole, args))
 
 
 def _arguments(args: Any, inputs: int, sequence_axis: int | None) -> Any:
@@ -170,16 +171,16 @@ def _arguments(args: Any, inputs: int, sequence_axis: int | None) -> Any:
     return arrays, together, is_input, is_weight
 
 
-def _read(jaxpr: Jaxpr, values: Sequence[_Value], report: Report) -> ProgramCheck:
+def _read(closed: ClosedJaxpr, notes: Sequence[_Note], report: Report) -> ProgramCheck:
     reading = _Reading()
-    reading.run(jaxpr, values, "")
+    interpreter.run(reading, closed.jaxpr, closed.consts, without_arrays(notes))
     once = lambda paths: tuple(dict.fromkeys(paths))
     later, sequences = (once(reading.shared[role]) for role in _ROLES)
     return ProgramCheck(report, reading.tensors(), later, sequences, once(reading.unknown))
 
 
 @dataclass(frozen=True)
-class _Value:
+class _Note:
     """Say what is known of an array while the program is read."""
 
     axes: Axes | None  # None: not known
@@ -188,27 +189,30 @@ class _Value:
     root: Any = field(default_factory=object)  # the tensor of which this is a cast or another form
     casts: tuple[str, ...] = ()  # the dtypes that it had since it was computed
     was_fp8: bool = False  # it was rounded to FP8
+    over: tuple[Factor, ...] = ()  # the first dimension of the array that a loop takes slices of
 
 
-def _input_value(x: Any, sequence_axis: int | None) -> _Value:
+def _input_value(x: Any, sequence_axis: int | None) -> _Note:
     """Return the value of an argument; with an axis of -1 it has no batch."""
     axes, casts = list(plain_axes(np.shape(x))), (dtype_name(x),)
     if sequence_axis == -1:
-        return _Value(tuple(axes), casts=casts)
+        return _Note(tuple(axes), casts=casts)
     places: dict[Role, int | None] = {"sequences": 0, "positions": sequence_axis}
     for role, place in places.items():
         if place is not None:
             axes[place] = ((role, x.shape[place]),) if x.shape[place] > 1 else ()
-    return _Value(tuple(axes), depends=True, casts=casts)
+    return _Note(tuple(axes), depends=True, casts=casts)
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Reading(Reader):
     """Reads the forward pass, and collects what `check_program` tells."""
+
+    computes = False
 
     shared: dict[Role, list[str]] = field(default_factory=lambda: {role: [] for role in _ROLES})
     unknown: list[str] = field(default_factory=list)
-    found: dict[Any, list[tuple[str, _Value, object]]] = field(default_factory=dict)
+    found: dict[Any, list[tuple[str, _Note, object]]] = field(default_factory=dict)
 
     def tensors(self) -> tuple[Quantized, ...]:
         """Return what became operands of FP8 matmuls."""
@@ -222,42 +226,65 @@ class _Reading:
             for uses in self.found.values()
         )
 
-    def run(self, jaxpr: Jaxpr, values: Sequence[_Value], stack: str) -> list[_Value]:
-        """Read `jaxpr`, whose arguments are `values`; return its results."""
-        known: dict[Any, _Value] = dict(zip(jaxpr.invars, values, strict=True))
-        known.update((v, _Value(_plain(v))) for v in jaxpr.constvars)
-        read = lambda v: _Value(()) if isinstance(v, Literal) else known[v]
-        for eqn in jaxpr.eqns:
-            here = f"{stack}/{eqn.source_info.name_stack}"
-            results = self.equation(eqn, [read(v) for v in eqn.invars], here)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def constant(self, x: Any) -> _Note:
+        return _Note(plain_axes(np.shape(x)))
 
-    def equation(self, eqn: Any, ins: list[_Value], stack: str) -> list[_Value]:
-        name, called = eqn.primitive.name, str(eqn.params.get("name", ""))
+    def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
+        """Read matmuls and casts, which are functions with names."""
+        called = str(eqn.params.get("name", ""))
+        given = notes_in(ins)
         if called.startswith(PRODUCT_NAME):
-            self.product(eqn, ins, stack)
-            return [_Value(value.axes, value.depends) for value in self.inside(eqn, ins, stack)]
-        if called == "quantized":
-            made = self.inside(eqn, ins, stack)
-            casts = (*ins[0].casts, dtype_name(eqn.outvars[0].aval))
-            tensor = dataclasses.replace(ins[0], casts=casts)
-            roots = [(tensor, object()), *[value.root for value in made[1:]]]
-            return [dataclasses.replace(v, root=root) for v, root in zip(made, roots, strict=True)]
-        if any(True for _ in jaxprs_of(eqn)):
-            return self.inside(eqn, ins, stack)
-        if name == "select_n" and not ins[0].depends and eqn.outvars[0].aval.size == 1:
-            # A state says whether its history has entries: after the first step it does.
-            ins = [value for value in ins if not value.depends]
-        return [self.result(eqn, ins, v) for v in eqn.outvars]
+            self.product(eqn, given, at.stack)
+            made = [_Note(note.axes, note.depends) for note in self.inside(eqn, ins, at)]
+        elif called == "quantized":
+            first, *others = self.inside(eqn, ins, at)
+            casts = (*given[0].casts, dtype_name(eqn.outvars[0].aval))
+            tensor = dataclasses.replace(given[0], casts=casts), object()
+            made = [dataclasses.replace(first, root=tensor), *others]
+        else:
+            return None
+        return without_arrays(made), []
 
-    def result(self, eqn: Any, ins: list[_Value], v: Any) -> _Value:
+    def inside(self, eqn: Any, ins: list[Value], at: Place) -> list[_Note]:
+        """Read a call."""
+        return notes_in(interpreter.inline(self, eqn, ins, at)[0])
+
+    def flow(self, eqn: Any, ins: Sequence[Value]) -> list[_Note]:
+        given = notes_in(ins)
+        if eqn.primitive.name == "select_n" and not given[0].depends:
+            if eqn.outvars[0].aval.size == 1:
+                # A state says whether its history has entries: after the first step it does.
+                given = [note for note in given if not note.depends]
+        return [self.result(eqn, given, v) for v in eqn.outvars]
+
+    def closed_to(self, eqn: Any, ins: Sequence[Value], at: Place) -> list[Value]:
+        note = _joined(notes_in(ins), None)
+        return without_arrays(dataclasses.replace(note, root=object()) for _ in eqn.outvars)
+
+    def in_loop(self, eqn: Any, notes: list[Any], at: Place, n_fixed: int, n: int) -> list[_Note]:
+        """Take the first dimension off slices."""
+        return [*notes[:n], *map(_slice_of, notes[n:])]
+
+    def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[_Note]:
+        """Join the results of branches, and stack the results of iterations."""
+        if eqn.primitive.name == "cond":
+            return [_joined(notes, notes[0].axes) for notes in zip(*results, strict=True)]
+        if eqn.primitive.name != "scan":
+            return super().after(eqn, inside, results)
+        n_fixed, n_carry = scan_sizes(eqn)
+        dims = [note.over for note in inside[n_fixed + n_carry :]]
+        plain = ((None, eqn.params["length"]),) if eqn.params["length"] > 1 else ()
+        over = next((dim for dim in dims if any(role for role, _ in dim)), plain)
+        outer = lambda v: dataclasses.replace(v, axes=None if v.axes is None else (over, *v.axes))
+        return [*results[0][:n_carry], *map(outer, results[0][n_carry:])]
+
+    def result(self, eqn: Any, ins: list[_Note], v: Any) -> _Note:
         """Return what is known of a result of an equation without a body."""
         name = eqn.primitive.name
         axes = _fitting(moved_axes(eqn, [value.axes for value in ins], v.aval.shape), v)
         value = _joined(ins, axes)
         if not value.depends:
-            value = dataclasses.replace(value, axes=_plain(v))
+            value = dataclasses.replace(value, axes=plain_axes(v.aval.shape))
         elif name == "reduce_max":
             value = dataclasses.replace(value, mixed=value.mixed | _lost(ins[0].axes, axes, v))
         if name in _SAME | {"convert_element_type"} and ins:
@@ -268,37 +295,7 @@ class _Reading:
         kept = value.was_fp8 and (name in _SAME | _OF_BYTES or not is_number)
         return dataclasses.replace(value, was_fp8=kept or v.aval.dtype in F8_NAMES)
 
-    def inside(self, eqn: Any, ins: list[_Value], stack: str) -> list[_Value]:
-        """Read the bodies of an equation."""
-        name = eqn.primitive.name
-        if name == "scan":
-            return self.scan(eqn, ins, stack)
-        if name == "cond":
-            of_each = [self.run(jaxpr, ins[1:], stack) for jaxpr in jaxprs_of(eqn)]
-            return [_joined(values, values[0].axes) for values in zip(*of_each, strict=True)]
-        bodies = list(jaxprs_of(eqn))
-        if name == "while":
-            carry = ins[eqn.params["cond_nconsts"] :]
-            return self.run(bodies[-1], carry, stack)
-        if len(bodies[0].invars) == len(ins) and len(bodies[0].outvars) == len(eqn.outvars):
-            return self.run(bodies[0], ins, stack)
-        value = _joined(ins, None)
-        return [dataclasses.replace(value, root=object()) for _ in eqn.outvars]
-
-    def scan(self, eqn: Any, ins: list[_Value], stack: str) -> list[_Value]:
-        n_consts, n_carry = scan_sizes(eqn)
-        n, jaxpr = n_consts + n_carry, body_of(eqn)[0]
-        first = lambda value: value.axes[0] if value.axes else ()
-        inner = lambda v: dataclasses.replace(v, axes=None if v.axes is None else v.axes[1:])
-        turns = [first(value) for value in ins[n:] if first(value)]
-        given = [*ins[:n], *map(inner, ins[n:])]
-        results = self.run(jaxpr, given, stack)
-        stacked = ((None, eqn.params["length"]),) if eqn.params["length"] > 1 else ()
-        turn = next((dim for dim in turns if any(role for role, _ in dim)), stacked)
-        outer = lambda v: dataclasses.replace(v, axes=None if v.axes is None else (turn, *v.axes))
-        return [*results[:n_carry], *map(outer, results[n_carry:])]
-
-    def product(self, eqn: Any, ins: list[_Value], stack: str) -> None:
+    def product(self, eqn: Any, ins: list[_Note], stack: str) -> None:
         """Note the operands of an FP8 matmul, and what the scale of the first depends on."""
         path = product_path(notes_of(stack)) or "(no layer)"
         invars, ins = without_copy(eqn, eqn.invars), without_copy(eqn, ins)
@@ -320,7 +317,7 @@ class _Reading:
                 self.unknown.append(path)
 
 
-def _shared(role: Role, whole: _Value, data: Any, v: Any, scale: _Value) -> bool | None:
+def _shared(role: Role, whole: _Note, data: Any, v: Any, scale: _Note) -> bool | None:
     """Return whether a scale of `data` is from several elements of a role, or None if unknown."""
     if not scale.depends:
         return False
@@ -333,14 +330,16 @@ def _shared(role: Role, whole: _Value, data: Any, v: Any, scale: _Value) -> bool
     return False if v.aval.shape[:-1] == data.aval.shape[:-1] else None  # each row has its own
 
 
-def _plain(v: Any) -> Axes:
-    return plain_axes(v.aval.shape)
+def _slice_of(note: _Note) -> _Note:
+    if note.axes is None:
+        return dataclasses.replace(note, over=())
+    return dataclasses.replace(note, axes=note.axes[1:], over=note.axes[0])
 
 
-def _joined(values: Sequence[_Value], axes: Axes | None) -> _Value:
+def _joined(values: Sequence[_Note], axes: Axes | None) -> _Note:
     mixed = frozenset(role for value in values for role in value.mixed)
     was_fp8 = any(value.was_fp8 for value in values)
-    return _Value(axes, any(value.depends for value in values), mixed, was_fp8=was_fp8)
+    return _Note(axes, any(value.depends for value in values), mixed, was_fp8=was_fp8)
 
 
 def _lost(before: Axes | None, after: Axes | None, v: Any) -> frozenset[Role]:

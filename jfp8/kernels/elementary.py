@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Literal
 
-from jfp8.tracing.compat import evaluate, without_dead_code
+from jfp8.tracing import interpreter
+from jfp8.tracing.compat import without_dead_code
+from jfp8.tracing.interpreter import CALLS, RULES, Computed, Reader, Value
 
 
 def elementary(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,26 +22,21 @@ def elementary(f: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arrays: jax.Array) -> Any:
         closed, result = jax.make_jaxpr(f, return_shape=True)(*arrays)
         closed = without_dead_code(closed)
-        found = _evaluated(closed.jaxpr, closed.consts, arrays)
-        return jax.tree.unflatten(jax.tree.structure(result), found)
+        outs, _ = interpreter.run(_Inliner(), closed.jaxpr, closed.consts, map(Value, arrays))
+        return jax.tree.unflatten(jax.tree.structure(result), interpreter.arrays(outs))
 
     return run
 
 
-def _evaluated(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    known: dict[Any, Any] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)
-    )
-    value_of = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]
-    for eqn in jaxpr.eqns:
-        inputs = [value_of(atom) for atom in eqn.invars]
-        # A loop has a "jaxpr", too, which runs more than once: it stays unchanged.
-        body = eqn.params.get("jaxpr" if eqn.primitive.name == "jit" else "call_jaxpr")
-        if body is not None:  # jit, or a function with a rule
-            results = _evaluated(body.jaxpr, body.consts, inputs)
-        elif eqn.primitive.name == "add_any":
-            results = [inputs[0] + inputs[1]]
-        else:
-            results = evaluate(eqn, inputs)
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [value_of(atom) for atom in jaxpr.outvars]
+class _Inliner(Reader):
+    """Inline calls and functions with a rule. Loops, whose bodies run more than once, stay."""
+
+    inlines_rules = True
+
+    def enters(self, eqn: Any, ins: Sequence[Value]) -> bool:
+        return eqn.primitive.name in CALLS | RULES
+
+    def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
+        if eqn.primitive.name != "add_any":
+            return None
+        return [Value(ins[0].array + ins[1].array)], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from jfp8.products.ragged.experts import (
 from jfp8.products.ragged.routing import Routing, largest
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
+from jfp8.tracing.caller import user_level
 
 Layer = Callable[..., jax.Array]  # of an array and `ExpertRows`
 Route = Callable[..., Routing]  # of logits and k, and maybe a bias
@@ -136,6 +138,18 @@ def losses_of(routed: Routing, input_shape: Sequence[int]) -> dict[str, jax.Arra
     }
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def warned_if_trained(message: str, x: jax.Array) -> jax.Array:
+    """Return `x`; a derivative with respect to it warns."""
+    return x
+
+
+@warned_if_trained.defjvp
+def _warned(message: str, primals: Any, tangents: Any) -> Any:
+    warnings.warn(message, stacklevel=user_level())
+    return primals[0], tangents[0]
+
+
 def through_experts(
     tokens: jax.Array,
     routed: Routing,
@@ -149,7 +163,6 @@ def through_experts(
     activation: str | transformer_math.ClampedSwiglu,
     saved_activations: Format | None,
     capacity_factor: float | None,
-    is_one_operation: bool = True,
 ) -> jax.Array:
     """For each token, the weighted sum of what its experts make of it. ::
 
@@ -160,8 +173,7 @@ def through_experts(
       wi, wo: the matmuls with the matrices of all experts.
       intermediate_dim: features between both.
       mesh: what divides tokens and experts over devices.
-      recipes: of both matmuls.
-      is_one_operation: whether both may be one. For the others see `MoE`.
+      recipes: of both matmuls. For the others see `MoE`.
     """
     (count, k), groups = routed.experts.shape, routed.probabilities.shape[1]
     more = -count % mesh.parts  # of no expert, so that tokens can be divided evenly
@@ -174,7 +186,7 @@ def through_experts(
     rows, back = ExpertRows(exchange, "lhs", divided, n), ExpertRows(exchange, "result", divided)
     # By name, for Flax's `nnx.tabulate`, which shows a dataclass only so.
     first = partial(wi, jnp.pad(tokens, [(0, more), (0, 0)]), group_sizes=rows)
-    apart = not is_one_operation or divided or saved_activations is not None
+    apart = divided or saved_activations is not None
     if apart or not transformer_math.may_be_one_operation(recipes, tokens):
         parts, hidden = (mesh.tensor,) if divided else (), first()
         hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)

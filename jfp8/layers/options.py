@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -94,3 +95,16 @@ def pass_on(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Return `function` of the `arguments` that it names, such as ``locals()`` of its caller."""
     names = inspect.signature(function).parameters
     return function(**{name: arguments[name] for name in names if name in arguments})
+
+
+@contextlib.contextmanager
+def replaced(module: Any, **attributes: Any) -> Iterator[None]:
+    """Replace `attributes` of `module` for one call, of which neither Linen nor NNX need know."""
+    before = {name: getattr(module, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            object.__setattr__(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul.bias import plus_bias
-from jfp8.products.undifferentiated_uses import end_use
-from jfp8.products.vjp import backward, begin, forward
+from jfp8.products.vjp import backward, begin, forward, primals
 from jfp8.tracing.compat import same_varying_axes
 
 
@@ -62,9 +61,6 @@ def through_both(
         both = make, shape, jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), first_how, how
         arrays = (first_operation, operation), (operands, others._replace(lhs=None), first_bias)
         y, observed = _multiply(both, *same_varying_axes(arrays))
-        for each, seen in zip((first_how, how), observed, strict=True):
-            if each.use is not None:
-                end_use(each.use, *seen)
         seen_first, seen = lax.stop_gradient(observed)
         begun.append(seen_first)
         return plus_bias(restore(y), bias), seen
@@ -78,10 +74,15 @@ def _plus(h: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(both, operations, operands):
-    return _forward(both, operations, operands, and_backward=False)[0]
+    return _through(both, operations, operands, and_backward=False)[0]
 
 
-def _forward(both, operations, operands, and_backward=True):
+def _forward(both, operations, operands):
+    operations, values = primals(both[3:], (operations, operands), operands[:2])
+    return _through(both, operations, values)
+
+
+def _through(both, operations, operands, and_backward=True):
     make, shape, lhs, *hows = both
     first, second, bias = operands
     how = {"and_backward": and_backward}
@@ -109,4 +110,4 @@ def _backward(both, residuals, cotangents):
     return None, (first, second._replace(lhs=None), d_bias)
 
 
-_multiply.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward, symbolic_zeros=True)

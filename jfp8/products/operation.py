@@ -19,6 +19,7 @@ from jfp8.matmul.spec import Implementation, MatmulSpec, check_implementation, p
 from jfp8.products.observers import OBSERVER
 from jfp8.products.quantized_rhs import has_scales_of, with_one_scale
 from jfp8.products.seeds import rotation_seed, seed_for
+from jfp8.products.shared_input import SharedInput
 from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Context, Quantizer, quantized
 from jfp8.recipes.product import Product
@@ -41,7 +42,7 @@ class State(NamedTuple):
     histories: dict[str, AmaxState] | None = None  # called ``state`` there
     sink: jax.Array | None = None
     key: jax.Array | None = None
-    found: jax.Array | None = None  # in lhs, by a kernel: once for all layers with this input
+    shared: SharedInput | None = None  # if other products have the same lhs
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class Options:
         bf16: a rounding, and a pass over memory. Where the operation casts the kernel, its f32 sums
         are the gradient.
       device: that the program is traced for; operations find it out, see `on_device_of`.
+      if_trained: a warning for programs that differentiate with respect to rhs.
     """
 
     recipe: Recipe
     implementation: Implementation = None
     rhs_dtype: np.dtype | None = None
     device: Device = None
+    if_trained: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
@@ -97,7 +100,8 @@ def sums(options: Options, kind: Kind) -> MatmulSpec:
 class Observed(NamedTuple):
     """amax of the two operands of a product; NaN or Inf where the operand has one.
 
-    f32[]; on the way to the backward pass also f32[n] of n parts of an operand.
+    f32[]; on the way to the backward pass also f32[n] of n parts of an operand. Zeros mean that
+    nothing was observed: only products that are differentiated observe their operands.
     """
 
     lhs: jax.Array

@@ -11,6 +11,7 @@ import jax
 from jfp8.matmul.spec import planner_of
 from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.devices import Gpu
+from jfp8.tracing.interpreter import CALLS, equations
 
 
 def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: Any, rhs: Any) -> str:
@@ -31,9 +32,7 @@ def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: An
 
 def _batches_in(jaxpr: Any) -> Iterator[int]:
     """Yield the batch size of each ``dot_general`` of a traced function, also in a ``jit``."""
-    for eqn in jaxpr.eqns:
+    for eqn, _, _ in equations(jaxpr, enters=lambda eqn, _: eqn.primitive.name in CALLS):
         if eqn.primitive.name == "dot_general":
             _, (batched, _) = eqn.params["dimension_numbers"]
             yield math.prod(eqn.invars[0].aval.shape[d] for d in batched)
-        elif eqn.primitive.name in ("jit", "pjit"):
-            yield from _batches_in(eqn.params["jaxpr"].jaxpr)

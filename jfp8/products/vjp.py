@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jfp8.matmul.spec import planner_of
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     Kind,
@@ -38,7 +40,7 @@ from jfp8.products.operation import (
 )
 from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
-from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use, quantized_once
+from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format
@@ -48,7 +50,10 @@ from jfp8.scaling.history import AmaxState, as_dicts, check_states
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
+from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.device import current_device
+from jfp8.tracing.notes import EXPLAINING
 
 # The names of products and rotations in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
@@ -67,7 +72,6 @@ class How(NamedTuple):
 
     options: Options
     carried: bool  # rhs is a `ScaledArray` with a carrier
-    use: ProductUse | None  # if uses are noted
 
 
 class Operands(NamedTuple):
@@ -79,7 +83,7 @@ class Operands(NamedTuple):
     histories: dict[str, AmaxState] | None = None
     sink: jax.Array | None = None
     seed: jax.Array | None = None  # uint32[2] for stochastic rounding, if a key was given
-    q_lhs: Any = None  # if it was quantized for several layers: see `_lhs_for_layers`
+    q_lhs: Any = None  # if it was quantized for several layers: see `_with_shared_lhs`
 
 
 class Residuals(NamedTuple):
@@ -104,48 +108,63 @@ def multiply_quantized(
 ) -> tuple[jax.Array, Observed]:
     """Return ``restore(y)`` of `operation` of `lhs` and `rhs`, and the amaxes of both operands.
 
-    The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
-    carrier, if it has one.
+    The amaxes have no gradient, and are zeros unless the product is differentiated. The gradient of
+    an `rhs` that is a `ScaledArray` goes to its carrier, if it has one.
     """
     how, operands = begin(lhs, rhs, options, state)
-    if state.found is not None and operands.histories is not None:
-        of_lhs = {**operands.histories["lhs"], "found": state.found}
-        operands = operands._replace(histories={**operands.histories, "lhs": of_lhs})
-    operands = operands._replace(q_lhs=_lhs_for_layers(how, operation, operands))
+    if state.shared is not None:
+        operands = _with_shared_lhs(state.shared, how, operation, operands)
     if jax.sharding.get_abstract_mesh().manual_axes:
         operation, operands = same_varying_axes((operation, operands))
     y, observed = _multiply(how, operation, operands)
-    if how.use is not None:
-        end_use(how.use, *observed)
-    return restore(y), observed
+    return restore(y), lax.stop_gradient(observed)
 
 
-def _lhs_for_layers(how: How, operation: Operation, operands: Operands) -> Any:
-    """Return lhs quantized for fprop, and to be saved, and its amax, if layers share these."""
-    (lhs, rhs, _, histories, *_), key = operands, operation.lhs_of_layers
+def _with_shared_lhs(
+    shared: SharedInput, how: How, operation: Operation, operands: Operands
+) -> Operands:
+    """Return `operands` with the history that the first product with this lhs has.
+
+    If the product can share it, also with lhs quantized for fprop, and to be saved, and its amax.
+    """
+    lhs, rhs, _, histories, *_ = operands
+    assert lhs is not None
+    recipe, key = how.options.recipe, operation.lhs_of_layers
+    of_array = recipe, how.options.implementation, lhs.shape, lhs.dtype
+    state = None
+    if histories is not None:
+        own = lax.stop_gradient(histories["lhs"])
+
+        def first() -> AmaxState:
+            find = getattr(planner_of(current_device(lhs)), "amax_if_needed", None)
+            found = find and find(lax.stop_gradient(lhs), recipe, own)
+            return own if found is None else {**own, "found": found}
+
+        state = shared.once((*of_array, own["amax_history"].shape), first)
+        operands = operands._replace(histories={**histories, "lhs": state})
     frozen = isinstance(rhs, ScaledArray) and not how.carried
-    if lhs is None or key is None or frozen or OBSERVER.value is not None:
-        return None
+    if key is None or frozen or OBSERVER.value is not None:
+        return operands
 
     def quantize() -> Any:
-        products = how.options.recipe.resolved()
+        products = recipe.resolved()
         (first, _), (second, _) = map(operation.contracting, ("fprop", "wgrad"))
         uses = (
             Use("fprop", products.fprop, products.fprop.lhs, first),
             Use("wgrad", products.wgrad, products.wgrad.lhs, second),
         )
         x = operation.arrange("lhs", lax.stop_gradient(lhs)).reshape(key[1])
-        state = None if histories is None else histories["lhs"]
         found = operation.quantize_for_both("lhs", x, *uses, state, None)
         # No codes, which each layer would decode by itself, and devices would receive for each.
         named = lambda tree: jax.tree.map(lambda x: checkpoint_name(x, SAVED), tree)
         return found and (found[0], *map(named, found[1:]))
 
-    return quantized_once(lhs, key, quantize)
+    of_state = None if state is None else state["amax_history"].shape
+    return operands._replace(q_lhs=shared.once((*of_array, of_state, key), quantize))
 
 
 def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple[How, Operands]:
-    """Check and note a use of a product, for `forward` and `backward`."""
+    """Check the operands and the state of a product, for `forward` and `backward`."""
     recipe, (histories, sink, key, _) = options.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
@@ -156,8 +175,8 @@ def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
-    operands = Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
-    return How(options, carrier is not None, None if sink is None else begin_use(sink)), operands
+    operands = Operands(lhs, rhs, carrier, histories, sink, seed)
+    return How(options, carrier is not None), operands
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -165,16 +184,59 @@ def _multiply(how, operation, operands):
     return forward(how, operation, operands, and_backward=False)[0]
 
 
+_CONSTANT_SINK = (
+    "A loss is differentiated with respect to a weight of an FP8 matmul, but not to its sink, so "
+    "the amax of its gradient is not recorded. Differentiate with respect to 'fp8_sink' (or "
+    "'_overwrite_with_gradient', or the state of a converted function) as well, "
+    "jax.grad(loss, argnums=(0, 1))(params, sink), and pass that gradient to jfp8.advance. To "
+    "update no histories leave 'fp8_sink' out."
+)
+_TRAINED_HISTORIES = (
+    "A loss is differentiated with respect to the 'fp8' collection: an optimizer that takes all "
+    "variables trains amax histories like weights, and no amax is recorded. Use "
+    "jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx) with "
+    "jfp8.value_and_grad; with another trainer use the collection whose gradient replaces it: "
+    "jfp8.convert(model, recipe, state_collection='_overwrite_with_gradient')."
+)
+
+
+def primals(hows: Sequence[How], arguments: Any, operands: Sequence[Any]) -> Any:
+    """Return the values of a forward rule's `arguments`; warn if a gradient leaves amaxes behind.
+
+    Args:
+      hows: one for each product.
+      arguments: a tree of ``CustomVJPPrimal``, which say what the gradient is with respect to.
+      operands: those of each product among them.
+    """
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    values = jax.tree.map(lambda x: x.value, arguments, is_leaf=is_primal)
+    if EXPLAINING.value is not None:
+        return values
+    is_trained = lambda *trees: any(x.perturbed for x in jax.tree.leaves(trees, is_leaf=is_primal))
+    for how, of_product in zip(hows, operands, strict=True):
+        trained = is_trained(of_product.rhs, of_product.carrier)
+        constant = of_product.sink is not None and not of_product.sink.perturbed
+        told = {
+            how.options.if_trained or "": trained,
+            _CONSTANT_SINK: trained and constant,
+            _TRAINED_HISTORIES: is_trained(of_product.histories),
+        }
+        for message in filter(None, told):
+            if told[message]:
+                warnings.warn(message, stacklevel=user_level())
+    return values
+
+
 def forward(
     how: How, operation: Operation, operands: Operands, *of: Any, and_backward: bool = True
 ) -> tuple[tuple[jax.Array, Observed], Residuals]:
     """Return fprop with the amaxes of its operands, and the residuals for `backward`.
 
-    If lhs is made of other arrays, `of` has the arguments of `Operation.made`.
+    Only the forward rule observes amaxes, which runs where a derivative is taken; the primal
+    function, without a backward pass, returns zeros of the same types. If lhs is made of other
+    arrays, `of` has the arguments of `Operation.made`.
     """
-    options, carried, use = how
-    if use is not None:
-        use.linearized |= and_backward
+    options, carried = how
     lhs, rhs, _, histories, sink, seed, q_lhs = operands
     history: Any = (histories or {}).get
     products = options.recipe.resolved()
@@ -203,6 +265,8 @@ def forward(
     recorded = history("grad"), Observed(lhs_amax, rhs_amax)
     of_gradient, seen = (None, None) if sink is None else recorded
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
+    if not and_backward:  # then XLA drops amaxes that nothing else needs
+        observed = Observed(*(jnp.where(False, a, 0) for a in observed))
     seeds = (
         None if dgrad.rotation is None else rotation_seed(dgrad, "dgrad", rhs_amax, seed),
         None if wgrad.rotation is None else rotation_seed(wgrad, "wgrad", lhs_amax, seed),
@@ -213,9 +277,7 @@ def forward(
 
 def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operands:
     """Return the results of dgrad and wgrad, as cotangents; for `of` see `forward`."""
-    options, carried, use = how
-    if use is not None:
-        use.differentiated = True
+    options, carried = how
     lhs, rhs, history, seen, seed, seeds, operation = residuals
     products = options.recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
@@ -243,8 +305,11 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
     return Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
 
 
+# Amaxes have no cotangent, so that `y` has one wherever this runs.
 _multiply.defvjp(
-    forward, lambda how, residuals, cotangents: (None, backward(how, residuals, cotangents[0]))
+    lambda how, *given: forward(how, *primals((how,), given, given[1:])),
+    lambda how, residuals, cotangents: (None, backward(how, residuals, cotangents[0])),
+    symbolic_zeros=True,
 )
 
 

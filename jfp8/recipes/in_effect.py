@@ -30,6 +30,7 @@ class Region:
     selection: Hashable = None  # of layers to convert; None in a region of `jfp8.autocast`
     edges: Hashable = None  # the layers at the edges of the model, for the selection
     depth: int = 0  # the model is in so many modules, whose names the recipe's paths lack
+    by_program: bool = False  # matmuls of layers without a recipe are converted in the program
 
 
 def entered(region: Region) -> AbstractContextManager[object]:
@@ -66,6 +67,14 @@ def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
     return region.recipe.for_layer("/".join(path.split("/")[region.depth :]))
 
 
+def recipe_of_matmul(own: Recipe | None, path: str) -> Recipe | None:
+    """Return `recipe_in_effect`; None where the program of the model is converted instead."""
+    region = current()
+    if own is None and region is not None and region.by_program and not is_overridden():
+        return None
+    return recipe_in_effect(own, path)
+
+
 def recipes_in_effect(own: RecipeLike | None, paths: Sequence[str]) -> list[Recipe]:
     """Return the recipes of the matmuls at `paths`, but for those in high precision."""
     own = None if own is None else check_recipe(own)
@@ -73,8 +82,12 @@ def recipes_in_effect(own: RecipeLike | None, paths: Sequence[str]) -> list[Reci
     return [each for each in found if each is not None]
 
 
+def why_disabled() -> str:
+    """Say that the region around disables FP8; "" if it does not."""
+    region = current()
+    return "" if region is None or region.enabled else "FP8 is disabled in this region"
+
+
 def why_in_high_precision() -> str:
     """Return the reason why `recipe_in_effect` is None."""
-    region = current()
-    disabled = region is not None and not region.enabled
-    return "FP8 is disabled in this region" if disabled else "its recipe is None"
+    return why_disabled() or "its recipe is None"

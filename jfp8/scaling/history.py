@@ -153,22 +153,27 @@ def ended_steps(state: AmaxState) -> jax.Array:
     """Return the history, f32[..., H], without an entry of the step under way."""
     history = state["amax_history"]
     older = jnp.concatenate([history[..., 1:], jnp.zeros_like(history[..., :1])], axis=-1)
-    return jnp.where(_is_in_history(state), older, history)
+    return jnp.where(state["amax"][..., None] < 0, older, history)
 
 
 def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
-    """Fold `amax` into the maximum of the step under way; non-finite values are ignored.
-
-    Devices that see parts of the tensor, in ``jax.shard_map`` or ``jax.pmap``, agree on the largest
-    amax of all. Where JAX keeps track of what varies over the axes of the mesh, a state that itself
-    varies over one (each device has its own layer) is left alone.
-    """
-    seen = lax.stop_gradient(jnp.where(jnp.isfinite(amax), amax, 0.0))
-    seen = largest_of_devices(seen, state["amax_history"])
+    """Fold `amax` into the maximum of the step under way, if it is `seen`."""
+    amax = seen(amax, state["amax_history"])
     return {
         "amax_history": ended_steps(state),
-        "amax": jnp.maximum(running_amax(state), seen),
+        "amax": jnp.maximum(running_amax(state), amax),
     }
+
+
+def seen(amax: jax.Array, history: jax.Array) -> jax.Array:
+    """Return an `amax` as it may enter `history`: constant, and 0 if it is not finite.
+
+    Devices that see parts of the tensor, in ``jax.shard_map`` or ``jax.pmap``, agree on the largest
+    amax of all. Where JAX keeps track of what varies over the axes of the mesh, a history that
+    itself varies over one (each device has its own layer) is left to its device.
+    """
+    finite = lax.stop_gradient(jnp.where(jnp.isfinite(amax), amax, 0.0))
+    return largest_of_devices(finite, history)
 
 
 @jax.jit
@@ -193,7 +198,7 @@ def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return the maximum of `x` over the devices that share `like`; see `observe`."""
+    """Return the maximum of `x` over the devices that share `like`; see `seen`."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return x
     axes = axes_apart(x, like)
@@ -202,11 +207,8 @@ def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def record(state: AmaxState, amax: jax.Array) -> AmaxState:
     """Observe in a loop that may never end a step: the maximum becomes an entry at once."""
-    seen = observe(state, amax)
-    return {
-        "amax_history": push_amax(seen["amax_history"], seen["amax"]),
-        "amax": -seen["amax"],
-    }
+    history, largest = observe(state, amax).values()
+    return {"amax_history": push_amax(history, largest), "amax": -largest}
 
 
 def end_recorded(state: AmaxState) -> AmaxState:
@@ -233,11 +235,6 @@ def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
         observed = observe(state, amax)
         entry, history = observed["amax"], observed["amax_history"]
     return {"amax_history": push_amax(history, entry), "amax": jnp.zeros_like(entry)}
-
-
-def _is_in_history(state: AmaxState) -> jax.Array:
-    """Return True if the newest entry belongs to the step under way, bool[..., 1]."""
-    return state["amax"][..., None] < 0
 
 
 def check_states(state: dict[str, AmaxState], recipe: Any) -> None:

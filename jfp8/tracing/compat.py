@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from flax.core import Scope
 from jax import lax
-from jax._src import config, core
+from jax._src import config, core, source_info_util
 from jax._src import mesh as mesh_lib
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace, convert_constvars_jaxpr
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.sharding_impls import parse_flatten_op_sharding
-from jax.extend.core import ClosedJaxpr, Jaxpr, get_opaque_trace_state
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
@@ -136,18 +136,21 @@ def axes_by_dimension(x: Any, mesh: Mesh) -> list[tuple[str, ...]]:
     return [*named, *none[len(named) :]]
 
 
-def context_of(eqn: Any) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which an equation was traced: meshes and the like."""
-    return eqn.ctx.manager
-
-
 def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the results of one equation of a jaxpr, in its own context and named scopes."""
+    """Return the results of one equation of a jaxpr, in its own context, scopes and lines."""
     eager = eqn.primitive.get_bind_params(eqn.params)
-    name = str(eqn.source_info.name_stack)
-    with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
+    with scope_of(eqn):
         results = eqn.primitive.bind(*values, **eager)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def scope_of(eqn: Any) -> Iterator[None]:
+    """Return the context of an equation: its mesh, its named scopes and the user's lines."""
+    source = eqn.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def params_of(eqn: Any) -> dict[str, Any]:
@@ -156,23 +159,27 @@ def params_of(eqn: Any) -> dict[str, Any]:
     return dict(eqn.params if held is None else held.params)
 
 
-def jaxprs_of(eqn: Any) -> Iterator[Jaxpr]:
-    """List the jaxprs among the parameters of an equation: bodies, branches."""
+def bodies_of(eqn: Any) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """List the jaxprs among the parameters of an equation, bodies and branches, with constants."""
     for value in params_of(eqn).values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, ClosedJaxpr):
-                yield x.jaxpr
+            inner = getattr(x, "jaxpr", None)  # a function with its own derivative, since 0.11
+            closed = inner if isinstance(inner, ClosedJaxpr) else x
+            if isinstance(closed, ClosedJaxpr):
+                yield closed.jaxpr, closed.consts
             elif isinstance(x, Jaxpr):
-                yield x
-            elif isinstance(getattr(x, "jaxpr", None), ClosedJaxpr):
-                yield x.jaxpr.jaxpr  # of a function with a derivative of its own, since 0.11
+                yield x, ()
+
+
+def jaxprs_of(eqn: Any) -> Iterator[Jaxpr]:
+    """List the jaxprs among the parameters of an equation: bodies, branches."""
+    return (jaxpr for jaxpr, _ in bodies_of(eqn))
 
 
 def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """The jaxpr that an equation (``scan``, ``jit``, ``checkpoint``) calls, and its constants."""
-    params = params_of(eqn)
-    jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+    """Return the only body of an equation, such as ``scan`` or ``jit``, and its constants."""
+    (body,) = bodies_of(eqn)
+    return body
 
 
 def is_checkpoint(eqn: Any) -> bool:
@@ -181,24 +188,21 @@ def is_checkpoint(eqn: Any) -> bool:
     return eqn.primitive.name in ("checkpoint", "remat2") or held == "RematTraced"
 
 
-def evaluate_with_body(
-    eqn: Any, body: Callable[..., Any], *arguments: Any
-) -> tuple[list[Any], Any]:
-    """Compute a ``checkpoint`` with another body, ``body(*arguments)``.
-
-    Returns the arrays of its result, and the result with shapes in place of arrays.
-    """
+def evaluate_with_body(eqn: Any, body: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``body(*arguments)``, computed as the body of an equation that is a ``checkpoint``."""
     leaves, structure = jax.tree.flatten(arguments)
     flat = lambda *leaves: body(*jax.tree.unflatten(structure, leaves))
     closed, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     jaxpr, values = convert_constvars_jaxpr(closed.jaxpr), [*closed.consts, *leaves]
     held = eqn.params.get("_prim")
     if held is None:
-        return evaluate(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), values), out
-    keeps = held.prevent_cse  # a tuple says it of each argument
-    keeps = keeps if isinstance(keeps, bool) else any(keeps)
-    again = type(held)(ClosedJaxpr(jaxpr, ()), held.policy, keeps)
-    return evaluate(eqn.replace(params={"_prim": again}), values), out
+        params = {**eqn.params, "jaxpr": jaxpr}
+    else:
+        options = {name: value for name, value in held.params.items() if name != "jaxpr"}
+        if isinstance(options.get("prevent_cse"), tuple):  # which says it of each argument
+            options["prevent_cse"] = any(options["prevent_cse"])
+        params = {"_prim": type(held)(ClosedJaxpr(jaxpr, ()), **options)}
+    return jax.tree.unflatten(jax.tree.structure(out), evaluate(eqn.replace(params=params), values))
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
@@ -229,28 +233,6 @@ def cudnn_version() -> int | None:
         return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
     except RuntimeError:
         return None
-
-
-def trace_state() -> Any:
-    """Return a value that is equal only between calls in the same trace of the same function."""
-    return get_opaque_trace_state()
-
-
-def is_in_a_body() -> bool:
-    """Return whether the body of a ``scan``, ``remat``, ``jit`` or the like is being traced.
-
-    Its body may run several times, or be traced once for several calls.
-    """
-    trace = _not_interposed(core.trace_ctx.trace)
-    parent = _not_interposed(getattr(trace, "parent_trace", None))
-    is_body = isinstance(trace, DynamicJaxprTrace)
-    return is_body and parent is not None and not isinstance(parent, core.EvalTrace)
-
-
-def is_eager() -> bool:
-    """Return True if operations are computed immediately: nothing is being traced."""
-    trace = _not_interposed(core.trace_ctx.trace)
-    return core.trace_state_clean() or (trace is core.eval_trace and not core.nonempty_axis_env())
 
 
 def outermost_scope() -> Scope | None:

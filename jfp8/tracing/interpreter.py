@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 from jax.sharding import PartitionSpec
 
 from jfp8.tracing.compat import (
+    bodies_of,
     body_of,
     evaluate,
     evaluate_with_body,
@@ -29,10 +29,12 @@ from jfp8.tracing.compat import (
     jaxprs_of,
     manual_axes,
     scan_sizes,
+    scope_of,
     varying_axes,
 )
 
-CALLS = {"jit", "pjit", "closed_call", "core_call"}
+CALLS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
+RULES = {"custom_jvp_call", "custom_vjp_call"}
 
 
 class Value(NamedTuple):
@@ -56,7 +58,7 @@ class Place:
 
     path: tuple[int, ...] = ()
     stack: str = ""
-    feeds: Mapping[str, Any] = field(default_factory=dict)
+    feeds: Mapping[Any, Any] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def inside(self, i: int, eqn: Any = None) -> Place:
@@ -65,8 +67,10 @@ class Place:
         return replace(self, path=(*self.path, i), stack=stack)
 
 
-Emitted = list[tuple[Hashable, Any]]
-"""Keys, and the arrays that a program emits under them."""
+Emitted = list[tuple[Any, Any]]
+"""Hashable keys, and the arrays that a program emits under them."""
+Computed = tuple[Sequence[Value], Emitted] | None
+"""The results of an equation and what it emits, or None for an equation that runs as it is."""
 
 
 class Reader:
@@ -75,19 +79,19 @@ class Reader:
     Attributes:
       computes: False to follow notes alone: values are None, and nothing is computed.
       emits: whether `equation` may emit arrays.
+      inlines_rules: whether functions with their own derivative are entered, which loses it.
     """
 
     computes = True
     emits = False
+    inlines_rules = False
 
     def enters(self, eqn: Any, ins: Sequence[Value]) -> bool:
         """Return whether the bodies of an equation are read; if not, it runs as it is."""
         del eqn, ins
         return True
 
-    def equation(
-        self, eqn: Any, ins: list[Value], at: Place
-    ) -> tuple[Sequence[Value], Emitted] | None:
+    def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
         """Compute an equation in another way, or return None."""
         del eqn, ins, at
         return None
@@ -136,7 +140,7 @@ class Reader:
         del inside
         return results[0] if len(results[0]) == len(eqn.outvars) else [None] * len(eqn.outvars)
 
-    def slices(self, name: str, at: Place) -> bool:
+    def slices(self, name: Any, at: Place) -> bool:
         """Return whether the ``scan`` at this place slices the value that is fed as `name`."""
         del name, at
         return False
@@ -194,7 +198,7 @@ def _equation(
     if not bodies or not reader.enters(eqn, ins):
         return reader.as_it_is(eqn, ins), []
     runs = _RUNS.get("checkpoint" if is_checkpoint(eqn) else eqn.primitive.name)
-    if runs is None and not reader.computes and len(bodies) == 1 and _is_call(bodies[0], eqn):
+    if runs is None and _may_be_inlined(reader, eqn, bodies):
         runs = inline
     if runs is None:
         return reader.closed_to(eqn, ins, at), []
@@ -204,20 +208,22 @@ def _equation(
         return runs(reader, eqn, ins, at)
 
 
-def _is_call(jaxpr: Jaxpr, eqn: Any) -> bool:
-    return len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
+def _may_be_inlined(reader: Reader, eqn: Any, bodies: Sequence[Jaxpr]) -> bool:
+    """Return whether a primitive that is not in `_RUNS` may be replaced by its only body."""
+    if reader.computes and not (reader.inlines_rules and eqn.primitive.name in RULES):
+        return False
+    sizes = lambda x: (len(x.invars), len(x.outvars))
+    return len(bodies) == 1 and sizes(bodies[0]) == sizes(eqn)
 
 
 def inline(
     reader: Reader, eqn: Any, ins: Sequence[Value], at: Place
 ) -> tuple[list[Value], Emitted]:
     """Run an equation that calls one program once."""
-    (jaxpr,) = jaxprs_of(eqn)
-    closed = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
-    consts = closed[0].consts if closed else ()
-    into, out = (eqn.params.get(f"{way}_shardings", ()) for way in ("in", "out"))
+    jaxpr, consts = body_of(eqn)
     if not reader.computes:
         return run(reader, jaxpr, consts, ins, at)
+    into, out = (eqn.params.get(f"{way}_shardings", ()) for way in ("in", "out"))
     results, emitted = run(reader, jaxpr, consts, _constrained(ins, into), at)
     return _constrained(results, out), emitted
 
@@ -239,25 +245,23 @@ def _follow(
     reader: Reader, eqn: Any, ins: Sequence[Value], at: Place
 ) -> tuple[list[Value], Emitted]:
     """Follow notes through the bodies of an equation, each of which is read once."""
-    notes, bodies = [value.note for value in ins], list(jaxprs_of(eqn))
+    notes, bodies = notes_in(ins), list(bodies_of(eqn))
     if eqn.primitive.name == "cond":
         notes = notes[1:]
     elif eqn.primitive.name == "scan":
         n_fixed, n_carry = scan_sizes(eqn)
         notes = reader.in_loop(eqn, notes, at, n_fixed, n_fixed + n_carry)
     elif eqn.primitive.name == "while":
-        n_fixed, bodies = eqn.params["body_nconsts"], [eqn.params["body_jaxpr"].jaxpr]
+        n_fixed, closed = eqn.params["body_nconsts"], eqn.params["body_jaxpr"]
+        bodies = [(closed.jaxpr, closed.consts)]
         notes = notes[eqn.params["cond_nconsts"] :]
         notes = reader.in_loop(eqn, notes, at, n_fixed, len(notes))
-    ins = [Value(None, note) for note in notes]
-    consts = lambda jaxpr: [None] * len(jaxpr.constvars)
     found = [
-        run(reader, jaxpr, consts(jaxpr), ins, at if len(bodies) == 1 else at.inside(i))
-        for i, jaxpr in enumerate(bodies)
+        run(reader, *body, without_arrays(notes), at if len(bodies) == 1 else at.inside(i))
+        for i, body in enumerate(bodies)
     ]
-    results = [[value.note for value in outs] for outs, _ in found]
-    made = reader.after(eqn, notes, results)
-    return [Value(None, note) for note in made], [each for _, more in found for each in more]
+    made = reader.after(eqn, notes, [notes_in(outs) for outs, _ in found])
+    return without_arrays(made), [each for _, more in found for each in more]
 
 
 @jax.tree_util.register_dataclass
@@ -284,15 +288,11 @@ class _Body:
         self.reader, (self.jaxpr, self.consts), self.notes, self.at = reader, parts, notes, at
         self.made: list[Any] = []
 
-    def __call__(self, values: Sequence[Any], feeds: Mapping[str, Any]) -> _Out:
+    def __call__(self, values: Sequence[Any], feeds: Mapping[Any, Any]) -> _Out:
         at, ins = replace(self.at, feeds=feeds, memo={}), map(Value, values, self.notes)
         outs, emitted = run(self.reader, self.jaxpr, self.consts, ins, at)
-        self.made = self.reader.inner([value.note for value in outs])
+        self.made[:] = self.reader.inner(notes_in(outs))
         return _Out(arrays(outs), [x for _, x in emitted], tuple(key for key, _ in emitted))
-
-
-def _notes(reader: Reader, ins: Sequence[Value]) -> list[Any]:
-    return reader.inner([value.note for value in ins])
 
 
 def _after(reader: Reader, eqn: Any, outs: Sequence[Any], *bodies: _Body) -> list[Value]:
@@ -302,17 +302,17 @@ def _after(reader: Reader, eqn: Any, outs: Sequence[Any], *bodies: _Body) -> lis
 
 def _checkpoint(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     """Keep ``jax.checkpoint``, or XLA would store what is to be computed again."""
-    body = _Body(reader, body_of(eqn), _notes(reader, ins), at)
-    outs, out = evaluate_with_body(eqn, body, arrays(ins), dict(at.feeds))
-    n = len(eqn.outvars)
-    return _after(reader, eqn, outs[:n], body), out.found(outs[n:])
+    body = _Body(reader, body_of(eqn), reader.inner(notes_in(ins)), at)
+    out = evaluate_with_body(eqn, body, arrays(ins), dict(at.feeds))
+    return _after(reader, eqn, out.results, body), out.found()
 
 
 def _scan(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     n_fixed, n_carry = scan_sizes(eqn)
     n = n_fixed + n_carry
     fixed, carry, xs = (arrays(part) for part in (ins[:n_fixed], ins[n_fixed:n], ins[n:]))
-    body = _Body(reader, body_of(eqn), reader.in_loop(eqn, _notes(reader, ins), at, n_fixed, n), at)
+    notes = reader.in_loop(eqn, reader.inner(notes_in(ins)), at, n_fixed, n)
+    body = _Body(reader, body_of(eqn), notes, at)
     sliced = {name: x for name, x in at.feeds.items() if reader.slices(name, at)}
 
     def turn(carry: Any, xs: Any) -> Any:
@@ -331,7 +331,7 @@ def _while(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     n = n_condition + n_fixed
     parts = ins[:n_condition], ins[n_condition:n], ins[n:]
     for_condition, fixed, carry = map(arrays, parts)
-    outside = _notes(reader, ins)
+    outside = reader.inner(notes_in(ins))
     notes = reader.in_loop(eqn, outside[n_condition:], at, n_fixed, n_fixed + len(carry))
     body = _Body(reader, (closed.jaxpr, closed.consts), notes, at.inside(1))
     tested = (condition.jaxpr, condition.consts)
@@ -352,7 +352,7 @@ def _while(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
 
 def _cond(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     which, *operands = arrays(ins)
-    notes, feeds, closed = _notes(reader, ins[1:]), dict(at.feeds), eqn.params["branches"]
+    notes, feeds, closed = reader.inner(notes_in(ins[1:])), dict(at.feeds), eqn.params["branches"]
     bodies = [_Body(reader, (b.jaxpr, b.consts), notes, at.inside(i)) for i, b in enumerate(closed)]
     shapes = lambda body: jax.eval_shape(body, operands, feeds) if reader.emits else _NOTHING
     every = list(map(shapes, bodies))
@@ -375,7 +375,7 @@ def _cond(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
 
 def _shard_map(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     params, axes = eqn.params, manual_axes(eqn)
-    body = _Body(reader, body_of(eqn), _notes(reader, ins), at)
+    body = _Body(reader, body_of(eqn), reader.inner(notes_in(ins)), at)
 
     def on_device(values: Any, feeds: Any) -> Any:
         out = body(values, feeds)
@@ -410,33 +410,47 @@ def is_entered(eqn: Any) -> bool:
     return is_checkpoint(eqn) or eqn.primitive.name in _RUNS
 
 
-def arrays(values: Sequence[Value]) -> list[Any]:
+def arrays(values: Iterable[Value]) -> list[Any]:
     """Return the arrays of `values`."""
     return [value.array for value in values]
 
 
-def scope_of(eqn: Any) -> Any:
-    """Return the context of an equation: its mesh and its named scope."""
-    name = str(eqn.source_info.name_stack)
-    stack = ExitStack()
-    stack.enter_context(eqn.ctx.manager)
-    stack.enter_context(jax.named_scope(name) if name else nullcontext())
-    return stack
+def notes_in(values: Iterable[Value]) -> list[Any]:
+    """Return the notes of `values`."""
+    return [value.note for value in values]
+
+
+def without_arrays(notes: Iterable[Any]) -> list[Value]:
+    """Return values without arrays, for a reader that follows notes alone."""
+    return [Value(None, note) for note in notes]
 
 
 def equations(
-    jaxpr: Jaxpr, stack: str = "", times: int = 1, *, enters: Callable[..., bool] = lambda *_: True
+    jaxpr: Jaxpr,
+    stack: str = "",
+    times: int = 1,
+    *,
+    enters: Callable[[Any, str], bool] = lambda *_: True,
+    branches: bool = True,
 ) -> Iterator[tuple[Any, str, int]]:
     """List the equations of a program, and of all bodies in it, in their order.
+
+    Args:
+      jaxpr: the program.
+      stack: the named scopes around it.
+      times: how often it runs.
+      enters: whether the bodies of an equation, in these scopes, are listed.
+      branches: False to list only the first branch of each ``cond``.
 
     Returns:
       ``(eqn, stack, times)``: an equation, before what is inside it; the named scopes around it;
       and how often it runs, if it runs at all, in loops of known lengths.
     """
     for eqn in jaxpr.eqns:
-        here = f"{stack}/{eqn.source_info.name_stack}"
+        here, name = f"{stack}/{eqn.source_info.name_stack}", eqn.primitive.name
         yield eqn, here, times
         if enters(eqn, here):
-            inner = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-            for body in jaxprs_of(eqn):
-                yield from equations(body, here, inner, enters=enters)
+            inner = times * (eqn.params["length"] if name == "scan" else 1)
+            bodies = list(jaxprs_of(eqn))[: None if branches or name != "cond" else 1]
+            for body in bodies:
+                yield from equations(body, here, inner, enters=enters, branches=branches)

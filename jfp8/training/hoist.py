@@ -8,18 +8,18 @@ would take more memory than the parameters do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import FORMATS, format_of
-from jfp8.tracing.compat import body_of, evaluate, scan_sizes
+from jfp8.tracing import interpreter
+from jfp8.tracing.compat import body_of, is_checkpoint, scan_sizes
+from jfp8.tracing.interpreter import CALLS, Computed, Emitted, Place, Reader, Value
 
 _NARROW = {np.dtype(fmt.dtype) for fmt in FORMATS}
 
@@ -43,32 +43,38 @@ def split(
     leaves = jax.tree.leaves(known)
     roots = [*map(_bytes, closed.jaxpr.invars[: len(leaves)])]
     roots += [None] * (len(closed.jaxpr.invars) - len(leaves))
-    plan = _plan(closed.jaxpr, roots)
+    plans = dict(_plans(closed.jaxpr, roots, ()))
+
+    def run(reader: Reader, arguments: Sequence[Any], at: Place) -> tuple[list[Value], Emitted]:
+        return interpreter.run(reader, closed.jaxpr, closed.consts, map(Value, arguments), at)
+
     unknown = [None] * (len(roots) - len(leaves))
-    kept = _early(plan, closed.consts, [*leaves, *unknown])
+    _, kept = run(_Early(plans), [*leaves, *unknown], Place())
 
     def rest(kept: Any, varying: Any) -> Any:
-        arguments = [*leaves, *jax.tree.leaves(varying)]
-        return jax.tree.unflatten(structure, _late(plan, closed.consts, arguments, kept))
+        outs, _ = run(_Late(plans), [*leaves, *jax.tree.leaves(varying)], Place(feeds=kept))
+        return jax.tree.unflatten(structure, interpreter.arrays(outs))
 
-    return kept, rest
+    return dict(kept), rest
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """The part of a jaxpr that is computed early."""
 
-    jaxpr: Jaxpr
-    kept: tuple[Var, ...]  # computed early and kept
+    kept: frozenset[Var]  # computed early and kept
     early: frozenset[int]  # indices of the equations that these need
-    inner: dict[int, _Plan]  # of bodies of equations (by index) inside which something is kept
 
 
-def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
+Path = tuple[int, ...]
+Plans = Mapping[Path, _Plan]
+"""The plans of a program, and of the bodies in it in which something is kept, by their paths."""
+
+
+def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Path, _Plan]]:
     root: dict[Var, Root] = dict.fromkeys(jaxpr.constvars, 0)
     root.update(zip(jaxpr.invars, roots, strict=True))
     made_by: dict[Var, int] = {}
-    inner: dict[int, _Plan] = {}
+    for_bodies: list[Any] = []
     needed: list[Any] = list(jaxpr.outvars)
     for i, eqn in enumerate(jaxpr.eqns):
         ins = [0 if isinstance(v, Literal) else root[v] for v in eqn.invars]
@@ -81,9 +87,10 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
         needed += eqn.invars
         body = _body_roots(eqn, ins)
         if body is not None and any(body[1]):
-            plan = _plan(*body)
-            if plan.kept or plan.inner:
-                inner[i] = plan
+            inside = list(_plans(*body, (*path, i)))
+            if any(plan.kept for _, plan in inside):
+                for_bodies += eqn.invars
+                yield from inside
 
     def is_small(v: Var) -> bool:
         largest = root[v] or 0
@@ -104,10 +111,9 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
 
     # From the needs of the rest back to values small enough to keep, and from there to the origins.
     kept = _reached(jaxpr, needed, made_by, root, until=is_kept)
-    for_bodies = [v for i in inner for v in jaxpr.eqns[i].invars]
     early = _reached(jaxpr, [*kept, *for_bodies], made_by, root, until=lambda v: False)
-    keep = tuple(v for v in kept if is_kept(v))
-    return _Plan(jaxpr, keep, frozenset(made_by[v] for v in early if v in made_by), inner)
+    keep = frozenset(v for v in kept if is_kept(v))
+    yield path, _Plan(keep, frozenset(made_by[v] for v in early if v in made_by))
 
 
 def _reached(
@@ -133,89 +139,66 @@ def _reached(
 def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] | None:
     """Return the body of an equation that calls one, and the roots of its inputs."""
     if eqn.primitive.name == "scan":
-        consts, carry, xs = _scan_arguments(eqn, ins)
+        n_consts, n_carry = scan_sizes(eqn)
         length = max(eqn.params["length"], 1)
-        of_a_turn = [None if n is None else n // length for n in xs]
-        return body_of(eqn)[0], [*consts, *[None] * len(carry), *of_a_turn]
-    if eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2"):
+        of_a_turn = [None if n is None else n // length for n in ins[n_consts + n_carry :]]
+        return body_of(eqn)[0], [*ins[:n_consts], *[None] * n_carry, *of_a_turn]
+    if eqn.primitive.name in CALLS or is_checkpoint(eqn):
         return body_of(eqn)[0], list(ins)
     return None
 
 
-# The kept values of a program: (values of plan.kept, {index: kept values of that equation's body}).
+class _Split(Reader):
+    """Enter the bodies in which something is kept, under ``(path, number of a result)``."""
+
+    def __init__(self, plans: Plans) -> None:
+        self.plans = plans
+
+    def plan_of(self, at: Place) -> _Plan:
+        """Return the plan of the program in which an equation is."""
+        return self.plans[at.path[:-1]]
 
 
-def _early(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> Any:
-    """Compute the kept values. Arguments that vary are None."""
-    values = _values(plan, consts, arguments)
-    read = lambda v: v.val if isinstance(v, Literal) else values.get(v)
-    bodies = {}
-    for i, eqn in enumerate(plan.jaxpr.eqns):
-        if i in plan.early:
-            values.update(zip(eqn.outvars, evaluate(eqn, list(map(read, eqn.invars))), strict=True))
-        elif i in plan.inner:
-            bodies[i] = _early_body(plan.inner[i], eqn, list(map(read, eqn.invars)))
-    return [_to_bytes(values[v]) for v in plan.kept], bodies
+class _Early(_Split):
+    """Compute what is kept, and emit it. Values that vary are None."""
+
+    emits = True
+
+    def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
+        """Compute an equation that a kept value needs, and no other."""
+        if at.path in self.plans:
+            return None
+        plan = self.plan_of(at)
+        if at.path[-1] not in plan.early:
+            return [Value(None)] * len(eqn.outvars), []
+        outs = self.as_it_is(eqn, ins)
+        kept = [
+            ((at.path, i), _to_bytes(out.array))
+            for i, (v, out) in enumerate(zip(eqn.outvars, outs, strict=True))
+            if v in plan.kept
+        ]
+        return outs, kept
 
 
-def _early_body(plan: _Plan, eqn: JaxprEqn, arguments: list[Any]) -> Any:
-    if eqn.primitive.name != "scan":
-        return _early(plan, body_of(eqn)[1], arguments)
-    consts, carry, xs = _scan_arguments(eqn, arguments)
-    turn = lambda _, xs: (None, _early(plan, body_of(eqn)[1], [*consts, *[None] * len(carry), *xs]))
-    return lax.scan(turn, None, xs, length=eqn.params["length"])[1]
+class _Late(_Split):
+    """Compute all the rest, from what is kept."""
 
+    def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
+        """Take kept values, and compute all others."""
+        if at.path in self.plans:
+            return None
+        kept = self.plan_of(at).kept
+        given = {
+            i: Value(_from_bytes(at.feeds[at.path, i], v))
+            for i, v in enumerate(eqn.outvars)
+            if v in kept
+        }
+        outs = given if len(given) == len(eqn.outvars) > 0 else self.as_it_is(eqn, ins)
+        return [given.get(i, outs[i]) for i in range(len(eqn.outvars))], []
 
-def _late(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any], kept: Any) -> list[Any]:
-    """Compute the results, from all arguments and the values kept by `_early`."""
-    values = _values(plan, consts, arguments)
-    given, bodies = kept
-    values.update((v, _from_bytes(x, v)) for v, x in zip(plan.kept, given, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else values[v]
-    for i, eqn in enumerate(plan.jaxpr.eqns):
-        if eqn.outvars and all(v in values for v in eqn.outvars):
-            continue
-        ins = list(map(read, eqn.invars))
-        if i in plan.inner:
-            outs = _late_body(plan.inner[i], eqn, ins, bodies[i])
-        else:
-            outs = evaluate(eqn, ins)
-        values.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v not in values)
-    return list(map(read, plan.jaxpr.outvars))
-
-
-def _late_body(plan: _Plan, eqn: JaxprEqn, arguments: list[Any], kept: Any) -> Sequence[Any]:
-    run = lambda arguments, kept: _late(plan, body_of(eqn)[1], arguments, kept)
-    if eqn.primitive.name == "scan":
-        consts, carry, xs = _scan_arguments(eqn, arguments)
-
-        def turn(carry, xs_and_kept):
-            xs, kept = xs_and_kept
-            outs = run([*consts, *carry, *xs], kept)
-            return outs[: len(carry)], outs[len(carry) :]
-
-        options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(turn, carry, (xs, kept), **options)
-        return [*carry, *ys]
-    if eqn.primitive.name in ("jit", "pjit"):
-        return run(arguments, kept)
-    leaves, structure = jax.tree.flatten((arguments, kept))
-    body = jax.make_jaxpr(lambda *leaves: run(*jax.tree.unflatten(structure, leaves)))(*leaves)
-    assert not body.consts, "what the body needs comes in as an argument"
-    return evaluate(eqn.replace(params={**eqn.params, "jaxpr": body.jaxpr}), leaves)
-
-
-def _values(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> dict[Var, Any]:
-    values = dict(zip(plan.jaxpr.constvars, consts, strict=True))
-    values.update(zip(plan.jaxpr.invars, arguments, strict=True))
-    return values
-
-
-def _scan_arguments(eqn: JaxprEqn, arguments: Sequence[Any]) -> tuple[Sequence[Any], ...]:
-    """Split arguments of a scan into constants, carry and arrays to scan over."""
-    n_consts, n_carry = scan_sizes(eqn)
-    start = n_consts + n_carry
-    return arguments[:n_consts], arguments[n_consts:start], arguments[start:]
+    def slices(self, name: Any, at: Place) -> bool:
+        """Slice the values kept inside a ``scan``."""
+        return name[0][: len(at.path)] == at.path
 
 
 # Narrow arrays are kept as uint8: XLA:CPU widens f8 arrays to f16 if it stores them across a loop.

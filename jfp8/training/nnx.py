@@ -20,7 +20,6 @@ from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.optim.fp8_params import carriers, with_carriers
-from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, fingerprint, foreseen, intact, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.scaling.trees import is_scaled_array
@@ -51,9 +50,8 @@ def value_and_grad(
     were, and so do running statistics (``nnx.BatchStat``) and biases of routers; the gradients then
     contain NaN, so that `jfp8.nnx.Optimizer` skips the step.
 
-    Products in evaluation mode (``model.eval()``) record nothing. Products of frozen layers, whose
-    parameters get no gradient, record lhs and rhs as any call does; no backward pass is added for
-    them.
+    Products of frozen layers, whose parameters get no gradient, record lhs and rhs if the gradient
+    passes through them, as under ``nnx.grad``; no backward pass is added for them.
 
     Args:
       f: as for ``nnx.value_and_grad``; left out, a decorator is returned.
@@ -111,15 +109,14 @@ def value_and_grad(
                 here[path].fp8_sink = Fp8Sink(sink)
             _overwrite([here[path] for path in with_sink], reads)
             try:
-                with noting_uses(sinks) as uses:
-                    returned = f(*args)
+                returned = f(*args)
             finally:
                 for path in with_sink:
                     here[path].fp8_sink = None
             loss, aux = returned if has_aux else (returned, None)
             params = [variable.get_value() for variable in _trained(args, wanted).values()]
             warn_of_float16(loss_scale, (loss, params), _SCALED)
-            return uses, scaled(loss, loss_scale), (loss, aux)
+            return scaled(loss, loss_scale), (loss, aux)
 
         gradient = partial(_gradient, with_sinks, (0, *shifted))
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
@@ -176,26 +173,23 @@ def _put_back(kept: Sequence[tuple[nnx.Variable, Any]], failed: jax.Array) -> No
 def _gradient(f: Callable[..., Any], argnums: Any, sinks: list[jax.Array], *args: Any) -> Any:
     """Return ``(loss, aux)``, the sinks with all amaxes, and gradients.
 
-    `f` is a function ``(sinks, *args) -> uses, scaled loss, (loss, aux)``.
+    `f` is a function ``(sinks, *args) -> scaled loss, (loss, aux)``.
     """
-    noted: list[Uses] = []
     trained = _trained((sinks, *args), argnums[1:])
     in_fp8 = {path: v for path, v in trained.items() if is_scaled_array(v.get_value())}
     params = [variable.get_value() for variable in in_fp8.values()]
 
-    def noting(sinks: list[jax.Array], *args: Any) -> Any:
+    def with_values(sinks: list[jax.Array], *args: Any) -> Any:
         nodes = dict(nnx.iter_graph((sinks, *args), graph=True))
         here = [nodes[path] for path in in_fp8]
         with _holding(here, with_carriers(params, [v.get_value() for v in here])):
-            uses, loss, aux = f(sinks, *args)
-        noted.append(uses)
-        return loss, (aux, uses.amaxes())
+            return f(sinks, *args)
 
     how: Any = {"has_aux": True, "graph": True, "graph_updates": True}
-    differentiate = nnx.value_and_grad(noting, argnums=argnums, **how)
+    differentiate = nnx.value_and_grad(with_values, argnums=argnums, **how)
     with _holding(in_fp8.values(), carriers(params)):
-        (_, (aux, amaxes)), (cotangents, *grads) = differentiate(sinks, *args)
-    return aux, noted[0].into(cotangents, amaxes), grads
+        (_, aux), (cotangents, *grads) = differentiate(sinks, *args)
+    return aux, cotangents, grads
 
 
 @contextlib.contextmanager
@@ -364,11 +358,11 @@ def _checked(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> tuple[An
 
 
 def training_products(args: tuple[Any, ...]) -> dict[Path, Product]:
-    """Find the products with state that are in training, by their paths in `args`."""
+    """Find the products with state, by their paths in `args`."""
     return {
         path: node
         for path, node in nnx.iter_graph(args, graph=True)
-        if isinstance(node, Product) and node.fp8 is not None and not node.use_running_average
+        if isinstance(node, Product) and node.fp8 is not None
     }
 
 

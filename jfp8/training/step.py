@@ -17,7 +17,6 @@ from jfp8.optim.finite import scaled, unscaled
 from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scale_state import loss_scale_in
 from jfp8.optim.wrapping import has_master_weights
-from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
 from jfp8.tracing.caller import user_level
@@ -126,20 +125,11 @@ def number_of_examples(
 
 def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:
     """Differentiate a `_scaled_loss` with respect to parameters and sinks."""
+    gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
 
-    def compute(differentiated: Any, sinks: Collections, *others: Any) -> Any:
-        noted: list[Uses] = []
-
-        def noting(differentiated: Any, sinks: Collections) -> Any:
-            with noting_uses(sinks) as uses:
-                loss, (aux, recorded) = scaled_loss(differentiated, sinks, *others)
-            noted.append(uses)
-            return loss, (aux, recorded, uses.amaxes())
-
-        gradient = jax.grad(noting, argnums=(0, 1), has_aux=True)
-        (grads, cotangents), (aux, recorded, amaxes) = gradient(differentiated, sinks)
-        (uses,) = noted
-        return (grads, add_recorded(uses.into(cotangents, amaxes), recorded)), aux
+    def compute(*arguments: Any) -> Any:
+        (grads, sinks), (aux, recorded) = gradient(*arguments)
+        return (grads, add_recorded(sinks, recorded)), aux
 
     return compute
 

@@ -1,7 +1,5 @@
 """``convert(..., cache_dtype=...)``: Flax's own attention decodes from a cache in FP8."""
 
-from functools import partial
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jfp8
+from support.recorded import recorded
 
 BATCH, LENGTH, FEATURES, HEADS = 2, 7, 32, 4
 X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, FEATURES))
@@ -39,8 +38,7 @@ class Linen:
         self.params = self.variables["params"].get("attn")
         self.variables.pop("fp8_sink", None)
         if "fp8" in self.variables:
-            record = jax.jit(partial(self.whole.apply, mutable=["fp8"]))
-            self.variables |= record(self.variables, X, CAUSAL[None, None])[1]
+            self.variables |= recorded(self.whole, self.variables, X, CAUSAL[None, None])
 
     def at_once(self):
         return jax.jit(self.whole.apply)(self.variables, X, CAUSAL[None, None])

@@ -135,6 +135,8 @@ WAYS = {
     "frozen": lambda x, w: x @ lax.stop_gradient(w[0]),
     "batched": lambda x, w: jnp.einsum("btd,edf->ebtf", x, w),
     "side by side": lambda x, w: x @ jnp.concatenate([w[0], w[2]], axis=-1),
+    "computed": lambda x, w: x @ jnp.tanh(2 * w[0]),
+    "looked up": lambda x, w: jnp.einsum("td,bsd->bts", w[0][jnp.arange(6)], x),
 }
 
 
@@ -168,8 +170,6 @@ STAYS = {
     "with an activation": lambda x, w: jnp.einsum("btd,sd->bts", x, jnp.concatenate([w[0], x[0]])),
     "activations": lambda x, w: jnp.einsum("btd,bsd->bts", x, x),
     "two parameters": lambda x, w: x + jnp.sum(w[0] @ w[1]),
-    "computed": lambda x, w: x @ (2 * w[0]),
-    "looked up": lambda x, w: jnp.einsum("td,bsd->bts", w[0][jnp.arange(6)], x),
     "integers": lambda x, w: x + jnp.sum(jnp.dot(jnp.ones((6, 8), int), w[0].astype(int))),
 }
 

@@ -264,12 +264,12 @@ def test_a_model_that_is_expected_to_be_slower_is_told_once():
 
 
 class Raw(nn.Module):
-    """Products that no layer computes, of weights that are computed."""
+    """Products that no layer computes, of arrays that depend on data."""
 
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(8)(x)
-        w = 2 * self.param("w", nn.initializers.ones, (8, 8))
+        w = x[:1] * self.param("w", nn.initializers.ones, (8, 8))
         x = x @ w  # RAW 1
         x = jnp.einsum("ab,bc->ac", x, w)  # RAW 2
         return jnp.dot(x, w)  # RAW 3

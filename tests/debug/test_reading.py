@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from jfp8.debug.measurement import Measurement
@@ -89,3 +90,11 @@ def test_control_flow_stays_and_is_measured():
     )
     # Nothing of one trace is left in them, or a step would be compiled again for each.
     assert [place for place, _ in read(closed, [X, WEIGHTS])[1]] == [place for place, _ in found]
+
+
+def test_what_measurements_cannot_leave_is_refused():
+    solve = lambda _, b: tapped(b, "inside") / 2
+    solved = lambda b: lax.custom_linear_solve(lambda x: 2 * x, b, solve, symmetric=True)
+    closed = jax.make_jaxpr(solved)(X)
+    with pytest.raises(NotImplementedError, match="inside 'custom_linear_solve' cannot be taken"):
+        read(closed, [X])

@@ -13,6 +13,7 @@ from flax import nnx
 
 import jfp8
 from jfp8.layers import kv_cache
+from support.recorded import record, recorded
 
 BATCH, LENGTH, FEATURES, HEADS = 2, 10, 32, 4
 X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, FEATURES))
@@ -30,8 +31,7 @@ class Linen:
         self.cache = self.variables.pop("cache")
         self.variables.pop("fp8_sink", None)
         if "fp8" in self.variables:
-            record = jax.jit(partial(whole.apply, mutable=["fp8"]))
-            self.variables |= record(self.variables, X, **masks)[1]
+            self.variables |= recorded(whole, self.variables, X, **masks)
 
     def at_once(self):
         return jax.jit(self.whole.apply)(self.variables, X, **self.masks)
@@ -55,8 +55,7 @@ class NNX:
 
     def __init__(self, layer, cache_dtype, **masks):
         self.layer, self.cache_dtype, self.masks = layer, cache_dtype or jnp.float32, masks
-        nnx.jit(lambda layer, x: layer(x, decode=False, **masks))(layer, X)  # histories
-        layer.eval()
+        record(layer, X, decode=False, **masks)
 
     def at_once(self):
         return nnx.jit(lambda layer, x: layer(x, decode=False, **self.masks))(self.layer, X)

@@ -15,6 +15,7 @@ from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.unscaled import Unscaled
 from support.amaxes import E4M3, E5M2, ROLES, amax, fake_quantize, only_product, peaking
 from support.arrays import assert_same, cosine, relative_error
+from support.recorded import recorded
 
 KEY = jax.random.key(7)
 
@@ -183,9 +184,9 @@ def test_frozen_and_boxed_state_is_read_as_what_is_in_it():
     x = normal((8, 16))
     layer = jfp8.Dense(4)
     variables = layer.init(KEY, x)
-    apply = jax.jit(functools.partial(layer.apply, mutable=["fp8"]))
-    _, state = apply({k: v for k, v in variables.items() if k != "fp8_sink"}, x)
-    variables = {"params": variables["params"], **state}
+    variables.pop("fp8_sink")
+    variables |= recorded(layer, variables, x)
+    apply = lambda variables, x: (layer.apply(variables, x), recorded(layer, variables, x))
     y, expected = apply(variables, 2 * x)
     assert amax(expected["fp8"]["DotGeneral_0"]["lhs"]["amax_history"]) == amax(2 * x)
 
@@ -303,10 +304,6 @@ class TestPromise2CollectionsDecideWhatIsDelayed:
         self.check(["params", "fp8", "fp8_sink"], ROLES, recipe, (E5M2,) * 3, factor=2 / 8)
 
 
-def all_collections(params, state, x):
-    return DENSE.apply({"params": params, **state}, x, mutable=list(state.keys()))
-
-
 @jax.jit
 def jitted_with_gradient(params, state, x):
     def loss(params):
@@ -321,13 +318,12 @@ class TestPromise3LikeBatchStats:
     PEAKS = (2.0, 3.0, 50.0, 4.0, 5.0, 1.5, 6.0, 2.5, 3.5)  # a spike; histories hold four entries
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("loop", [all_collections, jitted_with_gradient])
-    def test_histories_fill_one_entry_per_apply_and_are_used(self, loop):
+    def test_histories_fill_one_entry_per_apply_and_are_used(self):
         state, params = flax.core.pop(dense_variables(), "params")
         seen: tuple[list[float], list[float]] = ([], [])
         for step, peak in enumerate(self.PEAKS):
             x, kernel = peaking((8, 16), peak, step), params["kernel"] * (1 + step)
-            y, state = loop({**params, "kernel": kernel}, state, x)
+            y, state = jitted_with_gradient({**params, "kernel": kernel}, state, x)
 
             # The scale comes from the steps before, at most four of them.
             q = [fake_quantize(t, E4M3, max(s, default=None)) for t, s in zip((x, kernel), seen)]
@@ -341,19 +337,19 @@ class TestPromise3LikeBatchStats:
 
     def test_a_model_without_histories_starts_them(self):
         params = dense_variables()["params"]
-        _, updates = DENSE.apply({"params": params}, X, mutable=["fp8"])
+        updates = recorded(DENSE, {"params": params}, X)
         np.testing.assert_array_equal(history(updates["fp8"], "lhs"), [amax(X), 0, 0, 0])
 
     def test_evaluation_uses_the_histories(self):
         state, params = flax.core.pop(dense_variables(), "params")
-        _, state = all_collections(params, state, X)
+        _, state = jitted_with_gradient(params, state, X)
         y = DENSE.apply({"params": params, **state}, 8 * X)
         q_x, q_w = fake_quantize(8 * X, E4M3, amax(X)), fake_quantize(params["kernel"], E4M3)
         assert_is_product(y, MATRIX, q_x, q_w)  # saturated: evaluation does not look ahead
 
     def test_zeros_predict_nothing(self):
         state, params = flax.core.pop(dense_variables(), "params")
-        _, state = all_collections(params, state, X)
-        y, after = all_collections(params, state, jnp.zeros_like(X))
+        _, state = jitted_with_gradient(params, state, X)
+        y, after = jitted_with_gradient(params, state, jnp.zeros_like(X))
         assert not np.any(y)
         np.testing.assert_array_equal(history(after["fp8"], "lhs"), [amax(X), 0, 0, 0])

@@ -10,10 +10,10 @@ import pytest
 
 import jfp8
 from jfp8 import E4M3FN, E5M2, recipes
-from jfp8.conversion.edges import jaxprs_of
 from jfp8.products.flash import dot_product
 from jfp8.products.flash.numerics import Numerics, numerics_of, quantize_tokens
 from jfp8.scaling import init_sink
+from jfp8.tracing.compat import jaxprs_of
 from support.arrays import relative_error
 from support.models import gradients_of
 

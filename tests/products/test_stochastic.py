@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes, scaled_dot_general
-from jfp8.conversion.edges import jaxprs_of
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
+from jfp8.tracing.compat import jaxprs_of
 
 PLAIN = (((1,), (0,)), ((), ()))
 N = 48

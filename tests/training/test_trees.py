@@ -12,6 +12,7 @@ from flax import nnx
 
 import jfp8
 from support.arrays import assert_same
+from support.recorded import recorded
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (32, 16))
@@ -111,7 +112,7 @@ def test_histories_that_vmap_has_recorded_may_be_averaged():
 
     @jax.jit
     def averaged(parts):
-        _, mutated = jax.vmap(lambda x: MODEL.apply(collections, x, mutable=["fp8"]))(parts)
+        mutated = jax.vmap(lambda x: recorded(MODEL, collections, x))(parts)
         return jfp8.advance(jax.tree.map(lambda a: a.mean(0), mutated["fp8"]))
 
     found = apply({**collections, "fp8": averaged(parts)}, 20 * X)

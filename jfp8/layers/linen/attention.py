@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY
 from typing import Any
 
@@ -16,11 +15,13 @@ from jfp8.layers.kv_cache import with_earlier
 from jfp8.layers.linen.dot_product_attention import DotProductAttention, attention_fn_by, is_stock
 from jfp8.layers.linen.kv_cache import read_cache, write_cache
 from jfp8.layers.linen.layers import own_product
-from jfp8.layers.linen.products import DotGeneral, ProductModule, promote_dtype
+from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.layers.options import replaced
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
+from jfp8.products.shared_input import SharedInput, shared_inputs
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FormatLike
@@ -150,7 +151,13 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         own: dict[str, Any] = {"attention_fn": attention_fn}
         if self.decode:
             own = cached(self, self.cache_dtype, attention_fn)
-        with nn.intercept_methods(_let_scaled_arrays_pass), replaced(self, **own):
+        k = v = inputs_kv
+        if inputs_kv is None:
+            k = inputs_q if inputs_k is None else inputs_k
+            v = k if inputs_v is None else inputs_v
+        shared = dict(zip(("query", "key", "value"), shared_inputs(inputs_q, k, v), strict=True))
+        project = functools.partial(_project, shared)
+        with nn.intercept_methods(project), replaced(self, **own):
             return attend(
                 inputs_q,
                 inputs_k,
@@ -189,22 +196,19 @@ def cached(
     return {"decode": False, "attention_fn": attend}
 
 
-@contextlib.contextmanager
-def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """Replace `attributes` of `module`, which is frozen, for one call."""
-    before = {name: getattr(module, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            object.__setattr__(module, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(module, name, value)
-
-
-def _let_scaled_arrays_pass(next_fun, args, kwargs, context):
-    """Intercept Flax's own projections, which promote dtypes."""
-    if isinstance(context.module, nn.DenseGeneral):
+def _project(shared, next_fun, args, kwargs, context):
+    """Intercept Flax's own projections, which promote dtypes, and quantize each input once."""
+    layer = context.module
+    if isinstance(layer, nn.DenseGeneral):
         # Flax has just created it for this one call, so the change is invisible elsewhere.
-        object.__setattr__(context.module, "promote_dtype", promote_dtype)
+        made = layer.dot_general_cls
+        own: dict[str, Any] = {"promote_dtype": promote_dtype}
+        if isinstance(made, ProductOf) and layer.name in shared:
+            own["dot_general_cls"] = functools.partial(_product_of, made, shared[layer.name])
+        for name, value in own.items():
+            object.__setattr__(layer, name, value)
     return next_fun(*args, **kwargs)
+
+
+def _product_of(made: ProductOf, shared: SharedInput) -> Callable[..., jax.Array]:
+    return functools.partial(made(), shared_input=shared)

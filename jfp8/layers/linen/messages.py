@@ -1,16 +1,9 @@
-"""Warnings about histories that a loop omits, trains or cannot change."""
+"""Warnings about histories that a loop omits or cannot change."""
 
-TRAINED = (
-    "A loss is differentiated with respect to the 'fp8' collection: an optimizer that takes all "
-    "variables trains amax histories like weights, and no amax is recorded. Use "
-    "jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx) with "
-    "jfp8.value_and_grad; with another trainer use the collection whose gradient replaces it: "
-    "jfp8.convert(model, recipe, state_collection='_overwrite_with_gradient')."
-)
 NOT_MUTABLE_INSIDE = (
     "An FP8 matmul records no amax: the 'fp8' collection is mutable in this apply, but not inside "
-    "the transformation that calls it. Name it there, nn.while_loop(..., carry_variables='fp8') "
-    "(True for a converted model); or train with jfp8.TrainState and jfp8.value_and_grad."
+    "the transformation that calls it. Name it there, next to 'params'; or train with "
+    "jfp8.TrainState and jfp8.value_and_grad."
 )
 WITHOUT_HISTORIES = (
     "A model with delayed scaling is trained without its 'fp8' collection, so every scale "

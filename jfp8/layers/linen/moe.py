@@ -26,7 +26,6 @@ from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
-from jfp8.tracing.differentiation import warned_if_differentiated
 
 
 class RaggedDot(ProductModule):
@@ -162,7 +161,7 @@ class Router(nn.Module):
                 "the loss_fn of jfp8.value_and_grad. To keep the bias as it is, make the model "
                 "with bias_update_rate=0.0."
             )
-            logits = warned_if_differentiated(logits, message)
+            logits = moe_math.warned_if_trained(message, logits)
         routed = self.route(logits, self.num_experts_per_token, bias=bias.value)
         if updates and not self.is_initializing():
             bias.value = routing.updated_bias(bias.value, routed.group_sizes, rate)

@@ -28,15 +28,14 @@ from jfp8.layers.linen.state_in_params import from_params, into_params, place_of
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, pass_on, promoted
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
-from jfp8.products.constant_sink import told_if_constant
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
+from jfp8.products.shared_input import SharedInput
 from jfp8.products.slower import why_slower
-from jfp8.products.undifferentiated_uses import are_noted, uses_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
-from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
+from jfp8.recipes.in_effect import is_overridden, recipe_of_matmul, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
@@ -49,13 +48,13 @@ from jfp8.scaling.history import (
     record,
     resume_recorded,
     sealed,
+    seen,
 )
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import outermost_scope
 from jfp8.tracing.devices import Gpu
-from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import EXPLAINING, note
 
 
@@ -100,13 +99,14 @@ class ProductModule(nn.Module):
         lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         layer: Layer = "dense",
+        shared_input: SharedInput | None = None,
     ) -> jax.Array:
         """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
 
         Reports name the `layer` that the matmul belongs to.
         """
         own = None if self.recipe is None else check_recipe(self.recipe)
-        recipe = recipe_in_effect(own, "/".join(self.path[:-1]))
+        recipe = recipe_of_matmul(own, "/".join(self.path[:-1]))
         rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         in_high_precision = lambda: plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         if recipe is None:
@@ -119,14 +119,10 @@ class ProductModule(nn.Module):
             if slower:
                 with note("reason", slower):
                     return in_high_precision()
-        if state.histories is None:
-            rhs = self.warned_without_histories(recipe, rhs)
-        elif state.sink is not None and not are_noted():
-            state = told_if_constant(state, rhs)
-        name = None if records else "/".join(self.path)
-        model = self.scope and self.scope.root
-        with self._noted(recipe, layer, state), uses_of(name, lhs, recipe, state, model) as read:
-            options = Options(recipe, self.implementation, rhs_dtype)
+        with self._noted(recipe, layer, state):
+            told = self.if_trained(recipe, state)
+            options = Options(recipe, self.implementation, rhs_dtype, if_trained=told)
+            read = state._replace(shared=shared_input)
             y, observed = quantized(lhs, rhs, options=options, state=read)
         if records:
             self.end(state, observed)
@@ -169,14 +165,16 @@ class ProductModule(nn.Module):
         records = records and histories is not None and not self.is_initializing()
         if histories is not None and records:
             step = resume_recorded if self._is_used_again() else end_recorded
-            histories = {role: step(amaxes) for role, amaxes in histories.items()}
+            # The collection is returned next to the loss, and nobody trains it.
+            histories = {r: step(lax.stop_gradient(amaxes)) for r, amaxes in histories.items()}
         return State(histories, sink, key), records
 
     @nn.nowrap
     def end(self, state: State, observed: Observed) -> None:
         """Write the amaxes of lhs and rhs into the mutable ``fp8`` collection.
 
-        Without a sink this ``apply`` is the step; with one `advance` will end the step.
+        Without a sink this ``apply`` is the step; with one `advance` will end the step. If nothing
+        was observed, since no derivative is taken, the collection keeps its values.
 
         Args:
           state: the state from `begin`.
@@ -184,8 +182,14 @@ class ProductModule(nn.Module):
         assert state.histories is not None
         how = record if state.sink is None else observe
         by_role = zip(Observed._fields, observed, strict=True)
-        seen = {role: how(state.histories[role], amax) for role, amax in by_role}
-        self._put_state({**state.histories, **seen})
+        new, amaxes = dict(state.histories), []
+        for role, amax in by_role:
+            amaxes.append(seen(amax, new[role]["amax_history"]))
+            new[role] = how(new[role], amax)
+        # State from before there were checks gets none.
+        for name, value in (sealed(new) if self._has_check() else new).items():
+            keep = partial(jnp.where, jnp.maximum(*amaxes) > 0)
+            self._put("fp8", name, jax.tree.map(keep, value, self._get("fp8", name)))
 
     @nn.nowrap
     def _is_used_again(self) -> bool:
@@ -229,7 +233,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _read_intact(self, collection: str, checks: bool) -> dict[str, AmaxState]:
-        """Return the existing histories; warn if they should change, but cannot.
+        """Return the existing histories.
 
         Trees that users have averaged, or that `nn.map_variables` maps, are checked. Training does
         not check: its next entry is right, and on a GPU the check takes five small kernels.
@@ -237,28 +241,22 @@ class ProductModule(nn.Module):
         is_mapped = self.scope is not None and "map_variables(" in self.scope.path_text
         names = [*ROLES, CHECK] if (checks or is_mapped) and self._has_check() else ROLES
         found = {name: self._get("fp8", name) for name in names}
-        if not self.is_mutable_collection(collection):
-            call = outermost_scope() if checks and not self.is_initializing() else None
-            if call is not None and in_filter(call.mutable, collection):
-                warnings.warn(messages.NOT_MUTABLE_INSIDE, stacklevel=user_level())
-            if not are_noted():
-                seen = warned_if_differentiated(found["lhs"]["amax"], messages.TRAINED)
-                found["lhs"] = {**found["lhs"], "amax": seen}
         return intact_states(found)
 
     @nn.nowrap
-    def warned_without_histories(self, recipe: Recipe, rhs: Any) -> Any:
-        """Return `rhs`; a derivative with respect to it warns if the recipe needs histories."""
-        needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
-        if needless or isinstance(rhs, ScaledArray):
-            return rhs
-        return warned_if_differentiated(rhs, messages.WITHOUT_HISTORIES)
-
-    @nn.nowrap
-    def _put_state(self, state: dict[str, AmaxState]) -> None:
-        """Write histories and their check; state from before there were checks gets none."""
-        for name, value in (sealed(state) if self._has_check() else state).items():
-            self._put("fp8", name, value)
+    def if_trained(self, recipe: Recipe, state: State) -> str | None:
+        """Return a warning if training cannot keep what the `recipe` needs; else None."""
+        if self.is_initializing():
+            return None
+        if state.histories is None:
+            needless = is_overridden() or recipe.init_state() is None
+            return None if needless else messages.WITHOUT_HISTORIES
+        place = self._place("fp8", ROLES[0])[0]
+        if state.sink is not None or self.is_mutable_collection(place):
+            return None
+        call = outermost_scope()
+        lost = call is not None and in_filter(call.mutable, place)
+        return messages.NOT_MUTABLE_INSIDE if lost else None
 
     @nn.nowrap
     def _has_check(self) -> bool:
@@ -330,6 +328,7 @@ class DotGeneral(ProductModule):
         *,
         bias: jax.Array | None = None,
         multiply: Callable[..., Any] = multiply_quantized,
+        shared_input: SharedInput | None = None,
     ) -> jax.Array:
         """Compute ``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
 
@@ -340,6 +339,7 @@ class DotGeneral(ProductModule):
           preferred_element_type: dtype of the result.
           bias: ``[n]``, added to each row of the result.
           multiply: see `jfp8.products.mlp.through_both`.
+          shared_input: for layers with the same `lhs`; see `SharedInput`.
         """
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
@@ -350,7 +350,7 @@ class DotGeneral(ProductModule):
         def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)
 
-        return self._multiply(quantized, plain, lhs, rhs)
+        return self._multiply(quantized, plain, lhs, rhs, shared_input=shared_input)
 
 
 class ConvGeneralDilated(ProductModule):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import flax
@@ -21,10 +22,12 @@ from jfp8.layers.kv_cache import init_kv_cache, with_earlier
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.nnx.layers import EMPTY
+from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule, PrintsRecipe
-from jfp8.layers.options import pass_on
+from jfp8.layers.options import pass_on, replaced
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
+from jfp8.products.shared_input import shared_inputs
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.formats import Format, FormatLike
@@ -209,21 +212,31 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
                 f"input_positions needs a newer Flax than {flax.__version__}: pip install -U flax"
             )
         attention_fn, cached = self.attention_fn, read_cache(self)
-        if not (self.decode if decode is None else decode) or cached is None:
-            return pass_on(call, given)  # without a cache Flax says what is missing
+        with self._sharing(inputs_q, inputs_k, inputs_v):
+            if not (self.decode if decode is None else decode) or cached is None:
+                return pass_on(call, given)  # without a cache Flax says what is missing
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
-            cache, operands, mask = with_earlier(cached, query, key, value)
-            write_cache(self, cache)
-            given |= {"mask": both_masks(mask, given["mask"]), "is_causal": False}
-            return attention_fn(*operands, **given)
+            def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> Any:
+                cache, operands, mask = with_earlier(cached, query, key, value)
+                write_cache(self, cache)
+                given |= {"mask": both_masks(mask, given["mask"]), "is_causal": False}
+                return attention_fn(*operands, **given)
 
-        # For this call only, so NNX need not know.
-        object.__setattr__(self, "attention_fn", attend)
-        try:
-            return pass_on(call, given | {"decode": False})
-        finally:
-            object.__setattr__(self, "attention_fn", attention_fn)
+            with replaced(self, attention_fn=attend):
+                return pass_on(call, given | {"decode": False})
+
+    @contextlib.contextmanager
+    def _sharing(self, q: Any, k: Any, v: Any) -> Iterator[None]:
+        """Return a context in which projections of one array quantize it once."""
+        k = q if k is None else k
+        with contextlib.ExitStack() as stack:
+            shared = shared_inputs(q, k, k if v is None else v)
+            for layer, of_layer in zip((self.query, self.key, self.value), shared, strict=True):
+                product = getattr(layer, "dot_general", None)
+                if isinstance(product, DotGeneral):
+                    product = partial(product, shared_input=of_layer)
+                    stack.enter_context(replaced(layer, dot_general=product))
+            yield
 
 
 def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:

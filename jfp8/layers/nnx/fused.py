@@ -15,7 +15,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.nnx.layers import EMPTY, LinearGeneral
-from jfp8.layers.nnx.products import DotGeneral, reads_operands
+from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_option, options_of, pass_on
@@ -192,7 +192,7 @@ class LayerNormMLP(ExplicitModule):
         layers = [layer for kind, layer in known.items() if type(layer) is kind]
         products: list[Any] = [layer.dot_general for layer in layers]
         products = [product for product in products if isinstance(product, DotGeneral)]
-        if self.dropout is not None or len(products) < 2 or reads_operands(products[1]):
+        if self.dropout is not None or len(products) < 2:
             return False
         found = [recipe_in_effect(product.recipe, product.path) for product in products]
         recipes = [] if self.wi.saved_activations is not None else [r for r in found if r]

@@ -14,7 +14,7 @@ from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.nnx.layers import Linear
-from jfp8.layers.nnx.products import Product, reads_operands
+from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.signatures import ExplicitModule, SignatureOfClass
 from jfp8.layers.options import pass_on, promoted
 from jfp8.layers.transformer_math import ClampedSwiglu
@@ -283,7 +283,6 @@ class MoE(ExplicitModule):
             activation=self.activation,
             saved_activations=self.saved_activations,
             capacity_factor=self.capacity_factor,
-            is_one_operation=not reads_operands(self.wo.ragged_dot),
         )
         if self.shared_wi is not None and self.shared_wo is not None:
             how = self.activation, self.saved_activations

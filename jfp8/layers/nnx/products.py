@@ -21,8 +21,8 @@ from jfp8.products import einsum
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
+from jfp8.products.shared_input import SharedInput
 from jfp8.products.slower import why_slower
-from jfp8.products.undifferentiated_uses import uses_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
@@ -30,12 +30,16 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.history import CHECK, AmaxState, fingerprint, intact, observe, push_amax
-from jfp8.scaling.scales import amax
+from jfp8.scaling.history import (
+    CHECK,
+    AmaxState,
+    fingerprint,
+    intact,
+    push_amax,
+    seen,
+)
 from jfp8.scaling.sink import ROLES
-from jfp8.tracing.compat import is_eager, is_in_a_body, trace_state
 from jfp8.tracing.devices import Gpu
-from jfp8.tracing.differentiation import warned_if_differentiated
 from jfp8.tracing.notes import note
 
 
@@ -46,29 +50,7 @@ class Fp8State(nnx.Variable):
     their leading axes in front.
     """
 
-    __slots__ = ("_step",)  # not part of the graph: the next trace has new variables
     __signature__ = SignatureOfClass()
-
-    def step_under_way(self, history: jax.Array) -> AmaxState:
-        """Return the steps before this one, and the largest amax that it has recorded so far.
-
-        Without a step under way, these are `history` and 0. All calls in one trace of a
-        function passed to ``nnx.grad`` or ``nnx.jit`` are one step. Outside of these,
-        each call is one.
-        """
-        trace, state = getattr(self, "_step", (None, None))
-        if state is not None and trace == trace_state():
-            return state
-        return {"amax_history": history, "amax": jnp.zeros((), jnp.float32)}
-
-    def set_step(self, state: AmaxState) -> None:
-        """Store the result of `step_under_way` for the duration of this trace.
-
-        Args:
-          state: the result.
-        """
-        if not is_eager():
-            object.__setattr__(self, "_step", (trace_state(), state))
 
 
 class Fp8Sink(nnx.Variable):
@@ -83,21 +65,17 @@ class Fp8Sink(nnx.Variable):
 class Product(PrintsRecipe):
     """The base of the modules of this file: the recipe and the state.
 
-    In training, calls record the amaxes of lhs and rhs, as ``BatchNorm`` updates its statistics:
-    all calls in one trace of ``nnx.grad`` or ``nnx.jit`` are one step, whose largest amax becomes
-    an entry of the history. Outside transformations, and inside the bodies of ``nnx.scan``,
-    ``nnx.remat`` and the like, each call is a step, with scales at least as large as the ones that
-    follow from its data. Gradients use current scaling, because their amax is not recorded. With a
-    sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
-    gradient of the sink, and gradients use their history.
+    A call that is differentiated records the amaxes of lhs and rhs, as the newest entries of their
+    histories; any other call, such as an evaluation, records nothing. Gradients use current
+    scaling, because their amax is not recorded. With a sink (see `jfp8.nnx.value_and_grad`) a call
+    records nothing, all three amaxes leave as the gradient of the sink, and gradients use their
+    history.
 
     Attributes:
       recipe: the quantizer of each operand; None for the recipe of the `jfp8.autocast` region, or
         else ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
       path: path of the matmul in its model, ``"layers/0/linear1"``; "" if unknown.
-      use_running_average: read the histories without updating them: set by ``model.eval()``, and
-        unset by ``model.train()``.
       fp8: ``{"lhs", "rhs", "grad"}``, one `Fp8State` each; None for recipes without state.
       fp8_sink: `Fp8Sink`, or None.
       casts_kernel: True if a kernel in f32 is cast to the dtype of the inputs; layers of jfp8
@@ -112,7 +90,6 @@ class Product(PrintsRecipe):
         implementation: Implementation = None,
         path: str = "",
         leading: Sequence[int] = (),
-        use_running_average: bool = False,
     ) -> None:
         """Create the matmul and its state.
 
@@ -122,7 +99,6 @@ class Product(PrintsRecipe):
         self.recipe = None if recipe is None else check_recipe(recipe)
         self.implementation = implementation
         self.path = path
-        self.use_running_average = use_running_average
         self.casts_kernel = False
         self.unless_slower_on: Gpu | None = None
         # The matmuls of a region that disables FP8 may be called outside it.
@@ -138,13 +114,7 @@ class Product(PrintsRecipe):
         self.fp8_sink: Fp8Sink | None = nnx.data(None)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Update the options that ``nnx.view`` sets.
-
-        Args:
-          use_running_average: see `Product`.
-        """
-        if use_running_average is not None:
-            self.use_running_average = use_running_average
+        """Accept an option that ``nnx.view`` sets; it makes no difference here."""
 
     def histories(self) -> dict[str, jax.Array]:
         """Return the three amax histories; only for a matmul that has some."""
@@ -178,12 +148,13 @@ class Product(PrintsRecipe):
         lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         layer: Layer = "dense",
+        shared_input: SharedInput | None = None,
     ) -> jax.Array:
         """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
 
         Reports name the `layer` that the matmul belongs to.
         """
-        _warn_inside_linen(self.path)
+        warn_inside_linen(self.path)
         recipe = recipe_in_effect(self.recipe, self.path)
         rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
@@ -198,94 +169,38 @@ class Product(PrintsRecipe):
                 if slower:
                     with note("reason", slower):
                         return in_high_precision()
-            in_bytes = isinstance(rhs, ScaledArray)
-            operands = None if in_bytes else (lhs, kernel_values(rhs, rhs_dtype, None))
-            state, records = self._begin(recipe, operands)
-            if records and not in_bytes:
-                rhs = _warned_if_not_kept(self.path, rhs)
-            causal = recipe.is_causal(layer, history=state.histories is not None)
-            ahead = note("ahead", "" if causal else "later positions")
-            with note("recipe", recipe.name), ahead, uses_of(self.path, lhs, recipe, state) as read:
-                options = Options(recipe, self.implementation, rhs_dtype)
-                y, observed = quantized(lhs, rhs, options=options, state=read)
-            if records:
-                self._end(state, observed)
+            histories, sink = self._read_state(recipe), None
+            if histories is not None and self.fp8_sink is not None:
+                sink = self.fp8_sink.get_value()
+            records = histories is not None and sink is None
+            lost = why_lost(self) if records else None
+            causal = recipe.is_causal(layer, history=histories is not None)
+            with note("recipe", recipe.name), note("ahead", "" if causal else "later positions"):
+                options = Options(recipe, self.implementation, rhs_dtype, if_trained=lost)
+                state = State(histories, sink, shared=shared_input)
+                y, observed = quantized(lhs, rhs, options=options, state=state)
+            if records and lost is None:
+                record(self, observed)
             return y
 
     # Flax's `nnx.tabulate` traces methods without an underscore as if they were layers.
-    def _begin(
-        self, recipe: Recipe, operands: tuple[jax.Array, jax.Array] | None
-    ) -> tuple[State, bool]:
-        """Return the state for one use of the matmul; and True if `_end` is to record that use.
-
-        `operands` are floating arrays of any shape; None if rhs is in bytes.
-        """
-        state, sink = self._read_state(recipe), None
-        if state is not None and self.fp8_sink is not None:
-            sink = self.fp8_sink.get_value()
-        records = state is not None and sink is None and not self.use_running_average
-        if state is not None and reads_operands(self) and operands is not None:
-            # Scales of the previous call would saturate the operands of another use of the layer.
-            by_role = zip(Observed._fields, operands, strict=True)
-            state |= {role: observe(state[role], amax(x)) for role, x in by_role}
-        return State(state, sink), records
-
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         if self.fp8 is None or is_overridden():
             return None
         # A region may set a recipe without state, for its duration.
         if self.recipe is None and recipe.init_state() is None:
             return None
-        # With a sink, `jfp8.nnx.value_and_grad` has checked them.
-        read = _intact_histories if self.fp8_sink is None else _histories
-        histories = read(self.fp8)
+        histories = histories_to_read(self)
         leading = histories["lhs"].shape[:-1]
         if leading:
             raise ValueError(
-                f"The amax histories of {self._name()} are stacked along {leading}, but the layer "
+                f"The amax histories of {_name(self)} are stacked along {leading}, but the layer "
                 "was called as a single one. Lift its state as you lift its parameters: "
                 "nnx.scan(..., in_axes=(nnx.Carry, 0)), or name it, nnx.StateAxes({(nnx.Param, "
                 "jfp8.nnx.Fp8State, jfp8.nnx.Fp8Sink): 0, ...: None})."
             )
-        return {r: self.fp8[r].step_under_way(history) for r, history in histories.items()}
-
-    def _end(self, begun: State, observed: Observed) -> None:
-        """Store the largest amaxes of the step under way as the newest entries of lhs and rhs.
-
-        Raises:
-          ValueError: histories cannot be written here, because the model was created outside the
-            JAX transformation that calls it.
-        """
-        state = begun.histories
-        assert state is not None
-        # A path filter may differentiate with respect to histories, too.
-        seen = {
-            role: lax.stop_gradient(observe(state[role], largest))
-            for role, largest in zip(Observed._fields, observed, strict=True)
-        }
-        new = {role: _push(step["amax_history"], step["amax"]) for role, step in seen.items()}
-        try:
-            _set_histories(self.fp8, new)
-        except errors.TraceContextError as error:
-            raise ValueError(
-                f"{self._name()} records amaxes in training, but here it is called inside a JAX "
-                "transformation and was created outside, where they cannot go. Pass the model as "
-                "an argument to nnx.jit, nnx.grad, nnx.scan, nnx.vmap or nnx.remat, not to jax's; "
-                "or create it inside: nnx.merge(graphdef, state, copy=True). To record nothing: "
-                "model.eval(), or nnx.view(model, use_running_average=True)."
-            ) from error
-        for role, step in seen.items():
-            self.fp8[role].set_step(step)
-
-    def _name(self) -> str:
-        return f"{type(self).__name__} at {self.path!r}" if self.path else type(self).__name__
-
-
-def reads_operands(product: Product) -> bool:
-    """Return True if `product` reads its operands before it multiplies: each call is a step."""
-    if product.fp8 is None or product.fp8_sink is not None or product.use_running_average:
-        return False
-    return is_eager() or is_in_a_body()
+        none = jnp.zeros((), jnp.float32)
+        return {role: {"amax_history": h, "amax": none} for role, h in histories.items()}
 
 
 # No methods: Flax's `nnx.tabulate` takes methods that a layer calls for layers.
@@ -312,14 +227,52 @@ def _overwrite(fp8: Any, histories: dict[str, jax.Array], check: jax.Array) -> N
     fp8[CHECK].set_value(check[..., None])
 
 
+def histories_to_read(product: Product) -> dict[str, jax.Array]:
+    """Return the three histories from which the scales of a step follow."""
+    # With a sink, `jfp8.nnx.value_and_grad` has checked them.
+    read = _intact_histories if product.fp8_sink is None else _histories
+    return lax.stop_gradient(read(product.fp8))  # a path filter may differentiate by them
+
+
+def why_lost(product: Product) -> str | None:
+    """Return why amaxes that a call records are lost, as a warning; None if they are kept."""
+    name, module = _name(product), current_linen_module()
+    collection = nnx.variable_name_from_type(Fp8State, allow_register=True)
+    if module is not None and not module.is_mutable_collection(collection):
+        return (
+            f"{name} in nnx.bridge.to_linen records amaxes in the collection {collection!r}, "
+            "which is not mutable: histories do not change. Return (loss, mutated) from the "
+            "loss function, of y, mutated = model.apply(variables, x, "
+            f"mutable=[{collection!r}]); or use recipe='current'."
+        )
+    try:
+        product.fp8[CHECK].set_value(product.fp8[CHECK].get_value())
+    except errors.TraceContextError:
+        return (
+            f"{name} records amaxes where a gradient is computed, but here it is called inside "
+            "a JAX transformation and was created outside, where they cannot go, so that "
+            "histories do not change. Pass the model as an argument to nnx.jit, nnx.grad, "
+            "nnx.scan, nnx.vmap or nnx.remat, not to jax's; or create it inside: "
+            "nnx.merge(graphdef, state, copy=True)."
+        )
+    return None
+
+
 def record(product: Product, observed: Observed) -> None:
-    """Make amaxes the newest entries of the histories of lhs and rhs; 0 is no entry."""
-    seen = zip(Observed._fields, map(lax.stop_gradient, observed), strict=True)
-    histories = product.intact_histories()
-    product.set_histories({role: _push(histories[role], amax) for role, amax in seen})
+    """Make the amaxes the newest entries of lhs and rhs, unless nothing was observed."""
+    fp8 = product.fp8
+    histories, check = lax.stop_gradient((_histories(fp8), _check(fp8)))
+    by_role = zip(Observed._fields, observed, strict=True)
+    amaxes = {role: seen(amax, histories[role]) for role, amax in by_role}
+    _overwrite(fp8, *_recorded(histories, check, amaxes))
 
 
-def _warn_inside_linen(path: str) -> None:
+def _name(product: Product) -> str:
+    name = type(product).__name__
+    return f"{name} at {product.path!r}" if product.path else name
+
+
+def warn_inside_linen(path: str) -> None:
     """Warn if a Linen module during initialization calls an NNX layer as if it held it."""
     module = current_linen_module()
     if module is not None and module.is_initializing() and not hasattr(module, "nnx_class"):
@@ -332,37 +285,30 @@ def _warn_inside_linen(path: str) -> None:
         )
 
 
-def _warned_if_not_kept(path: str, rhs: jax.Array) -> jax.Array:
-    """Return `rhs`; a derivative with respect to it warns if a Linen bridge drops the amaxes."""
-    module = current_linen_module()
-    collection = nnx.variable_name_from_type(Fp8State, allow_register=True)
-    if module is None or module.is_mutable_collection(collection):
-        return rhs
-    return warned_if_differentiated(
-        rhs,
-        f"The NNX layer{path and f' at {path!r}'} in nnx.bridge.to_linen records amaxes in the "
-        f"collection {collection!r}, which is not mutable: histories do not change. Return "
-        "(loss, mutated) from the loss function, of y, mutated = model.apply(variables, x, "
-        f"mutable=[{collection!r}]); or use recipe='current'.",
-    )
-
-
 @jax.custom_batching.custom_vmap
-def _push(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """Return `push_amax`, so that one history gets the largest of many amaxes under ``vmap``."""
-    return push_amax(history, amax)
+def _recorded(
+    histories: dict[str, jax.Array], check: jax.Array, amaxes: dict[str, jax.Array]
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Return histories with `amaxes` that were `seen`, and their check.
+
+    They are the given ones if all amaxes are 0. Under ``vmap`` one history gets the largest of
+    many amaxes.
+    """
+    new = dict(intact(histories, check))
+    for role, amax in amaxes.items():
+        new[role] = push_amax(new[role], amax)
+    any_seen = jnp.maximum(*amaxes.values()) > 0
+    kept = {role: jnp.where(any_seen[..., None], new[role], histories[role]) for role in new}
+    return kept, jnp.where(any_seen, fingerprint(new), check)
 
 
-@_push.def_vmap
-def _push_many(
-    axis_size: int, in_batched: Sequence[bool], history: jax.Array, amax: jax.Array
-) -> tuple[jax.Array, bool]:
-    history_batched, amax_batched = in_batched
-    if not history_batched:
-        amax = jnp.max(jnp.where(jnp.isfinite(amax), amax, 0.0), axis=0)
-    elif not amax_batched:
-        amax = jnp.broadcast_to(amax, (axis_size, *amax.shape))
-    return _push(history, amax), history_batched
+@_recorded.def_vmap
+def _recorded_many(axis_size: int, in_batched: Any, *given: Any) -> tuple[Any, Any]:
+    many = any(jax.tree.leaves(in_batched[:2]))  # histories
+    for_each = lambda x, batched: x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+    largest = lambda x, batched: jnp.max(x, axis=0) if batched else x
+    new = _recorded(*jax.tree.map(for_each if many else largest, given, tuple(in_batched)))
+    return new, jax.tree.map(lambda _: many, new)
 
 
 class DotGeneral(Product):
@@ -387,6 +333,7 @@ class DotGeneral(Product):
         *,
         out_sharding: Any = None,
         multiply: Callable[..., Any] = multiply_quantized,
+        shared_input: SharedInput | None = None,
     ) -> jax.Array:
         """Return ``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
@@ -400,7 +347,7 @@ class DotGeneral(Product):
         }
         quantized = partial(observed_dot_general, **how, multiply=multiply)
         plain = partial(lax.dot_general, **how, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs)
+        return self._multiply(quantized, plain, lhs, rhs, shared_input=shared_input)
 
 
 class ConvGeneralDilated(Product):

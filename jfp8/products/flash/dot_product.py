@@ -21,8 +21,6 @@ from jfp8.products.flash.numerics import for_both, numerics_of
 from jfp8.products.flash.observe import shown
 from jfp8.products.flash.plan import AttentionSpec, plan_attention
 from jfp8.products.observers import OBSERVER
-from jfp8.products.operation import Observed
-from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
 from jfp8.products.vjp import first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -211,16 +209,11 @@ def attention_of_projections(
 
 def _planned(spec: AttentionSpec, by: Any, inputs: _Inputs, state: Any, sink: Any) -> jax.Array:
     """Compute attention by the plan `by`, of `inputs` with this `state` and `sink`."""
-    uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
-    noted = {name: use for name, use in uses.items() if use is not None}
-    how = _How(spec.recipe, spec.scale, spec.dtype, by, tuple(noted.values()))
+    how = _How(spec.recipe, spec.scale, spec.dtype, by)
     if state is not None:
         state = {name: dict(state[name]) for name in ("scores", "context")}
     inputs = inputs._replace(state=state, sink=None if sink is None else dict(sink))
-    out, observed = _attention(how, same_varying_axes(inputs))
-    for name, use in noted.items():
-        end_use(use, *observed[name])
-    return out
+    return _attention(how, same_varying_axes(inputs))
 
 
 @dataclass(frozen=True)
@@ -229,7 +222,6 @@ class _How:
     scale: float
     dtype: np.dtype
     by: Any
-    uses: tuple[ProductUse, ...] = ()
 
 
 class _Inputs(NamedTuple):
@@ -250,15 +242,13 @@ class _Inputs(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(how: _How, inputs: _Inputs) -> tuple[jax.Array, dict[str, Observed]]:
+def _attention(how: _How, inputs: _Inputs) -> jax.Array:
     return _forward(how, inputs, and_backward=False)[0]
 
 
 def _forward(
     how: _How, inputs: _Inputs, and_backward: bool = True
-) -> tuple[tuple[jax.Array, dict[str, Observed]], tuple[Any, ...]]:
-    for use in how.uses if and_backward else ():
-        use.linearized = True
+) -> tuple[jax.Array, tuple[Any, ...]]:
     what = ("scaled_dot_product_attention", "jax.nn.dot_product_attention")
     query, key, value = (first_order_only(x, *what) for x in inputs[:3])
     visible, state = inputs.visible, inputs.state
@@ -280,21 +270,14 @@ def _forward(
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
     name = passes.forward_pass(q[0], k[0], v[0], visible, numerics).name
     compute = passes.called(name, _forward_pass)
-    out, log_sum = compute(replace(how, uses=()), q[0], k[0], v[0], visible)
+    out, log_sum = compute(how, q[0], k[0], v[0], visible)
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
-    observed = {
-        "scores": Observed(q[0].amax, k[0].amax),
-        "context": Observed(jnp.ones_like(v[0].amax), v[0].amax),
-    }
     v = tuple(each._replace(transposed=None) for each in v)  # which is taken straight
-    return (out, observed), (q, k, v, out, log_sum, visible, grad_history, inputs.sink, like)
+    return out, (q, k, v, out, log_sum, visible, grad_history, inputs.sink, like)
 
 
-def _backward(how: _How, residuals: tuple[Any, ...], cotangents: Any) -> tuple[_Inputs]:
-    for use in how.uses:
-        use.differentiated = True
-    grad, _ = cotangents
+def _backward(how: _How, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[_Inputs]:
     q, k, v, out, log_sum, visible, history, sink, like = residuals
     grad = same_varying_axes((grad, out))[0]
     numerics = numerics_of(how.recipe)
@@ -306,7 +289,7 @@ def _backward(how: _How, residuals: tuple[Any, ...], cotangents: Any) -> tuple[_
     name = passes.backward_pass(both, visible, numerics).name
     compute = passes.called(name, _backward_pass)
     dtype = how.dtype if {x.dtype for x in like} == {how.dtype} else np.dtype(np.float32)
-    found = compute(replace(how, uses=(), dtype=dtype), both, log_sum, dot, visible)
+    found = compute(replace(how, dtype=dtype), both, log_sum, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])

@@ -1,0 +1,216 @@
+"""The modules of a Linen model that a trace of it called: they name matmuls and are told about."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+from flax import nnx
+from flax.core import meta
+from flax.traverse_util import flatten_dict
+
+from jfp8.conversion.linen_attention import function_of
+from jfp8.conversion.plan import Named, Plan
+from jfp8.conversion.selection import Decision, Selection
+from jfp8.conversion.unconverted_warning import (
+    bridged_message,
+    is_known,
+    own_parameters,
+    warn_of_nothing,
+)
+from jfp8.conversion.weight_matmul import WeightMatmul
+from jfp8.layers.linen import layers
+from jfp8.layers.linen.dot_product_attention import DotProductAttention
+from jfp8.layers.linen.products import ProductModule, ProductOf
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
+from jfp8.tracing.caller import user_level
+
+_KINDS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Einsum, nn.ConvTranspose)
+_OURS = (layers.Dense, layers.DenseGeneral, layers.Conv, layers.Einsum, layers.ConvTranspose)
+_CALLS = {inspect.unwrap(kind.__call__) for kind in (*_KINDS, *_OURS)}
+_PRODUCT = {"conv_general_dilated": "ConvGeneralDilated_0"}  # of others "DotGeneral_0"
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Hold the modules of a model by their paths in it.
+
+    Attributes:
+      place: the path of the model in one that is not converted.
+      shapes: those of all parameters, by the module's path and their names.
+      kinds: the types of all modules.
+      layers: modules with one matmul of their own, such as ``nn.Dense``.
+      modules: the others.
+      dimensions: how many each parameter of a module has there, inside of ``nn.vmap``.
+      attentions: what was decided on attention between the projections of a layer.
+      held: NNX modules, whose parameters are not those of the model.
+      ours: matmuls of layers of jfp8, which compute them in FP8 by themselves.
+    """
+
+    place: tuple[str, ...] = ()
+    shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    kinds: dict[str, type] = field(default_factory=dict)
+    layers: dict[str, nn.Module] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    dimensions: dict[str, dict[str, int]] = field(default_factory=dict)
+    attentions: dict[str, Decision] = field(default_factory=dict)
+    held: dict[str, type] = field(default_factory=dict)
+    ours: set[str] = field(default_factory=set)
+
+    def named(self, matmul: WeightMatmul, nth: int) -> Named:
+        """Name a matmul by the module that has its weight, and say where its state is."""
+        module, _, name = matmul.source.path.split("+")[0].rpartition("/")
+        place = "/".join([*self.place, *([module] if module else [])])
+        product = f"DotGeneral_{name}"
+        layer, path, stays = self.modules.get(module), f"{module}/{name}".lstrip("/"), ""
+        if module in self.layers and name == "kernel":
+            layer, path = self.layers[module], module
+            product = _PRODUCT.get(matmul.primitive, "DotGeneral_0")
+            is_ours = f"{module}/{product}".lstrip("/") in self.kinds  # a module of jfp8
+            stays = "" if is_ours else _own_product(layer)
+        product += f"_{nth}" if nth > 1 else ""
+        state, kind = f"{module}/{product}".lstrip("/"), type(layer).__name__
+        stacks = self._stacks(module, name, matmul)
+        return Named(state, path, layer, kind, place, product, stacks, stays)
+
+    def _stacks(self, module: str, name: str, matmul: WeightMatmul) -> int:
+        """Return by how many axes ``nn.vmap`` has stacked the weight of a matmul."""
+        whole = self.shapes.get(module, {}).get(name, ())[len(matmul.source.loops) :]
+        n = len(whole) - self.dimensions.get(module, {}).get(name, len(whole))
+        return n if n > 0 and np.shape(matmul.weight)[:n] == whole[:n] else 0
+
+    @classmethod
+    def of(cls, place: tuple[str, ...], variables: Any) -> Seen:
+        """Return what is known of a model before it is traced."""
+        return cls(place, _shapes(variables.get("params")))
+
+    @property
+    def has_ours(self) -> bool:
+        """Return whether a layer of jfp8 computes FP8 matmuls by itself."""
+        return bool(self.ours)
+
+    def check(
+        self, selection: Selection, params: Any, plan: Plan, *, of_init: bool = False
+    ) -> None:
+        """Raise ``ValueError`` if a pattern, or in ``init`` a type, matches no layer."""
+        named = [each.named for each in plan.matmuls.values()]
+        for each in plan.matmuls.values():
+            kind = self.kinds.get(each.named.name, ProductModule)
+            if each.decision.recipe is not None and not issubclass(kind, ProductModule):
+                raise ValueError(
+                    f"The module at {each.named.name!r} is called like the state of a product with "
+                    "the parameter beside it. Rename one of them, or exempt the parameter from the "
+                    "conversion."
+                )
+        shapes = self.shapes
+        possible = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
+        listed = {*_paths(params), *self.attentions, *(each.path for each in named)}
+        if of_init:
+            possible = []
+        else:
+            possible += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
+        selection.check_patterns(listed, possible)
+        if of_init and self.knows_all(params):
+            own = (
+                self.modules.get(path) for path, held in shapes.items() if path not in self.layers
+            )
+            layers = [*self.layers.values(), *(each.layer for each in named), *filter(None, own)]
+            selection.check_types(layers)
+
+    def knows_all(self, params: Any) -> bool:
+        """Return whether all modules with parameters were called."""
+        return all(path in self.kinds for path in _shapes(params))
+
+    def warn(self, model: Any, params: Any, plan: Plan) -> None:
+        """Warn, once, if nothing became FP8, if something cannot, or if scales look ahead."""
+        warned = "_jfp8_warned"
+        if warned in vars(model):
+            return
+        planned = list(plan.matmuls.values())
+        told = bool(plan.ahead or self.held)
+        plan.warn_ahead()
+        if self.held:
+            warnings.warn(bridged_message(self.held), UserWarning, stacklevel=user_level())
+        decided = [*(each.decision for each in planned), *self.attentions.values()]
+        converted = any(decision.recipe is not None for decision in decided)
+        if not self.held and not converted and self.knows_all(params) and not self.has_ours:
+            stayed = {
+                each.named.path: (type(each.named.layer), each.decision) for each in planned
+            } | {path: (nn.Module, decision) for path, decision in self.attentions.items()}
+            multiplied = {each.weight.rpartition("/")[0] for each in planned}
+            kinds = {path: kind for path, kind in self.kinds.items() if path not in multiplied}
+            told |= warn_of_nothing(model, "linen", stayed, own_parameters(kinds, _shapes(params)))
+        if told:
+            object.__setattr__(model, warned, True)
+
+
+def watching(seen: Seen) -> Callable[..., Any]:
+    """Make an interceptor that notes each module that is called."""
+
+    def intercept(next_fun, args, kwargs, context):
+        module, here = context.module, region.current()
+        if module.scope is None or here is None or here.edges is not seen:  # a model in the model
+            return next_fun(*args, **kwargs)
+        path = "/".join(module.path)
+        result = next_fun(*args, **kwargs)
+        seen.kinds.setdefault(path, type(module))
+        params = meta.unbox(module.variables.get("params", {}))
+        seen.dimensions[path] = {name: np.ndim(x) for name, x in params.items()}
+        own = vars(module).get("recipe")
+        own = check_recipe(own) if isinstance(own, Recipe | str) else None
+        if isinstance(module, ProductModule) and region.recipe_of_matmul(own, path) is not None:
+            seen.ours.add(path)
+        if isinstance(module, DotProductAttention):
+            seen.attentions[path] = Decision(region.recipe_in_effect(own, path))
+        if function_of(context) in _CALLS and not isinstance(module, nn.ConvLocal):
+            seen.layers[path] = module
+            seen.kinds[path] = type(module)
+        elif path not in seen.modules or not is_known(type(module)):
+            seen.modules[path] = module
+        seen.held.update(_held(path, module))
+        return result
+
+    return intercept
+
+
+def _own_product(layer: Any) -> str:
+    """Say that a layer of Flax was given a matmul of its own; "" if not."""
+    for hook in ("dot_general", "conv_general_dilated"):
+        given = getattr(layer, f"{hook}_cls", None)
+        if getattr(layer, hook, None) is not None or not isinstance(given, ProductOf | None):
+            return f"the layer was given its own {hook}"
+    return ""
+
+
+def _held(path: str, module: nn.Module) -> dict[str, type]:
+    """Find the NNX modules that `module` holds as if they were layers of Linen."""
+    found: dict[str, type] = {}
+    for name, value in vars(module).items():
+        several = isinstance(value, (list, tuple))
+        held = {f"{name}_{i}": x for i, x in enumerate(value)} if several else {name: value}
+        for name, x in held.items():
+            if isinstance(x, nnx.Module) and not type(x).__module__.startswith("jfp8."):
+                found[f"{path}/{name}".lstrip("/")] = type(x)  # layers of jfp8 say it themselves
+    return found
+
+
+def _shapes(params: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of each module's parameters, by the module's path."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    flat: dict[tuple[str, ...], Any] = flatten_dict(meta.unbox(params or {}))
+    for (*module, name), value in flat.items():
+        found.setdefault("/".join(module), {})[name] = np.shape(value)
+    return found
+
+
+def _paths(params: Any) -> set[str]:
+    """Return the paths of all modules that have parameters, or hold modules that do."""
+    flat: Mapping[Any, Any] = flatten_dict(params or {})
+    return {"/".join(keys[:n]) for keys in flat for n in range(1, len(keys))}

@@ -1,0 +1,206 @@
+"""A history moves where a gradient is taken, and nowhere else: the oracle is NumPy's maximum."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+import jfp8.nnx
+from jfp8.nnx import Fp8Sink, Fp8State
+from support.arrays import assert_same
+from support.arrays import keyed_normal as normal
+
+D = 16
+X = normal(1, (8, D))
+HOWS = ["eager", "jit", "remat", "scan", "vmap"]
+
+
+def mean_square(y):
+    return jnp.mean(y**2)
+
+
+class LinenModel(nn.Module):
+    """One layer, called as `how` says; a ``scan`` is over a stack of one."""
+
+    how: str = "eager"
+
+    @nn.compact
+    def __call__(self, x):
+        if self.how == "scan":
+            body = lambda layer, x, _: (layer(x), None)
+            axes = {"params": 0, "fp8": 0, "fp8_sink": 0}
+            how = {"variable_axes": axes, "split_rngs": {"params": True}, "length": 1}
+            return nn.scan(body, **how)(self.layer(jfp8.Dense), x, None)[0]
+        return self.layer(nn.remat(jfp8.Dense) if self.how == "remat" else jfp8.Dense)(x)
+
+    def layer(self, kind):
+        return kind(D, use_bias=False, name="layer")
+
+
+def of_linen(how):
+    """Return the state, ``run(state, x)`` and ``gradient(state, x)``, which return new states."""
+    model = LinenModel(how)
+    variables = model.init(jax.random.key(0), X)
+    params, fp8 = variables["params"], variables["fp8"]
+
+    def loss(params, fp8, x):
+        y, mutated = model.apply({"params": params, "fp8": fp8}, x, mutable=["fp8"])
+        return mean_square(y), mutated["fp8"]
+
+    def run(fp8, x):
+        return loss(params, fp8, x)[1]
+
+    def gradient(fp8, x, loss=loss):
+        return jax.grad(loss, has_aux=True)(params, fp8, x)[1]
+
+    if how == "vmap":
+        each = lambda f: lambda fp8, x: jax.vmap(f, (None, 0))(fp8, x[:, None])
+        largest = lambda f: lambda *args: jax.tree.map(lambda a: a.max(0), each(f)(*args))
+        run, gradient = largest(run), largest(gradient)
+    of_jit = lambda fp8, x: gradient(fp8, x, jax.jit(loss))
+    found = lambda fp8: [fp8["layer"]["DotGeneral_0"][r]["amax_history"] for r in ("lhs", "rhs")]
+    newest = lambda fp8: [history.ravel()[0] for history in found(fp8)]
+    return fp8, run, gradient, of_jit if how == "eager" else None, newest, params
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, how):
+        self.how = how
+        make = lambda rngs: jfp8.nnx.Linear(D, D, use_bias=False, rngs=rngs)
+        rngs = nnx.Rngs(0)
+        self.layer = nnx.vmap(make)(rngs.split(1)) if how == "scan" else make(rngs)
+
+    def __call__(self, x):
+        call = lambda layer, x: layer(x)
+        if self.how == "remat":
+            call = nnx.remat(call)
+        elif self.how == "vmap":
+            call = nnx.vmap(call, in_axes=(None, 0))
+        elif self.how == "scan":
+            axes = nnx.StateAxes({(nnx.Param, Fp8State, Fp8Sink): 0, ...: None})
+            call = nnx.scan(call, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+        return call(self.layer, x)
+
+
+def of_nnx(how):
+    model = NnxModel(how)
+    loss = lambda model, x: mean_square(model(x))
+
+    def on_a_copy(f):
+        def changed(state, x):
+            copy = nnx.clone(model)
+            nnx.update(copy, state)
+            f(copy, x)
+            return nnx.state(copy, Fp8State)
+
+        return changed
+
+    gradient = lambda loss: on_a_copy(lambda model, x: nnx.grad(loss)(model, x))
+    run, of_jit = on_a_copy(lambda model, x: model(x)), gradient(nnx.jit(loss))
+    found = lambda state: [state["layer"]["dot_general"]["fp8"][r] for r in ("lhs", "rhs")]
+    newest = lambda state: [v.get_value().ravel()[0] for v in found(state)]
+    state = nnx.state(model, Fp8State)
+    return state, run, gradient(loss), of_jit if how == "eager" else None, newest, model.layer
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("api", [of_linen, of_nnx])
+def test_a_gradient_records_and_nothing_else_does(api, how):
+    state, run, gradient, gradient_of_jit, newest, weights = api(how)
+    wrap = jax.jit if how == "jit" else lambda f: f
+    (kernel,) = jax.tree.leaves(nnx.state(weights, nnx.Param) if api is of_nnx else weights)
+    expected = [np.max(np.abs(X)), np.max(np.abs(kernel))]
+
+    after = wrap(run)(state, X)
+    assert not any(map(np.any, jax.tree.leaves(after)))
+    for each in filter(None, (gradient, gradient_of_jit)):
+        recorded = wrap(each)(state, X)
+        np.testing.assert_array_equal(newest(recorded), expected)
+    again = wrap(run)(recorded, 100 * X)
+    assert_same(again, recorded)
+
+
+@pytest.mark.parametrize("amax", [0.0, 3.0, -3.0], ids=["ended", "under way", "recorded"])
+def test_an_evaluation_returns_the_collection_bit_for_bit(amax):
+    model = jfp8.Dense(D)
+    variables = model.init(jax.random.key(0), X)
+    product = dict(variables["fp8"]["DotGeneral_0"])
+    history = jnp.zeros(16).at[0].set(3.0)
+    product["lhs"] = {"amax_history": history, "amax": jnp.float32(amax)}
+    given = {"DotGeneral_0": {**product, "check": jnp.float32(0)}}
+    for fp8 in (given, {"DotGeneral_0": {**product, "check": jnp.float32(1)}}):  # was averaged
+        for sink in ({}, {"fp8_sink": variables["fp8_sink"]}):
+            both = {"params": variables["params"], "fp8": fp8, **sink}
+            _, mutated = model.apply(both, X, mutable=["fp8"])
+            assert_same(mutated["fp8"], fp8)
+
+
+def trained(steps):
+    """An NNX layer after `steps`, its optimizer, and a step that returns the loss."""
+    model = jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = jfp8.nnx.value_and_grad(lambda model, x: mean_square(model(x) - x))(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [step(model, optimizer, X * (1 + i)) for i in range(steps)]
+    return model, lambda x: step(model, optimizer, x), losses
+
+
+def test_a_warm_up_does_not_calibrate():
+    """A call with dummies of 0.001 made the loss of the first step 1e-8 of the true one."""
+    (cold, step_cold, _), (warm, step_warm, _) = trained(0), trained(0)
+    call = nnx.jit(lambda model, x: model(x))
+    call(warm, jnp.full((1, D), 1e-3))
+    warm(jnp.full((1, D), 1e-3))
+    np.testing.assert_array_equal(step_warm(8 * X), step_cold(8 * X))
+    assert_same(nnx.state(warm, Fp8State), nnx.state(cold, Fp8State))
+
+
+def test_an_evaluation_changes_no_later_loss():
+    """Inputs that are 100 times as large stayed in the histories for 16 steps."""
+    (evaluated, step, _), (_, alone, _) = trained(3), trained(3)
+    call = nnx.jit(lambda model, x: model(x))
+    for i in range(3):
+        call(evaluated, 100 * X)
+        np.testing.assert_array_equal(step(X + i), alone(X + i))
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_an_evaluation_reduces_nothing_to_a_maximum(api, compiled_here):
+    """Its scales are those of histories that the program knows, which XLA computes ahead."""
+    if api == "nnx":
+        model, _, _ = trained(1)
+        evaluate = lambda x: (model(x), ())
+    else:
+        layer = jfp8.Dense(D)
+        variables = layer.init(jax.random.key(0), X)
+        loss = lambda v, x: mean_square(layer.apply(v, x))
+        state = jfp8.TrainState.create(apply_fn=None, variables=variables, tx=optax.sgd(0.1))
+        state = state.apply_gradients(jfp8.value_and_grad(loss)(state, X)[1])
+        variables = {"params": state.params, "fp8": state.fp8}
+        evaluate = lambda x: layer.apply(variables, x, mutable=["fp8"])
+    text = jax.jit(evaluate).lower(X).compile().as_text()
+    assert "maximum(" not in text
+    gradient = jax.jit(lambda x: jax.vjp(evaluate, x, has_aux=True)[1](x))
+    assert "maximum(" in gradient.lower(X).compile().as_text()  # of the backward pass
+
+
+def test_a_step_leaks_no_tracer():
+    model = jfp8.linen.MultiHeadDotProductAttention(num_heads=2)
+    x = X[None]
+    loss = lambda v, x: mean_square(model.apply(v, x))
+    with jax.checking_leaks():
+        state = jfp8.TrainState.create(
+            apply_fn=None, variables=model.init(jax.random.key(0), x), tx=optax.sgd(0.1)
+        )
+        jax.jit(jfp8.value_and_grad(loss))(state, x)
+        attention = jfp8.nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0))
+        nnx.jit(jfp8.nnx.value_and_grad(lambda m, x: mean_square(m(x))))(attention, x)
