@@ -237,7 +237,7 @@ class _Reading(Reader):
         if called.startswith(PRODUCT_NAME):
             self.product(eqn, given, at.stack)
             made = [_Note(note.axes, note.depends) for note in self.inside(eqn, ins, at)]
-        elif called == "quantized":
+        elif called == "quantized" and given:  # Flax may take a constant part out of a loop
             first, *others = self.inside(eqn, ins, at)
             casts = (*given[0].casts, dtype_name(eqn.outvars[0].aval))
             tensor = dataclasses.replace(given[0], casts=casts), object()
