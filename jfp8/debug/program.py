@@ -248,7 +248,7 @@ class _Reading(Reader):
 
     def inside(self, eqn: Any, ins: list[Value], at: Place) -> list[_Note]:
         """Read a call."""
-        return notes_in(interpreter.inline(self, eqn, ins, at)[0])
+        return notes_in(interpreter.enter(self, eqn, ins, at)[0])
 
     def flow(self, eqn: Any, ins: Sequence[Value]) -> list[_Note]:
         given = notes_in(ins)
