@@ -222,7 +222,7 @@ class ProductModule(nn.Module):
             return None
         place = self._place("fp8", ROLES[0])
         if self.has_variable(*place):
-            return self._read_intact(place[0], checks=sink is None)
+            return self._read_intact(checks=sink is None)
         # Parameters that are mutable for other reasons are no invitation.
         invited = self.is_initializing() or not self.state_in_params
         if empty is None or not (invited and self.is_mutable_collection(place[0])):
@@ -232,7 +232,7 @@ class ProductModule(nn.Module):
         return {role: self._get("fp8", role) for role in ROLES}
 
     @nn.nowrap
-    def _read_intact(self, collection: str, checks: bool) -> dict[str, AmaxState]:
+    def _read_intact(self, checks: bool) -> dict[str, AmaxState]:
         """Return the existing histories.
 
         Trees that users have averaged, or that `nn.map_variables` maps, are checked. Training does
