@@ -265,7 +265,7 @@ def forward(
     of_gradient, seen = (None, None) if sink is None else recorded
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
     if not and_backward:  # XLA drops what nothing else needs
-        observed = Observed(*(jnp.where(False, a, 0) for a in observed))
+        observed = jax.tree.map(lambda a: jnp.where(False, a, 0), observed)
     seeds = (
         None if dgrad.rotation is None else rotation_seed(dgrad, "dgrad", rhs_amax, seed),
         None if wgrad.rotation is None else rotation_seed(wgrad, "wgrad", lhs_amax, seed),
