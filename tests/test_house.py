@@ -199,8 +199,8 @@ ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=200, paths=()
 LINES_OF_A_JAXPR = 250
 READERS_OF_EQUATIONS = 3  # files with ``.eqns``: others are a `Reader` of the one interpreter
 LINES_OF_ROOMS = {
-    "tracing": 794,
-    "scaling": 2752,
+    "tracing": 1302,
+    "scaling": 2754,
     "quantizers": 800,
     "matmul": 962,
     "recipes": 1576,
@@ -209,7 +209,7 @@ LINES_OF_ROOMS = {
     "layers": 5292,
     "collectives": 1023,
     "optim": 2528,
-    "training": 2887,
+    "training": 2888,
     "checkpoint": 3463,
     "conversion": 4497,
     "debug": 4123,
@@ -388,15 +388,11 @@ CHANGES = {
     r"(layers|conversion|training)\.nnx|debug\.(stats|compare)": (
         "NNX modules are references that calls update; a converted copy gets subclasses"
     ),
-    r"products\.|optim\.loss_scale_state": "notes of what happens while a function is traced",
-    r"debug\.recorder": "counts steps",
-    r"layers\.linen\.|conversion\.linen|integrations\.maxtext\.enabled": (
+    r"optim\.loss_scale_state": "notes of what happens while a function is traced",
+    r"debug\.(recorder|reading)": "count steps, and say where a traced body measured",
+    r"layers\.(linen\.|options)|conversion\.linen|integrations\.maxtext\.enabled": (
         "options of a layer for one call; that a model has warned; a trainer in a context"
     ),
-}
-NOTES = {
-    "jfp8.products.undifferentiated_uses.ProductUse",
-    "jfp8.products.undifferentiated_uses.Uses",
 }
 CONSTRUCTORS = {"__init__", "__new__", "__post_init__"}
 SETTERS = {"setattr", "delattr", "object.__setattr__", "object.__delattr__"}
@@ -435,7 +431,7 @@ def test_values_never_change():
         for name, is_frozen in dataclasses_of(tree).items()
     }
     assert len(frozen) > 100
-    assert {name for name in frozen if not frozen[name]} == BASES_OF_MODULES | NOTES
+    assert {name for name in frozen if not frozen[name]} == BASES_OF_MODULES
     changing = {m: found for m, t in modules().items() if (found := list(changes_in(t)))}
     excused = re.compile("|".join(rf"jfp8\.({files})" for files in CHANGES))
     assert {m: found for m, found in changing.items() if not excused.match(m)} == {}

@@ -6,30 +6,18 @@ the original, computes its program with FP8 matmuls, and keeps their states in c
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import flax.core
 import flax.linen as nn
-from flax.core.scope import CollectionFilter, DenyList, LazyRng, in_filter
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.core.scope import CollectionFilter, DenyList
 
-from jfp8.conversion.linen_attention import (
-    check_cache_dtypes,
-    check_caching_layers,
-    replace_attention,
-)
-from jfp8.conversion.linen_seen import Seen, watching
-from jfp8.conversion.linen_state import STATES, init_collections, read_states, write_states
-from jfp8.conversion.plan import Plan, plan_of
-from jfp8.conversion.program import Program
-from jfp8.conversion.run import run_planned
+from jfp8.conversion.linen_call import Call, as_class
+from jfp8.conversion.linen_seen import Seen
 from jfp8.conversion.selection import Selection
-from jfp8.layers.linen import messages
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
@@ -45,13 +33,7 @@ def convert_module(
     ``model.init`` ends with ``on_init(model, variables, *args, **kwargs)``.
     """
     original = getattr(type(model), "jfp8_original", type(model))
-    return _as(model, _converted_class(original, selection, on_init))
-
-
-def _as(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """Return `model`, unbound, as an instance of `cls`."""
-    fields = [f for f in dataclasses.fields(model) if f.init and f.name not in ("parent", "name")]
-    return cls(**{f.name: getattr(model, f.name) for f in fields}, parent=None, name=model.name)
+    return as_class(model, _converted_class(original, selection, on_init))
 
 
 @functools.cache
@@ -85,14 +67,14 @@ class _Converted:
         cls, model = type(self), self
         if model.scope is not None:  # pyrefly: ignore
             return super().__reduce_ex__(protocol)
-        original = _as(model, cls.jfp8_original)  # pyrefly: ignore
+        original = as_class(model, cls.jfp8_original)  # pyrefly: ignore
         return convert_module, (original, cls.jfp8_selection, cls.jfp8_on_init)
 
     def apply(
         self, variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any
     ) -> Any:
         """Run ``nn.Module.apply`` with FP8 matmuls."""
-        call = _Call.of(self, type(self).jfp8_selection)
+        call = Call.of(self, type(self).jfp8_selection)
         if _is_disabled():
             return call.model.apply(variables, *args, rngs=rngs, **kwargs)
         return call.apply(variables, args, rngs, kwargs)
@@ -106,7 +88,7 @@ class _Converted:
     ) -> tuple[Any, Any]:
         """Run ``nn.Module.init_with_output``, and add the states of FP8 matmuls."""
         cls = type(self)
-        call = _Call.of(self, cls.jfp8_selection)
+        call = Call.of(self, cls.jfp8_selection)
         if _is_disabled():
             y, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
         else:
@@ -146,166 +128,11 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         outer = region.current()
         if outer is not None and isinstance(outer.edges, Seen):  # it has states of its own
             outer.edges.ours.add("/".join(self.path))
-        call = _Call.of(self, type(self).jfp8_selection)
+        call = Call.of(self, type(self).jfp8_selection)
         return call.in_scope(self, name, args, kwargs)
 
     vars(method).pop("__wrapped__")  # Flax and inspect would look through it
     return method
-
-
-class _Call(NamedTuple):
-    """Hold what is called: the original model, unbound; and what is to be converted.
-
-    Attributes:
-      place: the path of the module in a model that is not converted.
-      warns: the model whose user is warned, once.
-    """
-
-    model: nn.Module
-    selection: Selection
-    place: tuple[str, ...]
-    warns: Any
-
-    @classmethod
-    def of(cls, model: Any, selection: Selection) -> _Call:
-        place = () if model.scope is None else model.scope.path
-        unbound = model if model.scope is None else model.unbind()[0]
-        original = getattr(type(model), "jfp8_original", type(model))
-        return cls(_as(unbound, original), selection, place, model)
-
-    def apply(
-        self, variables: Mapping[str, Any], args: Any, rngs: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what ``model.apply`` does, with FP8 matmuls and new states."""
-        selection, mutable = self.selection, kwargs.get("mutable", False)
-        params, seen = variables.get("params"), Seen.of(self.place, variables)
-        others = {name: x for name, x in variables.items() if name != "params"}
-
-        def run(params: Any, others: Any) -> Any:
-            collections, rngs, args, kwargs = others
-            given = collections if params is None else {"params": params, **collections}
-            with self.traced(seen):
-                return self.model.apply(given, *args, rngs=rngs, **kwargs)
-
-        # A model sees no states but those of layers of jfp8 with recipes of their own.
-        without = {name: x for name, x in others.items() if name not in STATES}
-        program, plan = self._planned(run, params, (without, rngs, args, kwargs), seen)
-        if seen.has_ours and len(without) < len(others):
-            program, plan = self._planned(run, params, (others, rngs, args, kwargs), seen)
-        seen.check(selection, params, plan)
-        if kwargs.get("method") is None:
-            seen.warn(self.warns, params, plan)
-        states = read_states(plan, variables, mutable)
-        key = rngs.get("fp8") if isinstance(rngs, Mapping) else None
-        key = key.as_jax_rng() if isinstance(key, LazyRng) else key
-        told = messages.WITHOUT_HISTORIES
-        out, observed = run_planned(program, plan, states, key=key, if_lacking=told)
-        y, mutated = (out, {}) if mutable is False else out
-        self._check_caches(seen, params, variables, mutated)
-        if mutable is False:
-            return y
-        if "fp8" in variables and in_filter(mutable, "fp8"):
-            new = write_states({**variables["fp8"], **mutated.get("fp8", {})}, states, observed)
-            mutated = type(mutated)({**mutated, "fp8": new})
-        return y, mutated
-
-    def init_states(
-        self, variables: Any, args: Any, rngs: Any, mutable: CollectionFilter, kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Return the result, and `variables` of ``init`` with the states of the matmuls."""
-        seen, method = Seen.of(self.place, variables), kwargs.get("method")
-        kwargs = {k: x for k, x in kwargs.items() if k not in ("method", "capture_intermediates")}
-
-        def run(params: Any, others: Any) -> Any:
-            rngs, args, kwargs = others
-            with self.traced(seen):
-                return _initialize(self.model, {"params": params}, rngs, True, method)(
-                    *args, **kwargs
-                )[0]
-
-        params = variables.get("params", {})
-        program, plan = self._planned(run, params, (rngs, args, kwargs), seen)
-        seen.check(self.selection, params, plan, of_init=True)
-        self._check_caches(seen, params, variables)
-        seen.warn(self.warns, params, plan)
-        collection = self.selection.state_collection
-        flat = {}
-        for name, states in init_collections(plan, collection, mutable).items():
-            flat[name] = {**flatten_dict(states), **flatten_dict(variables.get(name, {}))}
-        new = {name: unflatten_dict(each) for name, each in flat.items()}
-        return run_planned(program, plan, {})[0], type(variables)({**variables, **new})
-
-    def in_scope(self, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-        """Call a bound module: compute as `apply` and ``init`` do, and write what they return."""
-        scope = module.scope
-        variables = flax.core.unfreeze(scope.variables())
-        rngs = dict(scope.rngs)
-        for name, rng in scope.rngs.items():  # another call has other random numbers
-            if scope.rng_counters[name]:
-                rngs[name] = LazyRng.create(rng, scope.rng_counters[name])
-            scope.rng_counters[name] += 1
-        if module.is_initializing():
-            run = _initialize(self.model, variables, rngs, scope.mutable, method)
-            with self.traced(Seen()):
-                _, new = run(*args, **kwargs)
-            y, new = self.init_states(new, args, rngs, scope.mutable, {**kwargs, "method": method})
-        else:
-            how = {**kwargs, "method": method, "mutable": scope.mutable}
-            out = self.apply(variables, args, rngs, how)
-            y, new = out if scope.mutable is not False else (out, {})
-        for collection, tree in new.items():
-            for name, value in tree.items():
-                scope.put_variable(collection, name, value)
-        return y
-
-    @contextmanager
-    def traced(self, seen: Seen) -> Iterator[None]:
-        """Trace the plain model in this context, and note its modules."""
-        recipe = self.selection.recipe
-        # Another region in each trace: one of ``nn.jit`` that JAX has kept would call no module.
-        here = Region(recipe, True, self.selection, seen, by_program=True)
-        attention = replace_attention(self.selection, seen.attentions)
-        with (
-            region.entered(here),
-            nn.intercept_methods(watching(seen)),
-            nn.intercept_methods(attention),
-        ):
-            yield
-
-    def _planned(self, run: Any, params: Any, others: Any, seen: Seen) -> tuple[Program, Plan]:
-        paths = []
-        for keys, _ in Program.leaves_with_path(params):
-            paths.append("/".join(str(key.key) for key in keys if hasattr(key, "key")))
-        program = Program.of(run, params, paths, others)
-        is_whole = not self.place
-        return program, plan_of(program, self.selection, seen.named, is_whole=is_whole)
-
-    def _check_caches(self, seen: Seen, params: Any, *variables: Any) -> None:
-        """Raise ``ValueError`` if keys and values are not stored as the selection says."""
-        dtype = self.selection.cache_dtype
-        if dtype is None:
-            return
-        if seen.knows_all(params):
-            layer = nn.MultiHeadDotProductAttention
-            spelled = "nn.MultiHeadDotProductAttention(decode=True)"
-            check_caching_layers(dtype, seen.kinds.values(), layer, spelled)
-        for given in variables:
-            check_cache_dtypes(dtype, given.get("cache", {}))
-
-
-def _initialize(
-    model: nn.Module, variables: Any, rngs: Any, mutable: Any, method: Any
-) -> Callable[..., tuple[Any, Any]]:
-    """Return ``model.init_with_output`` as a function of arguments, with existing `variables`."""
-
-    def call(scope: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = model.clone(parent=scope, _deep_clone=True)
-        if method is None or isinstance(method, str):
-            return getattr(bound, method or "__call__")(*args, **kwargs)
-        return method(bound, *args, **kwargs)
-
-    apply = flax.core.apply(call, mutable=mutable, flags={"initializing": True})
-    return functools.partial(apply, variables, rngs=rngs)
 
 
 @contextmanager
@@ -319,7 +146,7 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
         is_call = module.scope is not None and name != "setup" and not name.startswith("_jfp8")
         if not is_call or region.current() != here or isinstance(module, _Converted):
             return next_fun(*args, **kwargs)
-        return _Call.of(module, selection).in_scope(module, name, args, kwargs)
+        return Call.of(module, selection).in_scope(module, name, args, kwargs)
 
     with region.entered(here), nn.intercept_methods(intercept) if enabled else region.entered(here):
         yield

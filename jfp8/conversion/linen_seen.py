@@ -50,7 +50,7 @@ class Seen:
       modules: the others.
       dimensions: how many each parameter of a module has there, inside of ``nn.vmap``.
       attentions: what was decided on attention between the projections of a layer.
-      held: NNX modules, whose parameters are not those of the model.
+      held: NNX modules, which are converted where they are made.
       ours: matmuls of layers of jfp8, which compute them in FP8 by themselves.
     """
 
@@ -77,6 +77,8 @@ class Seen:
             stays = "" if is_ours else _own_product(layer)
         product += f"_{nth}" if nth > 1 else ""
         state, kind = f"{module}/{product}".lstrip("/"), type(layer).__name__
+        if any(f"{module}/".startswith(f"{held}/") for held in self.held):
+            stays = "inside an NNX module, which is converted where it is made"
         stacks = self._stacks(module, name, matmul)
         return Named(state, path, layer, kind, place, product, stacks, stays)
 
@@ -134,13 +136,15 @@ class Seen:
         if warned in vars(model):
             return
         planned = list(plan.matmuls.values())
-        told = bool(plan.ahead or self.held)
+        chosen = lambda path: plan.selection.decide(path, self.modules.get(path), None).chosen
+        held = {path: kind for path, kind in self.held.items() if not chosen(path)}
+        told = bool(plan.ahead or held)
         plan.warn_ahead()
-        if self.held:
-            warnings.warn(bridged_message(self.held), UserWarning, stacklevel=user_level())
+        if held:
+            warnings.warn(bridged_message(held), UserWarning, stacklevel=user_level())
         decided = [*(each.decision for each in planned), *self.attentions.values()]
         converted = any(decision.recipe is not None for decision in decided)
-        if not self.held and not converted and self.knows_all(params) and not self.has_ours:
+        if not held and not converted and self.knows_all(params) and not self.has_ours:
             stayed = {
                 each.named.path: (type(each.named.layer), each.decision) for each in planned
             } | {path: (nn.Module, decision) for path, decision in self.attentions.items()}
@@ -174,7 +178,8 @@ def watching(seen: Seen) -> Callable[..., Any]:
             seen.kinds[path] = type(module)
         elif path not in seen.modules or not is_known(type(module)):
             seen.modules[path] = module
-        seen.held.update(_held(path, module))
+        kind = vars(module).get("nnx_class")  # getattr is watched
+        seen.held.update(_held(path, module) | ({path: kind} if isinstance(kind, type) else {}))
         return result
 
     return intercept

@@ -236,7 +236,7 @@ class _Reading(Reader):
         if called.startswith(PRODUCT_NAME):
             self.product(eqn, given, at.stack)
             made = [_Note(note.axes, note.depends) for note in self.inside(eqn, ins, at)]
-        elif called == "quantized":
+        elif called == "quantized" and given:  # Flax may take a constant part out of a loop
             first, *others = self.inside(eqn, ins, at)
             casts = (*given[0].casts, dtype_name(eqn.outvars[0].aval))
             tensor = dataclasses.replace(given[0], casts=casts), object()
@@ -247,7 +247,7 @@ class _Reading(Reader):
 
     def inside(self, eqn: Any, ins: list[Value], at: Place) -> list[_Note]:
         """Read a call."""
-        return notes_in(interpreter.inline(self, eqn, ins, at)[0])
+        return notes_in(interpreter.enter(self, eqn, ins, at)[0])
 
     def flow(self, eqn: Any, ins: Sequence[Value]) -> list[_Note]:
         given = notes_in(ins)

@@ -232,9 +232,8 @@ def forward(
 ) -> tuple[tuple[jax.Array, Observed], Residuals]:
     """Return fprop with the amaxes of its operands, and the residuals for `backward`.
 
-    Only the forward rule observes amaxes, which runs where a derivative is taken; the primal
-    function, without a backward pass, returns zeros of the same types. If lhs is made of other
-    arrays, `of` has the arguments of `Operation.made`.
+    Without a backward pass the amaxes are zeros: only the forward rule observes, which runs where a
+    derivative is taken. If lhs is made of other arrays, `of` has arguments of `Operation.made`.
     """
     options, carried = how
     lhs, rhs, _, histories, sink, seed, q_lhs = operands
@@ -265,8 +264,8 @@ def forward(
     recorded = history("grad"), Observed(lhs_amax, rhs_amax)
     of_gradient, seen = (None, None) if sink is None else recorded
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
-    if not and_backward:  # then XLA drops amaxes that nothing else needs
-        observed = Observed(*(jnp.where(False, a, 0) for a in observed))
+    if not and_backward:  # XLA drops what nothing else needs
+        observed = jax.tree.map(lambda a: jnp.where(False, a, 0), observed)
     seeds = (
         None if dgrad.rotation is None else rotation_seed(dgrad, "dgrad", rhs_amax, seed),
         None if wgrad.rotation is None else rotation_seed(wgrad, "wgrad", lhs_amax, seed),

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import flax.linen
 import jax
 import numpy as np
-from flax.core import Scope
 from jax import lax
 from jax._src import config, core, source_info_util
 from jax._src import mesh as mesh_lib
@@ -233,36 +230,6 @@ def cudnn_version() -> int | None:
         return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
     except RuntimeError:
         return None
-
-
-def outermost_scope() -> Scope | None:
-    """Return the scope of the running ``apply``: the root of all scopes except lifted modules'.
-
-    None outside a Linen module.
-    """
-    modules = flax.linen.module._context.module_stack
-    outermost = modules[1] if len(modules) > 1 else None
-    return None if outermost is None or outermost.scope is None else outermost.scope.root
-
-
-def filters_of_lift() -> Sequence[Any]:
-    """Return the filters by which a lifted transformation is about to group collections, in or out.
-
-    That is in a property of scopes which Flax's `pack` reads; () where something else reads it, and
-    for ``nn.custom_vjp``.
-    """
-    frame = sys._getframe(2)
-    ways = {"_partial_pack": "in", "_partial_pack.<locals>.repack_fn": "out"}
-    way = ways.get(frame.f_code.co_qualname)
-    if way is None or frame.f_locals.get("name") == "custom_vjp":
-        return ()
-    return frame.f_locals[f"{way}_variable_filters"]
-
-
-def scopes_of_lift() -> Sequence[Any]:
-    """Return the scopes that a lift has just made of others, if it asks for these scopes' hash."""
-    frame = sys._getframe(2)
-    return frame.f_locals["scopes"] if frame.f_code.co_qualname == "_dup_scopes" else ()
 
 
 # The region inside does not share compiled functions with the region outside.

@@ -194,11 +194,15 @@ def _equation(
     computed = reader.equation(eqn, ins, at)
     if computed is not None:
         return computed
-    bodies = list(jaxprs_of(eqn))
-    if not bodies or not reader.enters(eqn, ins):
+    if not list(jaxprs_of(eqn)) or not reader.enters(eqn, ins):
         return reader.as_it_is(eqn, ins), []
+    return enter(reader, eqn, ins, at)
+
+
+def enter(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> tuple[Sequence[Value], Emitted]:
+    """Run the bodies of an equation, or tell the reader that they are not known."""
     runs = _RUNS.get("checkpoint" if is_checkpoint(eqn) else eqn.primitive.name)
-    if runs is None and _may_be_inlined(reader, eqn, bodies):
+    if runs is None and _may_be_inlined(reader, eqn):
         runs = inline
     if runs is None:
         return reader.closed_to(eqn, ins, at), []
@@ -208,11 +212,11 @@ def _equation(
         return runs(reader, eqn, ins, at)
 
 
-def _may_be_inlined(reader: Reader, eqn: Any, bodies: Sequence[Jaxpr]) -> bool:
+def _may_be_inlined(reader: Reader, eqn: Any) -> bool:
     """Return whether a primitive that is not in `_RUNS` may be replaced by its only body."""
     if reader.computes and not (reader.inlines_rules and eqn.primitive.name in RULES):
         return False
-    sizes = lambda x: (len(x.invars), len(x.outvars))
+    bodies, sizes = list(jaxprs_of(eqn)), lambda x: (len(x.invars), len(x.outvars))
     return len(bodies) == 1 and sizes(bodies[0]) == sizes(eqn)
 
 

@@ -167,7 +167,9 @@ class _Early(_Split):
     def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
         """Compute an equation that a kept value needs, and no other."""
         if at.path in self.plans:
-            return None
+            n, n_carry = scan_sizes(eqn) if eqn.primitive.name == "scan" else (len(ins), 0)
+            varying = [Value(None)] * n_carry  # even if it is known at the start
+            return interpreter.enter(self, eqn, [*ins[:n], *varying, *ins[n + n_carry :]], at)
         plan = self.plan_of(at)
         if at.path[-1] not in plan.early:
             return [Value(None)] * len(eqn.outvars), []

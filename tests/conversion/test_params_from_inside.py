@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -358,12 +359,21 @@ def bridged(make):
 
 
 @pytest.mark.slow
-def test_nnx_modules_in_linen_models_are_converted():
-    """Their parameters are those of the model, by Flax's bridge."""
-    converted = jfp8.convert(bridged(nnx.Linear), exempt=())
-    variables = converted.init(KEY, X)
-    assert jfp8.report(converted, variables, X).fp8_fraction == 1
-    assert all(np.all(amax > 0) for amax in amaxes(stepped(converted, variables, 1).fp8, "lhs"))
+def test_nnx_modules_in_linen_models_are_told():
+    converted = jfp8.convert(bridged(nnx.Linear), "current", exempt=())
+    with pytest.warns(UserWarning, match=r"Linear at 'inside'.*where they are made") as told:
+        variables = converted.init(KEY, X)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted.apply(variables, X)  # was told once
+        jfp8.convert(bridged(nnx.Linear), "current", exempt="inside").init(KEY, X)
+        # What the warning advises.
+        make = lambda *args, **kwargs: jfp8.convert(
+            nnx.Linear(*args, **kwargs), "current", exempt=()
+        )
+        advised = jfp8.convert(bridged(make), "current", exempt=())
+        assert jfp8.report(advised, advised.init(KEY, X), X).fp8_fraction == 1
 
 
 def test_nnx_layers_in_the_place_of_linen_layers_are_told():

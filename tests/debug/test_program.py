@@ -86,6 +86,21 @@ def test_loops_keep_sequences_and_positions_apart(program):
     assert mixed == (program is not by_position, program is by_position)
 
 
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return jfp8.Dense(32, recipe="current")(x), None
+
+
+def test_stacked_layers_of_linen():
+    """Flax takes the constant part of what is quantized out of a scan over layers."""
+    layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()
+    variables = layers.init(jax.random.key(1), X)
+    check = jfp8.debug.check_program(lambda x: layers.apply(variables, x)[0], X)
+    assert check.later == check.others == ("Dense_0",)
+    assert not check.unknown
+
+
 def test_embedded_tokens_keep_sequences_and_positions_apart():
     f = lambda w, tokens: w[tokens] @ w
     for recipe in ("rowwise", "current"):

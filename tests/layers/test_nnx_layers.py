@@ -16,6 +16,7 @@ from jfp8.recipes.per_tensor import Float8CurrentScaling
 from support.amaxes import E4M3, E5M2, fake_quantize
 from support.arrays import assert_same, relative_error
 from support.arrays import keyed_normal as normal
+from support.recorded import record
 
 # name: (arguments, keyword arguments, shape of the input)
 LAYERS = {
@@ -200,6 +201,7 @@ def test_attention_is_drop_in():
     for args in ((q, kv), (q,)):
         recorded = nnx.clone(ours)
         assert 1e-3 < relative_error(call(recorded, *args), call(stock, *args)) < 0.12
+    record(recorded, q)
     products = [m for _, m in nnx.iter_modules(recorded) if isinstance(m, jfp8.nnx.DotGeneral)]
     assert len(products) == 4  # one for each projection, not one shared by three
     amaxes = [float(p.histories()["rhs"][0]) for p in products]

@@ -198,6 +198,20 @@ def test_loops_over_stacked_weights(reverse):
     ]
 
 
+def test_a_loop_may_start_from_constants():
+    w = jax.random.normal(KEY, (3, 8, 8))
+
+    def function(w, x):
+        def turn(total, w):
+            data, scale = quantized(w)
+            return total + x @ data.astype(jnp.float32) * scale, None
+
+        return lax.scan(turn, jnp.zeros((4, 8)), w)[0]
+
+    _, kept = rest_and_kept(function, w, jnp.ones((4, 8)))
+    assert sorted(leaf.shape for leaf in jax.tree.leaves(kept)) == [(3,), (3, 8, 8)]
+
+
 @pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
 def test_calls(call):
     @call

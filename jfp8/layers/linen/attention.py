@@ -61,7 +61,6 @@ class EinsumProduct(ProductModule):
         dot_general = DotGeneral(
             self.recipe,
             self.implementation,
-            self.state_in_params,
             state_collection=self.state_collection,
         )
         return einsum.as_dot_general(

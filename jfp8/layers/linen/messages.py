@@ -1,10 +1,5 @@
 """Warnings about histories that a loop omits or cannot change."""
 
-NOT_MUTABLE_INSIDE = (
-    "An FP8 matmul records no amax: the 'fp8' collection is mutable in this apply, but not inside "
-    "the transformation that calls it. Name it there, next to 'params'; or train with "
-    "jfp8.TrainState and jfp8.value_and_grad."
-)
 WITHOUT_HISTORIES = (
     "A model with delayed scaling is trained without its 'fp8' collection, so every scale "
     "is computed from the tensor itself: current scaling. Pass all of model.init's result, as "

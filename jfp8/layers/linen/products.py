@@ -13,7 +13,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import meta, unfreeze
-from flax.core.scope import in_filter
 from flax.linen import dtypes
 from jax import lax
 
@@ -24,7 +23,6 @@ from jfp8.layers.linen.state_in_gradients import (
     StateCollection,
     check_state_collection,
 )
-from jfp8.layers.linen.state_in_params import from_params, into_params, place_of
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, pass_on, promoted
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
@@ -32,7 +30,6 @@ from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.shared_input import SharedInput
-from jfp8.products.slower import why_slower
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_of_matmul, why_in_high_precision
@@ -53,8 +50,6 @@ from jfp8.scaling.history import (
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
-from jfp8.tracing.compat import outermost_scope
-from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import EXPLAINING, note
 
 
@@ -65,31 +60,17 @@ class ProductModule(nn.Module):
       recipe: the quantizer of each operand; None for the recipe of the `jfp8.autocast` region, or
         else ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
-      state_in_params: store the state in the ``params`` collection, so that it is lifted together
-        with parameters; `jfp8.convert` moves it there and back.
       state_collection: ``"_overwrite_with_gradient"``: the state is one variable of that
         collection, whose gradient is its next value; see `jfp8.linen`.
       casts_kernel: True if a kernel in f32 is cast to the dtype of the inputs; layers of jfp8
         leave the cast to the matmul.
-      leading: sizes of leading axes of the state: of loops in which it is used.
-      unless_slower_on: stay in high precision if FP8 is expected to be slower on this GPU.
     """
 
     recipe: RecipeLike | None = None
     implementation: Implementation = None
-    state_in_params: bool = False
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
     casts_kernel: bool = False
-    leading: tuple[int, ...] = ()
-    unless_slower_on: Gpu | None = None
-
-    @nn.nowrap
-    def _place(self, collection: str, name: str) -> tuple[str, str]:
-        """Return the collection and the name of a variable of `collection`."""
-        return (
-            place_of(self.scope, collection, name) if self.state_in_params else (collection, name)
-        )
 
     @nn.nowrap
     def _multiply(
@@ -114,11 +95,6 @@ class ProductModule(nn.Module):
                 return in_high_precision()
         check_operand(lhs)
         state, records = self.begin(recipe)
-        if self.unless_slower_on is not None:
-            slower = why_slower(self.unless_slower_on, recipe, in_high_precision, lhs, rhs)
-            if slower:
-                with note("reason", slower):
-                    return in_high_precision()
         with self._noted(recipe, layer, state):
             told = self.if_trained(recipe, state)
             options = Options(recipe, self.implementation, rhs_dtype, if_trained=told)
@@ -160,8 +136,7 @@ class ProductModule(nn.Module):
         else:
             sink = self._read_sink(recipe)
             histories = self._read_state(recipe, sink)
-        place, _ = self._place("fp8", ROLES[0])
-        records = self.state_collection == "fp8" and self.is_mutable_collection(place)
+        records = self.state_collection == "fp8" and self.is_mutable_collection("fp8")
         records = records and histories is not None and not self.is_initializing()
         if histories is not None and records:
             step = resume_recorded if self._is_used_again() else end_recorded
@@ -193,15 +168,12 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _is_used_again(self) -> bool:
-        """Return True if this ``apply`` has used the matmul before, or may have.
-
-        It may have within a lifted transformation, whose body may be traced once and run twice.
-        """
+        """Return True if this ``apply``, or this trace of a lifted body, has used the matmul."""
         assert self.scope is not None
-        outermost, mark = outermost_scope(), f"{self.scope.path_text} has recorded"
-        if outermost is not self.scope.root or outermost.name_reserved(mark):
+        root, mark = self.scope.root, f"{self.scope.path_text} has recorded"
+        if root.name_reserved(mark):
             return True
-        outermost.reserve(mark)
+        root.reserve(mark)
         return False
 
     @nn.nowrap
@@ -220,19 +192,16 @@ class ProductModule(nn.Module):
         # State of a layer whose recipe has none is a mistake, unless it is only there temporarily.
         if empty is None and self.recipe is None:
             return None
-        place = self._place("fp8", ROLES[0])
-        if self.has_variable(*place):
-            return self._read_intact(place[0], checks=sink is None)
-        # Parameters that are mutable for other reasons are no invitation.
-        invited = self.is_initializing() or not self.state_in_params
-        if empty is None or not (invited and self.is_mutable_collection(place[0])):
+        if self.has_variable("fp8", ROLES[0]):
+            return self._read_intact(checks=sink is None)
+        if empty is None or not self.is_mutable_collection("fp8"):
             return None
         for name, value in {**empty, CHECK: jnp.zeros((), jnp.float32)}.items():
             self._put("fp8", name, value)
         return {role: self._get("fp8", role) for role in ROLES}
 
     @nn.nowrap
-    def _read_intact(self, collection: str, checks: bool) -> dict[str, AmaxState]:
+    def _read_intact(self, *, checks: bool) -> dict[str, AmaxState]:
         """Return the existing histories.
 
         Trees that users have averaged, or that `nn.map_variables` maps, are checked. Training does
@@ -246,68 +215,49 @@ class ProductModule(nn.Module):
     @nn.nowrap
     def if_trained(self, recipe: Recipe, state: State) -> str | None:
         """Return a warning if training cannot keep what the `recipe` needs; else None."""
-        if self.is_initializing():
-            return None
-        if state.histories is None:
-            needless = is_overridden() or recipe.init_state() is None
-            return None if needless else messages.WITHOUT_HISTORIES
-        place = self._place("fp8", ROLES[0])[0]
-        if state.sink is not None or self.is_mutable_collection(place):
-            return None
-        call = outermost_scope()
-        lost = call is not None and in_filter(call.mutable, place)
-        return messages.NOT_MUTABLE_INSIDE if lost else None
+        needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
+        return messages.WITHOUT_HISTORIES if state.histories is None and not needless else None
 
     @nn.nowrap
     def _has_check(self) -> bool:
-        return self.has_variable(*self._place("fp8", CHECK))
+        return self.has_variable("fp8", CHECK)
 
     @nn.nowrap
     def _read_sink(self, recipe: Recipe) -> jax.Array | None:
         """Return the sink, if the loss may be differentiated with respect to it; else None."""
-        place = self._place("fp8_sink", "amax")
         if self.is_initializing():
-            if self.is_mutable_collection(place[0]) and recipe.init_state() is not None:
+            if self.is_mutable_collection("fp8_sink") and recipe.init_state() is not None:
                 self._put("fp8_sink", "amax", init_sink())
             return None
-        if self.is_mutable_collection("fp8_sink") or not self.has_variable(*place):
+        if self.is_mutable_collection("fp8_sink") or not self.has_variable("fp8_sink", "amax"):
             return None
         return self._get("fp8_sink", "amax")
 
     @nn.nowrap
     def _read_overwritten(self, recipe: Recipe) -> tuple[dict[str, AmaxState] | None, Any]:
         """Return histories and sink from the variable whose gradient replaces it, or None."""
-        empty, key = recipe.init_state(), self._place(OVERWRITTEN, NAME)
+        empty = recipe.init_state()
         if empty is None and self.recipe is None:
             return None, None
+        exists = self.has_variable(OVERWRITTEN, NAME)
         if self.is_initializing():
-            makes = self.is_mutable_collection(key[0]) and not self.has_variable(*key)
-            if empty is not None and makes:
+            if empty is not None and not exists and self.is_mutable_collection(OVERWRITTEN):
                 self._put(OVERWRITTEN, NAME, init_overwritten(empty))
-        elif self.has_variable(*key):
-            call: Any = outermost_scope() or self.scope
-            if in_filter(call.mutable, OVERWRITTEN) and not call.get_flag("initializing", False):
+        elif exists:
+            if self.is_mutable_collection(OVERWRITTEN):
                 warnings.warn(messages.UNCHANGED, stacklevel=user_level())
-            read = partial(read_overwritten, empty=empty)
-            for _ in self.leading:
-                read = jax.vmap(read)
-            return read(self._get(OVERWRITTEN, NAME))
+            return read_overwritten(self._get(OVERWRITTEN, NAME), empty)
         return None, None
 
     @nn.nowrap
     def _get(self, collection: str, name: str) -> Any:
-        value = meta.unbox(self.get_variable(*self._place(collection, name)))
-        return from_params(value, collection, len(self.leading)) if self.state_in_params else value
+        return meta.unbox(self.get_variable(collection, name))
 
     @nn.nowrap
     def _put(self, collection: str, name: str, value: Any) -> None:
-        if self.leading and self.is_initializing():
-            value = jax.tree.map(lambda x: jnp.zeros((*self.leading, *x.shape), x.dtype), value)
-        stored = into_params(value, len(self.leading)) if self.state_in_params else value
-        place = self._place(collection, name)
-        if self.has_variable(*place):  # in boxes, if the arrays were in some
-            stored = meta.replace_boxed(unfreeze(self.get_variable(*place)), stored)
-        self.put_variable(*place, stored)
+        if self.has_variable(collection, name):  # in boxes, if the arrays were in some
+            value = meta.replace_boxed(unfreeze(self.get_variable(collection, name)), value)
+        self.put_variable(collection, name, value)
 
 
 class DotGeneral(ProductModule):
@@ -394,9 +344,7 @@ class ProductOf:
     module: type[ProductModule]
     recipe: RecipeLike | None
     implementation: Implementation
-    state_in_params: bool = False
     state_collection: StateCollection = "fp8"
-    unless_slower_on: Gpu | None = None
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
@@ -406,10 +354,8 @@ class ProductOf:
         return self.module(
             recipe=self.recipe,
             implementation=self.implementation,
-            state_in_params=self.state_in_params,
             state_collection=self.state_collection,
             casts_kernel=True,
-            unless_slower_on=self.unless_slower_on,
             **where,
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import flax
@@ -234,8 +233,7 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
             for layer, of_layer in zip((self.query, self.key, self.value), shared, strict=True):
                 product = getattr(layer, "dot_general", None)
                 if isinstance(product, DotGeneral):
-                    product = partial(product, shared_input=of_layer)
-                    stack.enter_context(replaced(layer, dot_general=product))
+                    stack.enter_context(replaced(product, shared_input=of_layer))
             yield
 
 

@@ -78,6 +78,8 @@ class Product(PrintsRecipe):
       path: path of the matmul in its model, ``"layers/0/linear1"``; "" if unknown.
       fp8: ``{"lhs", "rhs", "grad"}``, one `Fp8State` each; None for recipes without state.
       fp8_sink: `Fp8Sink`, or None.
+      shared_input: see `SharedInput`, during a call of a layer that has several products of one
+        array; otherwise None.
       casts_kernel: True if a kernel in f32 is cast to the dtype of the inputs; layers of jfp8
         leave the cast to the matmul.
       unless_slower_on: stay in high precision if FP8 is expected to be slower on this GPU.
@@ -112,6 +114,7 @@ class Product(PrintsRecipe):
             check = Fp8State(jnp.zeros((*leading, 1), jnp.float32))
             self.fp8 = nnx.Dict({CHECK: check, **{r: Fp8State(empty(r)) for r in ROLES}})
         self.fp8_sink: Fp8Sink | None = nnx.data(None)
+        self.shared_input: SharedInput | None = nnx.data(None)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Accept an option that ``nnx.view`` sets; it makes no difference here."""
@@ -148,7 +151,6 @@ class Product(PrintsRecipe):
         lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         layer: Layer = "dense",
-        shared_input: SharedInput | None = None,
     ) -> jax.Array:
         """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
 
@@ -177,7 +179,7 @@ class Product(PrintsRecipe):
             causal = recipe.is_causal(layer, history=histories is not None)
             with note("recipe", recipe.name), note("ahead", "" if causal else "later positions"):
                 options = Options(recipe, self.implementation, rhs_dtype, if_trained=lost)
-                state = State(histories, sink, shared=shared_input)
+                state = State(histories, sink, shared=self.shared_input)
                 y, observed = quantized(lhs, rhs, options=options, state=state)
             if records and lost is None:
                 record(self, observed)
@@ -333,7 +335,6 @@ class DotGeneral(Product):
         *,
         out_sharding: Any = None,
         multiply: Callable[..., Any] = multiply_quantized,
-        shared_input: SharedInput | None = None,
     ) -> jax.Array:
         """Return ``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
@@ -347,7 +348,7 @@ class DotGeneral(Product):
         }
         quantized = partial(observed_dot_general, **how, multiply=multiply)
         plain = partial(lax.dot_general, **how, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs, shared_input=shared_input)
+        return self._multiply(quantized, plain, lhs, rhs)
 
 
 class ConvGeneralDilated(Product):
