@@ -27,6 +27,7 @@ from jfp8.conversion.nnx_layers import (
     as_plain,
     converted_of,
     inside_of_attention,
+    nodes_in,
     set_converted,
     spelled,
     warn_if_unconverted,
@@ -128,8 +129,9 @@ class TracedCall:
         more than values, ``(None, None, what Flax makes the result and the modules of)``.
         """
         given = module, args, kwargs
-        variables = _variables(given)
-        known, held = _known(given)
+        nodes = nodes_in(given)
+        variables = _variables(nodes)
+        known, held = _known(nodes)
         with nnx.split_context(TAG) as context:
             of = lambda ids: lambda _, variable: id(variable) in ids
             graph, weights, states, others = context.split(given, of(known), of(held), ...)
@@ -142,9 +144,10 @@ class TracedCall:
         def plain(weights: Any, others: Any) -> Any:
             with nnx.merge_context(TAG, inner=True) as context:
                 copy = context.merge(graph, weights, states, others)
-            inside = _variables(copy)
+            nodes = nodes_in(copy)
+            inside = _variables(nodes)
             before = [variable.get_raw_value() for variable in inside]
-            with as_plain(copy):
+            with as_plain(nodes):
                 result = function(copy[0], *copy[1], **copy[2])
             after = [variable.get_raw_value() for variable in inside]
             changed = {i: x for i, x in enumerate(after) if x is not before[i]}
@@ -260,8 +263,8 @@ def _place(module: Any) -> str:
     return "" if converted is None else converted.path
 
 
-def _variables(tree: Any) -> list[nnx.Variable]:
-    return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
+def _variables(nodes: Sequence[Any]) -> list[nnx.Variable]:
+    return [x for x in nodes if isinstance(x, nnx.Variable)]
 
 
 def _has_modules(tree: Any) -> bool:
@@ -269,18 +272,18 @@ def _has_modules(tree: Any) -> bool:
     return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
-def _known(given: Any) -> tuple[dict[int, tuple[Any, Weight]], set[int]]:
-    """Find the weights in the arguments of a call, and the state of their matmuls, by ``id``."""
+def _known(nodes: Sequence[Any]) -> tuple[dict[int, tuple[Any, Weight]], set[int]]:
+    """Find the weights among `nodes`, and the state of their matmuls, by ``id``."""
     weights: dict[int, tuple[Any, Weight]] = {}
     states: set[int] = set()
-    for _, module in nnx.iter_graph(given, graph=True):
+    for module in nodes:
         converted = converted_of(module)
         for weight in () if converted is None else converted.weights:
             variable = weight.of(module)
             if id(variable) not in weights or weight.holder:  # of two that share it
                 weights[id(variable)] = module, weight
             if weight.holder:
-                states |= set(map(id, _variables(getattr(module, weight.holder))))
+                states |= set(map(id, _variables(nodes_in(getattr(module, weight.holder)))))
     return weights, states
 
 

@@ -82,6 +82,11 @@ def set_converted(module: Any, converted: Converted) -> None:
     setattr(module, _ATTRIBUTE, converted)
 
 
+def nodes_in(tree: Any) -> list[Any]:
+    """List the modules, Variables and values in `tree`, shared ones once."""
+    return [x for _, x in nnx.iter_graph(tree, graph=True)]
+
+
 def nodes_of(module: nnx.Module) -> list[tuple[Keys, Any]]:
     """List the modules in `module` and their keys, outer ones first, in the order of names."""
     found = [(keys, x) for keys, x in nnx.iter_graph(module, graph=True) if _is_module(x)]
@@ -189,10 +194,9 @@ def stacks_of(nodes: Sequence[tuple[Keys, Any]]) -> dict[Keys, tuple[int, ...]]:
 
 
 @contextlib.contextmanager
-def as_plain(copy: Any) -> Iterator[None]:
-    """Return a context in which the modules in `copy` are those of the plain model."""
-    modules = [x for _, x in nnx.iter_graph(copy, graph=True)]
-    converted = [(x, how) for x in modules if (how := converted_of(x)) is not None]
+def as_plain(nodes: Sequence[Any]) -> Iterator[None]:
+    """Return a context in which the modules among `nodes` are those of the plain model."""
+    converted = [(x, how) for x in nodes if (how := converted_of(x)) is not None]
     held = [(x, w, getattr(x, w.holder)) for x, c in converted for w in c.weights if w.holder]
     for module, weight, _ in held:
         if weight.plain is ABSENT:
@@ -200,10 +204,10 @@ def as_plain(copy: Any) -> Iterator[None]:
         else:
             setattr(module, weight.holder, nnx.static(weight.plain))
     for module, how in converted:
-        set_converted(module, replace(how, is_plain=True))
+        object.__setattr__(module, _ATTRIBUTE, replace(how, is_plain=True))
     yield
     for module, how in converted:
-        set_converted(module, how)
+        object.__setattr__(module, _ATTRIBUTE, how)
     for module, weight, product in held:
         setattr(module, weight.holder, nnx.data(product))
 
