@@ -26,8 +26,8 @@ from jfp8.conversion.nnx_layers import (
     Weight,
     as_plain,
     converted_of,
+    graph_of,
     inside_of_attention,
-    nodes_in,
     set_converted,
     spelled,
     warn_if_unconverted,
@@ -129,9 +129,8 @@ class TracedCall:
         more than values, ``(None, None, what Flax makes the result and the modules of)``.
         """
         given = module, args, kwargs
-        nodes = nodes_in(given)
-        variables = _variables(nodes)
-        known, held = _known(nodes)
+        modules, variables = graph_of(given)
+        known, held = _known(modules)
         with nnx.split_context(TAG) as context:
             of = lambda ids: lambda _, variable: id(variable) in ids
             graph, weights, states, others = context.split(given, of(known), of(held), ...)
@@ -144,10 +143,9 @@ class TracedCall:
         def plain(weights: Any, others: Any) -> Any:
             with nnx.merge_context(TAG, inner=True) as context:
                 copy = context.merge(graph, weights, states, others)
-            nodes = nodes_in(copy)
-            inside = _variables(nodes)
+            modules, inside = graph_of(copy)
             before = [variable.get_raw_value() for variable in inside]
-            with as_plain(nodes):
+            with as_plain(modules):
                 result = function(copy[0], *copy[1], **copy[2])
             after = [variable.get_raw_value() for variable in inside]
             changed = {i: x for i, x in enumerate(after) if x is not before[i]}
@@ -263,27 +261,23 @@ def _place(module: Any) -> str:
     return "" if converted is None else converted.path
 
 
-def _variables(nodes: Sequence[Any]) -> list[nnx.Variable]:
-    return [x for x in nodes if isinstance(x, nnx.Variable)]
-
-
 def _has_modules(tree: Any) -> bool:
     is_module = lambda x: isinstance(x, nnx.Pytree)
     return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
-def _known(nodes: Sequence[Any]) -> tuple[dict[int, tuple[Any, Weight]], set[int]]:
-    """Find the weights among `nodes`, and the state of their matmuls, by ``id``."""
+def _known(modules: Sequence[Any]) -> tuple[dict[int, tuple[Any, Weight]], set[int]]:
+    """Find the weights of `modules`, and the state of their matmuls, by ``id``."""
     weights: dict[int, tuple[Any, Weight]] = {}
     states: set[int] = set()
-    for module in nodes:
+    for module in modules:
         converted = converted_of(module)
         for weight in () if converted is None else converted.weights:
             variable = weight.of(module)
             if id(variable) not in weights or weight.holder:  # of two that share it
                 weights[id(variable)] = module, weight
             if weight.holder:
-                states |= set(map(id, _variables(nodes_in(getattr(module, weight.holder)))))
+                states |= set(map(id, graph_of(getattr(module, weight.holder))[1]))
     return weights, states
 
 

@@ -82,9 +82,16 @@ def set_converted(module: Any, converted: Converted) -> None:
     setattr(module, _ATTRIBUTE, converted)
 
 
-def nodes_in(tree: Any) -> list[Any]:
-    """List the modules, Variables and values in `tree`, shared ones once."""
-    return [x for _, x in nnx.iter_graph(tree, graph=True)]
+def graph_of(tree: Any) -> tuple[list[nnx.Module], list[nnx.Variable]]:
+    """List the modules and the Variables in `tree`, shared ones once."""
+    modules: list[nnx.Module] = []
+    variables: list[nnx.Variable] = []
+    for _, x in nnx.iter_graph(tree, graph=True):
+        if isinstance(x, nnx.Module):
+            modules.append(x)
+        elif isinstance(x, nnx.Variable):
+            variables.append(x)
+    return modules, variables
 
 
 def nodes_of(module: nnx.Module) -> list[tuple[Keys, Any]]:
@@ -194,9 +201,9 @@ def stacks_of(nodes: Sequence[tuple[Keys, Any]]) -> dict[Keys, tuple[int, ...]]:
 
 
 @contextlib.contextmanager
-def as_plain(nodes: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which the modules among `nodes` are those of the plain model."""
-    converted = [(x, how) for x in nodes if (how := converted_of(x)) is not None]
+def as_plain(modules: Sequence[nnx.Module]) -> Iterator[None]:
+    """Return a context in which `modules` are those of the plain model."""
+    converted = [(x, how) for x in modules if (how := converted_of(x)) is not None]
     held = [(x, w, getattr(x, w.holder)) for x, c in converted for w in c.weights if w.holder]
     for module, weight, _ in held:
         if weight.plain is ABSENT:
