@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from jfp8.conversion.linen_attention import check_caching_layers
 from jfp8.conversion.nnx import TAG, TracedCall, enter
 from jfp8.conversion.nnx_layers import (
     Converted,
-    Keys,
     Weight,
     converted_of,
     has_own_product,
@@ -28,7 +27,6 @@ from jfp8.conversion.nnx_layers import (
     weights_of,
     why_not,
 )
-from jfp8.conversion.plan import PlannedMatmul
 from jfp8.conversion.selection import Decision, Selection
 from jfp8.layers.nnx.attention import has_stock_attention, install_attention, install_cache
 from jfp8.layers.nnx.hooks import hook_of, product_for

@@ -120,7 +120,7 @@ def initialize(
         print("\n".join(f"{path}: {repr(d.recipe) if d.recipe else d.reason}" for path, d in found))
         edges = [choice.value for choice in selection.exempt if isinstance(choice, Edge)]
         if edges:
-            print(f"Seen in a call, and exempt (jfp8.report(model, x) lists them): {'; '.join(edges)}")
+            print(f"Exempt, as jfp8.report(model, x) sees in a call: {'; '.join(edges)}")
     if opt_level == "O2":
         tx = _with_stored_moments(tx)
     if chosen.needs_loss_scale:

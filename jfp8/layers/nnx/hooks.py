@@ -138,6 +138,7 @@ def install(
     setattr(layer, hook.name, nnx.data(product))
     layer.promote_dtype = SparingScaledArrays(layer.promote_dtype)
 
+
 @dataclass(frozen=True)
 class SparingScaledArrays:
     """A layer's ``promote_dtype`` that leaves `ScaledArray`s unchanged, and compares by value."""
@@ -149,4 +150,3 @@ class SparingScaledArrays:
         promote = lambda arrays: self.promote_dtype(tuple(arrays), **options)
         casts_kernel = self.promote_dtype is dtypes.promote_dtype
         return tuple(promoted(promote, args, casts_kernel))
-
