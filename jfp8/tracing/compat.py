@@ -160,8 +160,8 @@ def bodies_of(eqn: Any) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
     """List the jaxprs among the parameters of an equation, bodies and branches, with constants."""
     for value in params_of(eqn).values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(x, "jaxpr", None)  # a function with its own derivative, since 0.11
-            closed = inner if isinstance(inner, ClosedJaxpr) else x
+            # A function with its own derivative is in another object since 0.11.
+            closed = x if isinstance(x, ClosedJaxpr) else getattr(x, "jaxpr", None)
             if isinstance(closed, ClosedJaxpr):
                 yield closed.jaxpr, closed.consts
             elif isinstance(x, Jaxpr):

@@ -70,7 +70,7 @@ def product_and_gradients(dtype=jnp.float32, numbers=PLAIN, **options):
 
     args = (jnp.ones(shapes[0], dtype), jnp.ones(shapes[1], dtype))
     sink = None if state is None else init_sink()
-    return jax.value_and_grad(loss, argnums=(0, 1)), (*args, sink)
+    return jax.value_and_grad(loss, argnums=(0, 1) if sink is None else (0, 1, 2)), (*args, sink)
 
 
 def assert_three_f8_products(found, forward=E4M3, backward=E5M2, out="f32", of_wgrad=None):

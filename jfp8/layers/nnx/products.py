@@ -117,7 +117,11 @@ class Product(PrintsRecipe):
         self.shared_input: SharedInput | None = nnx.data(None)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Accept an option that ``nnx.view`` sets; it makes no difference here."""
+        """Accept an option that ``nnx.view`` sets.
+
+        Args:
+          use_running_average: makes no difference here.
+        """
 
     def histories(self) -> dict[str, jax.Array]:
         """Return the three amax histories; only for a matmul that has some."""
