@@ -9,26 +9,21 @@ changed: statistics, caches, counts of random numbers.
 from __future__ import annotations
 
 import functools
-import inspect
-import types
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jfp8.conversion.nnx_layers import (
-    Converted,
     Weight,
     as_plain,
+    check_can_change,
     converted_of,
     graph_of,
-    inside_of_attention,
-    set_converted,
+    place_of,
     spelled,
     warn_if_unconverted,
 )
@@ -41,69 +36,8 @@ from jfp8.layers.nnx.products import Product, histories_to_read, record, warn_in
 from jfp8.products.operation import Observed, State
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
 from jfp8.tracing.devices import Gpu
-from jfp8.tracing.notes import layer_noted
 
 TAG = "jfp8"  # names the context in which Flax follows what a call changes
-_UNTRACEABLE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
-def enter(module: Any, converted: Converted, kind: type | None = None) -> None:
-    """Make calls of a module enter the conversion; `kind` replaces its class, if it is given."""
-    kind = getattr(type(module), "jfp8_original", type(module)) if kind is None else kind
-    is_pytree = not jax.tree_util.treedef_is_leaf(jax.tree.structure(module))
-    object.__setattr__(module, "__class__", _entering(kind, is_pytree))
-    set_converted(module, converted)
-
-
-@functools.cache
-def _entering(kind: type[nnx.Module], is_pytree: bool) -> type[nnx.Module]:
-    """Make a subclass of `kind` that looks like it, and whose public methods are `_method`s."""
-    namespace = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace["jfp8_original"] = kind
-    namespace["__reduce_ex__"] = lambda self, _: (_restored, (kind, is_pytree), vars(self).copy())
-    for name, function in inspect.getmembers(kind, inspect.isfunction):
-        public = name == "__call__" or not name.startswith("_")
-        own = public and getattr(nnx.Module, name, None) is not function
-        if own and not isinstance(inspect.getattr_static(kind, name), staticmethod):
-            namespace[name] = _method(function, name == "__call__")
-    with warnings.catch_warnings():  # Flax has warned of the annotations of `kind` already
-        warnings.simplefilter("ignore")
-        fill = lambda body: body.update(namespace)
-        return types.new_class(kind.__name__, (kind,), {"pytree": is_pytree}, fill)
-
-
-def _restored(kind: type[nnx.Module], is_pytree: bool) -> Any:
-    return object.__new__(_entering(kind, is_pytree))
-
-
-def _method(function: Callable[..., Any], is_call: bool) -> Callable[..., Any]:
-    """Return a method that enters the conversion where it is called from outside."""
-
-    @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        here = converted_of(self)
-        if here is None or not (is_call or _has_arrays((args, kwargs))):
-            return function(self, *args, **kwargs)
-        if here.is_plain:
-            if not is_call:
-                return function(self, *args, **kwargs)
-            reason = inside_of_attention(self) or here.reason
-            with layer_noted(here.path, type(self).__name__, reason):
-                return function(self, *args, **kwargs)
-        try:
-            return _called(function, self, args, kwargs, is_call)
-        except _UNTRACEABLE:  # but calls of modules inside may be
-            return function(self, *args, **kwargs)
-
-    return method
-
-
-def _has_arrays(tree: Any) -> bool:
-    return any(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(tree))
 
 
 @dataclass(frozen=True)
@@ -161,9 +95,9 @@ class TracedCall:
 
     def plan(self) -> Plan:
         """Decide what becomes of each matmul."""
-        is_whole = _place(self.module) == ""
-        selections = [weight.selection for _, weight in self.weights.values()]
-        gpu = next((s.unless_slower_on for s in selections if s is not None), None)
+        is_whole = place_of(self.module) == ""
+        gpus = (weight.selection.unless_slower_on for _, weight in self.weights.values())
+        gpu = next(filter(None, gpus), None)
         deciding: Any = _Deciding(is_whole, gpu)
         return plan_of(self.program, deciding, functools.partial(self._name, {}))
 
@@ -183,7 +117,7 @@ class TracedCall:
         if product is not None and product.fp8 is not None:
             stacks = max(0, product.fp8["lhs"].ndim - 1 - loops)
         name = path if nth == 1 else f"{path}_{nth}"
-        place, kind = _place(module), type(module).__name__
+        place, kind = place_of(module), type(module).__name__
         return Named(name, weight.path, module, kind, place, stacks=stacks, stays=weight.stays)
 
     def product(self, name: str) -> Product | None:
@@ -226,7 +160,9 @@ class _Deciding:
 
     def decide(self, path: str, module: Any, edge: Edge | None) -> Decision:
         """Decide on the matmuls of the weight at `path`, which `module` holds."""
-        weight = next(w for w in converted_of(module).weights if w.path == path)
+        converted = converted_of(module)
+        weights = () if converted is None else converted.weights
+        weight = next(each for each in weights if each.path == path)
         if edge is Edge.LOGITS and not self.is_whole:
             edge = None
         decision = weight.selection.decide(path, module, edge)
@@ -236,29 +172,24 @@ class _Deciding:
         return Decision(recipe, "" if recipe else why_in_high_precision())
 
 
-def _called(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -> Any:
+def call(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -> Any:
     """Compute ``function(module, *args, **kwargs)`` with FP8 matmuls."""
-    warn_inside_linen(_place(module))
+    warn_inside_linen(place_of(module))
     with nnx.update_context(TAG):
-        call = TracedCall.of(function, module, args, kwargs)
-        plan = call.plan()
-        states = call.states(plan)
-        lost = call.why_lost(states)
-        out, amaxes = run_planned(call.program, plan, states, if_lost=lost)
+        traced = TracedCall.of(function, module, args, kwargs)
+        plan = traced.plan()
+        states = traced.states(plan)
+        lost = traced.why_lost(states)
+        out, amaxes = run_planned(traced.program, plan, states, if_lost=lost)
         result, changed, whole = out
         if whole is not None:
-            set_converted(module, converted_of(module))  # raises where nothing can be set
+            check_can_change(module)
             with nnx.merge_context(TAG, inner=False) as context:
                 _, result = context.merge(*whole)
-    call.update(amaxes, changed or {})
-    if is_call and _place(module) == "":
+    traced.update(amaxes, changed or {})
+    if is_call and place_of(module) == "":
         _warn(module, plan)
     return result
-
-
-def _place(module: Any) -> str:
-    converted = converted_of(module)
-    return "" if converted is None else converted.path
 
 
 def _has_modules(tree: Any) -> bool:

@@ -12,14 +12,17 @@ import numpy as np
 from flax import nnx
 
 from jfp8.conversion.linen_attention import check_caching_layers
-from jfp8.conversion.nnx import TAG, TracedCall, enter
+from jfp8.conversion.nnx import TAG, TracedCall
+from jfp8.conversion.nnx_classes import enter
 from jfp8.conversion.nnx_layers import (
     Converted,
     Weight,
     converted_of,
+    graph_of,
     has_own_product,
     layers_of,
     nodes_of,
+    place_of,
     set_converted,
     spelled,
     stacks_of,
@@ -28,7 +31,12 @@ from jfp8.conversion.nnx_layers import (
     why_not,
 )
 from jfp8.conversion.selection import Decision, Selection
-from jfp8.layers.nnx.attention import has_stock_attention, install_attention, install_cache
+from jfp8.layers.nnx.attention import (
+    DotProductAttention,
+    has_stock_attention,
+    install_attention,
+    install_cache,
+)
 from jfp8.layers.nnx.hooks import hook_of, product_for
 from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.layers.nnx.transformer import TransformerLayer
@@ -88,9 +96,8 @@ def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] 
     selection.check_patterns([weight.path for _, weight, _ in found])
     selection.check_types([node for node, _, _ in found])
     converted = copy_of(model, selection, example)
-    if not any(isinstance(node, Product) for _, node in nnx.iter_graph(converted, graph=True)):
-        if not any(decision.recipe for decision in decisions(model, selection).values()):
-            warn_if_unconverted(converted, {})
+    if not any(decision.recipe for decision in decisions(model, selection).values()):
+        warn_if_unconverted(converted, {})
     return converted
 
 
@@ -150,10 +157,9 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
             _hold(node, weight, decision.recipe, leading)
         elif planned is not None and decision.reason:
             _replace(node, replace(weight, holder="", stays=decision.reason))
-    for _, node in nnx.iter_graph(converted, graph=True):
-        if isinstance(node, nnx.Module) and getattr(node, "recipe", None) is not None:
-            if hasattr(node, "unless_slower_on"):
-                node.unless_slower_on = selection.unless_slower_on
+    for node in graph_of(converted)[0]:
+        if isinstance(node, Product | DotProductAttention) and node.recipe is not None:
+            node.unless_slower_on = selection.unless_slower_on
     return converted
 
 
@@ -173,7 +179,7 @@ def _hold(node: Any, weight: Weight, recipe: Recipe, leading: tuple[int, ...]) -
     if hook_of(node):
         product = product_for(node, recipe, path=weight.path)
     else:
-        product = DotGeneral(recipe=recipe, path=converted_of(node).path, leading=leading)
+        product = DotGeneral(recipe=recipe, path=place_of(node), leading=leading)
     setattr(node, weight.holder, nnx.data(product))
     _replace(node, weight)
 
@@ -210,7 +216,7 @@ def _check_recipes(model: nnx.Module, selection: Selection) -> None:
         for weight in () if here is None else here.weights:
             if not weight.holder:
                 continue
-            own = () if weight.path == here.path else weight.keys
+            own = () if weight.path == place_of(node) else weight.keys
             path, recipe = spelled((*keys, *own)), getattr(node, weight.holder).recipe
             wanted = selection.decide(path, node, None).recipe
             if wanted is not None and recipe is not None and wanted != recipe:

@@ -38,7 +38,7 @@ class Weight:
 
     keys: Keys
     path: str
-    selection: Selection | None
+    selection: Selection
     holder: str = ""
     plain: Any = ABSENT
     stays: str = ""
@@ -77,9 +77,20 @@ def converted_of(module: Any) -> Converted | None:
     return vars(module).get(_ATTRIBUTE) if isinstance(module, nnx.Module) else None
 
 
+def place_of(module: Any) -> str:
+    """Return the path of a module in the converted model that it is part of, else ""."""
+    converted = converted_of(module)
+    return "" if converted is None else converted.path
+
+
 def set_converted(module: Any, converted: Converted) -> None:
-    """Tell a module of its conversion. Where Flax lets no attribute be set, this raises."""
+    """Tell a module of its conversion."""
     setattr(module, _ATTRIBUTE, converted)
+
+
+def check_can_change(module: Any) -> None:
+    """Raise Flax's error if no attribute of `module` can be set, because it is of another trace."""
+    setattr(module, _ATTRIBUTE, converted_of(module))
 
 
 def graph_of(tree: Any) -> tuple[list[nnx.Module], list[nnx.Variable]]:
@@ -140,7 +151,7 @@ def params_of(module: nnx.Module) -> list[tuple[Keys, nnx.Param]]:
     return [(keys, x) for keys, x in found if isinstance(x, nnx.Param) and own(keys)]
 
 
-def weights_of(module: Any, place: str, selection: Selection | None) -> list[Weight]:
+def weights_of(module: Any, place: str, selection: Selection) -> list[Weight]:
     """List the parameters of a module, and the attributes that may hold the state of a matmul."""
     if has_own_product(module):
         return []
@@ -234,7 +245,7 @@ def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]])
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for node, here in nodes:
         for weight in here.weights:
-            if weight.path in stayed or weight.selection is None or weight.keys == ("bias",):
+            if weight.path in stayed or weight.keys == ("bias",):
                 continue
             decision = weight.selection.decide(weight.path, node, None)
             if hook_of(node) is not None and weight.path == here.path and not weight.holder:
