@@ -38,10 +38,10 @@ def _entering(kind: type[nnx.Module], is_pytree: bool) -> type[nnx.Module]:
     namespace = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace["jfp8_original"] = kind
     namespace["__reduce_ex__"] = lambda self, _: (_restored, (kind, is_pytree), vars(self).copy())
-    for name, function in inspect.getmembers(kind, inspect.isfunction):
+    for name in dir(kind):
         public = name == "__call__" or not name.startswith("_")
-        own = public and getattr(nnx.Module, name, None) is not function
-        if own and not isinstance(inspect.getattr_static(kind, name), staticmethod):
+        function = inspect.getattr_static(kind, name) if public else None
+        if inspect.isfunction(function) and getattr(nnx.Module, name, None) is not function:
             namespace[name] = _method(function, name == "__call__")
     with warnings.catch_warnings():  # Flax has warned of the annotations of `kind` already
         warnings.simplefilter("ignore")

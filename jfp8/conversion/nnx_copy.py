@@ -135,15 +135,7 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
     converted = nnx.clone(model, graph=True)
     found = _convertible(converted, selection)
     for keys, node in nodes_of(converted):
-        path, kind, before = spelled(keys), None, converted_of(node)
-        if selection.attention and _is_attention(node):
-            recipe = selection.decide(path, node, None).recipe
-            if recipe is not None:
-                install_attention(node, recipe=recipe, path=path)
-        if selection.cache_dtype is not None:
-            kind = _class_with_cache(node, selection.cache_dtype, path)
-        is_plain = before is None and has_own_product(node)
-        enter(node, Converted(path, _weights(node, path, selection), is_plain), kind)
+        _enter(node, spelled(keys), selection)
     if selection.cache_dtype is not None:
         kinds = [type(node) for _, node in nodes_of(converted)]
         layer = nnx.MultiHeadAttention
@@ -161,6 +153,19 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
         if isinstance(node, Product | DotProductAttention) and node.recipe is not None:
             node.unless_slower_on = selection.unless_slower_on
     return converted
+
+
+def _enter(node: Any, path: str, selection: Selection) -> None:
+    """Make calls of a module enter the conversion, which has no state for it yet."""
+    kind = None
+    if selection.attention and _is_attention(node):
+        recipe = selection.decide(path, node, None).recipe
+        if recipe is not None:
+            install_attention(node, recipe=recipe, path=path)
+    if selection.cache_dtype is not None:
+        kind = _class_with_cache(node, selection.cache_dtype, path)
+    is_plain = converted_of(node) is None and has_own_product(node)
+    enter(node, Converted(path, _weights(node, path, selection), is_plain), kind)
 
 
 def _weights(node: Any, path: str, selection: Selection) -> tuple[Weight, ...]:

@@ -241,19 +241,25 @@ def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]])
     if any(id(product) not in holders for product in products):
         return
     layers: dict[str, tuple[type, Decision]] = {}
-    kinds: dict[str, type] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for node, weight, decision in _left(nodes, stayed):
+        if hook_of(node) is not None or decision.chosen:
+            layers[weight.path] = type(node), decision
+        else:
+            shape = getattr(weight.of(node).get_raw_value(), "shape", ())
+            shapes.setdefault(place_of(node), {})[spelled(weight.keys)] = tuple(shape)
+    kinds = {here.path: type(node) for node, here in nodes}
+    warn_of_nothing(model, "nnx", {**stayed, **layers}, own_parameters(kinds, shapes))
+
+
+def _left(
+    nodes: Sequence[tuple[Any, Converted]], stayed: Mapping[str, Any]
+) -> Iterator[tuple[Any, Weight, Decision]]:
+    """List the weights that no call has met, and the decisions on those of layers without state."""
     for node, here in nodes:
         for weight in here.weights:
-            if weight.path in stayed or weight.keys == ("bias",):
+            is_layer = hook_of(node) is not None
+            if weight.path in stayed or is_layer and (weight.holder or weight.path != here.path):
                 continue
             decision = weight.selection.decide(weight.path, node, None)
-            if hook_of(node) is not None and weight.path == here.path and not weight.holder:
-                layers[weight.path] = type(node), Decision(None, weight.stays or decision.reason)
-            elif decision.chosen:
-                layers[weight.path] = type(node), decision
-            elif not hook_of(node):
-                kinds[here.path] = type(node)
-                shape = getattr(weight.of(node).get_raw_value(), "shape", ())
-                shapes.setdefault(here.path, {})[spelled(weight.keys)] = tuple(shape)
-    warn_of_nothing(model, "nnx", {**stayed, **layers}, own_parameters(kinds, shapes))
+            yield node, weight, Decision(None, weight.stays) if weight.stays else decision

@@ -16,7 +16,7 @@ from flax import nnx
 from jfp8.conversion.models import Model, convert_selected
 from jfp8.conversion.nnx_copy import decisions
 from jfp8.conversion.report import report
-from jfp8.conversion.selection import Choice, Edge, select
+from jfp8.conversion.selection import Choice, Edge, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.optim import Blocks, ScaledFloat16, fp8_gradients, loss_scale, skip_on_overflow
 from jfp8.optim.stored_state import StoredState, store_state
@@ -116,11 +116,7 @@ def initialize(
     selection = select(chosen, exempt, only, state_collection=state_collection).for_gpu()
     converted = convert_selected(model, selection, _print_report if verbose else None)
     if verbose and isinstance(model, nnx.Module):
-        found = decisions(model, selection).items()
-        print("\n".join(f"{path}: {repr(d.recipe) if d.recipe else d.reason}" for path, d in found))
-        edges = [choice.value for choice in selection.exempt if isinstance(choice, Edge)]
-        if edges:
-            print(f"Exempt, as jfp8.report(model, x) sees in a call: {'; '.join(edges)}")
+        _print_decisions(model, selection)
     if opt_level == "O2":
         tx = _with_stored_moments(tx)
     if chosen.needs_loss_scale:
@@ -130,6 +126,15 @@ def initialize(
         # same steps. It is a power of two, so the codes are the same as of unscaled gradients.
         tx = optax.chain(fp8_gradients(axis_name=axis_name), tx)
     return converted, tx
+
+
+def _print_decisions(model: nnx.Module, selection: Selection) -> None:
+    """Print what becomes of each layer, as far as that is known before a call."""
+    for path, decision in decisions(model, selection).items():
+        print(f"{path}: {repr(decision.recipe) if decision.recipe else decision.reason}")
+    edges = [choice.value for choice in selection.exempt if isinstance(choice, Edge)]
+    if edges:
+        print(f"Exempt, as jfp8.report(model, x) sees in a call: {'; '.join(edges)}")
 
 
 def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
