@@ -67,37 +67,26 @@ IN_A_LAYER = [f"attention/{name}" for name in ("query", "key", "value", "out")] 
 
 
 @pytest.mark.slow
-def test_many_layers_are_in_the_order_of_numbers():
-    """Not in that of their names, where 10 comes before 2."""
-    model = nnx.Sequential(*[nnx.Linear(1, 1, rngs=nnx.Rngs(0)) for _ in range(12)])
-    wanted = [f"layers/{i}" for i in range(12)]
-    assert [path for path, _ in layers_of(model)] == wanted
-    assert [path for path, _ in layers_of(nnx.clone(model))] == wanted
-
-
-@pytest.mark.slow
 def test_containers():
     class Model(nnx.Module):
         def __init__(self, rngs):
             make = lambda: nnx.Linear(D, D, rngs=rngs)
-            self.z = nnx.Dict(b=make(), a=make())
-            self.plain = nnx.data({"y": [make(), (make(),)], "x": make()})
-            self.shared = self.z["b"]
-            self.nothing = None
+            self.z, self.plain = nnx.Dict(b=make()), nnx.data({"y": [make(), (make(),)]})
+            self.shared, self.nothing = self.z["b"], None
+            self.many = nnx.List([make() for _ in range(11)])
 
         def __call__(self, x):
-            (first, (second,)), third = self.plain["y"], self.plain["x"]
-            return self.shared(third(second(first(self.z["a"](self.z["b"](x))))))
+            (first, (second,)) = self.plain["y"]
+            return self.shared(self.many[10](second(first(self.z["b"](x)))))
 
     model, x = Model(nnx.Rngs(0)), normal((3, D))
-    paths = ["plain/x", "plain/y/0", "plain/y/1/0", "shared", "z/a"]
+    many = [f"many/{i}" for i in range(11)]  # 10 comes after 9
+    paths = [*many, "plain/y/0", "plain/y/1/0", "shared"]
     assert [path for path, _ in layers_of(model)] == paths
     converted = convert_module(model, everything)
     assert converted.shared is converted.z["b"]
     assert converted.plain["y"][1][0].dot_general.path == "plain/y/1/0"
     assert layers_of(converted) == []
-    assert len(layers_of(model)) == 5
-    converted.eval()
     y, reference = call(converted, x), call(model, x)
     assert 1e-3 < np.linalg.norm(y - reference) / np.linalg.norm(reference) < 0.15
 
@@ -141,14 +130,10 @@ def test_it_is_the_hand_made_model_and_the_original_is_untouched():
     step = nnx.jit(jfp8.nnx.value_and_grad(loss_of))
     by_hand = Block(nnx.Rngs(0), jfp8.nnx)
     (loss, grads), (wanted_loss, wanted) = step(converted, x), step(by_hand, x)
-    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, wanted)
-    assert jax.tree.structure(grads) == jax.tree.structure(wanted)
-    a, b = histories(converted), histories(by_hand)
-    assert a.keys() == b.keys()
-    for key in a:
-        np.testing.assert_allclose(a[key], b[key], rtol=1e-5)
-        assert a[key][0] > 0
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    jax.tree.map(
+        close, (loss, grads, histories(converted)), (wanted_loss, wanted, histories(by_hand))
+    )
 
     # Training the copy changes nothing of the original.
     optimizer = nnx.Optimizer(converted, optax.sgd(0.1), wrt=nnx.Param)
@@ -219,59 +204,6 @@ def test_stacks_of_stacks():
     nnx.jit(nnx.grad(lambda model, x: jnp.sum(twice(model, x) ** 2)))(converted, x)
     found = histories(converted)["up", "dot_general", "lhs"]
     np.testing.assert_array_equal(found[..., 0], np.full((2, 3), np.abs(x).max()))
-
-
-class Scanned(nnx.Module):
-    """Layers in one array, scanned over: Flax's own example of it."""
-
-    def __init__(self, rngs, layers=3):
-        make = nnx.vmap(lambda rngs: nnx.Linear(D, D, use_bias=False, rngs=rngs))
-        self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
-
-    def __call__(self, x):
-        body = nnx.scan(
-            lambda x, layer: nnx.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-        )
-        return body(x, self.layers)
-
-
-def test_a_stack_of_layers_is_no_edge_of_a_model():
-    """Against the same model unrolled in f32; errors of at most 2^-4 of each operand add up."""
-    model, x = Scanned(nnx.Rngs(0)), normal((4, D))
-    weights = model.layers.kernel.get_value()
-
-    def unrolled(weights, x):
-        seen = []
-        for w in weights:
-            seen.append(jnp.abs(x).max())
-            x = jnp.tanh(x @ w)
-        return (x**2).mean(), jnp.stack(seen)
-
-    (wanted, amaxes), gradients = jax.jit(jax.value_and_grad(unrolled, has_aux=True))(weights, x)
-    converted = jfp8.convert(model)
-    step = nnx.jit(jfp8.nnx.value_and_grad(loss_of))
-    loss, grads = step(converted, x)
-    assert float(loss) == pytest.approx(float(wanted), rel=0.1)
-    error = grads.layers.kernel.get_value() - gradients
-    norm = lambda a: np.sqrt(np.sum(np.square(a), axis=(1, 2)))
-    assert np.all(norm(error) > 1e-3 * norm(gradients))  # each of the three in FP8
-    assert np.all(norm(error) < 0.15 * norm(gradients))
-    found = histories(converted)
-    np.testing.assert_array_equal(
-        found["layers", "dot_general", "rhs"][:, 0], jnp.abs(weights).max((1, 2))
-    )
-    np.testing.assert_allclose(found["layers", "dot_general", "lhs"][:, 0], amaxes, rtol=0.1)
-    assert found["layers", "dot_general", "lhs"][0, 0] == amaxes[0]
-    rows = jfp8.report(converted, x).rows
-    assert [(row.path, row.fp8, row.times) for row in rows] == [("layers", True, 3)] * 3
-
-
-def test_a_stack_of_convolutions_takes_no_images():
-    make = nnx.vmap(lambda rngs: nnx.Conv(3, 3, (3,), rngs=rngs))
-    model = nnx.Dict(layers=nnx.split_rngs(splits=2)(make)(nnx.Rngs(0)))
-    assert isinstance(
-        jfp8.convert(model)["layers"].conv_general_dilated, jfp8.nnx.ConvGeneralDilated
-    )
 
 
 own_derivative = jax.custom_jvp(jnp.dot)
@@ -377,21 +309,6 @@ def test_layers_stacked_along_another_axis_are_refused():
     make = nnx.vmap(lambda rngs: nnx.Linear(4, 5, use_bias=False, rngs=rngs), in_axes=0, out_axes=2)
     with pytest.raises(ValueError, match=r"\(4, 5, 3\).*leading axes"):
         convert_module(nnx.split_rngs(splits=3)(make)(nnx.Rngs(0)), everything)
-
-
-def test_layers_keep_their_own_promotion_and_dtypes():
-    seen = []
-
-    def promote(args, *, dtype=None):
-        seen.append(len(args))
-        return tuple(None if a is None else jnp.asarray(a, jnp.bfloat16) for a in args)
-
-    model = nnx.Linear(D, D, promote_dtype=promote, rngs=nnx.Rngs(0))
-    converted = convert_module(model, everything)
-    assert converted(normal((2, D))).dtype == jnp.bfloat16
-    assert seen == [3]
-    twice = (nnx.graphdef(convert_module(model, everything)) for _ in range(2))
-    assert len(set(twice)) == 1  # equal, so compiled once
 
 
 class Matrix(nnx.Module):
