@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax
 from flax.core.scope import CollectionFilter, DenyList
 
 from jfp8.conversion.linen_call import Call, as_class
@@ -148,5 +149,6 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
             return next_fun(*args, **kwargs)
         return Call.of(module, selection).in_scope(module, name, args, kwargs)
 
-    with region.entered(here), nn.intercept_methods(intercept) if enabled else region.entered(here):
+    inside = nn.intercept_methods(intercept) if enabled else jax.named_scope(region.DISABLED)
+    with region.entered(here), inside:
         yield

@@ -24,6 +24,7 @@ from jfp8.products.operation import Observed, Options, State
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.shared_input import SharedInput
 from jfp8.products.slower import why_slower
+from jfp8.recipes import in_effect as region
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.interpreter import Emitted
 from jfp8.tracing.notes import layer_noted, note
@@ -49,6 +50,8 @@ def run_planned(
       key: for recipes that round stochastically.
       if_lacking: a warning if matmuls are trained that lack the histories of their recipe.
     """
+    if region.is_overridden():  # states belong to other recipes
+        states, if_lacking = {}, None
     planned = {n: each for n, each in plan.by_name.items() if each.decision.recipe is not None}
     loops = {name: each.loops for name, each in planned.items()}
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
