@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast, overload
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.conversion import linen, nnx_models
+from jfp8.conversion import linen, nnx_copy
 from jfp8.conversion.function import Fp8Function, convert_function
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
@@ -24,7 +24,7 @@ Model = TypeVar("Model", nn.Module, nnx.Module)
 def convert(
     model: Model,
     recipe: Recipes = DelayedScaling(),
-    *,
+    *example: Any,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
     attention: bool = False,
@@ -38,7 +38,7 @@ def convert(
 def convert(
     model: Callable[..., Any],
     recipe: Recipes = DelayedScaling(),
-    *,
+    *example: Any,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
     attention: bool = False,
@@ -51,7 +51,7 @@ def convert(
 def convert(
     model: Any,
     recipe: Recipes = DelayedScaling(),
-    *,
+    *example: Any,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
     attention: bool = False,
@@ -79,6 +79,8 @@ def convert(
       recipe: which quantizer each operand gets. Or a dict, ``{"layers_0/*": None, "*/attention/*":
         "mxfp8", "*": "nvfp4"}``: patterns of paths and the recipes of the layers that they match.
         The first that matches wins; None, as no match, leaves layers in high precision.
+      *example: of an NNX model, arguments of a call, or their shapes. Then only matmuls that become
+        FP8 in that call keep state; without it all that may become FP8 do.
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits. ``()``
@@ -137,11 +139,14 @@ def convert(
         raise ValueError(
             f"weights={weights!r} is for functions; a model of Flax has parameters. Leave it out."
         )
-    return convert_selected(cast(Any, model), selection)
+    return convert_selected(cast(Any, model), selection, example=example)
 
 
 def convert_selected(
-    model: Model, selection: Selection, on_init: Callable[..., None] | None = None
+    model: Model,
+    selection: Selection,
+    on_init: Callable[..., None] | None = None,
+    example: tuple[Any, ...] = (),
 ) -> Model:
     """Convert by a `Selection`; Linen models call ``on_init`` at the end of ``init``."""
     if isinstance(model, nn.Module):
@@ -158,7 +163,7 @@ def convert_selected(
                 "collections. Histories of an NNX model are variables of the type "
                 "jfp8.nnx.Fp8State, which calls of the model update."
             )
-        return cast(Model, nnx_models.convert_model(model, selection))
+        return cast(Model, nnx_copy.convert_model(model, selection, example))
     given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(
         f"model must be a Flax Linen or NNX module, got {given}. Convert the model, not its class "

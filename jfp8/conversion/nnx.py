@@ -1,182 +1,235 @@
-"""Convert the layers of NNX models without editing these."""
+"""Convert NNX models: a call of a converted module runs the program of the plain one as planned.
+
+A converted model is a copy of the original, with the same modules and parameters, next to which
+`Product`s hold amax histories. A call from outside traces the original code with a copy that has no
+`Product`s, computes that program with FP8 matmuls, and updates the model by what the program has
+changed: statistics, caches, counts of random numbers.
+"""
 
 from __future__ import annotations
 
-import dis
 import functools
-import inspect
-import re
-import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jfp8.layers.nnx.attention import has_stock_attention, install_attention
-from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
-from jfp8.layers.nnx.products import Product
-from jfp8.recipes.recipe import Recipe
+from jfp8.conversion.nnx_layers import (
+    Weight,
+    as_plain,
+    check_can_change,
+    converted_of,
+    graph_of,
+    place_of,
+    spelled,
+    warn_if_unconverted,
+)
+from jfp8.conversion.plan import Named, Plan, PlannedMatmul, plan_of
+from jfp8.conversion.program import Program
+from jfp8.conversion.run import Amaxes, States, run_planned
+from jfp8.conversion.selection import Decision, Edge
+from jfp8.conversion.weight_matmul import WeightMatmul
+from jfp8.layers.nnx.products import Product, histories_to_read, record, warn_inside_linen, why_lost
+from jfp8.products.operation import Observed, State
+from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
+from jfp8.tracing.devices import Gpu
 
-# Of a layer that was left as it is: the reason, for reports.
-REASON = "jfp8_stays"
-
-Keys = tuple[Any, ...]
-Module = TypeVar("Module", bound=nnx.Module)
+TAG = "jfp8"  # names the context in which Flax follows what a call changes
 
 
-def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """List the layers of `module` that `convert_module` can convert, with their paths.
+@dataclass(frozen=True)
+class TracedCall:
+    """Hold the program of a call of a converted module.
 
-    They are in the order in which the code of their classes sets attributes, however the model was
-    made; what is set otherwise follows by name. A layer that is shared appears once. Layers whose
-    product is no longer Flax's, because they are of jfp8 or were given another, are left out.
-
-    Args:
-      module: any NNX model.
-
-    Returns:
-      ``[(path, layer), ...]``, with paths such as ``"layers/0/linear1"``.
-
-    >>> import jfp8
-    >>> from flax import nnx
-    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
-    >>> [path for path, _ in jfp8.nnx.layers_of(model)]
-    ['layers/0']
+    Attributes:
+      module: that is called.
+      variables: all Variables of the call, the real ones.
+      weights: by the path of each weight in the call, its module, and what is known of it.
     """
-    return [(path, node) for path, node in nodes_of(module) if has_hook_free(node)]
+
+    module: Any
+    program: Program
+    variables: Sequence[nnx.Variable]
+    weights: dict[str, tuple[Any, Weight]]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> TracedCall:
+        """Trace ``function(module, *args, **kwargs)`` with plain copies of converted modules.
+
+        Its result is ``(result, {index of a variable: new value}, None)``; or, where it has changed
+        more than values, ``(None, None, what Flax makes the result and the modules of)``.
+        """
+        given = module, args, kwargs
+        modules, variables = graph_of(given)
+        known, held = _known(modules)
+        with nnx.split_context(TAG) as context:
+            of = lambda ids: lambda _, variable: id(variable) in ids
+            graph, weights, states, others = context.split(given, of(known), of(held), ...)
+        named = {
+            spelled(keys) + jax.tree_util.keystr(inner): known[id(variable)]
+            for keys, variable in nnx.to_flat_state(weights)
+            for inner, _ in Program.leaves_with_path(variable.get_raw_value())
+        }
+
+        def plain(weights: Any, others: Any) -> Any:
+            with nnx.merge_context(TAG, inner=True) as context:
+                copy = context.merge(graph, weights, states, others)
+            modules, inside = graph_of(copy)
+            before = [variable.get_raw_value() for variable in inside]
+            with as_plain(modules):
+                result = function(copy[0], *copy[1], **copy[2])
+            after = [variable.get_raw_value() for variable in inside]
+            changed = {i: x for i, x in enumerate(after) if x is not before[i]}
+            if nnx.graphdef(copy, graph=True) == graph and not _has_modules(result):
+                return result, changed, None
+            for i, variable in enumerate(inside):
+                if i not in changed:  # such as a weight that is kept in FP8
+                    variable.set_raw_value(variables[i].get_raw_value())
+            with nnx.split_context(TAG) as context:
+                return None, None, context.split((copy, result))
+
+        return cls(module, Program.of(plain, weights, list(named), others), variables, named)
+
+    def plan(self) -> Plan:
+        """Decide what becomes of each matmul."""
+        is_whole = place_of(self.module) == ""
+        gpus = (weight.selection.unless_slower_on for _, weight in self.weights.values())
+        gpu = next(filter(None, gpus), None)
+        deciding: Any = _Deciding(is_whole, gpu)
+        return plan_of(self.program, deciding, functools.partial(self._name, {}))
+
+    def _name(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, nth: int) -> Named:
+        """Name a matmul by its weight; of several that were joined, by all of these.
+
+        All parts of a weight have one state, but not what sums over other dimensions of it.
+        """
+        path = matmul.source.path
+        kind = [n for _, n in matmul.source.loops], matmul.summed
+        seen = kinds.setdefault(path, [])
+        seen += [] if kind in seen else [kind]
+        nth = 1 + seen.index(kind)
+        module, weight = self.weights[path.split("+")[0]]
+        product = self.product(path) if nth == 1 else None
+        loops, stacks = len(matmul.source.loops), 0
+        if product is not None and product.fp8 is not None:
+            stacks = max(0, product.fp8["lhs"].ndim - 1 - loops)
+        name = path if nth == 1 else f"{path}_{nth}"
+        place, kind = place_of(module), type(module).__name__
+        return Named(name, weight.path, module, kind, place, stacks=stacks, stays=weight.stays)
+
+    def product(self, name: str) -> Product | None:
+        """Return what holds the state of a matmul, if anything does."""
+        module, weight = self.weights.get(name, (None, None))
+        return None if weight is None or not weight.holder else getattr(module, weight.holder)
+
+    def states(self, plan: Plan) -> States:
+        """Return the states of matmuls, stacked as the loops around them are."""
+        products = {name: self.product(name) for name in plan.by_name}
+        with_state = {n: p for n, p in products.items() if p is not None and p.fp8 is not None}
+        if is_overridden():
+            return {}
+        found = {n: _state(product, plan.by_name[n]) for n, product in with_state.items()}
+        return {name: state for name, state in found.items() if state is not None}
+
+    def why_lost(self, states: States) -> str | None:
+        """Return a warning if amaxes that are recorded with these states are lost."""
+        products = (self.product(name) for name in states)
+        training = (p for p in products if p is not None and p.fp8_sink is None)
+        return next(filter(None, map(why_lost, training)), None)
+
+    def update(self, amaxes: Amaxes, changed: dict[int, Any]) -> None:
+        """Write into the model what the program has changed, and what was observed."""
+        for i, value in changed.items():
+            self.variables[i].set_raw_value(value)
+        for name, observed in amaxes.items():
+            product = self.product(name)
+            if product is not None and product.fp8_sink is None and why_lost(product) is None:
+                loops = range(observed.lhs.ndim - product.fp8["lhs"].ndim + 1)
+                record(product, Observed(*(amax.max(loops) for amax in observed)))
 
 
-def convert_module(
-    module: Module,
-    decide: Callable[[str, nnx.Module], Recipe | None],
-    *,
-    attention: bool = False,
-) -> Module:
-    """Copy `module`; the copy computes in FP8 the layers that `decide` chooses.
+@dataclass(frozen=True)
+class _Deciding:
+    """Decide on a matmul by the selection of its weight, in the place of a `Selection`."""
 
-    The copy has its own Variables, which hold the same arrays; `module` does not change. The
-    ``nnx.Param`` state is the same, so checkpoints fit both. Stacked layers, made with
-    ``nnx.vmap``, get stacked amax histories.
+    is_whole: bool  # a submodule does not know which layer gives the logits
+    unless_slower_on: Gpu | None
 
-    Args:
-      module: any NNX model.
-      decide: called with path (``"layers/0/linear1"``) and layer for each of `layers_of`; returns
-        the recipe of the layer, or None to leave it alone.
-      attention: also ask `decide`, for each ``nnx.MultiHeadAttention``, whether attention itself,
-        between its projections, becomes FP8.
-
-    Returns:
-      A module of the type of `module`.
-
-    Raises:
-      ValueError: layers that are stacked along axes other than the leading ones.
-
-    >>> import jfp8
-    >>> from flax import nnx
-    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
-    >>> fp8 = jfp8.nnx.convert_module(model, lambda path, layer: jfp8.recipes.DelayedScaling())
-    >>> type(fp8.layers[0].dot_general).__name__, type(model.layers[0].dot_general).__name__
-    ('DotGeneral', 'function')
-    """
-    converted = nnx.clone(module, graph=True)
-    copies = dict(nodes_of(converted))
-    for path, node in nodes_of(module):
-        if has_hook_free(node):
-            recipe = decide(path, node)
-            if recipe is not None:
-                install(copies[path], recipe=recipe, path=path)
-        elif attention and isinstance(node, nnx.MultiHeadAttention):
-            recipe = decide(path, node) if has_stock_attention(node) else None
-            if recipe is not None:
-                install_attention(copies[path], recipe=recipe, path=path)
-    return converted
+    def decide(self, path: str, module: Any, edge: Edge | None) -> Decision:
+        """Decide on the matmuls of the weight at `path`, which `module` holds."""
+        converted = converted_of(module)
+        weights = () if converted is None else converted.weights
+        weight = next(each for each in weights if each.path == path)
+        if edge is Edge.LOGITS and not self.is_whole:
+            edge = None
+        decision = weight.selection.decide(path, module, edge)
+        if decision.recipe is None:
+            return decision
+        recipe = recipe_in_effect(decision.recipe, path)
+        return Decision(recipe, "" if recipe else why_in_high_precision())
 
 
-def has_hook_free(node: Any) -> bool:
-    """Tell whether `node` is a layer whose hook a conversion may take."""
-    return has_stock_product(node) and not has_adapter(node)
+def call(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -> Any:
+    """Compute ``function(module, *args, **kwargs)`` with FP8 matmuls."""
+    warn_inside_linen(place_of(module))
+    with nnx.update_context(TAG):
+        traced = TracedCall.of(function, module, args, kwargs)
+        plan = traced.plan()
+        states = traced.states(plan)
+        lost = traced.why_lost(states)
+        out, amaxes = run_planned(traced.program, plan, states, if_lost=lost)
+        result, changed, whole = out
+        if whole is not None:
+            check_can_change(module)
+            with nnx.merge_context(TAG, inner=False) as context:
+                _, result = context.merge(*whole)
+    traced.update(amaxes, changed or {})
+    if is_call and place_of(module) == "":
+        _warn(module, plan)
+    return result
 
 
-def has_adapter(node: Any) -> bool:
-    """Tell whether `node` holds adapters; Qwix adds them to ``jax.lax.dot_general``, not a hook."""
-    return any(isinstance(child, nnx.LoRAParam) for child in children_of(node).values())
+def _has_modules(tree: Any) -> bool:
+    is_module = lambda x: isinstance(x, nnx.Pytree)
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
-def nodes_of(module: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """List the modules in `module`, and their paths, in the order of definition."""
-    # What only a static attribute holds is no part of the graph: a copy would share it.
-    in_graph = {id(node) for _, node in nnx.iter_modules(module, graph=True)}
-    for path, node in _walk(module, (), set()):
-        if id(node) in in_graph:
-            yield "/".join(map(str, path)), node
+def _known(modules: Sequence[Any]) -> tuple[dict[int, tuple[Any, Weight]], set[int]]:
+    """Find the weights of `modules`, and the state of their matmuls, by ``id``."""
+    weights: dict[int, tuple[Any, Weight]] = {}
+    states: set[int] = set()
+    for module in modules:
+        converted = converted_of(module)
+        for weight in () if converted is None else converted.weights:
+            variable = weight.of(module)
+            if id(variable) not in weights or weight.holder:  # of two that share it
+                weights[id(variable)] = module, weight
+            if weight.holder:
+                states |= set(map(id, graph_of(getattr(module, weight.holder))[1]))
+    return weights, states
 
 
-def reason_of(node: Any) -> str | None:
-    """Say why the product of a layer is not FP8; None if it may be, or if there is none."""
-    hook = hook_of(node)
-    if hook is None or has_adapter(node):
+def _state(product: Product, planned: PlannedMatmul) -> State | None:
+    """Return the state of a matmul; None if it is stacked in another way than the loops around."""
+    sizes, sink = planned.stacks, product.fp8_sink
+    histories = histories_to_read(product)
+    leading = histories["lhs"].shape[:-1]
+    if leading not in ((), sizes):
         return None
-    if has_stock_product(node):
-        return getattr(node, REASON, "not converted")
-    for name in (hook.name, f"{hook.name}_cls"):
-        given = getattr(node, name, None)
-        if isinstance(given, Product):
-            return None
-        if given is not None and not any(given is stock for stock in hook.stock):
-            return f"the layer was given its own {hook.name}"
-    return f"{type(node).__name__} computes its own product"
+    zeros = jnp.zeros(leading, jnp.float32)
+    found = {role: {"amax_history": h, "amax": zeros} for role, h in histories.items()}
+    state = State(found, None if sink is None else sink.get_value())
+    if leading == sizes:
+        return state
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state)
 
 
-def _walk(node: Any, path: Keys, seen: set[int]) -> Iterator[tuple[Keys, Any]]:
-    """Walk all objects of NNX in `node`, parents first, in the order of definition."""
-    if isinstance(node, nnx.Pytree):
-        if id(node) in seen:
-            return
-        seen.add(id(node))
-        yield path, node
-    children = children_of(node)
-    if isinstance(node, (nnx.Pytree, Mapping)):  # whose order a copy does not keep
-        place = {name: i for i, name in enumerate(attributes_of(type(node)))}
-        natural = lambda name: re.sub(r"\d+", lambda n: n[0].zfill(9), str(name))  # 9 before 10
-        order = lambda item: (place.get(item[0], len(place)), natural(item[0]))
-        children = dict(sorted(children.items(), key=order))
-    for name, child in children.items():
-        yield from _walk(child, (*path, name), seen)
-
-
-@functools.cache
-def attributes_of(kind: type) -> tuple[str, ...]:
-    """List the attributes that the methods of a class set, in the order of their code."""
-    functions = (inspect.unwrap(x) for base in kind.__mro__[::-1] for x in vars(base).values())
-    codes = [function.__code__ for function in functions if inspect.isfunction(function)]
-    steps = (step for code in codes for step in dis.get_instructions(code))
-    return tuple(dict.fromkeys(step.argval for step in steps if step.opname == "STORE_ATTR"))
-
-
-def children_of(node: Any) -> dict[Any, Any]:
-    """Return the attributes or items of `node`, by name."""
-    if isinstance(node, nnx.Pytree):
-        return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
-    if isinstance(node, nnx.Variable):
-        return {}
-    if isinstance(node, Mapping):
-        return dict(node)
-    # One level of any other container: lists, tuples, dataclasses.
-    flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    return {_name(keys[0]): child for keys, child in flat if keys}
-
-
-def subclass_of(kind: type[nnx.Module], namespace: dict[str, Any]) -> type[nnx.Module]:
-    """Make a subclass of `kind` that looks like it, with the attributes in `namespace`."""
-    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    with warnings.catch_warnings():  # what Flax says about annotations, it said about `kind`
-        warnings.simplefilter("ignore")
-        flags = {"pytree": kind._pytree__is_pytree}
-        fill = lambda body: body.update(same | namespace)
-        return types.new_class(kind.__name__, (kind,), flags, fill)
-
-
-def _name(key: Any) -> Any:
-    return next(getattr(key, a) for a in ("idx", "key", "name") if hasattr(key, a))
+def _warn(model: Any, plan: Plan) -> None:
+    """Warn if nothing of the model becomes FP8, although the user did not ask for that."""
+    if any(planned.decision.recipe is not None for planned in plan.matmuls.values()):
+        return
+    stayed = {p.named.path: (type(p.named.layer), p.decision) for p in plan.matmuls.values()}
+    warn_if_unconverted(model, stayed)

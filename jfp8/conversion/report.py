@@ -21,8 +21,7 @@ from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.edges import arrays_apart, arrays_in
 from jfp8.conversion.flops import flops
 from jfp8.conversion.linen_attention import own_attention
-from jfp8.conversion.nnx import nodes_of
-from jfp8.conversion.nnx_models import note_place
+from jfp8.conversion.nnx_copy import with_notes
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.product_rows import (
     INSIDE_OF_ATTENTION,
@@ -177,9 +176,7 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def forward(params, rest, inputs, kwargs):
-        copy = nnx.merge(graph, params, rest, copy=True)
-        for path, node in list(nodes_of(copy)):
-            note_place(node, path)
+        copy = with_notes(nnx.merge(graph, params, rest, copy=True))
         return total_of(copy(*inputs, **kwargs))
 
     return _traced(forward, (params, rest, inputs, kwargs))

@@ -43,19 +43,21 @@ def run_planned(
     *,
     key: jax.Array | None = None,
     if_lacking: str | None = None,
+    if_lost: str | None = None,
 ) -> tuple[Any, Amaxes]:
     """Compute `program` with FP8 matmuls.
 
     Args:
       key: for recipes that round stochastically.
       if_lacking: a warning if matmuls are trained that lack the histories of their recipe.
+      if_lost: a warning if those that have histories are trained.
     """
     if region.is_overridden():  # states belong to other recipes
         states, if_lacking = {}, None
     planned = {n: each for n, each in plan.by_name.items() if each.decision.recipe is not None}
     loops = {name: each.loops for name, each in planned.items()}
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
-    walk = Walk(partial(_computed, plan, key, if_lacking), loops, plan.of_activations)
+    walk = Walk(partial(_computed, plan, key, (if_lost, if_lacking)), loops, plan.of_activations)
     results, emitted = program.run(walk, program.arguments, feeds)
     amaxes: Amaxes = {}
     for name, seen in emitted:
@@ -74,7 +76,7 @@ def _stored(program: Program, planned: PlannedMatmul) -> ScaledArray | None:
 
 
 def _computed(
-    plan: Plan, key: Any, if_lacking: str | None, matmul: WeightMatmul
+    plan: Plan, key: Any, if_trained: tuple[str | None, ...], matmul: WeightMatmul
 ) -> tuple[jax.Array, Emitted]:
     planned = plan.of(matmul)
     recipe, reason = planned.decision.recipe, planned.decision.reason
@@ -97,7 +99,8 @@ def _computed(
         note("ahead", "later positions" if planned.looks_ahead else ""),
     ):
         how = getattr(named.layer, "implementation", None)
-        options = Options(recipe, how, if_trained=if_lacking if lacks else None)
+        told = if_trained[lacks] if planned.has_state else None
+        options = Options(recipe, how, if_trained=told)
         y, observed = _in_fp8(matmul, options, state, stored, named.stacks)
     if state.histories is None:
         return y, []

@@ -76,13 +76,17 @@ class WeightMatmul:
     @property
     def key(self) -> tuple[Any, ...]:
         """Return what two uses of a weight share if they share their amax history."""
-        summed: Any = None
-        if self.primitive == "dot_general":
-            summed = self.eqn.params["dimension_numbers"][0][0 if self.swapped else 1]
         source = self.source
         lengths = tuple(length for _, length in source.loops)
         name = source.path or self.scope
-        return source.parts, lengths, self.primitive, np.shape(self.weight), summed, name
+        return source.parts, lengths, self.primitive, np.shape(self.weight), self.summed, name
+
+    @property
+    def summed(self) -> tuple[int, ...] | None:
+        """Return the dimensions of the weight that a ``dot_general`` sums over."""
+        if self.primitive != "dot_general":
+            return None
+        return self._numbers[0][0 if self.swapped else 1]
 
     @property
     def scope(self) -> str:

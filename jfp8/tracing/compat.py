@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import config, core, source_info_util
+from jax._src import config, source_info_util
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.sharding_impls import parse_flatten_op_sharding
@@ -230,78 +230,3 @@ def cudnn_version() -> int | None:
         return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
     except RuntimeError:
         return None
-
-
-# The region inside does not share compiled functions with the region outside.
-_interposes = jax.make_user_context(False)
-
-
-class _Interposed(core.Trace):
-    """Hands every operation to a function, and everything else to the trace that is under way.
-
-    It has no tracers: values belong to the other trace, so none can leak.
-    """
-
-    def __init__(self, parent: Any, handle: Callable[..., Any]) -> None:
-        super().__init__()
-        self.parent_trace, self.handle = parent, handle
-        self._weakref = parent._weakref  # Flax: variables made outside may be changed inside
-        self.requires_low = parent.requires_low
-
-    def stage_value(self, val: Any) -> Any:
-        return self.parent_trace.stage_value(val)
-
-    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        with core.set_current_trace(self.parent_trace), _interposes(False):
-            return self.handle(primitive, tracers, params)
-
-    def process_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_call(*args, **params)
-
-    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        with core.set_current_trace(self.parent_trace), _interposes(False):
-            return self.parent_trace.process_custom_jvp_call(*args, **params)
-
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        with core.set_current_trace(self.parent_trace), _interposes(False):
-            results = self.parent_trace.process_custom_vjp_call(*args, **params)
-            if (derived := getattr(self.handle, "derived", None)) is not None:
-                derived(args[4], results)  # after the primitive and its three functions
-            return results
-
-    def __getattr__(self, name: str) -> Any:  # what some versions have besides
-        if name.startswith("__") or name == "parent_trace":
-            raise AttributeError(name)
-        return getattr(self.parent_trace, name)
-
-
-def _not_interposed(trace: Any) -> Any:
-    """Return the trace that is under way where `trace` is the current one."""
-    return trace.parent_trace if isinstance(trace, _Interposed) else trace
-
-
-@contextlib.contextmanager
-def interposed(handle: Callable[..., Any]) -> Iterator[None]:
-    """Inside, each operation of JAX in this thread is ``handle(primitive, values, params)``.
-
-    It returns what ``primitive.bind(*values, **params)`` would. What `handle` itself computes is
-    not interposed, and neither are the bodies of loops, of ``jax.checkpoint`` and of functions with
-    derivatives of their own; the results of these are told to ``handle.derived(values, results)``,
-    if it is there. A region inside another takes its place.
-    """
-    parent = _not_interposed(core.trace_ctx.trace)
-    with core.set_current_trace(_Interposed(parent, handle)), _interposes(True):
-        yield
-
-
-def interposing() -> Callable[..., Any] | None:
-    """Return the function that operations are handed to, if any."""
-    trace: Any = core.trace_ctx.trace
-    return trace.handle if isinstance(trace, _Interposed) else None
-
-
-@contextlib.contextmanager
-def not_interposed() -> Iterator[None]:
-    """Restore the operations of JAX in this context."""
-    with core.set_current_trace(_not_interposed(core.trace_ctx.trace)), _interposes(False):
-        yield

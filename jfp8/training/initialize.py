@@ -14,9 +14,9 @@ import optax
 from flax import nnx
 
 from jfp8.conversion.models import Model, convert_selected
-from jfp8.conversion.nnx_models import decisions
+from jfp8.conversion.nnx_copy import decisions
 from jfp8.conversion.report import report
-from jfp8.conversion.selection import Choice, select
+from jfp8.conversion.selection import Choice, Edge, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.optim import Blocks, ScaledFloat16, fp8_gradients, loss_scale, skip_on_overflow
 from jfp8.optim.stored_state import StoredState, store_state
@@ -118,6 +118,9 @@ def initialize(
     if verbose and isinstance(model, nnx.Module):
         found = decisions(model, selection).items()
         print("\n".join(f"{path}: {repr(d.recipe) if d.recipe else d.reason}" for path, d in found))
+        edges = [choice.value for choice in selection.exempt if isinstance(choice, Edge)]
+        if edges:
+            print(f"Exempt, as jfp8.report(model, x) sees in a call: {'; '.join(edges)}")
     if opt_level == "O2":
         tx = _with_stored_moments(tx)
     if chosen.needs_loss_scale:

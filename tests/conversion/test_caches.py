@@ -185,7 +185,7 @@ def test_caches_out_of_reach_raise_in_nnx():
     convert = lambda model: jfp8.convert(model, "rowwise", cache_dtype="e4m3")
     attention = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0))
     model = nnx.List([attention, nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
-    assert type(convert(nnx.Dict(a=attention))["a"]) is jfp8.nnx.MultiHeadAttention
+    assert isinstance(convert(nnx.Dict(a=attention))["a"], jfp8.nnx.MultiHeadAttention)
     assert type(attention) is nnx.MultiHeadAttention
     model[1].kept = nnx.Cache(jnp.zeros(4))
     with pytest.raises(ValueError, match="does not reach the cache of '1', a Linear, but only"):

@@ -90,7 +90,7 @@ def test_containers():
             return self.shared(third(second(first(self.z["a"](self.z["b"](x))))))
 
     model, x = Model(nnx.Rngs(0)), normal((3, D))
-    paths = ["z/a", "z/b", "plain/x", "plain/y/0", "plain/y/1/0"]
+    paths = ["plain/x", "plain/y/0", "plain/y/1/0", "shared", "z/a"]
     assert [path for path, _ in layers_of(model)] == paths
     converted = convert_module(model, everything)
     assert converted.shared is converted.z["b"]
@@ -120,7 +120,7 @@ def test_layers_that_are_none():
     )
     assert [path for path, _ in layers_of(model)] == ["mine"]
     converted = convert_module(model, everything)
-    assert type(converted["mine"]) is Mine
+    assert isinstance(converted["mine"], Mine)
     assert isinstance(converted["mine"].dot_general, jfp8.nnx.DotGeneral)
     assert converted["custom"].dot_general is custom
     assert converted["fp8"].dot_general.recipe == Float8CurrentScaling()
@@ -135,7 +135,7 @@ def test_it_is_the_hand_made_model_and_the_original_is_untouched():
     variables = {id(v) for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
 
     converted = convert_module(model, everything)
-    assert type(converted) is Block
+    assert isinstance(converted, Block)
     kept = [v.get_value() for _, v in nnx.to_flat_state(nnx.state(converted, nnx.Param))]
     assert all(a is b for a, b in zip(arrays, kept, strict=True))  # nothing was copied
     step = nnx.jit(jfp8.nnx.value_and_grad(loss_of))
@@ -176,6 +176,7 @@ def test_each_kind(layer):
     assert isinstance(ours, type(stock))
     y, reference = call(ours, x), call(stock, x)
     assert 1e-3 < np.linalg.norm(y - reference) / np.linalg.norm(reference) < 0.06
+    nnx.jit(nnx.grad(loss_of))(ours, x)
     (found,) = (history for path, history in histories(ours).items() if path[-1] == "lhs")
     assert found[0] == jnp.abs(x).max()
     assert layers_of(stock)
@@ -192,7 +193,7 @@ def test_products_inside_of_attention_are_opt_in():
         return RECIPE
 
     convert_module(model, decide)
-    assert [path for path, _ in asked] == IN_A_LAYER
+    assert sorted(path for path, _ in asked) == sorted(IN_A_LAYER)
     asked.clear()
     converted = convert_module(model, decide, attention=True)
     assert asked[0] == ("attention", "MultiHeadAttention")
@@ -215,7 +216,7 @@ def test_stacks_of_stacks():
     assert {h.shape for h in histories(converted).values()} == {(2, 3, 16)}
     x = normal((4, D))
     twice = nnx.vmap(nnx.vmap(lambda block, x: block(x), in_axes=(0, None)), in_axes=(0, None))
-    assert nnx.jit(twice)(converted, x).shape == (2, 3, 4, D)
+    nnx.jit(nnx.grad(lambda model, x: jnp.sum(twice(model, x) ** 2)))(converted, x)
     found = histories(converted)["up", "dot_general", "lhs"]
     np.testing.assert_array_equal(found[..., 0], np.full((2, 3), np.abs(x).max()))
 
@@ -273,16 +274,19 @@ def test_a_stack_of_convolutions_takes_no_images():
     )
 
 
+own_derivative = jax.custom_jvp(jnp.dot)
+own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
+
+
 class Home(nnx.Module):
-    """Multiplies by itself, with more than its parameters: that is not found."""
+    """Multiplies where conversion does not look: in a function with a derivative of its own."""
 
     def __init__(self, rngs):
         self.w = nnx.Param(rngs.params.normal((D, D)))
         self.more = nnx.List([nnx.Param(rngs.params.normal((D, D))), nnx.Param(jnp.ones((1, D)))])
 
     def __call__(self, x):
-        x = jnp.einsum("bd,df->bf", x, 2 * self.w[...])
-        return x @ jnp.tanh(self.more[0][...]) * self.more[1][...]
+        return own_derivative(own_derivative(x, self.w[...]), self.more[0][...]) * self.more[1][...]
 
 
 class Mixed(nnx.Module):
@@ -332,13 +336,12 @@ def test_a_report_has_a_reason_for_every_product():
 
 
 def test_a_conversion_that_finds_nothing_to_wait_for_says_so_at_once():
-    """Without parameters of its own, whose products are found when it is called."""
-    model = nnx.Dict(head=nnx.Linear(D, 4, rngs=nnx.Rngs(0)))
-    with pytest.warns(UserWarning, match="No product of Dict is FP8") as caught:
+    """Without layers whose edges are seen when it is called."""
+    model = nnx.Dict(norm=nnx.LayerNorm(D, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match="No product of Dict is FP8.*no layer of Flax") as caught:
         jfp8.convert(model)
     (warning,) = caught
     assert warning.filename == __file__
-    assert "Linear at 'head': exempt" in str(warning.message)
 
 
 def test_a_conversion_of_nothing_says_what_it_saw():

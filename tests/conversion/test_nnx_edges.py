@@ -1,75 +1,53 @@
-"""Which layers of an NNX model stay in high precision, however the model was made."""
+"""Which matmuls of an NNX model stay in high precision, however the model was made."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.nnx import layers_of
+from jfp8.nnx import Fp8State
 
 D = 16
+X = jax.random.normal(jax.random.key(0), (2, 6, D))
 
 
-class Transformer(nnx.Module):
-    """Whose attributes are in another order by name; the head is not the last in that."""
+class MLP(nnx.Module):
+    """A chain of layers, as most are written: numbers do not say which is the last."""
 
-    def __init__(self, rngs):
-        self.proj_in = nnx.Linear(5, D, rngs=rngs)
-        self.up = nnx.Linear(D, 4 * D, rngs=rngs)
-        self.down = nnx.Linear(4 * D, D, rngs=rngs)
-        self.head = nnx.Linear(D, 10, rngs=rngs)
+    def __init__(self, rngs, sizes=(D, 2 * D, D, 10)):
+        pairs = zip(sizes, sizes[1:])
+        self.layers = nnx.List([nnx.Linear(m, n, rngs=rngs) for m, n in pairs])
+
+    def __call__(self, x):
+        for layer in self.layers[:-1]:
+            x = nnx.relu(layer(x))
+        return self.layers[-1](x)
 
 
 class HeadFirst(nnx.Module):
+    """The head is first by name and by definition, and a fused projection is read in parts."""
+
     def __init__(self, rngs):
-        self.vocabulary = nnx.Linear(D, 500, use_bias=False, rngs=rngs)
-        self.embed = nnx.Embed(500, D, rngs=rngs)
+        self.a_vocabulary = nnx.Linear(D, 500, use_bias=False, rngs=rngs)
         self.up = nnx.LinearGeneral(D, (2, D), rngs=rngs)
         self.zip = nnx.Linear(2 * D, D, rngs=rngs)
 
-
-class EinsumHead(nnx.Module):
-    """As Qwen3 in bonsai has it."""
-
-    def __init__(self, rngs):
-        self.mix = nnx.Linear(D, D, rngs=rngs)
-        self.lm_head = nnx.Einsum("BTD,DV->BTV", (D, 500), rngs=rngs)
-        self.gate = nnx.Linear(D, D, rngs=rngs)
-
-
-class OneWidth(nnx.Module):
-    """Only the order of definition tells."""
-
-    def __init__(self, rngs):
-        self.z = nnx.Linear(D, D, rngs=rngs)
-        self.grow(rngs)
-
-    def grow(self, rngs):
-        self.a = nnx.Linear(D, D, rngs=rngs)
-
-
-class Wider(OneWidth):
-    """What a class inherits comes first."""
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.m = nnx.Linear(D, D, rngs=rngs)
-
-
-class Block(nnx.Module):
-    """Of a fused projection, too, no layer reads all features at once."""
-
-    def __init__(self, rngs):
-        self.qkv = nnx.Linear(D, 3 * D, rngs=rngs)
-        self.out = nnx.Linear(D, D, rngs=rngs)
+    def __call__(self, x):
+        gate, up = jnp.moveaxis(self.up(x), -2, 0)
+        return self.a_vocabulary(self.zip(jnp.concatenate([gate, nnx.silu(up)], -1)))
 
 
 class ActorCritic(nnx.Module):
-    """Two heads, called like neither: no layer reads what they make."""
+    """Two heads, called like neither, and one of them is an einsum."""
 
     def __init__(self, rngs):
-        self.torso = nnx.Linear(D, 4 * D, rngs=rngs)
-        self.pi = nnx.Linear(4 * D, 6, rngs=rngs)
-        self.v = nnx.Linear(4 * D, 1, rngs=rngs)
+        self.torso = nnx.Linear(D, D, rngs=rngs)
+        self.pi, self.v = nnx.Linear(D, D, rngs=rngs), nnx.Einsum("btd,dv->btv", (D, 1), rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.tanh(self.torso(x))
+        return {"policy": nnx.softmax(self.pi(x)), "value": self.v(x)}
 
 
 class HeadInFP8(nnx.Module):
@@ -79,88 +57,89 @@ class HeadInFP8(nnx.Module):
         self.mix = nnx.Linear(D, D, rngs=rngs)
         self.head = jfp8.nnx.Linear(D, 500, recipe="current", rngs=rngs)
 
+    def __call__(self, x):
+        return self.head(self.mix(x))
+
 
 class Images(nnx.Module):
     """Of four channels, the most that an image has; and what is no image."""
 
     def __init__(self, rngs):
-        self.stem = nnx.Conv(4, D, 3, rngs=rngs)
-        self.waves = nnx.Conv(5, D, 3, rngs=rngs)
-        self.body = nnx.Conv(D, D, 3, rngs=rngs)
-        self.fc = nnx.Linear(D, 10, rngs=rngs)
+        self.stem, self.waves = nnx.Conv(4, D, 3, rngs=rngs), nnx.Conv(5, D, 3, rngs=rngs)
+        self.body, self.fc = nnx.Conv(D, D, 3, rngs=rngs), nnx.Linear(D, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.body(self.stem(x[..., :4]) + self.waves(x[..., :5]))
+        return self.fc(x.mean(-2))
 
 
 class Wrapper(nnx.Module):
-    """Which holds no layer itself."""
-
     def __init__(self, rngs):
-        self.model = Transformer(rngs)
-        self.blocks = nnx.List([Block(rngs)])
+        self.model = HeadFirst(rngs)
+
+    def __call__(self, x):
+        return self.model(x)
 
 
-def sequence(rngs):
-    return nnx.Sequential(nnx.Linear(D, 500, rngs=rngs), nnx.relu, nnx.Linear(500, D, rngs=rngs))
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.LoRALinear(D, D, lora_rank=2, rngs=rngs)
+        self.a, self.b = (nnx.Param(jnp.ones(shape)) for shape in ((D, 2), (2, D)))
+
+    def __call__(self, x):
+        return nnx.relu(self.linear(x)) + x @ self.a[...] @ self.b[...]
 
 
 STAY = {
-    Transformer: ["head"],
-    HeadFirst: ["vocabulary"],
-    EinsumHead: ["lm_head"],
-    OneWidth: ["a"],
-    Wider: ["m"],
-    Block: ["out"],
+    MLP: ["layers/2"],
+    HeadFirst: ["a_vocabulary"],
+    ActorCritic: ["pi", "v"],
     HeadInFP8: [],
     Images: ["fc", "stem"],
-    Wrapper: ["model/head"],
-    sequence: ["layers/2"],
+    Wrapper: ["model/a_vocabulary"],
+    Adapted: ["", "linear/lora"],
 }
-
 WAYS = {
     "directly": lambda make: make(nnx.Rngs(0)),
     "clone": lambda make: nnx.clone(make(nnx.Rngs(0))),
     "merge": lambda make: nnx.merge(*nnx.split(make(nnx.Rngs(0)))),
-    "jit": lambda make: nnx.jit(make)(nnx.Rngs(0)),
     "abstract": lambda make: nnx.eval_shape(lambda: make(nnx.Rngs(0))),
 }
 
 
-def left_alone(model, **choice):
-    """The layers that `convert` leaves as they are."""
-    return sorted(path for path, _ in layers_of(jfp8.convert(model, "current", **choice)))
+def stayed(model):
+    rows = jfp8.report(model, X).rows
+    return sorted({row.path for row in rows if not row.fp8})
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", STAY, ids=lambda make: make.__name__)
+@pytest.mark.representative(3)
 def test_the_same_layers_stay_however_a_model_was_made(make, way):
-    model = WAYS[way](make)
-    assert left_alone(model) == STAY[make]
-    if make is Transformer:  # listed in the order of definition
-        assert [path for path, _ in layers_of(model)] == ["proj_in", "up", "down", "head"]
+    assert stayed(jfp8.convert(WAYS[way](make), "current")) == STAY[make]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_all_heads_stay_however_a_model_was_made(way):
-    with pytest.warns(UserWarning, match="which layer of ActorCritic .*'pi', 'v'.*or all that do"):
-        assert left_alone(WAYS[way](ActorCritic)) == ["pi", "v"]
-    assert left_alone(WAYS[way](ActorCritic), exempt=("pi", "v")) == ["pi", "v"]
+@pytest.mark.parametrize("make", [MLP, ActorCritic, Images])
+def test_with_an_example_only_what_becomes_fp8_keeps_state(make):
+    """Then the parts of the model stay the same, too, where they are called one by one."""
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    model = jfp8.convert(make(nnx.Rngs(0)), "delayed", shape)
+    assert stayed(model) == STAY[make]
+    keep = {path[:-3] for path, _ in nnx.to_flat_state(nnx.state(model, Fp8State))}
+    held = {"/".join(map(str, path)) for path in keep}
+    assert not held.intersection(STAY[make])
+    assert len(held) == {MLP: 2, ActorCritic: 1, Images: 2}[make]
+    name = STAY[make][0].partition("/")[0]
+    part = model.layers[2] if make is MLP else getattr(model, name)
+    x = X[..., : part.in_features]
+    plain = make(nnx.Rngs(0))
+    plain = plain.layers[2] if make is MLP else getattr(plain, name)
+    assert jnp.array_equal(part(x), plain(x))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_does_not_tell_its_logits_is_told_what_to_type(way):
-    """Its layers are all alike, and their names are not in the code of the class."""
-
-    class Numbered(nnx.Module):
-        def __init__(self, rngs):
-            self.proj = nnx.Linear(3 * D, D, rngs=rngs)
-            for name in ("late", "early"):
-                setattr(self, name, nnx.Linear(D, D, rngs=rngs))
-
-    model = WAYS[way](Numbered)
-    with pytest.warns(UserWarning, match="cannot tell which layer of Numbered") as caught:
-        assert left_alone(model) == ["early", "late", "proj"]
-    (warning, _) = caught
-    assert warning.filename == __file__
-    (call,) = [text for text in str(warning.message).split("`") if text.startswith("jfp8.convert(")]
-    assert "exempt=(jfp8.Edge.IMAGE_INPUT, 'late')" in call
-    assert left_alone(model, exempt=(jfp8.Edge.IMAGE_INPUT, "late")) == ["late"]
-    assert left_alone(model, exempt=()) == []
+def test_a_part_that_is_called_alone_returns_no_logits():
+    plain = MLP(nnx.Rngs(0))
+    part = jfp8.convert(plain, "current").layers[0]
+    assert not jnp.array_equal(part(X), plain.layers[0](X))
+    alone = jfp8.convert(plain.layers[0], "current", exempt=())
+    assert jnp.array_equal(alone(X), part(X))

@@ -255,19 +255,20 @@ def install_attention(
     layer.attention_fn = nnx.data(attention)
 
 
-def install_cache(layer: Any, dtype: np.dtype | Format, path: str) -> None:
-    """Make `layer` keep keys and values in `dtype` from now on, or raise ``ValueError``."""
-    if not isinstance(layer, MultiHeadAttention):
-        if type(layer) is not nnx.MultiHeadAttention:
-            raise ValueError(
-                f"cache_dtype={dtype}: {path!r} is a {type(layer).__name__}, a subclass of "
-                "nnx.MultiHeadAttention that may keep its cache in its own way. Leave out "
-                "cache_dtype, or use nnx.MultiHeadAttention."
-            )
-        object.__setattr__(layer, "__class__", MultiHeadAttention)
+def install_cache(layer: Any, dtype: np.dtype | Format, path: str) -> type[MultiHeadAttention]:
+    """Return the class with which `layer` keeps keys and values in `dtype`, or raise."""
+    kind: Any = getattr(type(layer), "jfp8_original", type(layer))
+    is_ours = issubclass(kind, MultiHeadAttention)
+    if not is_ours and kind is not nnx.MultiHeadAttention:
+        raise ValueError(
+            f"cache_dtype={dtype}: {path!r} is a {kind.__name__}, a subclass of "
+            "nnx.MultiHeadAttention that may keep its cache in its own way. Leave out "
+            "cache_dtype, or use nnx.MultiHeadAttention."
+        )
     if read_cache(layer) is not None:
         raise ValueError(
             f"cache_dtype={dtype}: {path!r} has a cache already, in another dtype. Convert the "
             "model first, then call init_cache of the converted model."
         )
     layer.cache_dtype = dtype
+    return kind if is_ours else MultiHeadAttention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, P
 from jfp8.layers.options import promoted
 from jfp8.matmul.spec import Implementation
 from jfp8.recipes.registry import RecipeLike
-from jfp8.scaling.trees import dequantize_tree
 
 
 class HookedConvTranspose(nnx.ConvTranspose):
@@ -50,17 +49,16 @@ class Hook:
       product: constructor of the FP8 matmul.
       stock: Flax's own functions.
       kernel_shape: shape of the kernel of a single layer.
-      hooked: class of layer with the hook, if not this kind itself.
     """
 
     name: str
     product: type[Product]
     stock: tuple[Any, ...]
     kernel_shape: Callable[[Any], tuple[int, ...]] = _own_kernel_shape
-    hooked: type[nnx.Module] | None = None
 
 
-_CONV = Hook("conv_general_dilated", ConvGeneralDilated, (lax.conv_general_dilated,))
+# nnx.ConvTranspose has no hook of its own, so None.
+_CONV = Hook("conv_general_dilated", ConvGeneralDilated, (None, lax.conv_general_dilated))
 
 HOOKS: dict[type[nnx.Module], Hook] = {
     nnx.Linear: Hook(
@@ -76,7 +74,7 @@ HOOKS: dict[type[nnx.Module], Hook] = {
         lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
     ),
     nnx.Conv: _CONV,
-    nnx.ConvTranspose: replace(_CONV, hooked=HookedConvTranspose),
+    nnx.ConvTranspose: _CONV,
     nnx.Einsum: Hook("einsum_op", EinsumOp, (jnp.einsum,)),
 }
 
@@ -91,9 +89,7 @@ def has_stock_product(layer: Any) -> bool:
     hook = hook_of(layer)
     if hook is None:
         return False
-    if hook.hooked is not None and not isinstance(layer, hook.hooked):
-        return type(layer) in HOOKS
-    given = getattr(layer, hook.name)
+    given = getattr(layer, hook.name, None)
     as_flax = any(given is stock for stock in hook.stock)
     return as_flax and getattr(layer, f"{hook.name}_cls", None) is None
 
@@ -106,14 +102,13 @@ def stacked_axes(layer: Any) -> tuple[int, ...]:
     return shape[: len(shape) - len(hook.kernel_shape(layer))]
 
 
-def install(
+def product_for(
     layer: Any,
-    *,
     recipe: RecipeLike | None,
     implementation: Implementation = None,
     path: str = "",
-) -> None:
-    """Make `layer`, of a kind with a hook, compute its matmul in FP8 from now on."""
+) -> Product:
+    """Return an FP8 matmul for `layer`, of a kind with a hook, with state for each in a stack."""
     hook = hook_of(layer)
     assert hook is not None
     shape, single = tuple(layer.kernel.get_value().shape), hook.kernel_shape(layer)
@@ -124,9 +119,20 @@ def install(
             f"layer's is {single}. Layers must be stacked along leading axes, as "
             "nnx.vmap(make, out_axes=0) does, for their amax histories to be stacked like them."
         )
-    if hook.hooked is not None and not isinstance(layer, hook.hooked):
-        object.__setattr__(layer, "__class__", hook.hooked)
-    product = hook.product(recipe=recipe, implementation=implementation, path=path, leading=leading)
+    return hook.product(recipe=recipe, implementation=implementation, path=path, leading=leading)
+
+
+def install(
+    layer: Any,
+    *,
+    recipe: RecipeLike | None,
+    implementation: Implementation = None,
+    path: str = "",
+) -> None:
+    """Make `layer`, of a kind with a hook, compute its matmul in FP8 from now on."""
+    hook = hook_of(layer)
+    assert hook is not None
+    product = product_for(layer, recipe, implementation, path)
     product.casts_kernel = layer.promote_dtype is dtypes.promote_dtype
     # The attribute held a function, and was static.
     setattr(layer, hook.name, nnx.data(product))
@@ -144,14 +150,3 @@ class SparingScaledArrays:
         promote = lambda arrays: self.promote_dtype(tuple(arrays), **options)
         casts_kernel = self.promote_dtype is dtypes.promote_dtype
         return tuple(promoted(promote, args, casts_kernel))
-
-
-@dataclass(frozen=True)
-class ValuesOfScaledArrays:
-    """Like `SparingScaledArrays`, for layers with their own matmul, which gets the values."""
-
-    promote_dtype: Callable[..., Any]
-
-    def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
-        """Promote all `args`, in f32 if they are stored in FP8."""
-        return self.promote_dtype(dequantize_tree(tuple(args)), **options)

@@ -160,7 +160,7 @@ class Product(PrintsRecipe):
 
         Reports name the `layer` that the matmul belongs to.
         """
-        _warn_inside_linen(self.path)
+        warn_inside_linen(self.path)
         recipe = recipe_in_effect(self.recipe, self.path)
         rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
@@ -179,14 +179,14 @@ class Product(PrintsRecipe):
             if histories is not None and self.fp8_sink is not None:
                 sink = self.fp8_sink.get_value()
             records = histories is not None and sink is None
-            lost = self._why_lost() if records else None
+            lost = why_lost(self) if records else None
             causal = recipe.is_causal(layer, history=histories is not None)
             with note("recipe", recipe.name), note("ahead", "" if causal else "later positions"):
                 options = Options(recipe, self.implementation, rhs_dtype, if_trained=lost)
                 state = State(histories, sink, shared=self.shared_input)
                 y, observed = quantized(lhs, rhs, options=options, state=state)
             if records and lost is None:
-                self._record(observed)
+                record(self, observed)
             return y
 
     # Flax's `nnx.tabulate` traces methods without an underscore as if they were layers.
@@ -196,53 +196,17 @@ class Product(PrintsRecipe):
         # A region may set a recipe without state, for its duration.
         if self.recipe is None and recipe.init_state() is None:
             return None
-        # With a sink, `jfp8.nnx.value_and_grad` has checked them.
-        read = _intact_histories if self.fp8_sink is None else _histories
-        histories = read(self.fp8)
+        histories = histories_to_read(self)
         leading = histories["lhs"].shape[:-1]
         if leading:
             raise ValueError(
-                f"The amax histories of {self._name()} are stacked along {leading}, but the layer "
+                f"The amax histories of {_name(self)} are stacked along {leading}, but the layer "
                 "was called as a single one. Lift its state as you lift its parameters: "
                 "nnx.scan(..., in_axes=(nnx.Carry, 0)), or name it, nnx.StateAxes({(nnx.Param, "
                 "jfp8.nnx.Fp8State, jfp8.nnx.Fp8Sink): 0, ...: None})."
             )
-        # A path filter may differentiate with respect to histories, too.
-        histories, none = lax.stop_gradient(histories), jnp.zeros((), jnp.float32)
+        none = jnp.zeros((), jnp.float32)
         return {role: {"amax_history": h, "amax": none} for role, h in histories.items()}
-
-    def _why_lost(self) -> str | None:
-        """Return why amaxes that a call records are lost, as a warning; None if they are kept."""
-        name, module = self._name(), current_linen_module()
-        collection = nnx.variable_name_from_type(Fp8State, allow_register=True)
-        if module is not None and not module.is_mutable_collection(collection):
-            return (
-                f"{name} in nnx.bridge.to_linen records amaxes in the collection {collection!r}, "
-                "which is not mutable: histories do not change. Return (loss, mutated) from the "
-                "loss function, of y, mutated = model.apply(variables, x, "
-                f"mutable=[{collection!r}]); or use recipe='current'."
-            )
-        try:
-            self.fp8[CHECK].set_value(self.fp8[CHECK].get_value())
-        except errors.TraceContextError:
-            return (
-                f"{name} records amaxes where a gradient is computed, but here it is called inside "
-                "a JAX transformation and was created outside, where they cannot go, so that "
-                "histories do not change. Pass the model as an argument to nnx.jit, nnx.grad, "
-                "nnx.scan, nnx.vmap or nnx.remat, not to jax's; or create it inside: "
-                "nnx.merge(graphdef, state, copy=True)."
-            )
-        return None
-
-    def _record(self, observed: Observed) -> None:
-        """Make the amaxes the newest entries of lhs and rhs, unless nothing was observed."""
-        histories, check = lax.stop_gradient((_histories(self.fp8), _check(self.fp8)))
-        by_role = zip(Observed._fields, observed, strict=True)
-        amaxes = {role: seen(amax, histories[role]) for role, amax in by_role}
-        _overwrite(self.fp8, *_recorded(histories, check, amaxes))
-
-    def _name(self) -> str:
-        return f"{type(self).__name__} at {self.path!r}" if self.path else type(self).__name__
 
 
 # No methods: Flax's `nnx.tabulate` takes methods that a layer calls for layers.
@@ -269,7 +233,52 @@ def _overwrite(fp8: Any, histories: dict[str, jax.Array], check: jax.Array) -> N
     fp8[CHECK].set_value(check[..., None])
 
 
-def _warn_inside_linen(path: str) -> None:
+def histories_to_read(product: Product) -> dict[str, jax.Array]:
+    """Return the three histories from which the scales of a step follow."""
+    # With a sink, `jfp8.nnx.value_and_grad` has checked them.
+    read = _intact_histories if product.fp8_sink is None else _histories
+    return lax.stop_gradient(read(product.fp8))  # a path filter may differentiate by them
+
+
+def why_lost(product: Product) -> str | None:
+    """Return why amaxes that a call records are lost, as a warning; None if they are kept."""
+    name, module = _name(product), current_linen_module()
+    collection = nnx.variable_name_from_type(Fp8State, allow_register=True)
+    if module is not None and not module.is_mutable_collection(collection):
+        return (
+            f"{name} in nnx.bridge.to_linen records amaxes in the collection {collection!r}, "
+            "which is not mutable: histories do not change. Return (loss, mutated) from the "
+            "loss function, of y, mutated = model.apply(variables, x, "
+            f"mutable=[{collection!r}]); or use recipe='current'."
+        )
+    try:
+        product.fp8[CHECK].set_value(product.fp8[CHECK].get_value())
+    except errors.TraceContextError:
+        return (
+            f"{name} records amaxes where a gradient is computed, but here it is called inside "
+            "a JAX transformation and was created outside, where they cannot go, so that "
+            "histories do not change. Pass the model as an argument to nnx.jit, nnx.grad, "
+            "nnx.scan, nnx.vmap or nnx.remat, not to jax's; or create it inside: "
+            "nnx.merge(graphdef, state, copy=True)."
+        )
+    return None
+
+
+def record(product: Product, observed: Observed) -> None:
+    """Make the amaxes the newest entries of lhs and rhs, unless nothing was observed."""
+    fp8 = product.fp8
+    histories, check = lax.stop_gradient((_histories(fp8), _check(fp8)))
+    by_role = zip(Observed._fields, observed, strict=True)
+    amaxes = {role: seen(amax, histories[role]) for role, amax in by_role}
+    _overwrite(fp8, *_recorded(histories, check, amaxes))
+
+
+def _name(product: Product) -> str:
+    name = type(product).__name__
+    return f"{name} at {product.path!r}" if product.path else name
+
+
+def warn_inside_linen(path: str) -> None:
     """Warn if a Linen module during initialization calls an NNX layer as if it held it."""
     module = current_linen_module()
     if module is not None and module.is_initializing() and not hasattr(module, "nnx_class"):

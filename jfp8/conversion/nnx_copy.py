@@ -1,0 +1,257 @@
+"""Make the converted copy of an NNX model: see `jfp8.conversion.nnx` for what its calls do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jfp8.conversion.linen_attention import check_caching_layers
+from jfp8.conversion.nnx import TAG, TracedCall
+from jfp8.conversion.nnx_classes import enter
+from jfp8.conversion.nnx_layers import (
+    Converted,
+    Weight,
+    converted_of,
+    graph_of,
+    has_own_product,
+    layers_of,
+    nodes_of,
+    place_of,
+    set_converted,
+    spelled,
+    stacks_of,
+    warn_if_unconverted,
+    weights_of,
+    why_not,
+)
+from jfp8.conversion.selection import Decision, Selection
+from jfp8.layers.nnx.attention import (
+    DotProductAttention,
+    has_stock_attention,
+    install_attention,
+    install_cache,
+)
+from jfp8.layers.nnx.hooks import hook_of, product_for
+from jfp8.layers.nnx.products import DotGeneral, Product
+from jfp8.layers.nnx.transformer import TransformerLayer
+from jfp8.recipes.per_layer import PerLayer
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.formats import Format
+
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def convert_module(
+    module: Module,
+    decide: Callable[[str, nnx.Module], Recipe | None],
+    *,
+    attention: bool = False,
+) -> Module:
+    """Copy `module`; the copy computes in FP8 the layers that `decide` chooses.
+
+    The copy has its own Variables, which hold the same arrays; `module` does not change. The
+    ``nnx.Param`` state is the same, so checkpoints fit both. Stacked layers, made with
+    ``nnx.vmap``, get stacked amax histories.
+
+    Args:
+      module: any NNX model.
+      decide: called with path (``"layers/0/linear1"``) and layer for each of `layers_of`; returns
+        the recipe of the layer, or None to leave it alone.
+      attention: also ask `decide`, for each ``nnx.MultiHeadAttention``, whether attention itself,
+        between its projections, becomes FP8.
+
+    Returns:
+      An instance of a subclass of ``type(module)``.
+
+    Raises:
+      ValueError: layers that are stacked along axes other than the leading ones.
+
+    >>> import jfp8
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> fp8 = jfp8.nnx.convert_module(model, lambda path, layer: jfp8.recipes.DelayedScaling())
+    >>> type(fp8.layers[0].dot_general).__name__, type(model.layers[0].dot_general).__name__
+    ('DotGeneral', 'function')
+    """
+    layers = {path for path, _ in layers_of(module)}
+    asked = [
+        (path, decide(path, node))
+        for keys, node in nodes_of(module)
+        if (path := spelled(keys)) in layers or (attention and _is_attention(node))
+    ]
+    # Inner ones first, because a pattern also matches what is inside a module.
+    return copy_of(module, Selection(PerLayer(tuple(asked[::-1])), (), attention=attention))
+
+
+def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] = ()) -> Module:
+    """Convert `model` as `selection` says; see `jfp8.convert`."""
+    _check_recipes(model, selection)
+    found = _convertible(model, selection)
+    selection.check_patterns([weight.path for _, weight, _ in found])
+    selection.check_types([node for node, _, _ in found])
+    converted = copy_of(model, selection, example)
+    if not any(decision.recipe for decision in decisions(model, selection).values()):
+        warn_if_unconverted(converted, {})
+    return converted
+
+
+def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
+    """Decide on each layer and each of a user's own parameters, as far as that precedes a call."""
+    found = _convertible(model, selection)
+    return {weight.path: selection.decide(weight.path, node, None) for node, weight, _ in found}
+
+
+def _convertible(
+    model: nnx.Module, selection: Selection
+) -> list[tuple[nnx.Module, Weight, tuple[int, ...]]]:
+    """List the weights whose matmuls may become FP8, their modules, and the axes of stacks."""
+    nodes = nodes_of(model)
+    stacks = stacks_of(nodes)
+    return [
+        (node, weight, stacks[keys])
+        for keys, node in nodes
+        for weight in weights_of(node, spelled(keys), selection)
+        if weight.holder and (hook_of(node) or _is_matrix(weight.of(node), len(stacks[keys])))
+    ]
+
+
+def _is_matrix(variable: nnx.Param, stacked: int) -> bool:
+    value = variable.get_raw_value()
+    matrix = len(getattr(value, "shape", ())) >= 2 + stacked
+    return matrix and bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
+def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) -> Module:
+    """Return a copy whose calls enter the conversion, with state for what may become FP8.
+
+    With an `example` of the arguments of a call, it is state for what becomes FP8 in that call.
+    """
+    converted = nnx.clone(model, graph=True)
+    found = _convertible(converted, selection)
+    for keys, node in nodes_of(converted):
+        path, kind, before = spelled(keys), None, converted_of(node)
+        if selection.attention and _is_attention(node):
+            recipe = selection.decide(path, node, None).recipe
+            if recipe is not None:
+                install_attention(node, recipe=recipe, path=path)
+        if selection.cache_dtype is not None:
+            kind = _class_with_cache(node, selection.cache_dtype, path)
+        is_plain = before is None and has_own_product(node)
+        enter(node, Converted(path, _weights(node, path, selection), is_plain), kind)
+    if selection.cache_dtype is not None:
+        kinds = [type(node) for _, node in nodes_of(converted)]
+        layer = nnx.MultiHeadAttention
+        check_caching_layers(selection.cache_dtype, kinds, layer, "nnx.MultiHeadAttention")
+    planned = _planned(converted, example) if example else None
+    for node, weight, leading in found:
+        decision = selection.decide(weight.path, node, None)
+        if planned is not None:
+            decision, leading = planned.get((id(node), weight.keys), (Decision(None), ()))
+        if decision.recipe is not None:
+            _hold(node, weight, decision.recipe, leading)
+        elif planned is not None and decision.reason:
+            _replace(node, replace(weight, holder="", stays=decision.reason))
+    for node in graph_of(converted)[0]:
+        if isinstance(node, Product | DotProductAttention) and node.recipe is not None:
+            node.unless_slower_on = selection.unless_slower_on
+    return converted
+
+
+def _weights(node: Any, path: str, selection: Selection) -> tuple[Weight, ...]:
+    """List the weights of a module, those with state of an earlier conversion as these were."""
+    here = converted_of(node)
+    before = () if here is None else here.weights
+    new = [replace(weight, holder="") for weight in weights_of(node, path, selection)]
+    kept = [weight for weight in before if weight.holder or not new]
+    return tuple({weight.keys: weight for weight in (*new, *kept)}.values())
+
+
+def _hold(node: Any, weight: Weight, recipe: Recipe, leading: tuple[int, ...]) -> None:
+    """Give a module what holds the state of matmuls with one of its weights."""
+    if isinstance(getattr(node, weight.holder, None), Product):
+        return  # it was converted before
+    if hook_of(node):
+        product = product_for(node, recipe, path=weight.path)
+    else:
+        product = DotGeneral(recipe=recipe, path=place_of(node), leading=leading)
+    setattr(node, weight.holder, nnx.data(product))
+    _replace(node, weight)
+
+
+def _replace(node: Any, weight: Weight) -> None:
+    here = converted_of(node)
+    assert here is not None
+    weights = tuple(weight if w.keys == weight.keys else w for w in here.weights)
+    set_converted(node, replace(here, weights=weights))
+
+
+def _planned(converted: Any, example: tuple[Any, ...]) -> dict[Any, tuple[Decision, Any]]:
+    """Plan a call: the decision on each weight, by its module and keys, and stacked axes."""
+    found: dict[Any, tuple[Decision, Any]] = {}
+
+    def look(*args: Any) -> None:
+        function = type(converted).jfp8_original.__call__
+        with nnx.update_context(TAG):
+            call = TracedCall.of(function, converted, args, {})
+            plan = call.plan()
+        for name, (node, weight) in call.weights.items():
+            if name in plan.by_name:
+                each = plan.by_name[name]
+                found[id(node), weight.keys] = each.decision, each.stacks
+
+    jax.eval_shape(look, *example)
+    return found
+
+
+def _check_recipes(model: nnx.Module, selection: Selection) -> None:
+    """Raise ``ValueError`` if a layer that was converted before is to have another recipe."""
+    for keys, node in nodes_of(model):
+        here = converted_of(node)
+        for weight in () if here is None else here.weights:
+            if not weight.holder:
+                continue
+            own = () if weight.path == place_of(node) else weight.keys
+            path, recipe = spelled((*keys, *own)), getattr(node, weight.holder).recipe
+            wanted = selection.decide(path, node, None).recipe
+            if wanted is not None and recipe is not None and wanted != recipe:
+                raise ValueError(
+                    f"The model is converted already: {path!r} has the recipe {recipe.name!r}, "
+                    f"and keeps it. Convert the original: jfp8.convert(original, {wanted.name!r})."
+                )
+
+
+def _is_attention(node: Any) -> bool:
+    return isinstance(node, nnx.MultiHeadAttention) and has_stock_attention(node)
+
+
+def _class_with_cache(node: Any, dtype: np.dtype | Format, path: str) -> type | None:
+    """Return the class of attention that keeps keys and values in `dtype`; raise for others."""
+    if isinstance(node, nnx.MultiHeadAttention):
+        return install_cache(node, dtype, path)
+    kept = any(isinstance(x, nnx.Cache) for x in vars(node).values())
+    if kept or isinstance(node, TransformerLayer):
+        raise ValueError(
+            f"cache_dtype={dtype} does not reach the cache of {path!r}, a "
+            f"{type(node).__name__}, but only those of nnx.MultiHeadAttention. Leave out "
+            "cache_dtype. (Layers of jfp8 take the dtype in init_cache.)"
+        )
+    return None
+
+
+def with_notes(model: Any) -> Any:
+    """Make the modules of a model note their places in the programs of their calls, for a report.
+
+    Modules of a converted model do that already.
+    """
+    for keys, node in nodes_of(model):
+        if converted_of(node) is None:
+            reason = (why_not(node) or "not converted") if hook_of(node) else ""
+            reason = "" if has_own_product(node) else reason
+            enter(node, Converted(spelled(keys), is_plain=True, reason=reason))
+    return model

@@ -1,0 +1,259 @@
+"""The layers of an NNX model, their weights, and the matmuls' state that a conversion adds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+
+from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS, NO_LAYER
+from jfp8.conversion.selection import Decision, Selection
+from jfp8.conversion.unconverted_warning import is_known, own_parameters, warn_of_nothing
+from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention
+from jfp8.layers.nnx.hooks import has_stock_product, hook_of, stacked_axes
+from jfp8.layers.nnx.products import Product
+from jfp8.layers.nnx.transformer import LayerNormAttention
+
+Keys = tuple[Any, ...]
+ABSENT = "absent"  # in the plain model
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of a module in a converted model.
+
+    Attributes:
+      keys: where it is in the module.
+      path: by which a user selects its matmuls: of the layer, or of a user's own parameter.
+      selection: decides on its matmuls.
+      holder: the module's attribute that holds their state; "" if they keep none.
+      plain: the value of that attribute in the plain model, or `ABSENT`.
+      stays: why its matmuls stay as they are, whatever is selected.
+    """
+
+    keys: Keys
+    path: str
+    selection: Selection
+    holder: str = ""
+    plain: Any = ABSENT
+    stays: str = ""
+
+    def of(self, module: Any) -> Any:
+        """Return the parameter in `module`."""
+        for key in self.keys:
+            by_name = isinstance(key, str) and not isinstance(module, Mapping)
+            module = getattr(module, key) if by_name else module[key]
+        return module
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Hold what a module in a converted model knows; see `converted_of`.
+
+    Attributes:
+      path: of the module in the model.
+      weights: its parameters.
+      is_plain: its methods are those of the plain model, as in the copy that a call traces.
+      reason: why its matmuls stay as they are, for the report of a plain model.
+    """
+
+    path: str
+    weights: tuple[Weight, ...] = ()
+    is_plain: bool = False
+    reason: str = ""
+
+
+# Flax's prints of a model leave out static attributes with an underscore.
+_ATTRIBUTE = "_jfp8_converted"
+
+
+def converted_of(module: Any) -> Converted | None:
+    """Return what a module knows of its conversion; None if it is not converted."""
+    return vars(module).get(_ATTRIBUTE) if isinstance(module, nnx.Module) else None
+
+
+def place_of(module: Any) -> str:
+    """Return the path of a module in the converted model that it is part of, else ""."""
+    converted = converted_of(module)
+    return "" if converted is None else converted.path
+
+
+def set_converted(module: Any, converted: Converted) -> None:
+    """Tell a module of its conversion."""
+    setattr(module, _ATTRIBUTE, converted)
+
+
+def check_can_change(module: Any) -> None:
+    """Raise Flax's error if no attribute of `module` can be set, because it is of another trace."""
+    setattr(module, _ATTRIBUTE, converted_of(module))
+
+
+def graph_of(tree: Any) -> tuple[list[nnx.Module], list[nnx.Variable]]:
+    """List the modules and the Variables in `tree`, shared ones once."""
+    modules: list[nnx.Module] = []
+    variables: list[nnx.Variable] = []
+    for _, x in nnx.iter_graph(tree, graph=True):
+        if isinstance(x, nnx.Module):
+            modules.append(x)
+        elif isinstance(x, nnx.Variable):
+            variables.append(x)
+    return modules, variables
+
+
+def nodes_of(module: nnx.Module) -> list[tuple[Keys, Any]]:
+    """List the modules in `module` and their keys, outer ones first, in the order of names."""
+    found = [(keys, x) for keys, x in nnx.iter_graph(module, graph=True) if _is_module(x)]
+    padded = lambda key: re.sub(r"\d+", lambda n: n[0].zfill(9), str(key))  # 9 before 10
+    return sorted(found, key=lambda item: list(map(padded, item[0])))
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, nnx.Module) and not isinstance(x, (nnx.List, nnx.Dict, Product))
+
+
+def spelled(keys: Keys) -> str:
+    """Return ``"layers/0/linear1"``."""
+    return "/".join(map(str, keys))
+
+
+def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """List the layers of `module` that `convert_module` can convert, with their paths.
+
+    They are in the order of their paths, however the model was made. A layer that is shared appears
+    once. Layers whose product is no longer Flax's, because they are of jfp8 or were given another,
+    are left out.
+
+    Args:
+      module: any NNX model.
+
+    Returns:
+      ``[(path, layer), ...]``, with paths such as ``"layers/0/linear1"``.
+
+    >>> import jfp8
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> [path for path, _ in jfp8.nnx.layers_of(model)]
+    ['layers/0']
+    """
+    return [(spelled(keys), node) for keys, node in nodes_of(module) if has_stock_product(node)]
+
+
+def params_of(module: nnx.Module) -> list[tuple[Keys, nnx.Param]]:
+    """List the parameters that a module holds itself, or in containers."""
+    found = list(nnx.iter_graph(module, graph=True))
+    inner = {keys for keys, x in found if keys and _is_module(x)}
+    own = lambda keys: not any(keys[:n] in inner for n in range(1, len(keys)))
+    return [(keys, x) for keys, x in found if isinstance(x, nnx.Param) and own(keys)]
+
+
+def weights_of(module: Any, place: str, selection: Selection) -> list[Weight]:
+    """List the parameters of a module, and the attributes that may hold the state of a matmul."""
+    if has_own_product(module):
+        return []
+    hook, why = hook_of(module), why_not(module)
+    known = is_known(type(module)) or hook is not None
+    found = []
+    for keys, _ in params_of(module):
+        path = f"{place}/{spelled(keys)}".lstrip("/")
+        holder = "" if known else "DotGeneral_" + "_".join(map(str, keys))
+        plain = ABSENT
+        if hook is not None and keys == ("kernel",):
+            path, holder = place, "" if why else hook.name
+            plain = getattr(module, hook.name, ABSENT)
+        found.append(Weight(keys, path, selection, holder, plain, why))
+    return found
+
+
+def why_not(module: Any) -> str:
+    """Return why the matmuls of a module cannot be converted; "" if they can."""
+    hook = hook_of(module)
+    if hook is None:
+        return NO_LAYER if is_known(type(module)) else ""
+    return "" if has_stock_product(module) else f"the layer was given its own {hook.name}"
+
+
+def has_own_product(module: Any) -> bool:
+    """Return whether a module was given a product of jfp8, which conversion leaves alone."""
+    hook = hook_of(module)
+    given = None if hook is None else getattr(module, hook.name, None)
+    return isinstance(given, Product) or type(module).__module__.startswith("jfp8.")
+
+
+def inside_of_attention(module: Any) -> str:
+    """Return why attention between the projections of a module is not FP8; "" if it has none."""
+    if isinstance(module, LayerNormAttention):
+        return INSIDE_OF_OURS
+    if not isinstance(module, nnx.MultiHeadAttention):
+        return ""
+    if not has_stock_attention(module):
+        return "the layer was given its own attention_fn"
+    return INSIDE_OF_OURS if isinstance(module, MultiHeadAttention) else INSIDE_OF_ATTENTION
+
+
+def stacks_of(nodes: Sequence[tuple[Keys, Any]]) -> dict[Keys, tuple[int, ...]]:
+    """Find the axes along which modules are stacked, from Flax's layers next to them.
+
+    All parameters in a stack begin with these axes, and its layers do not declare them.
+    """
+    around = lambda keys: [keys[:n] for n in range(len(keys), -1, -1)]
+    starts: dict[Keys, list[Any]] = {p: [] for k, x in nodes if hook_of(x) for p in around(k)}
+    for keys, module in nodes:
+        values = [variable.get_raw_value() for _, variable in params_of(module)]
+        shapes = [value.shape for value in values if hasattr(value, "shape")]
+        for place in starts.keys() & set(around(keys)):
+            starts[place] += [*shapes, stacked_axes(module)] if hook_of(module) else shapes
+    found = {place: os.path.commonprefix(shapes) for place, shapes in starts.items()}
+    return {keys: next((found[p] for p in around(keys) if p in found), ()) for keys, _ in nodes}
+
+
+@contextlib.contextmanager
+def as_plain(modules: Sequence[nnx.Module]) -> Iterator[None]:
+    """Return a context in which `modules` are those of the plain model."""
+    converted = [(x, how) for x in modules if (how := converted_of(x)) is not None]
+    held = [(x, w, getattr(x, w.holder)) for x, c in converted for w in c.weights if w.holder]
+    for module, weight, _ in held:
+        if weight.plain is ABSENT:
+            delattr(module, weight.holder)
+        else:
+            setattr(module, weight.holder, nnx.static(weight.plain))
+    for module, how in converted:
+        object.__setattr__(module, _ATTRIBUTE, replace(how, is_plain=True))
+    yield
+    for module, how in converted:
+        object.__setattr__(module, _ATTRIBUTE, how)
+    for module, weight, product in held:
+        setattr(module, weight.holder, nnx.data(product))
+
+
+def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]]) -> None:
+    """Warn that `model` has no matmul in FP8, unless the user or a layer of jfp8 asked for that.
+
+    `stayed` are the matmuls that a call has met, by path: the type of the layer, and the decision.
+    """
+    nodes = [(x, here) for _, x in nodes_of(model) if (here := converted_of(x)) is not None]
+    holders = [id(getattr(x, w.holder)) for x, here in nodes for w in here.weights if w.holder]
+    products = [x for _, x in nnx.iter_graph(model, graph=True) if isinstance(x, Product)]
+    if any(id(product) not in holders for product in products):
+        return
+    layers: dict[str, tuple[type, Decision]] = {}
+    kinds: dict[str, type] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for node, here in nodes:
+        for weight in here.weights:
+            if weight.path in stayed or weight.keys == ("bias",):
+                continue
+            decision = weight.selection.decide(weight.path, node, None)
+            if hook_of(node) is not None and weight.path == here.path and not weight.holder:
+                layers[weight.path] = type(node), Decision(None, weight.stays or decision.reason)
+            elif decision.chosen:
+                layers[weight.path] = type(node), decision
+            elif not hook_of(node):
+                kinds[here.path] = type(node)
+                shape = getattr(weight.of(node).get_raw_value(), "shape", ())
+                shapes.setdefault(here.path, {})[spelled(weight.keys)] = tuple(shape)
+    warn_of_nothing(model, "nnx", {**stayed, **layers}, own_parameters(kinds, shapes))
