@@ -255,8 +255,8 @@ def test_few_files_read_equations_themselves():
     assert len(reading) <= READERS_OF_EQUATIONS, reading
 
 
-# Means that break with releases of JAX or Flax, and how often each may be used. The frame is that of
-# a user's line, for warnings; the class that of a converted NNX module.
+# Means that break with releases of JAX or Flax, and how often each may be used. The frame is that
+# of a user's line, for warnings; the class that of a converted NNX module.
 FRAGILE = {
     r"\._getframe\(": 1,
     r"\"__class__\"": 1,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
-import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
@@ -198,7 +198,7 @@ def _unbound(module: nn.Module) -> nn.Module:
 def _check_dtype(layer: Any) -> None:
     """Raise ``TypeError`` if a layer rounds its operands to FP8, without a scale."""
     if layer.dtype is not None:
-        check_operand(jax.ShapeDtypeStruct((), layer.dtype))
+        check_operand(jnp.zeros((), layer.dtype))
 
 
 def _own_product(layer: Any) -> str:

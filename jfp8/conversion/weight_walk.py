@@ -62,7 +62,7 @@ class Walk(Reader):
     compute: Callable[[WeightMatmul], tuple[jax.Array, Emitted]]
     loops: Mapping[str, Collection[Place]]
     of_activations: bool = False
-    emits: bool = True
+    emits: bool = True  # pyrefly: ignore[bad-override]
 
     def equation(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> Any:
         """Hand a matmul to `compute`."""
