@@ -255,6 +255,27 @@ def test_few_files_read_equations_themselves():
     assert len(reading) <= READERS_OF_EQUATIONS, reading
 
 
+# Means that break with releases of JAX or Flax, and how often each may be used. The frame is that
+# of a user's line, for warnings; the class that of a converted NNX module.
+FRAGILE = {
+    r"\._getframe\(": 1,
+    r"\"__class__\"": 1,
+    r"\.__class__ = ": 0,
+    r"^(import|from) dis\b": 0,
+    r"\bContextVar\b|get_opaque_trace_state|trace_state_clean|eval_trace": 0,
+    r"\(core\.Trace\)": 0,
+    r"module\._context|_pytree__is_pytree|module_stack": 0,
+    r"[^_]Primitive\(": 2,
+}
+
+
+def test_fragile_means_are_not_used():
+    texts = [path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")]
+    lines = [line for text in texts for line in text.splitlines()]
+    found = {means: sum(bool(re.search(means, line)) for line in lines) for means in FRAGILE}
+    assert found == FRAGILE
+
+
 def test_rooms_stay_small():
     found = weight.lines_of_rooms()
     assert {room: found[room] for room, most in LINES_OF_ROOMS.items() if found[room] > most} == {}

@@ -19,7 +19,6 @@ from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.tracing import interpreter
-from jfp8.tracing.compat import jaxprs_of as jaxprs_of  # to be imported from there
 from jfp8.tracing.interpreter import Computed, Reader, Value, notes_in, without_arrays
 
 # The region while a model is looked at: no cached trace of another is mistaken for this one.
@@ -67,12 +66,15 @@ def arrays_apart(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     leaves, structure = jax.tree.flatten(tree)
     kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
+    arrays = [leaves[i] for i in places]
+    for i in places:  # the function holds no array, which may belong to a trace
+        leaves[i] = None
 
     def together(arrays: Any) -> Any:
         new = dict(zip(places, arrays, strict=True))
         return structure.unflatten(new.get(i, leaf) for i, leaf in enumerate(leaves))
 
-    return [leaves[i] for i in places], together
+    return arrays, together
 
 
 def edge_layers(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax
 from flax.core.scope import CollectionFilter, DenyList
 
 from jfp8.conversion.linen_call import Call, as_class
@@ -123,10 +124,11 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     @nn.nowrap
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.scope is None or not isinstance(self, _Converted) or _is_disabled():
+        is_converted = hasattr(type(self), "jfp8_selection")
+        if self.scope is None or not is_converted or _is_disabled():
             return original(self, *args, **kwargs)
         outer = region.current()
-        if outer is not None and isinstance(outer.edges, Seen):  # it has states of its own
+        if outer is not None and isinstance(outer.edges, Seen):  # it keeps its states itself
             outer.edges.ours.add("/".join(self.path))
         call = Call.of(self, type(self).jfp8_selection)
         return call.in_scope(self, name, args, kwargs)
@@ -148,5 +150,6 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
             return next_fun(*args, **kwargs)
         return Call.of(module, selection).in_scope(module, name, args, kwargs)
 
-    with region.entered(here), nn.intercept_methods(intercept) if enabled else region.entered(here):
+    inside = nn.intercept_methods(intercept) if enabled else jax.named_scope(region.DISABLED)
+    with region.entered(here), inside:
         yield

@@ -1,4 +1,4 @@
-"""One call of a Linen model: trace the original, plan and compute its matmuls, keep their states."""
+"""One call of a Linen model: trace the original, compute its program, keep the states."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class Call(NamedTuple):
         # A model sees no states but those of layers of jfp8 with recipes of their own.
         without = {name: x for name, x in others.items() if name not in STATES}
         program, plan = self._planned(run, params, (without, rngs, args, kwargs), seen)
-        if seen.has_ours and len(without) < len(others):
+        if seen.ours and len(without) < len(others):
             program, plan = self._planned(run, params, (others, rngs, args, kwargs), seen)
         seen.check(selection, params, plan)
         if kwargs.get("method") is None:
             seen.warn(self.warns, params, plan)
-        states = read_states(plan, variables, mutable)
+        states = {} if region.is_overridden() else read_states(plan, variables, mutable)
         key = rngs.get("fp8") if isinstance(rngs, Mapping) else None
         key = key.as_jax_rng() if isinstance(key, LazyRng) else key
         told = messages.WITHOUT_HISTORIES

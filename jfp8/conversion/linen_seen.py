@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
@@ -27,6 +28,7 @@ from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.linen import layers
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import ProductModule, ProductOf
+from jfp8.layers.options import check_operand
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -93,11 +95,6 @@ class Seen:
         """Return what is known of a model before it is traced."""
         return cls(place, _shapes(variables.get("params")))
 
-    @property
-    def has_ours(self) -> bool:
-        """Return whether a layer of jfp8 computes FP8 matmuls by itself."""
-        return bool(self.ours)
-
     def check(
         self, selection: Selection, params: Any, plan: Plan, *, of_init: bool = False
     ) -> None:
@@ -135,24 +132,25 @@ class Seen:
         warned = "_jfp8_warned"
         if warned in vars(model):
             return
-        planned = list(plan.matmuls.values())
         chosen = lambda path: plan.selection.decide(path, self.modules.get(path), None).chosen
         held = {path: kind for path, kind in self.held.items() if not chosen(path)}
-        told = bool(plan.ahead or held)
         plan.warn_ahead()
         if held:
             warnings.warn(bridged_message(held), UserWarning, stacklevel=user_level())
-        decided = [*(each.decision for each in planned), *self.attentions.values()]
-        converted = any(decision.recipe is not None for decision in decided)
-        if not held and not converted and self.knows_all(params) and not self.has_ours:
-            stayed = {
-                each.named.path: (type(each.named.layer), each.decision) for each in planned
-            } | {path: (nn.Module, decision) for path, decision in self.attentions.items()}
-            multiplied = {each.weight.rpartition("/")[0] for each in planned}
-            kinds = {path: kind for path, kind in self.kinds.items() if path not in multiplied}
-            told |= warn_of_nothing(model, "linen", stayed, own_parameters(kinds, _shapes(params)))
-        if told:
+        if plan.ahead or held or self._warns_of_nothing(model, params, plan):
             object.__setattr__(model, warned, True)
+
+    def _warns_of_nothing(self, model: Any, params: Any, plan: Plan) -> bool:
+        """Warn if nothing became FP8, and return whether that was so."""
+        planned = list(plan.matmuls.values())
+        stayed = {each.named.path: (type(each.named.layer), each.decision) for each in planned}
+        stayed |= {path: (nn.Module, decision) for path, decision in self.attentions.items()}
+        converted = any(decision.recipe is not None for _, decision in stayed.values())
+        if converted or self.ours or not self.knows_all(params):
+            return False
+        multiplied = {each.weight.rpartition("/")[0] for each in planned}
+        kinds = {path: kind for path, kind in self.kinds.items() if path not in multiplied}
+        return warn_of_nothing(model, "linen", stayed, own_parameters(kinds, self.shapes))
 
 
 def watching(seen: Seen) -> Callable[..., Any]:
@@ -166,23 +164,41 @@ def watching(seen: Seen) -> Callable[..., Any]:
         result = next_fun(*args, **kwargs)
         seen.kinds.setdefault(path, type(module))
         params = meta.unbox(module.variables.get("params", {}))
-        seen.dimensions[path] = {name: np.ndim(x) for name, x in params.items()}
-        own = vars(module).get("recipe")
-        own = check_recipe(own) if isinstance(own, Recipe | str) else None
-        if isinstance(module, ProductModule) and region.recipe_of_matmul(own, path) is not None:
-            seen.ours.add(path)
-        if isinstance(module, DotProductAttention):
-            seen.attentions[path] = Decision(region.recipe_in_effect(own, path))
+        own = {name: np.ndim(x) for name, x in params.items() if not isinstance(x, Mapping)}
+        seen.dimensions[path] = own
+        _note_ours(seen, path, module)
         if function_of(context) in _CALLS and not isinstance(module, nn.ConvLocal):
-            seen.layers[path] = module
+            _check_dtype(module)
+            seen.layers[path] = _unbound(module)
             seen.kinds[path] = type(module)
-        elif path not in seen.modules or not is_known(type(module)):
-            seen.modules[path] = module
+        elif own and (path not in seen.modules or not is_known(type(module))):
+            seen.modules[path] = _unbound(module)
         kind = vars(module).get("nnx_class")  # getattr is watched
         seen.held.update(_held(path, module) | ({path: kind} if isinstance(kind, type) else {}))
         return result
 
     return intercept
+
+
+def _note_ours(seen: Seen, path: str, module: nn.Module) -> None:
+    """Note matmuls and attention of jfp8, and whether they are in FP8."""
+    recipe = vars(module).get("recipe")
+    recipe = check_recipe(recipe) if isinstance(recipe, Recipe | str) else None
+    if isinstance(module, ProductModule) and region.recipe_of_matmul(recipe, path) is not None:
+        seen.ours.add(path)
+    if isinstance(module, DotProductAttention):
+        seen.attentions[path] = Decision(region.recipe_in_effect(recipe, path))
+
+
+def _unbound(module: nn.Module) -> nn.Module:
+    """Return a copy of a module without its variables, which belong to a trace."""
+    return module.clone(parent=None, name=module.name, _deep_clone=True, _reset_names=True)
+
+
+def _check_dtype(layer: Any) -> None:
+    """Raise ``TypeError`` if a layer rounds its operands to FP8, without a scale."""
+    if layer.dtype is not None:
+        check_operand(jnp.zeros((), layer.dtype))
 
 
 def _own_product(layer: Any) -> str:

@@ -138,7 +138,10 @@ def plan_of(
     for key, (named, matmul) in looked.seen.items():
         edge = looked.edge_of(key, first, ends) if is_whole else None
         decision = selection.decide(named.path, named.layer, edge)
-        decision = Decision(None, named.stays) if named.stays else decision
+        if named.stays:
+            decision = Decision(None, named.stays)
+        elif region.is_overridden() and decision.recipe is not None:
+            decision = Decision(region.recipe_in_effect(decision.recipe, named.path))
         lengths = [length for _, length in matmul.source.loops]
         stacks = *lengths, *np.shape(matmul.weight)[: named.stacks]
         loops = frozenset(looked.loops[key])
@@ -160,16 +163,21 @@ class _Looked:
 
     program: Program
     name_of: Namer
-    seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)
+    seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)  # without arrays
     loops: dict[Any, set[Place]] = field(default_factory=dict)  # that slice its weight
     low_rank: set[Any] = field(default_factory=set)
+    of_constants: dict[str, bool] = field(default_factory=dict)  # by the paths of weights
 
     def see(self, matmul: WeightMatmul) -> tuple[jax.Array, list[Any]]:
         """Note `matmul`, and compute it plainly with both ends marked."""
         key = matmul.key
         if key not in self.seen:
             nth = 1 + sum(known[-1] == key[-1] for known in self.seen)
-            self.seen[key] = self.name_of(matmul, nth), matmul
+            named = self.name_of(matmul, nth)
+            self.seen[key] = named, matmul.abstract()
+            if matmul.source.path:
+                consts = self.program.closed.consts
+                self.of_constants[matmul.source.path] = any(matmul.x is x for x in consts)
         self.loops.setdefault(key, set()).update(place for place, _ in matmul.source.loops)
         if matmul.data is not None and matmul.data.factor is not None:
             before, terms, rank = matmul.data.factor
@@ -193,9 +201,7 @@ class _Looked:
 
     def held(self) -> tuple[str, ...]:
         """Return the weights if all are multiplied by arrays that the function holds itself."""
-        met = {m.source.path: m.x for _, m in self.seen.values() if m.source.path}
-        held = self.program.closed.consts
-        return tuple(met) if all(any(x is y for y in held) for x in met.values()) else ()
+        return tuple(self.of_constants) if all(self.of_constants.values()) else ()
 
 
 def _mark(key: Any) -> str:

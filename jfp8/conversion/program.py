@@ -18,6 +18,12 @@ from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing import interpreter
 from jfp8.tracing.interpreter import Emitted, Value, arrays
 
+_TRACED = (
+    "jfp8.convert traces a model or function even where it is called without jax.jit, so its code "
+    "cannot need the numbers of an array. Use jnp.where or jax.lax.cond there; or convert the part "
+    "that does not need them: jfp8.convert(part, recipe)."
+)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -57,7 +63,11 @@ class Program:
             return found
 
         arguments = [*given, *data]
-        closed = jax.make_jaxpr(flat)(*arguments)
+        try:
+            closed = jax.make_jaxpr(flat)(*arguments)
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(_TRACED)
+            raise
         named = [path for path, x in zip(paths, values, strict=True) if arrays_apart(x)[0]]
         is_number = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
         sources = tuple(

@@ -24,6 +24,7 @@ from jfp8.products.operation import Observed, Options, State
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.shared_input import SharedInput
 from jfp8.products.slower import why_slower
+from jfp8.recipes import in_effect as region
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.interpreter import Emitted
 from jfp8.tracing.notes import layer_noted, note
@@ -51,6 +52,8 @@ def run_planned(
       if_lacking: a warning if matmuls are trained that lack the histories of their recipe.
       if_lost: a warning if those that have histories are trained.
     """
+    if region.is_overridden():  # states belong to other recipes
+        states, if_lacking = {}, None
     planned = {n: each for n, each in plan.by_name.items() if each.decision.recipe is not None}
     loops = {name: each.loops for name, each in planned.items()}
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
@@ -67,9 +70,9 @@ def run_planned(
 
 def _stored(program: Program, planned: PlannedMatmul) -> ScaledArray | None:
     """Return the weight as it is kept in FP8, if it is, and each loop can take its part."""
-    stored, n = program.stored.get(planned.weight), len(planned.stacks) - planned.named.stacks
-    parts = jax.tree.leaves(stored)
-    return stored if all(x.shape[:n] == planned.stacks[:n] for x in parts) else None
+    stored, stacks = program.stored.get(planned.weight), planned.stacks
+    whole = all(x.shape[: len(stacks)] == stacks for x in jax.tree.leaves(stored))
+    return stored if whole else None
 
 
 def _computed(
@@ -149,7 +152,7 @@ def over_stacks(dot_general: Callable[..., Any], stacks: int) -> Callable[..., A
 
     def stacked(x: jax.Array, w: Any, numbers: Any, *, state: State) -> Any:
         (first, second), (first_batch, second_batch) = numbers
-        x_axis, y_axis = None, len(first_batch) + x.ndim - len(first) - len(first_batch)
+        x_axis, y_axis = None, x.ndim - len(first)
         if 0 in second_batch:
             y_axis = list(second_batch).index(0)
             x_axis = first_batch[y_axis]
@@ -161,9 +164,8 @@ def over_stacks(dot_general: Callable[..., Any], stacks: int) -> Callable[..., A
         one = over_stacks(dot_general, stacks - 1)
         run = lambda x, w, state: one(x, w, inner, state=state)
         # A key serves all layers.
-        of_state = State(
-            0 if state.histories is not None else None, 0 if state.sink is not None else None
-        )
+        axis: Any = lambda x: None if x is None else 0
+        of_state = State(axis(state.histories), axis(state.sink))
         return jax.vmap(run, in_axes=(x_axis, 0, of_state), out_axes=(y_axis, 0))(x, w, state)
 
     return stacked

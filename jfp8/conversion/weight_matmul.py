@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -107,6 +107,13 @@ class WeightMatmul:
     @property
     def _numbers(self) -> Any:
         return self.eqn.params["dimension_numbers"]
+
+    def abstract(self) -> WeightMatmul:
+        """Return it with shapes in place of arrays, which may belong to a trace."""
+        shape_of: Any = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
+        source, at = replace(self.source, in_f32=None), interpreter.Place(self.at.path)
+        x, weight = shape_of(self.x), shape_of(self.weight)
+        return replace(self, source=source, x=x, weight=weight, others=(), at=at)
 
     def plain(self) -> jax.Array:
         """Compute it as the program does."""

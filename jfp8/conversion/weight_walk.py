@@ -24,6 +24,7 @@ from jfp8.conversion.weight_matmul import (
     WeightMatmul,
     is_ordinary,
 )
+from jfp8.recipes.in_effect import DISABLED, DISABLED_HERE
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, scan_sizes, scope_of
 from jfp8.tracing.interpreter import Emitted, Reader, Value, arrays, equations
@@ -43,9 +44,7 @@ _NEW_TYPE |= {
 }
 _NEW_SHAPE = {"broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 _JOINED = {"all_gather", "all_gather_invariant", "concatenate"}  # of parts of one, or of several
-_MOVED = _CUTS | _NEW_TYPE | _NEW_SHAPE | _JOINED | {"gather", "pad"}
-_TWO_WEIGHTS = "both operands are weights"
-
+_MOVED = _CUTS | _NEW_TYPE | _NEW_SHAPE | {"gather", "pad"}
 Note = Source | Data | str | None
 
 
@@ -63,45 +62,39 @@ class Walk(Reader):
     compute: Callable[[WeightMatmul], tuple[jax.Array, Emitted]]
     loops: Mapping[str, Collection[Place]]
     of_activations: bool = False
-    emits: bool = True
+    emits: bool = True  # pyrefly: ignore[bad-override]
 
     def equation(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> Any:
         """Hand a matmul to `compute`."""
         if eqn.primitive.name not in PRODUCTS:
             return None
         matmul = self._matmul(eqn, ins, at)
-        weights = [isinstance(value.note, Source) for value in ins[:2]]
+        both = all(isinstance(value.note, Source) for value in ins[:2])
         if matmul is None:
-            with note("reason", _TWO_WEIGHTS if all(weights) else ""):
+            disabled = DISABLED_HERE if DISABLED in at.stack else ""
+            with note("reason", disabled or ("both operands are weights" if both else "")):
                 outs = evaluate(eqn, arrays(ins))
-            made = _computed(eqn, ins) if all(weights) else Data(at.path)
-            return [Value(outs[0], made)], []
+            return [Value(outs[0], _computed(ins) if both else Data(at.path))], []
         with scope_of(eqn):
             y, emitted = self.compute(matmul)
         return [Value(y, Data(at.path, (matmul.key, *matmul.sizes)))], emitted
 
     def _matmul(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> WeightMatmul | None:
         """Return the matmul that `compute` gets; None for others."""
-        (x, weight, *others), (lhs, rhs) = arrays(ins), (value.note for value in ins[:2])
-        if not is_ordinary(eqn, x, weight):
+        x, weight, *others = ins
+        if not is_ordinary(eqn, x.array, weight.array) or DISABLED in at.stack:
             return None
-        if (
-            isinstance(lhs, Source)
-            and isinstance(rhs, Source)
-            and bool(lhs.repeats) != bool(rhs.repeats)
-        ):
-            lhs, rhs = (None, rhs) if lhs.repeats else (lhs, None)
-        swapped = isinstance(lhs, Source) and eqn.primitive.name == "dot_general"
+        swapped = eqn.primitive.name == "dot_general" and _is_weight(x, weight)
         if swapped:
-            x, weight, lhs, rhs = weight, x, rhs, lhs
-        is_weight = isinstance(rhs, Source) and not isinstance(lhs, Source) and np.ndim(weight) > 1
-        is_weight = is_weight and rhs.repeats != "broadcast"
-        no_weight = not isinstance(rhs, Source) and not isinstance(lhs, Source)
-        if not is_weight and not (self.of_activations and no_weight):
-            return None
-        source = rhs if isinstance(rhs, Source) else Source("")
-        data = lhs if isinstance(lhs, Data) else None
-        return WeightMatmul(source, eqn, x, weight, swapped, tuple(others), at, data)
+            x, weight = weight, x
+        source, data = weight.note, x.note if isinstance(x.note, Data) else None
+        if not _is_weight(weight, x):
+            if not self.of_activations or isinstance(source, Source) or isinstance(x.note, Source):
+                return None
+            source = Source("")
+        return WeightMatmul(
+            source, eqn, x.array, weight.array, swapped, tuple(arrays(others)), at, data
+        )
 
     def enters(self, eqn: Any, ins: Sequence[Value]) -> bool:
         """Enter what has matmuls, and what may move a weight, such as ``jnp.take``."""
@@ -176,28 +169,38 @@ def has_product(eqn: Any) -> bool:
     return any(inner.primitive.name in PRODUCTS for inner in inside)
 
 
+def _is_weight(value: Value, other: Value) -> bool:
+    """Return whether a value is a weight next to `other`, and that is none."""
+    x, y = value.note, other.note
+    if not isinstance(x, Source) or x.repeats == "broadcast" or np.ndim(value.array) < 2:
+        return False
+    return not isinstance(y, Source) or bool(y.repeats and not x.repeats)
+
+
 def _flow(eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:
     """Return what the results of an equation were made of."""
     name, n = eqn.primitive.name, len(eqn.outvars)
     notes = [value.note for value in ins]
-    sources = [x for x in notes if isinstance(x, Source)]
     if name == "optimization_barrier":
         return notes
-    if name in ("mul", "div") and sorted(np.size(value.array) for value in ins)[0] == 1:
+    if name in ("mul", "div") and 1 in (np.size(value.array) for value in ins):
         return [_scaled(notes)]
-    if not sources:
-        if all(x == CONSTANT for x in notes):
-            return [CONSTANT] * n
-        return [_same_data(eqn, notes[0])] * n
-    first = notes[0]
-    if name in _JOINED and len(sources) == len(notes):
-        path = "+".join(dict.fromkeys(source.path for source in sources))
-        return [replace(sources[0], path=path, in_f32=None, is_whole=False)]
-    if name in _MOVED - {"concatenate"}:
-        return _view(eqn, ins, first) if isinstance(first, Source) else [None] * n
-    if any(not isinstance(x, Source) and x != CONSTANT for x in notes):
-        return [None] * n
-    return [_computed(eqn, ins)] * n
+    if all(x == CONSTANT for x in notes):
+        return [CONSTANT] * n
+    first, of_weights = notes[0], all(isinstance(x, Source) or x == CONSTANT for x in notes)
+    if name in _MOVED and isinstance(first, Source):
+        return _view(eqn, ins, first)
+    if not of_weights or name in _MOVED:
+        return [_same_data(eqn, first)] * n
+    return [_joined(notes, ins) if name in _JOINED else _computed(ins)] * n
+
+
+def _joined(sources: Sequence[Any], ins: Sequence[Value]) -> Source:
+    """Return the source of several weights next to each other."""
+    if CONSTANT in sources:
+        return _computed(ins)
+    path = "+".join(dict.fromkeys(source.path for source in sources))
+    return replace(sources[0], path=path, in_f32=None, is_whole=False)
 
 
 def _scaled(notes: Sequence[Note]) -> Note:
@@ -226,7 +229,7 @@ def _same_data(eqn: Any, of: Note) -> Note:
     return replace(of, key=(of.key, *how)) if how and of.key is not None else of
 
 
-def _computed(eqn: Any, ins: Sequence[Value]) -> Source:
+def _computed(ins: Sequence[Value]) -> Source:
     """Return the source of what was computed from weights and constants."""
     found = [value for value in ins if isinstance(value.note, Source)]
     largest: Source = max(found, key=lambda value: np.size(value.array)).note
@@ -234,34 +237,33 @@ def _computed(eqn: Any, ins: Sequence[Value]) -> Source:
     repeats = [source.repeats for source in sources]
     how = "rows" if "rows" in repeats else "broadcast" if all(repeats) else ""
     loops = max((source.loops for source in sources), key=len)
-    del eqn
     return Source(largest.path, repeats=how, loops=loops, is_whole=False)
 
 
 def _view(eqn: Any, ins: Sequence[Value], source: Source) -> list[Note]:
     """Return the sources of an array in another form or dtype, or of parts of it."""
-    name, outs = eqn.primitive.name, eqn.outvars
-    x, after = ins[0].array, outs[0].aval
+    name, x, after = eqn.primitive.name, ins[0].array, eqn.outvars[0].aval
     if name == "convert_element_type":
         if not jnp.issubdtype(after.dtype, jnp.floating):
             return [None]
         narrower = jnp.result_type(x) == jnp.float32 and after.dtype.itemsize < 4
         return [replace(source, in_f32=x if narrower else None)]
-    indices = [v.val for v in eqn.invars[1:] if isinstance(v, Literal)]
-    is_computed = name == "dynamic_slice" and len(indices) < len(eqn.invars) - 1
     source = replace(source, is_whole=source.is_whole and name in _NEW_TYPE)
-    views: list[Source] = [source] * len(outs)
-    if name == "gather":
-        views = [replace(source, repeats="rows")]
-    elif name == "broadcast_in_dim" and after.size > np.size(x):
-        views = [replace(source, repeats=source.repeats or "broadcast", in_f32=None)]
-        return [*views]
-    elif name in _CUTS and not is_computed:
-        starts = eqn.params.get("start_indices", tuple(map(int, indices)))
-        parts = [(*source.parts, (name, starts, i, v.aval.shape)) for i, v in enumerate(outs)]
-        views = [replace(source, parts=part) for part in parts]
-    wide: list[Any] = [None] * len(outs)
-    if source.in_f32 is not None and name != "pad":
-        others = arrays(ins[1:])
-        wide = evaluate(eqn, [source.in_f32, *others])  # not computed where nobody reads it
+    if name == "broadcast_in_dim" and after.size > np.size(x):
+        return [replace(source, repeats=source.repeats or "broadcast", in_f32=None)]
+    views = _cut(eqn, replace(source, repeats="rows") if name == "gather" else source)
+    wide: list[Any] = [None] * len(views)
+    if source.in_f32 is not None and name != "pad":  # not computed where nobody reads it
+        wide = evaluate(eqn, [source.in_f32, *arrays(ins[1:])])
     return [replace(view, in_f32=x) for view, x in zip(views, wide, strict=True)]
+
+
+def _cut(eqn: Any, source: Source) -> list[Source]:
+    """Return the sources of slices at known indices, by which matmuls are told apart."""
+    name, indices = eqn.primitive.name, [v.val for v in eqn.invars[1:] if isinstance(v, Literal)]
+    is_computed = name == "dynamic_slice" and len(indices) < len(eqn.invars) - 1
+    if name not in _CUTS or is_computed:
+        return [source] * len(eqn.outvars)
+    starts = eqn.params.get("start_indices", tuple(map(int, indices)))
+    parts = ((name, starts, i, v.aval.shape) for i, v in enumerate(eqn.outvars))
+    return [replace(source, parts=(*source.parts, part)) for part in parts]

@@ -17,6 +17,10 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 
+DISABLED = "jfp8_disabled"
+"""The named scope of regions in high precision, by which they are found in programs."""
+DISABLED_HERE = "FP8 is disabled in this region"
+
 _context = jax.make_user_context(None)
 _override = jax.make_user_context(None)
 
@@ -85,7 +89,7 @@ def recipes_in_effect(own: RecipeLike | None, paths: Sequence[str]) -> list[Reci
 def why_disabled() -> str:
     """Say that the region around disables FP8; "" if it does not."""
     region = current()
-    return "" if region is None or region.enabled else "FP8 is disabled in this region"
+    return "" if region is None or region.enabled else DISABLED_HERE
 
 
 def why_in_high_precision() -> str:

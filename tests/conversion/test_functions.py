@@ -342,3 +342,14 @@ def test_a_weight_is_what_was_computed_of_weights_alone(name):
     rows = jfp8.report(jfp8.convert(loss, "current", exempt=jfp8.Edge.LOW_RANK), STACK[0], X).rows
     fp8 = [row.fp8 for row in rows if row.kind in ("fprop", "forward") and row.out == "f32[8,16]"]
     assert fp8[-1:] == [name in WEIGHTS]
+
+
+def test_code_that_needs_numbers_is_told():
+    def loss(w, x):
+        return jnp.sum(x @ w) if float(x.sum()) > 0 else jnp.sum(x)
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        jfp8.convert(loss, "current", exempt=())(STACK[0], X)
+    assert "traces a model or function even where it is called without" in str(
+        error.value.__notes__
+    )

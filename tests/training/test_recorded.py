@@ -204,3 +204,12 @@ def test_a_step_leaks_no_tracer():
         jax.jit(jfp8.value_and_grad(loss))(state, x)
         attention = jfp8.nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0))
         nnx.jit(jfp8.nnx.value_and_grad(lambda m, x: mean_square(m(x))))(attention, x)
+        converted = jfp8.convert(nn.Sequential([nn.Dense(D), nn.relu, nn.Dense(D)]), exempt=())
+        state = state.create(
+            apply_fn=None, variables=converted.init(jax.random.key(0), x), tx=optax.sgd(0.1)
+        )
+        jax.jit(jfp8.value_and_grad(lambda v, x: mean_square(converted.apply(v, x))))(state, x)
+        block = jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w)
+        function = jfp8.convert(lambda w, x: mean_square(block(w, x)), exempt=())
+        w = jnp.ones((D, D))
+        jax.jit(jax.grad(function, argnums=(0, 1)))(w, function.init(w, x), x)

@@ -1,6 +1,5 @@
 """Loops that people write; where a layer is used again, inputs are 100 times as large."""
 
-import functools
 import warnings
 
 import flax.linen as nn
@@ -107,29 +106,6 @@ class TestOneEntryForAllUses:
             assert ratio(outputs) == pytest.approx(100, rel=0.02)
             rolls = ends or how != "remat"
             np.testing.assert_allclose(lhs(fp8), entries(LARGEST, step if rolls else 1), rtol=1e-6)
-
-    @pytest.mark.parametrize("converted", [False, True])
-    @pytest.mark.representative(1)
-    def test_a_transformation_that_does_not_change_the_collection_is_told(self, converted):
-        class Lifted(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.WeightNorm((nn if converted else jfp8).Dense(16, use_bias=False))(x)
-
-        as_it_is = functools.partial(jfp8.convert, exempt=()) if converted else lambda model: model
-        variables = as_it_is(Lifted()).init(KEY, X)
-        loss = recording(as_it_is(Lifted()))
-        gradient = jax.grad(loss, has_aux=True)
-        with pytest.warns(UserWarning, match=r"records no amax.*jfp8\.value_and_grad"):
-            _, (_, mutated) = gradient(variables["params"], variables["fp8"], X)
-        assert not any(map(np.any, jax.tree.leaves(mutated)))
-        loss(variables["params"], variables["fp8"], X)  # has nothing to record
-        # What the warning advises.
-        state = jfp8.TrainState.create(apply_fn=None, variables={**variables}, tx=optax.sgd(0.1))
-        loss_fn = lambda variables, x: squares([as_it_is(Lifted()).apply(variables, x)])
-        after = state.apply_gradients(jfp8.value_and_grad(loss_fn)(state, X)[1])
-        (product,) = jax.tree.leaves(after.fp8, is_leaf=lambda node: "lhs" in node)
-        assert product["lhs"]["amax_history"][0] >= LARGEST / 100
 
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("around", [jax.checkpoint, jax.vmap, jax.jit, lambda f: f])

@@ -168,10 +168,14 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _is_used_again(self) -> bool:
-        """Return True if this ``apply``, or this trace of a lifted body, has used the matmul."""
+        """Return True if this ``apply`` has used the matmul before, or may have.
+
+        It may have within a lifted transformation, whose scopes begin at a path: a body may be
+        traced once and run twice.
+        """
         assert self.scope is not None
         root, mark = self.scope.root, f"{self.scope.path_text} has recorded"
-        if root.name_reserved(mark):
+        if root.path or root.name_reserved(mark):
             return True
         root.reserve(mark)
         return False
