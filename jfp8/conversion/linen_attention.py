@@ -61,7 +61,7 @@ def replace_attention(selection: Selection, seen: dict[str, Decision]) -> Callab
 
 
 def _has_its_own(layer: Any) -> bool:
-    """Return whether a layer of jfp8 computes attention in FP8, with a recipe of its own."""
+    """Return whether a layer of jfp8 has its own recipe for attention in FP8."""
     return getattr(layer, "attention_products", False) and layer.recipe is not None
 
 

@@ -202,7 +202,7 @@ def _check_dtype(layer: Any) -> None:
 
 
 def _own_product(layer: Any) -> str:
-    """Say that a layer of Flax was given a matmul of its own; "" if not."""
+    """Say that a layer of Flax was given another matmul; "" if not."""
     for hook in ("dot_general", "conv_general_dilated"):
         given = getattr(layer, f"{hook}_cls", None)
         if getattr(layer, hook, None) is not None or not isinstance(given, ProductOf | None):

@@ -213,7 +213,7 @@ def stacks_of(nodes: Sequence[tuple[Keys, Any]]) -> dict[Keys, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def as_plain(modules: Sequence[nnx.Module]) -> Iterator[None]:
-    """Return a context in which `modules` are those of the plain model."""
+    """Return a context in which `modules` are the plain model's."""
     converted = [(x, how) for x in modules if (how := converted_of(x)) is not None]
     held = [(x, w, getattr(x, w.holder)) for x, c in converted for w in c.weights if w.holder]
     for module, weight, _ in held:
@@ -255,7 +255,7 @@ def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]])
 def _left(
     nodes: Sequence[tuple[Any, Converted]], stayed: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Weight, Decision]]:
-    """List the weights that no call has met, and the decisions on those of layers without state."""
+    """List the weights that no call has met, and the decisions on layers without state."""
     for node, here in nodes:
         for weight in here.weights:
             is_layer = hook_of(node) is not None

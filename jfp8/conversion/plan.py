@@ -159,7 +159,7 @@ def plan_of(
 
 @dataclass(frozen=True)
 class _Looked:
-    """Hold what a look at a program has seen; keys are those of matmuls."""
+    """Hold the matmuls that a look at a program has seen, by their keys."""
 
     program: Program
     name_of: Namer

@@ -47,7 +47,7 @@ class Program:
     def of(
         cls, function: Callable[[Any, Any], Any], weights: Any, paths: Sequence[str], others: Any
     ) -> Program:
-        """Trace ``function(weights, others)``, of pytrees; `paths` are those of all weights."""
+        """Trace ``function(weights, others)``, of pytrees; `paths` names all weights."""
         leaves, structure = jax.tree.flatten(weights, is_leaf=is_scaled_array)
         stored = {path: x for path, x in zip(paths, leaves, strict=True) if is_scaled_array(x)}
         values = [x.dequantize() if is_scaled_array(x) else x for x in leaves]

@@ -97,7 +97,7 @@ class Walk(Reader):
         )
 
     def enters(self, eqn: Any, ins: Sequence[Value]) -> bool:
-        """Enter what has matmuls, and what may move a weight, such as ``jnp.take``."""
+        """Enter bodies with matmuls, and calls that may move a weight, such as ``jnp.take``."""
         weights = any(isinstance(value.note, Source) for value in ins)
         if weights and eqn.primitive.name in interpreter.CALLS:
             return True
@@ -150,7 +150,7 @@ class Walk(Reader):
         return at.path in self.loops[name]
 
     def leave_scan(self, key: Any, x: Any, eqn: Any, at: Any) -> Any:
-        """Take the largest of all iterations, unless each has a state of its own."""
+        """Take the largest of all iterations, unless each has its own state."""
         return key, x if self.slices(key, at) else x.max(0)
 
     def merge(self, key: Any, stacked: Any) -> Any:
