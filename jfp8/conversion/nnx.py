@@ -141,7 +141,7 @@ class TracedCall:
         return next(filter(None, map(why_lost, training)), None)
 
     def update(self, amaxes: Amaxes, changed: dict[int, Any]) -> None:
-        """Write into the model what the program has changed, and what was observed."""
+        """Write the changed values and the observed amaxes into the model."""
         for i, value in changed.items():
             self.variables[i].set_raw_value(value)
         for name, observed in amaxes.items():
