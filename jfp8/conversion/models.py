@@ -103,8 +103,8 @@ def convert(
         `attention` means all matmuls of two activations.
 
     Returns:
-      A Linen module, an instance of a subclass of ``type(model)``; an NNX module of the same type
-      that shares the arrays of `model`; or an `Fp8Function`.
+      A Linen module or an NNX module that shares the arrays of `model`, both an instance of a
+      subclass of ``type(model)``; or an `Fp8Function`.
 
     Raises:
       TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt`, `only` or
@@ -131,6 +131,11 @@ def convert(
     """
     if isinstance(recipe, nn.Module | nnx.Module):
         raise TypeError("recipe is a model, which comes first: jfp8.convert(model, recipe).")
+    if example and not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"jfp8.convert(model, recipe) got {len(example)} more arguments, which are an example "
+            "of an NNX model's call. Functions and Linen models get theirs by init."
+        )
     selected = select(recipe, exempt, only, attention, state_collection, cache_dtype)
     selection = selected.for_gpu()
     if callable(model) and not isinstance(model, nn.Module | nnx.Module | type):

@@ -78,13 +78,14 @@ class TracedCall:
             with nnx.merge_context(TAG, inner=True) as context:
                 copy = context.merge(graph, weights, states, others)
             modules, inside = graph_of(copy)
-            before = [variable.get_raw_value() for variable in inside]
+            before = [jax.tree.flatten(variable.get_raw_value()) for variable in inside]
             with as_plain(modules):
                 result = function(copy[0], *copy[1], **copy[2])
-            after = [variable.get_raw_value() for variable in inside]
-            changed = {i: x for i, x in enumerate(after) if x is not before[i]}
+            pairs = enumerate(zip(inside, before, strict=True))
+            changed = {i: v.get_raw_value() for i, (v, parts) in pairs if not _holds(v, *parts)}
             if nnx.graphdef(copy, graph=True) == graph and not _has_modules(result):
-                return result, changed, None
+                with nnx.split_context(TAG):
+                    return result, changed, None  # and Flax forgets the copy
             for i, variable in enumerate(inside):
                 if i not in changed:  # such as a weight that is kept in FP8
                     variable.set_raw_value(variables[i].get_raw_value())
@@ -141,7 +142,7 @@ class TracedCall:
         return next(filter(None, map(why_lost, training)), None)
 
     def update(self, amaxes: Amaxes, changed: dict[int, Any]) -> None:
-        """Write the program's changes into the model, and the observed amaxes."""
+        """Write the changed values and the observed amaxes into the model."""
         for i, value in changed.items():
             self.variables[i].set_raw_value(value)
         for name, observed in amaxes.items():
@@ -190,6 +191,12 @@ def call(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -> A
     if is_call and place_of(module) == "":
         _warn(module, plan)
     return result
+
+
+def _holds(variable: nnx.Variable, before: Sequence[Any], structure: Any) -> bool:
+    """Return whether a Variable holds the arrays of before; a dict in it may change in place."""
+    leaves, here = jax.tree.flatten(variable.get_raw_value())
+    return here == structure and all(x is y for x, y in zip(leaves, before, strict=True))
 
 
 def _has_modules(tree: Any) -> bool:

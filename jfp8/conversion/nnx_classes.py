@@ -27,7 +27,8 @@ _UNTRACEABLE = (
 def enter(module: Any, converted: Converted, kind: type | None = None) -> None:
     """Make calls of a module enter the conversion; `kind` replaces its class, if it is given."""
     kind = getattr(type(module), "jfp8_original", type(module)) if kind is None else kind
-    is_pytree = not jax.tree_util.treedef_is_leaf(jax.tree.structure(module))
+    alone = jax.tree.structure(module, is_leaf=lambda x: x is not module)
+    is_pytree = not jax.tree_util.treedef_is_leaf(alone)
     object.__setattr__(module, "__class__", _entering(kind, is_pytree))
     set_converted(module, converted)
 

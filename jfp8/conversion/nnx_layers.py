@@ -58,7 +58,7 @@ class Converted:
     Attributes:
       path: of the module in the model.
       weights: its parameters.
-      is_plain: its methods are those of the plain model, as in the copy that a call traces.
+      is_plain: its methods run as in the plain model: it is in the copy that a call traces.
       reason: why its matmuls stay as they are, for the report of a plain model.
     """
 
@@ -213,7 +213,7 @@ def stacks_of(nodes: Sequence[tuple[Keys, Any]]) -> dict[Keys, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def as_plain(modules: Sequence[nnx.Module]) -> Iterator[None]:
-    """Return a context in which `modules` are the plain model's."""
+    """Return a context in which `modules` are plain: without state, and not converted."""
     converted = [(x, how) for x in modules if (how := converted_of(x)) is not None]
     held = [(x, w, getattr(x, w.holder)) for x, c in converted for w in c.weights if w.holder]
     for module, weight, _ in held:
@@ -255,7 +255,7 @@ def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]])
 def _left(
     nodes: Sequence[tuple[Any, Converted]], stayed: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Weight, Decision]]:
-    """List the weights that no call has met, and the decisions on layers without state."""
+    """List weights that no call has met, with decisions; of layers, only kernels without state."""
     for node, here in nodes:
         for weight in here.weights:
             is_layer = hook_of(node) is not None

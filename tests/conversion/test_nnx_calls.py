@@ -160,6 +160,19 @@ def test_a_stack_is_scanned_inside_or_outside_of_a_call():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
 
 
+def test_what_a_call_captures():
+    class Sowing(Plain):
+        def first_layer(self, x):
+            self.sow(nnx.Intermediate, "x", x)
+            return super().first_layer(x)
+
+    model = jfp8.convert(Sowing(nnx.Rngs(0)), "delayed", exempt=())
+    with jax.checking_leaks():
+        y, found = nnx.capture(model, nnx.Intermediate)(X)
+    np.testing.assert_array_equal(found["x"][0], X)
+    np.testing.assert_array_equal(y, jfp8.convert(Plain(nnx.Rngs(0)), "delayed", exempt=())(X))
+
+
 def test_what_no_trace_can_follow_runs_as_it_is():
     model = Net(nnx.Rngs(0))
     converted = jfp8.convert(model, "current", exempt=())

@@ -57,7 +57,7 @@ class Hook:
     kernel_shape: Callable[[Any], tuple[int, ...]] = _own_kernel_shape
 
 
-# nnx.ConvTranspose has no hook of its own, so None.
+# nnx.ConvTranspose has no hook, so None.
 _CONV = Hook("conv_general_dilated", ConvGeneralDilated, (None, lax.conv_general_dilated))
 
 HOOKS: dict[type[nnx.Module], Hook] = {
