@@ -21,6 +21,7 @@ from jfp8.conversion.weight_matmul import Place, WeightMatmul
 from jfp8.conversion.weight_walk import Walk
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.history import state_shapes
 from jfp8.tracing.caller import user_level
 
 
@@ -54,7 +55,7 @@ Namer = Callable[[WeightMatmul, int], Named]
 
 @functools.cache
 def _keeps_histories(recipe: Recipe) -> bool:
-    return jax.eval_shape(recipe.init_state) is not None
+    return state_shapes(recipe) is not None
 
 
 @dataclass(frozen=True)

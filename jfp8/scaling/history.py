@@ -13,6 +13,7 @@ contradicts: `intact` then returns empty histories, and scales follow from the d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -237,9 +238,15 @@ def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
     return {"amax_history": push_amax(history, entry), "amax": jnp.zeros_like(entry)}
 
 
+@functools.cache
+def state_shapes(recipe: Any) -> dict[str, Any] | None:
+    """Return the shapes of ``recipe.init_state()``; None if the recipe keeps no state."""
+    return jax.eval_shape(recipe.init_state)
+
+
 def check_states(state: dict[str, AmaxState], recipe: Any) -> None:
     """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
-    expected = jax.eval_shape(recipe.init_state)
+    expected = state_shapes(recipe)
     if expected is None:
         raise ValueError(
             f"{recipe!r} keeps no state, but a state was given: it belongs to another recipe. Pass "
