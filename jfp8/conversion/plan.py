@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,11 +52,6 @@ Namer = Callable[[WeightMatmul, int], Named]
 """Names a matmul; the number counts those of one weight, from 1."""
 
 
-@functools.cache
-def _keeps_histories(recipe: Recipe) -> bool:
-    return state_shapes(recipe) is not None
-
-
 @dataclass(frozen=True)
 class PlannedMatmul:
     """Hold what becomes of a matmul."""
@@ -73,7 +67,7 @@ class PlannedMatmul:
     def has_state(self) -> bool:
         """Return whether it keeps amax histories."""
         recipe = self.decision.recipe
-        return recipe is not None and _keeps_histories(recipe)
+        return recipe is not None and state_shapes(recipe) is not None
 
     def init_state(self, init: Callable[[Recipe], Any]) -> Any:
         """Return ``init(recipe)``, of zeros, stacked as the layers are."""
