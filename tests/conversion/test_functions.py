@@ -353,3 +353,17 @@ def test_code_that_needs_numbers_is_told():
     assert "traces a model or function even where it is called without" in str(
         error.value.__notes__
     )
+
+
+@pytest.mark.parametrize("version", ["remat2", "remat3"])
+def test_checkpoints_of_both_versions_are_entered(version):
+    block = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))
+    loss = jfp8.convert(lambda w, x: jnp.sum(block(w, x) ** 2), "current", exempt=())
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", version == "remat3")
+    try:
+        rows = jfp8.report(loss, STACK[0], X).rows
+    finally:
+        jax.config.update("jax_remat3", before)
+    assert {row.kind for row in rows} == {"fprop", "dgrad", "wgrad"}
+    assert all(row.fp8 for row in rows)
