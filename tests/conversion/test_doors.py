@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jfp8
-from support.arrays import assert_same
+from support.arrays import assert_same, relative_error
 
 X = jax.random.normal(jax.random.key(0), (64, 16))
 NAMES = ("q", "k", "v", "o")
@@ -111,3 +111,15 @@ def test_layers_with_one_input_quantize_it_once(door):
     program = jax.jit(step).lower(state, X).compile().as_text()
     made = set(re.findall(r"%(\S+) = f8e4m3fn\[64,16\]", program))
     assert len(made) == 2, made  # x, and what goes into the last layer
+
+
+def test_inputs_of_one_shape_have_scales_of_their_own():
+    """The second is a hundred times larger than the first, whose history would clip it."""
+    function = lambda p, x: (100 * jnp.tanh(x @ p["q"])) @ p["k"]
+    converted = jfp8.convert(function, "delayed", exempt=())
+    loss = lambda p, state, x: jnp.sum(converted(p, state, x) ** 2)
+    state = converted.init(PARAMS, X)
+    for _ in range(2):
+        error = relative_error(converted(PARAMS, state, X), function(PARAMS, X))
+        assert 0 < error < 0.06  # roundings of up to 2^-4
+        state = jax.grad(loss, argnums=1)(PARAMS, state, X)
