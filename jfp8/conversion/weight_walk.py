@@ -65,9 +65,12 @@ class Walk(Reader):
     emits: bool = True  # pyrefly: ignore[bad-override]
 
     def equation(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> Any:
-        """Hand a matmul to `compute`."""
-        if eqn.primitive.name not in PRODUCTS:
+        """Hand a matmul to `compute`, and tell apart the results of what runs as it is."""
+        if self.enters(eqn, ins):
             return None
+        if eqn.primitive.name not in PRODUCTS:
+            notes = [_identified(x, (at.path, i)) for i, x in enumerate(_flow(eqn, ins))]
+            return list(map(Value, evaluate(eqn, arrays(ins)), notes)), []
         matmul = self._matmul(eqn, ins, at)
         both = all(isinstance(value.note, Source) for value in ins[:2])
         if matmul is None:
@@ -112,9 +115,6 @@ class Walk(Reader):
     def constant(self, x: Any) -> Note:
         return None if isinstance(x, jax.core.Tracer) else CONSTANT
 
-    def flow(self, eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:
-        return _flow(eqn, ins)
-
     def inner(self, notes: Sequence[Note]) -> list[Note]:
         """Return the notes without values, which would leave their trace."""
         return [replace(x, in_f32=None) if isinstance(x, Source) else x for x in notes]
@@ -126,13 +126,15 @@ class Walk(Reader):
         carried = zip(notes[n_fixed:n], jaxpr.invars[n_fixed:n], jaxpr.outvars)
         turn = at.path, eqn.params.get("length")
 
-        def into(x: Note) -> Note:
+        def into(i: int, x: Note) -> Note:
             if isinstance(x, Source):
                 return replace(x, loops=(*x.loops, turn))
-            return x if x == CONSTANT else None
+            return x if x == CONSTANT else Data((at.path, "slice", i))
 
-        kept = [x if v is w else None for x, v, w in carried]
-        return [*notes[:n_fixed], *kept, *map(into, notes[n:])]
+        kept = [
+            x if v is w else Data((at.path, "carried", i)) for i, (x, v, w) in enumerate(carried)
+        ]
+        return [*notes[:n_fixed], *kept, *map(into, range(len(notes) - n), notes[n:])]
 
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[Note]:
         """Follow weights out of checkpoints, and those that a loop carries without a change."""
@@ -142,7 +144,7 @@ class Walk(Reader):
         if name in ("cond", "shard_map"):
             return [None] * n
         sizes = scan_sizes(eqn) if name == "scan" else (eqn.params["body_nconsts"], n)
-        carried = inside[sizes[0] : sum(sizes)]
+        carried = [x if isinstance(x, Source) else None for x in inside[sizes[0] : sum(sizes)]]
         return [*carried, *[None] * (n - len(carried))]
 
     def slices(self, name: str, at: interpreter.Place) -> bool:
@@ -175,6 +177,13 @@ def _is_weight(value: Value, other: Value) -> bool:
     if not isinstance(x, Source) or x.repeats == "broadcast" or np.ndim(value.array) < 2:
         return False
     return not isinstance(y, Source) or bool(y.repeats and not x.repeats)
+
+
+def _identified(x: Note, key: Any) -> Note:
+    """Return the note of a value; of new data with this `key`."""
+    if x is None:
+        return Data(key)
+    return replace(x, key=key) if isinstance(x, Data) and x.key is None else x
 
 
 def _flow(eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:

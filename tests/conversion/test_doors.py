@@ -20,6 +20,7 @@ PARAMS = {name: jax.random.normal(key, (16, 16)) / 4 for name, key in zip(NAMES,
 
 
 def model_of(multiply, x):
+    x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))  # not an argument of the model
     q, k, v = (multiply(name, x) for name in "qkv")
     return multiply("o", jnp.tanh(q * k + v))
 
