@@ -409,11 +409,6 @@ _RUNS: dict[str, Callable[..., Any]] = {
 }
 
 
-def is_entered(eqn: Any) -> bool:
-    """Return whether `run` can enter the bodies of an equation."""
-    return is_checkpoint(eqn) or eqn.primitive.name in _RUNS
-
-
 def arrays(values: Iterable[Value]) -> list[Any]:
     """Return the arrays of `values`."""
     return [value.array for value in values]

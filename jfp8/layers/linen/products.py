@@ -368,9 +368,3 @@ def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list
     """Return inputs, a kernel and a bias as Flax's ``promote_dtype`` casts them; see `promoted`."""
     promote = partial(dtypes.promote_dtype, dtype=dtype, inexact=inexact)
     return promoted(lambda arrays: promote(*arrays), arrays, casts_kernel=True)
-
-
-def promote_values(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Apply Flax's ``promote_dtype`` to arrays and the values of `ScaledArray`s."""
-    values = [x.dequantize() if isinstance(x, ScaledArray) else x for x in arrays]
-    return dtypes.promote_dtype(*values, dtype=dtype, inexact=inexact)
