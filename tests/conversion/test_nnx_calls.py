@@ -179,6 +179,19 @@ def test_what_no_trace_can_follow_runs_as_it_is():
     assert 0 < relative_error(converted.until(X), model.until(X)) < 0.3
 
 
+def test_a_matmul_that_no_trace_can_reach_is_loud():
+    class Own(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((D, D)))
+
+        def __call__(self, x):
+            return x @ self.w[...] if float(x.sum()) else x
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        jfp8.convert(Own(), "current", exempt=())(X)
+    assert "even where it is called without" in str(error.value.__notes__)
+
+
 def test_copies_of_a_converted_model():
     model = jfp8.convert(Plain(nnx.Rngs(0)), "delayed", exempt=())
     jfp8.nnx.value_and_grad(loss_of)(model, X)
