@@ -86,10 +86,11 @@ class Call(NamedTuple):
         self._check_caches(seen, params, variables, mutated)
         if mutable is False:
             return y
-        if "fp8" in variables and in_filter(mutable, "fp8"):
-            new = write_states({**variables["fp8"], **mutated.get("fp8", {})}, states, observed)
-            mutated = type(mutated)({**mutated, "fp8": new})
-        return y, mutated
+        kept = {name: variables[name] for name in STATES if name in variables}
+        kept = {n: {**x, **mutated.get(n, {})} for n, x in kept.items() if in_filter(mutable, n)}
+        if "fp8" in kept:
+            kept["fp8"] = write_states(kept["fp8"], states, observed)
+        return y, type(mutated)({**mutated, **kept})
 
     def init_states(
         self, variables: Any, args: Any, rngs: Any, mutable: CollectionFilter, kwargs: Any
