@@ -211,7 +211,7 @@ LINES_OF_ROOMS = {
     "optim": 2528,
     "training": 2880,
     "checkpoint": 3463,
-    "conversion": 4810,
+    "conversion": 4813,
     "debug": 4122,
     "plot": 1164,
     "command_line": 2090,

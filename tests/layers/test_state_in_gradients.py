@@ -272,7 +272,6 @@ def kept_after(model, scales):
 @pytest.mark.parametrize(
     "make", [jfp8.Dense, lambda n, **given: jfp8.convert(nn.Dense(n), **given)]
 )
-@pytest.mark.representative(1)
 def test_a_loop_that_keeps_the_collection_is_told_what_to_type(make):
     exempt = {} if make is jfp8.Dense else {"exempt": ()}
     model = make(4, state_collection=OWG, **exempt)
