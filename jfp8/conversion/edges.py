@@ -19,6 +19,7 @@ from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.tracing import interpreter
+from jfp8.tracing.compat import params_of, primitive_name
 from jfp8.tracing.interpreter import Computed, Reader, Value, notes_in, without_arrays
 
 # The region while a model is looked at: no cached trace of another is mistaken for this one.
@@ -110,7 +111,7 @@ class _Sources(Reader):
 
     def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
         """Read the marks, and note the operands of products."""
-        name, mark = eqn.primitive.name, str(eqn.params.get("name", ""))
+        name, mark = primitive_name(eqn), str(params_of(eqn).get("name", ""))
         if name == "name" and mark.startswith(_OUTPUT):
             return without_arrays([{mark.removeprefix(_OUTPUT)}]), []
         is_input = name == "name" and mark.startswith(_INPUT)

@@ -26,7 +26,7 @@ from jfp8.conversion.weight_matmul import (
 )
 from jfp8.recipes.in_effect import DISABLED, DISABLED_HERE
 from jfp8.tracing import interpreter
-from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, scan_sizes, scope_of
+from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, primitive_name, scan_sizes, scope_of
 from jfp8.tracing.interpreter import Emitted, Reader, Value, arrays, equations
 from jfp8.tracing.notes import note
 
@@ -188,7 +188,7 @@ def _identified(x: Note, key: Any) -> Note:
 
 def _flow(eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:
     """Return what the results of an equation were made of."""
-    name, n = eqn.primitive.name, len(eqn.outvars)
+    name, n = primitive_name(eqn), len(eqn.outvars)
     notes = [value.note for value in ins]
     if name == "optimization_barrier":
         return notes
@@ -225,7 +225,7 @@ def _scaled(notes: Sequence[Note]) -> Note:
 
 def _same_data(eqn: Any, of: Note) -> Note:
     """Return the note of `of` in another dtype or shape, such that equal notes are equal values."""
-    if not isinstance(of, Data) or eqn.primitive.name not in _NEW_TYPE | _NEW_SHAPE:
+    if not isinstance(of, Data) or primitive_name(eqn) not in _NEW_TYPE | _NEW_SHAPE:
         return None
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if before.size != after.size:
@@ -251,7 +251,7 @@ def _computed(ins: Sequence[Value]) -> Source:
 
 def _view(eqn: Any, ins: Sequence[Value], source: Source) -> list[Note]:
     """Return the sources of an array in another form or dtype, or of parts of it."""
-    name, x, after = eqn.primitive.name, ins[0].array, eqn.outvars[0].aval
+    name, x, after = primitive_name(eqn), ins[0].array, eqn.outvars[0].aval
     if name == "convert_element_type":
         if not jnp.issubdtype(after.dtype, jnp.floating):
             return [None]

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 from jax import lax
 
+from jfp8.tracing.compat import primitive_name
+
 Role = Literal["positions", "sequences"]
 Factor: TypeAlias = tuple[Role | None, int]
 Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
@@ -35,7 +37,7 @@ def size_of(axes: Axes, role: Role) -> int:
 
 def moved_axes(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
     """Return the axes of a result of `eqn` from its operands' axes, or None if unknown."""
-    name = eqn.primitive.name
+    name = primitive_name(eqn)
     if not ins or ins[0] is None:
         return None
     rule = _RULES.get(name)

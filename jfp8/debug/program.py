@@ -19,7 +19,7 @@ from jfp8.conversion.report import F8_NAMES, dtype_name, report_of, total_of, wi
 from jfp8.debug.axes import Axes, Factor, Role, moved_axes, plain_axes, size_of
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.tracing import interpreter
-from jfp8.tracing.compat import scan_sizes
+from jfp8.tracing.compat import primitive_name, scan_sizes
 from jfp8.tracing.interpreter import Computed, Place, Reader, Value, notes_in, without_arrays
 from jfp8.tracing.notes import explaining, notes_of, product_path
 
@@ -280,7 +280,7 @@ class _Reading(Reader):
 
     def result(self, eqn: Any, ins: list[_Note], v: Any) -> _Note:
         """Return what is known of a result of an equation without a body."""
-        name = eqn.primitive.name
+        name = primitive_name(eqn)
         axes = _fitting(moved_axes(eqn, [value.axes for value in ins], v.aval.shape), v)
         value = _joined(ins, axes)
         if not value.depends:

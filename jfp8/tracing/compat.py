@@ -179,10 +179,11 @@ def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return body
 
 
-def is_checkpoint(eqn: Any) -> bool:
-    """Return whether an equation is ``jax.checkpoint``, in any of its versions."""
-    held = type(eqn.params.get("_prim")).__name__
-    return eqn.primitive.name in ("checkpoint", "remat2") or held == "RematTraced"
+def primitive_name(eqn: Any) -> str:
+    """Return the name of a primitive; one name for all versions of ``jax.checkpoint``."""
+    known = {"RematTraced": "checkpoint", "CheckpointName": "name"}
+    name = known.get(type(eqn.params.get("_prim")).__name__, eqn.primitive.name)
+    return "checkpoint" if name == "remat2" else name
 
 
 def evaluate_with_body(eqn: Any, body: Callable[..., Any], *arguments: Any) -> Any:

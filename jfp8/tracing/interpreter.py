@@ -25,9 +25,9 @@ from jfp8.tracing.compat import (
     body_of,
     evaluate,
     evaluate_with_body,
-    is_checkpoint,
     jaxprs_of,
     manual_axes,
+    primitive_name,
     scan_sizes,
     scope_of,
     varying_axes,
@@ -201,7 +201,7 @@ def _equation(
 
 def enter(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> tuple[Sequence[Value], Emitted]:
     """Run the bodies of an equation, or tell the reader that they are not known."""
-    runs = _RUNS.get("checkpoint" if is_checkpoint(eqn) else eqn.primitive.name)
+    runs = _RUNS.get(primitive_name(eqn))
     if runs is None and _may_be_inlined(reader, eqn):
         runs = inline
     if runs is None:

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import FORMATS, format_of
 from jfp8.tracing import interpreter
-from jfp8.tracing.compat import body_of, is_checkpoint, scan_sizes
+from jfp8.tracing.compat import body_of, primitive_name, scan_sizes
 from jfp8.tracing.interpreter import CALLS, Computed, Emitted, Place, Reader, Value
 
 _NARROW = {np.dtype(fmt.dtype) for fmt in FORMATS}
@@ -100,7 +100,7 @@ def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Pa
 
     def is_kept(v: Var) -> bool:
         source: Any = v
-        while source in made_by and jaxpr.eqns[made_by[source]].primitive.name in _VIEWS:
+        while source in made_by and primitive_name(jaxpr.eqns[made_by[source]]) in _VIEWS:
             source = jaxpr.eqns[made_by[source]].invars[0]
             if isinstance(source, Literal) or root[source] is None:
                 break
@@ -143,7 +143,7 @@ def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] 
         length = max(eqn.params["length"], 1)
         of_a_turn = [None if n is None else n // length for n in ins[n_consts + n_carry :]]
         return body_of(eqn)[0], [*ins[:n_consts], *[None] * n_carry, *of_a_turn]
-    if eqn.primitive.name in CALLS or is_checkpoint(eqn):
+    if primitive_name(eqn) in (*CALLS, "checkpoint"):
         return body_of(eqn)[0], list(ins)
     return None
 
