@@ -153,7 +153,7 @@ class Walk(Reader):
 
     def leave_scan(self, key: Any, x: Any, eqn: Any, at: Any) -> Any:
         """Take the largest of all iterations, unless each has its own state."""
-        return key, x if self.slices(key, at) else x.max(0)
+        return key, x if self.slices(key, at) else x.max(0, initial=0)
 
     def merge(self, key: Any, stacked: Any) -> Any:
         return stacked.max(0)
@@ -192,8 +192,9 @@ def _flow(eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:
     notes = [value.note for value in ins]
     if name == "optimization_barrier":
         return notes
-    if name in ("mul", "div") and 1 in (np.size(value.array) for value in ins):
-        return [_scaled(notes)]
+    larger = [value.note for value in ins if np.size(value.array) > 1]
+    if name in ("mul", "div") and len(larger) == 1 and larger != [CONSTANT]:
+        return [_scaled(larger[0])]
     if all(x == CONSTANT for x in notes):
         return [CONSTANT] * n
     first, of_weights = notes[0], all(isinstance(x, Source) or x == CONSTANT for x in notes)
@@ -212,15 +213,11 @@ def _joined(sources: Sequence[Any], ins: Sequence[Value]) -> Source:
     return replace(sources[0], path=path, in_f32=None, is_whole=False)
 
 
-def _scaled(notes: Sequence[Note]) -> Note:
-    """Return the note of a product with a number, which a scale makes good."""
-    for x in notes:
-        if isinstance(x, Source):
-            return replace(x, in_f32=None, is_whole=False)
-    if all(x == CONSTANT for x in notes):
-        return CONSTANT
-    factors = (x.factor for x in notes if isinstance(x, Data) and x.factor is not None)
-    return Data(None, next(factors, None))
+def _scaled(x: Note) -> Note:
+    """Return the note of `x` times a number, which a scale makes good."""
+    if isinstance(x, Source):
+        return replace(x, in_f32=None, is_whole=False)
+    return Data(None, x.factor) if isinstance(x, Data) else None
 
 
 def _same_data(eqn: Any, of: Note) -> Note:
