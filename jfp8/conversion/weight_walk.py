@@ -34,17 +34,11 @@ CONSTANT = "constant"
 """The note of what is computed from neither weights nor data."""
 
 _CUTS = {"dynamic_slice", "slice", "split", "unstack"}
-_NEW_TYPE = {"convert_element_type", "copy", "copy_p", "name", "pvary", "reduce_precision"}
-_NEW_TYPE |= {
-    "mesh_cast",
-    "reshard",
-    "sharding_constraint",
-    "stop_gradient",
-    "optimization_barrier",
-}
-_NEW_SHAPE = {"broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
-_JOINED = {"all_gather", "all_gather_invariant", "concatenate"}  # of parts of one, or of several
-_MOVED = _CUTS | _NEW_TYPE | _NEW_SHAPE | {"gather", "pad"}
+_NEW_TYPE = {"convert_element_type", "copy", "copy_p", "name", "pvary"}
+_NEW_TYPE |= {"mesh_cast", "reshard", "sharding_constraint", "stop_gradient"}
+_NEW_SHAPE = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
+_JOINED = {"all_gather", "all_gather_invariant", "concatenate"}
+_MOVED = _CUTS | _NEW_TYPE | _NEW_SHAPE | {"gather", "pad", "reduce_precision", "rev"}
 Note = Source | Data | str | None
 
 
@@ -231,7 +225,8 @@ def _same_data(eqn: Any, of: Note) -> Note:
     if before.dtype != after.dtype:
         how = "dtype", after.dtype
     elif eqn.primitive.name in _NEW_SHAPE:
-        how = eqn.primitive.name, after.shape, eqn.params.get("permutation")
+        order = eqn.params.get("permutation"), eqn.params.get("broadcast_dimensions")
+        how = eqn.primitive.name, after.shape, order
     return replace(of, key=(of.key, *how)) if how and of.key is not None else of
 
 

@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 import jfp8
+from jfp8.conversion.program import Program
+from jfp8.conversion.weight_walk import Walk
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
 W = jax.random.normal(jax.random.key(1), (16, 16))
@@ -50,3 +52,18 @@ def test_a_scan_of_no_layers():
 
     converted = jfp8.convert(layers, exempt=())
     assert (converted(W, converted.init(W, X), X) == X).all()
+
+
+def test_arrays_in_other_orders_are_other_data():
+    """Matmuls share a quantized operand only if it is the same array."""
+    seen = []
+
+    def see(matmul):
+        seen.append(matmul.data.key)
+        return matmul.plain(), []
+
+    run = lambda w, x: (x[::-1] @ w, x[:, ::-1] @ w, x @ w, x @ w)
+    program = Program.of(run, W, ["w"], X)
+    program.run(Walk(see, {}, emits=False), program.arguments, {})
+    assert seen[2] == seen[3]
+    assert len(set(seen)) == 3
