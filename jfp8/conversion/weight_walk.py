@@ -71,7 +71,8 @@ class Walk(Reader):
             disabled = DISABLED_HERE if DISABLED in at.stack else ""
             with note("reason", disabled or ("both operands are weights" if both else "")):
                 outs = evaluate(eqn, arrays(ins))
-            return [Value(outs[0], _computed(ins) if both else Data(at.path))], []
+            of_weights = both and not _has_rows(ins)
+            return [Value(outs[0], _computed(ins) if of_weights else Data(at.path))], []
         with scope_of(eqn):
             y, emitted = self.compute(matmul)
         return [Value(y, Data(at.path, (matmul.key, *matmul.sizes)))], emitted
@@ -173,6 +174,11 @@ def _is_weight(value: Value, other: Value) -> bool:
     return not isinstance(y, Source) or bool(y.repeats and not x.repeats)
 
 
+def _has_rows(ins: Sequence[Value]) -> bool:
+    """Return whether any value was looked up: what is computed from it is data."""
+    return any(isinstance(value.note, Source) and value.note.repeats == "rows" for value in ins)
+
+
 def _identified(x: Note, key: Any) -> Note:
     """Return the note of a value; of new data with this `key`."""
     if x is None:
@@ -191,7 +197,8 @@ def _flow(eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:
         return [_scaled(larger[0])]
     if all(x == CONSTANT for x in notes):
         return [CONSTANT] * n
-    first, of_weights = notes[0], all(isinstance(x, Source) or x == CONSTANT for x in notes)
+    first = notes[0]
+    of_weights = not _has_rows(ins) and all(isinstance(x, Source) or x == CONSTANT for x in notes)
     if name in _MOVED and isinstance(first, Source):
         return _view(eqn, ins, first)
     if not of_weights or name in _MOVED:
@@ -235,8 +242,7 @@ def _computed(ins: Sequence[Value]) -> Source:
     found = [value for value in ins if isinstance(value.note, Source)]
     largest: Source = max(found, key=lambda value: np.size(value.array)).note
     sources: list[Source] = [value.note for value in found]
-    repeats = [source.repeats for source in sources]
-    how = "rows" if "rows" in repeats else "broadcast" if all(repeats) else ""
+    how = "broadcast" if all(source.repeats for source in sources) else ""
     loops = max((source.loops for source in sources), key=len)
     return Source(largest.path, repeats=how, loops=loops, is_whole=False)
 

@@ -67,3 +67,12 @@ def test_arrays_in_other_orders_are_other_data():
     program.run(Walk(see, {}, emits=False), program.arguments, {})
     assert seen[2] == seen[3]
     assert len(set(seen)) == 3
+
+
+def test_what_is_computed_from_rows_of_a_table_is_data():
+    def mix(params, tokens):
+        rows = params["table"][tokens]
+        scores = jax.nn.softmax(rows @ rows.T)
+        return scores @ (jnp.tanh(rows) @ params["w"])
+
+    assert _forward(mix, {"table": W, "w": W}, jnp.arange(8) % 3) == [False, True, False]
