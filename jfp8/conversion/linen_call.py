@@ -160,8 +160,8 @@ class Call(NamedTuple):
         for keys, _ in Program.leaves_with_path(params):
             paths.append("/".join(str(key.key) for key in keys if hasattr(key, "key")))
         program = Program.of(run, params, paths, others)
-        is_whole = not self.place
-        return program, plan_of(program, self.selection, seen.named, is_whole=is_whole)
+        is_whole, named = not self.place, functools.partial(seen.named, {})
+        return program, plan_of(program, self.selection, named, is_whole=is_whole)
 
     def _check_caches(self, seen: Seen, params: Any, *variables: Any) -> None:
         """Raise ``ValueError`` if keys and values are not stored as the selection says."""

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
+import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict
 
 from jfp8.conversion.linen_attention import function_of
-from jfp8.conversion.plan import Named, Plan
+from jfp8.conversion.plan import Named, Plan, nth_kind
 from jfp8.conversion.selection import Decision, Selection
 from jfp8.conversion.unconverted_warning import (
     bridged_message,
@@ -37,7 +37,7 @@ from jfp8.tracing.caller import user_level
 _KINDS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Einsum, nn.ConvTranspose)
 _OURS = (layers.Dense, layers.DenseGeneral, layers.Conv, layers.Einsum, layers.ConvTranspose)
 _CALLS = {inspect.unwrap(kind.__call__) for kind in (*_KINDS, *_OURS)}
-_PRODUCT = {"conv_general_dilated": "ConvGeneralDilated_0"}  # of others "DotGeneral_0"
+_PRODUCT = {"conv_general_dilated": "ConvGeneralDilated_0"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +46,11 @@ class Seen:
 
     Attributes:
       place: the path of the model in one that is not converted.
-      shapes: those of all parameters, by the module's path and their names.
+      shapes: the shapes of all parameters, by the module's path and their names.
       kinds: the types of all modules.
-      layers: modules with one matmul of their own, such as ``nn.Dense``.
+      layers: modules that multiply by one weight, such as ``nn.Dense``.
       modules: the others.
-      dimensions: how many each parameter of a module has there, inside of ``nn.vmap``.
+      dimensions: how many each parameter of a module has there, inside ``nn.vmap``.
       attentions: what was decided on attention between the projections of a layer.
       held: NNX modules, which are converted where they are made.
       ours: matmuls of layers of jfp8, which compute them in FP8 by themselves.
@@ -66,7 +66,7 @@ class Seen:
     held: dict[str, type] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
 
-    def named(self, matmul: WeightMatmul, nth: int) -> Named:
+    def named(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, _: int) -> Named:
         """Name a matmul by the module that has its weight, and say where its state is."""
         module, _, name = matmul.source.path.split("+")[0].rpartition("/")
         place = "/".join([*self.place, *([module] if module else [])])
@@ -77,7 +77,7 @@ class Seen:
             product = _PRODUCT.get(matmul.primitive, "DotGeneral_0")
             is_ours = f"{module}/{product}".lstrip("/") in self.kinds  # a module of jfp8
             stays = "" if is_ours else _own_product(layer)
-        product += f"_{nth}" if nth > 1 else ""
+        product += f"_{nth}" if (nth := nth_kind(kinds, matmul)) > 1 else ""
         state, kind = f"{module}/{product}".lstrip("/"), type(layer).__name__
         if any(f"{module}/".startswith(f"{held}/") for held in self.held):
             stays = "inside an NNX module, which is converted where it is made"
@@ -100,6 +100,10 @@ class Seen:
     ) -> None:
         """Raise ``ValueError`` if a pattern, or in ``init`` a type, matches no layer."""
         named = [each.named for each in plan.matmuls.values()]
+        for path, layer in self.layers.items():
+            dtype: Any = getattr(layer, "dtype", None)
+            if dtype is not None and selection.decide(path, layer, None).recipe is not None:
+                check_operand(jax.ShapeDtypeStruct((), dtype))
         for each in plan.matmuls.values():
             kind = self.kinds.get(each.named.name, ProductModule)
             if each.decision.recipe is not None and not issubclass(kind, ProductModule):
@@ -168,7 +172,6 @@ def watching(seen: Seen) -> Callable[..., Any]:
         seen.dimensions[path] = own
         _note_ours(seen, path, module)
         if function_of(context) in _CALLS and not isinstance(module, nn.ConvLocal):
-            _check_dtype(module)
             seen.layers[path] = _unbound(module)
             seen.kinds[path] = type(module)
         elif own and (path not in seen.modules or not is_known(type(module))):
@@ -193,12 +196,6 @@ def _note_ours(seen: Seen, path: str, module: nn.Module) -> None:
 def _unbound(module: nn.Module) -> nn.Module:
     """Return a copy of a module without its variables, which belong to a trace."""
     return module.clone(parent=None, name=module.name, _deep_clone=True, _reset_names=True)
-
-
-def _check_dtype(layer: Any) -> None:
-    """Raise ``TypeError`` if a layer rounds its operands to FP8, without a scale."""
-    if layer.dtype is not None:
-        check_operand(jnp.zeros((), layer.dtype))
 
 
 def _own_product(layer: Any) -> str:

@@ -27,7 +27,7 @@ from jfp8.conversion.nnx_layers import (
     spelled,
     warn_if_unconverted,
 )
-from jfp8.conversion.plan import Named, Plan, PlannedMatmul, plan_of
+from jfp8.conversion.plan import Named, Plan, PlannedMatmul, nth_kind, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import Amaxes, States, run_planned
 from jfp8.conversion.selection import Decision, Edge
@@ -102,16 +102,9 @@ class TracedCall:
         deciding: Any = _Deciding(is_whole, gpu)
         return plan_of(self.program, deciding, functools.partial(self._name, {}))
 
-    def _name(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, nth: int) -> Named:
-        """Name a matmul by its weight; of several that were joined, by all of these.
-
-        All parts of a weight have one state, but not what sums over other dimensions of it.
-        """
-        path = matmul.source.path
-        kind = [n for _, n in matmul.source.loops], matmul.summed
-        seen = kinds.setdefault(path, [])
-        seen += [] if kind in seen else [kind]
-        nth = 1 + seen.index(kind)
+    def _name(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, _: int) -> Named:
+        """Name a matmul by its weight; of several that were joined, by all of these."""
+        path, nth = matmul.source.path, nth_kind(kinds, matmul)
         module, weight = self.weights[path.split("+")[0]]
         product = self.product(path) if nth == 1 else None
         loops, stacks = len(matmul.source.loops), 0
@@ -212,7 +205,7 @@ def _known(modules: Sequence[Any]) -> tuple[dict[int, tuple[Any, Weight]], set[i
         converted = converted_of(module)
         for weight in () if converted is None else converted.weights:
             variable = weight.of(module)
-            if id(variable) not in weights or weight.holder:  # of two that share it
+            if id(variable) not in weights or weight.holder:  # the one with a state wins
                 weights[id(variable)] = module, weight
             if weight.holder:
                 states |= set(map(id, graph_of(getattr(module, weight.holder))[1]))

@@ -52,6 +52,17 @@ Namer = Callable[[WeightMatmul, int], Named]
 """Names a matmul; the number counts those of one weight, from 1."""
 
 
+def nth_kind(kinds: dict[str, list[Any]], matmul: WeightMatmul) -> int:
+    """Count the kinds of matmuls of one weight, from 1.
+
+    All parts of a weight have one state, but not what sums over other dimensions of it.
+    """
+    kind = [length for _, length in matmul.source.loops], matmul.summed
+    seen = kinds.setdefault(matmul.source.path, [])
+    seen += [] if kind in seen else [kind]
+    return 1 + seen.index(kind)
+
+
 @dataclass(frozen=True)
 class PlannedMatmul:
     """Hold what becomes of a matmul."""
@@ -93,8 +104,9 @@ class Plan:
 
     @property
     def by_name(self) -> dict[str, PlannedMatmul]:
-        """Return the matmuls by the names of their states."""
-        return {each.named.name: each for each in self.matmuls.values()}
+        """Return the matmuls by the names of their states; of several that share it, one in FP8."""
+        in_order = sorted(self.matmuls.values(), key=lambda each: each.decision.recipe is not None)
+        return {each.named.name: each for each in in_order}
 
     def of(self, matmul: WeightMatmul) -> PlannedMatmul:
         """Return what becomes of `matmul`."""
@@ -120,7 +132,7 @@ def plan_of(
     Args:
       of_loss: the first array of the result is a loss.
       of_activations: also find matmuls of two activations.
-      is_whole: the program is that of a whole model, which has edges.
+      is_whole: the program computes a whole model, which has edges.
     """
     looked = _Looked(program, name_of)
     walk = Walk(looked.see, {}, of_activations, emits=False)
@@ -159,7 +171,7 @@ class _Looked:
     program: Program
     name_of: Namer
     seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)  # without arrays
-    loops: dict[Any, set[Place]] = field(default_factory=dict)  # that slice its weight
+    loops: dict[Any, set[Place]] = field(default_factory=dict)
     low_rank: set[Any] = field(default_factory=set)
     of_constants: dict[str, bool] = field(default_factory=dict)  # by the paths of weights
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from jfp8.conversion.plan import Named, Plan, PlannedMatmul
 from jfp8.conversion.program import Program
-from jfp8.conversion.weight_matmul import WeightMatmul
+from jfp8.conversion.weight_matmul import Place, WeightMatmul
 from jfp8.conversion.weight_walk import Walk
 from jfp8.layers.options import kernel_dtype
 from jfp8.products.conv import convolutions
@@ -55,7 +55,9 @@ def run_planned(
     if region.is_overridden():  # states belong to other recipes
         states, if_lacking = {}, None
     planned = {n: each for n, each in plan.by_name.items() if each.decision.recipe is not None}
-    loops = {name: each.loops for name, each in planned.items()}
+    loops: dict[str, set[Place]] = {}  # by the name of a state, all scans that slice it
+    for each in plan.matmuls.values():
+        loops.setdefault(each.named.name, set()).update(each.loops)
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
     walk = Walk(partial(_computed, plan, key, (if_lost, if_lacking)), loops, plan.of_activations)
     results, emitted = program.run(walk, program.arguments, feeds)

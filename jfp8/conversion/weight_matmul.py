@@ -66,7 +66,7 @@ class WeightMatmul:
     swapped: bool  # the weight is the first operand
     others: tuple[jax.Array, ...]  # operands after these two: the sizes of groups
     at: interpreter.Place
-    data: Data | None = None  # which value x is
+    data: Data | None = None
 
     @property
     def primitive(self) -> str:

@@ -47,7 +47,6 @@ class Walk(Reader):
     """Hand each matmul with a weight to a function, which returns the result and what it emits.
 
     Attributes:
-      compute: that function.
       loops: by the name of what is fed, the scans that slice it.
       of_activations: whether matmuls without a weight go to `compute`, too.
       emits: whether `compute` may emit anything.
@@ -71,8 +70,8 @@ class Walk(Reader):
             disabled = DISABLED_HERE if DISABLED in at.stack else ""
             with note("reason", disabled or ("both operands are weights" if both else "")):
                 outs = evaluate(eqn, arrays(ins))
-            of_weights = both and not _has_rows(ins)
-            return [Value(outs[0], _computed(ins) if of_weights else Data(at.path))], []
+            made = _computed(ins) if both and _of_weights(ins) else Data(at.path)
+            return [Value(outs[0], made)], []
         with scope_of(eqn):
             y, emitted = self.compute(matmul)
         return [Value(y, Data(at.path, (matmul.key, *matmul.sizes)))], emitted
@@ -174,9 +173,10 @@ def _is_weight(value: Value, other: Value) -> bool:
     return not isinstance(y, Source) or bool(y.repeats and not x.repeats)
 
 
-def _has_rows(ins: Sequence[Value]) -> bool:
-    """Return whether any value was looked up: what is computed from it is data."""
-    return any(isinstance(value.note, Source) and value.note.repeats == "rows" for value in ins)
+def _of_weights(ins: Sequence[Value]) -> bool:
+    """Return whether all are weights or constants; what was looked up gives data."""
+    notes = [value.note for value in ins if value.note != CONSTANT]
+    return all(isinstance(x, Source) and x.repeats != "rows" for x in notes)
 
 
 def _identified(x: Note, key: Any) -> Note:
@@ -197,13 +197,11 @@ def _flow(eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:
         return [_scaled(larger[0])]
     if all(x == CONSTANT for x in notes):
         return [CONSTANT] * n
-    first = notes[0]
-    of_weights = not _has_rows(ins) and all(isinstance(x, Source) or x == CONSTANT for x in notes)
-    if name in _MOVED and isinstance(first, Source):
-        return _view(eqn, ins, first)
-    if not of_weights or name in _MOVED:
-        return [_same_data(eqn, first)] * n
-    return [_joined(notes, ins) if name in _JOINED else _computed(ins)] * n
+    if name in _MOVED and isinstance(notes[0], Source):
+        return _view(eqn, ins, notes[0])
+    if name not in _MOVED and _of_weights(ins):
+        return [_joined(notes, ins) if name in _JOINED else _computed(ins)] * n
+    return [_same_data(eqn, notes[0])] * n
 
 
 def _joined(sources: Sequence[Any], ins: Sequence[Value]) -> Source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -76,3 +77,35 @@ def test_what_is_computed_from_rows_of_a_table_is_data():
         return scores @ (jnp.tanh(rows) @ params["w"])
 
     assert _forward(mix, {"table": W, "w": W}, jnp.arange(8) % 3) == [False, True, False]
+
+
+class Parts(nn.Module):
+    """Multiplies by parts of one parameter, as in a fused projection."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (3, 16, 16))
+        return jnp.tanh(x @ w[0]) * jnp.tanh(x @ w[1]) + (4 * x) @ w[2]
+
+
+def test_parts_of_a_parameter_have_one_state():
+    """A state of several matmuls receives at least the largest amax, and less than 1 % more."""
+    model = jfp8.convert(Parts(), exempt=())
+    variables = model.init(jax.random.key(0), X)
+    assert list(variables["fp8"]) == ["DotGeneral_w"]
+    create = jfp8.TrainState.create
+    state = create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.0))
+    _, gradients = jfp8.value_and_grad(lambda v, x: model.apply(v, x).sum())(state, X)
+    found = state.apply_gradients(grads=gradients).fp8["DotGeneral_w"]
+    expected = {"lhs": 4 * abs(X).max(), "rhs": abs(variables["params"]["w"]).max()}
+    for role, amax in expected.items():
+        assert amax <= found[role]["amax_history"].max() < 1.01 * amax
+
+
+def test_an_exempt_layer_may_round_to_fp8_itself():
+    rounds = nn.Dense(16, dtype=jnp.float8_e4m3fn)
+    plain = nn.Sequential([rounds, lambda x: x.astype(jnp.float32), nn.Dense(16)])
+    model = jfp8.convert(plain, "current", exempt="layers_0")
+    assert model.init(jax.random.key(0), X).keys() == {"params"}
+    with pytest.raises(TypeError, match="float8_e4m3fn"):
+        jfp8.convert(plain, "current", exempt=()).init(jax.random.key(0), X)
