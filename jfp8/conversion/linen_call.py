@@ -69,7 +69,7 @@ class Call(NamedTuple):
             with self.traced(seen):
                 return self.model.apply(given, *args, rngs=rngs, **kwargs)
 
-        # A model sees no states but those of layers of jfp8 with recipes of their own.
+        # A model sees no states except of layers of jfp8 that were given a recipe.
         without = {name: x for name, x in others.items() if name not in STATES}
         program, plan = self._planned(run, params, (without, rngs, args, kwargs), seen)
         if seen.ours and len(without) < len(others):

@@ -66,7 +66,7 @@ class Seen:
     held: dict[str, type] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
 
-    def named(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, _: int) -> Named:
+    def named(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, _nth: int) -> Named:
         """Name a matmul by the module that has its weight, and say where its state is."""
         module, _, name = matmul.source.path.split("+")[0].rpartition("/")
         place = "/".join([*self.place, *([module] if module else [])])

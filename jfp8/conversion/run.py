@@ -33,7 +33,7 @@ States = Mapping[str, State]
 """The state of each matmul by its name, stacked as the loops around it are."""
 
 Amaxes = dict[str, Observed]
-"""What was observed of each matmul with histories: f32[*loops] of lhs and of rhs, 0 for nothing."""
+"""The amaxes of each matmul with histories: f32[*loops] of lhs and of rhs, 0 for nothing."""
 
 
 def run_planned(

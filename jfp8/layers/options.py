@@ -49,7 +49,7 @@ def check_use_bias(layer: Any) -> None:
         )
 
 
-def check_operand(lhs: jax.Array) -> None:
+def check_operand(lhs: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raise ``TypeError`` if a layer has rounded its input to FP8 already, without a scale."""
     if jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize == 1:
         raise TypeError(

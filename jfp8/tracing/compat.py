@@ -197,7 +197,7 @@ def evaluate_with_body(eqn: Any, body: Callable[..., Any], *arguments: Any) -> A
         params = {**eqn.params, "jaxpr": jaxpr}
     else:
         options = {name: value for name, value in held.params.items() if name != "jaxpr"}
-        if isinstance(options.get("prevent_cse"), tuple):  # which says it of each argument
+        if isinstance(options.get("prevent_cse"), tuple):  # one for each argument
             options["prevent_cse"] = any(options["prevent_cse"])
         params = {"_prim": type(held)(ClosedJaxpr(jaxpr, ()), **options)}
     return jax.tree.unflatten(jax.tree.structure(out), evaluate(eqn.replace(params=params), values))
