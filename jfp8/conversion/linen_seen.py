@@ -100,10 +100,7 @@ class Seen:
     ) -> None:
         """Raise ``ValueError`` if a pattern, or in ``init`` a type, matches no layer."""
         named = [each.named for each in plan.matmuls.values()]
-        for path, layer in self.layers.items():
-            dtype: Any = getattr(layer, "dtype", None)
-            if dtype is not None and selection.decide(path, layer, None).recipe is not None:
-                check_operand(jax.ShapeDtypeStruct((), dtype))
+        self._check_dtypes(selection)
         for each in plan.matmuls.values():
             kind = self.kinds.get(each.named.name, ProductModule)
             if each.decision.recipe is not None and not issubclass(kind, ProductModule):
@@ -115,17 +112,19 @@ class Seen:
         shapes = self.shapes
         possible = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
         listed = {*_paths(params), *self.attentions, *(each.path for each in named)}
-        if of_init:
-            possible = []
-        else:
-            possible += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
-        selection.check_patterns(listed, possible)
+        possible += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
+        selection.check_patterns(listed, [] if of_init else possible)
         if of_init and self.knows_all(params):
-            own = (
-                self.modules.get(path) for path, held in shapes.items() if path not in self.layers
-            )
-            layers = [*self.layers.values(), *(each.layer for each in named), *filter(None, own)]
+            own = [self.modules[p] for p in shapes if p in self.modules and p not in self.layers]
+            layers = [*self.layers.values(), *(each.layer for each in named), *own]
             selection.check_types(layers)
+
+    def _check_dtypes(self, selection: Selection) -> None:
+        """Raise ``TypeError`` if a selected layer rounds its operands to FP8, without a scale."""
+        for path, layer in self.layers.items():
+            dtype: Any = getattr(layer, "dtype", None)
+            if dtype is not None and selection.decide(path, layer, None).recipe is not None:
+                check_operand(jax.ShapeDtypeStruct((), dtype))
 
     def knows_all(self, params: Any) -> bool:
         """Return whether all modules with parameters were called."""
