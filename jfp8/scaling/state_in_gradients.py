@@ -80,7 +80,7 @@ def read_overwritten(
             "Flax's own FP8 layers. Make a new one, with init of the model or the function."
         )
     histories, sink = _read(variable)
-    histories = lax.stop_gradient(histories)  # the gradient of `variable` is that of the sink
+    histories = lax.stop_gradient(histories)  # `variable` receives the gradient of the sink
     states = {
         role: {"amax_history": row[: lengths[role]], "amax": jnp.zeros((), jnp.float32)}
         for role, row in zip(ROLES, histories, strict=True)
