@@ -72,7 +72,7 @@ def test_a_call_changes_what_the_model_changes():
 
 
 def test_training_with_evaluation_between_steps():
-    """Histories move where a gradient is taken, and random numbers are those of the model."""
+    """Histories move where a gradient is taken, and the model draws the same random numbers."""
     plain, ours = Net(nnx.Rngs(0)), jfp8.convert(Net(nnx.Rngs(0)), "delayed")
     optimizer = jfp8.nnx.Optimizer(ours, optax.sgd(0.1))
     for _ in range(2):

@@ -26,7 +26,7 @@ class Twice(nn.Module):
     """Two uses of one layer.
 
     Attributes:
-      how: ``"remat"``, ``"cond"``: inside of what.
+      how: ``"remat"``, ``"cond"``: the transformation around the layer.
     """
 
     how: str = "calls"
