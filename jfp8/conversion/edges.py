@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 
-from jfp8.conversion.weight_matmul import PRODUCTS
+from jfp8.conversion.weight_matmul import PRODUCTS, WeightMatmul
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.tracing import interpreter
@@ -23,32 +23,27 @@ from jfp8.tracing.compat import params_of, primitive_name
 from jfp8.tracing.interpreter import Computed, Reader, Value, notes_in, without_arrays
 
 # The region while a model is looked at: no cached trace of another is mistaken for this one.
-LOOKING = Region(DelayedScaling(), enabled=False, selection="looking for the layers at the edges")
+LOOKING = Region(DelayedScaling(), enabled=False, models=("looking for the layers at the edges",))
 
 _INPUT, _OUTPUT = "jfp8 input of ", "jfp8 output of "
 # What a value may be made of besides results of layers, which are strings.
 _PARAMETER, _OTHER = 0, 1
 
 
-def mark_input(x: Any, path: str) -> Any:
+def mark_input(x: jax.Array, path: str) -> jax.Array:
     """Mark `x` as the input of the layer at `path`."""
-    return jax.tree.map(lambda leaf: _marked(leaf, _INPUT + path), x)
+    return checkpoint_name(x, _INPUT + path)
 
 
-def mark_output(y: Any, path: str) -> Any:
+def mark_output(y: jax.Array, path: str) -> jax.Array:
     """Mark `y` as the output of the layer at `path`."""
-    return jax.tree.map(lambda leaf: _marked(leaf, _OUTPUT + path), y)
+    return checkpoint_name(y, _OUTPUT + path)
 
 
-def mark_product(product: Any, path: str = "") -> Any:
-    """Compute a `WeightMatmul` as it is, with both ends marked."""
-    path = path or product.parameter.path
+def mark_product(product: WeightMatmul, path: str) -> jax.Array:
+    """Compute a matmul as it is, with both ends marked."""
     marked = dataclasses.replace(product, x=mark_input(product.x, path))
     return mark_output(marked.plain(), path)
-
-
-def _marked(leaf: Any, name: str) -> Any:
-    return checkpoint_name(leaf, name) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
 
 
 def arrays_in(result: Any) -> list[Any]:

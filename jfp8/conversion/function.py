@@ -15,17 +15,14 @@ from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jfp8.conversion.plan import Named, Plan, PlannedMatmul, plan_of, reasons, shape_of
+from jfp8.conversion.plan import Named, Plan, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import States, run_planned
 from jfp8.conversion.selection import Selection
 from jfp8.conversion.weight_matmul import WeightMatmul
-from jfp8.products.operation import State
 from jfp8.recipes import in_effect as region
-from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.notes import EXPLAINING
 
@@ -137,7 +134,7 @@ class Fp8Function:
                     f"The state of {name!r} has shape {given[name].shape}; {shape} is needed. It "
                     "belongs to another recipe, or to another number of layers: make it by init."
                 )
-        return {name: _read(plan.by_name[name], x) for name, x in given.items()}
+        return {name: plan.by_name[name].read_overwritten(x) for name, x in given.items()}
 
     def _program(self, args: tuple[Any, ...], kwargs: Any) -> Program:
         if len(args) <= max(self.weights):
@@ -187,7 +184,8 @@ class Fp8Function:
                 "jfp8.convert(lambda params, x: ..., recipe), or weights= for another position."
             )
         if not any(each.decision.recipe is not None or each.decision.chosen for each in planned):
-            why = f"It found: {reasons(planned)}. exempt=() exempts none."
+            found = "; ".join(f"{each.named.path}: {each.decision.reason}" for each in planned)
+            why = f"It found: {found}. exempt=() exempts none."
             if not planned:
                 why = (
                     "It found none with an operand made of the weights, argument "
@@ -224,23 +222,14 @@ def _named(matmul: WeightMatmul, nth: int) -> Named:
     """Name a matmul by its weight; one of two activations by the scope that it is in."""
     path = matmul.source.path or matmul.scope
     name = path if nth == 1 else f"{path}_{nth}"
-    return Named(name, name, shape_of(matmul), matmul.primitive)
+    shape = jax.ShapeDtypeStruct(np.shape(matmul.weight), matmul.weight.dtype)
+    return Named(name, name, shape, matmul.primitive)
 
 
 def _init(plan: Plan) -> FunctionState:
     """Return the state before the first step."""
-    init = lambda recipe: init_overwritten(recipe.init_state())
     stateful = {name: each for name, each in plan.by_name.items() if each.has_state}
-    return FunctionState({name: each.init_state(init) for name, each in stateful.items()})
-
-
-def _read(planned: PlannedMatmul, variable: jax.Array) -> State:
-    """Return the histories in a state, and a sink."""
-    recipe: Any = planned.decision.recipe
-    read = partial(read_overwritten, empty=recipe.init_state())
-    for _ in planned.stacks:
-        read = jax.vmap(read)
-    return State(*read(jnp.asarray(variable)))
+    return FunctionState({name: each.init_overwritten() for name, each in stateful.items()})
 
 
 def _argument(function: Callable[..., Any], position: int) -> str:

@@ -76,7 +76,7 @@ class _Converted:
     ) -> Any:
         """Run ``nn.Module.apply`` with FP8 matmuls."""
         call = Call.of(self, type(self).jfp8_selection)
-        if _is_disabled():
+        if region.why_disabled():
             return call.model.apply(variables, *args, rngs=rngs, **kwargs)
         return call.apply(variables, args, rngs, kwargs)
 
@@ -90,19 +90,15 @@ class _Converted:
         """Run ``nn.Module.init_with_output``, and add the states of FP8 matmuls."""
         cls = type(self)
         call = Call.of(self, cls.jfp8_selection)
-        if _is_disabled():
+        if region.why_disabled():
             y, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
         else:
-            with call.traced(Seen()):
+            with call.watched(Seen()):
                 _, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
             y, variables = call.init_states(variables, args, rngs, mutable, kwargs)
         if cls.jfp8_on_init is not None:
             cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
-
-
-def _is_disabled() -> bool:
-    return bool(region.why_disabled())
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:
@@ -125,11 +121,8 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_converted = hasattr(type(self), "jfp8_selection")
-        if self.scope is None or not is_converted or _is_disabled():
+        if self.scope is None or not is_converted or region.why_disabled():
             return original(self, *args, **kwargs)
-        outer = region.current()
-        if outer is not None and isinstance(outer.edges, Seen):  # it keeps its states itself
-            outer.edges.ours.add("/".join(self.path))
         call = Call.of(self, type(self).jfp8_selection)
         return call.in_scope(self, name, args, kwargs)
 

@@ -66,14 +66,14 @@ class Call(NamedTuple):
         def run(params: Any, others: Any) -> Any:
             collections, rngs, args, kwargs = others
             given = collections if params is None else {"params": params, **collections}
-            with self.traced(seen):
-                return self.model.apply(given, *args, rngs=rngs, **kwargs)
+            return self.model.apply(given, *args, rngs=rngs, **kwargs)
 
         # A model sees no states except of layers of jfp8 that were given a recipe.
         without = {name: x for name, x in others.items() if name not in STATES}
-        program, plan = self._planned(run, params, (without, rngs, args, kwargs), seen)
+        program = self._traced(run, variables, (without, rngs, args, kwargs), seen)
         if seen.ours and len(without) < len(others):
-            program, plan = self._planned(run, params, (others, rngs, args, kwargs), seen)
+            program = self._traced(run, variables, (others, rngs, args, kwargs), seen)
+        plan = self._plan(program, seen)
         seen.check(selection, params, plan)
         if kwargs.get("method") is None:
             seen.warn(self.warns, params, plan)
@@ -101,13 +101,12 @@ class Call(NamedTuple):
 
         def run(params: Any, others: Any) -> Any:
             rngs, args, kwargs = others
-            with self.traced(seen):
-                return _initialize(self.model, {"params": params}, rngs, True, method)(
-                    *args, **kwargs
-                )[0]
+            init = _initialize(self.model, {"params": params}, rngs, True, method)
+            return init(*args, **kwargs)[0]
 
         params = variables.get("params", {})
-        program, plan = self._planned(run, params, (rngs, args, kwargs), seen)
+        program = self._traced(run, {**variables, "params": params}, (rngs, args, kwargs), seen)
+        plan = self._plan(program, seen)
         seen.check(self.selection, params, plan, of_init=True)
         self._check_caches(seen, params, variables)
         seen.warn(self.warns, params, plan)
@@ -129,7 +128,7 @@ class Call(NamedTuple):
             scope.rng_counters[name] += 1
         if module.is_initializing():
             run = _initialize(self.model, variables, rngs, scope.mutable, method)
-            with self.traced(Seen()):
+            with self.watched(Seen()):
                 _, new = run(*args, **kwargs)
             y, new = self.init_states(new, args, rngs, scope.mutable, {**kwargs, "method": method})
         else:
@@ -142,26 +141,44 @@ class Call(NamedTuple):
         return y
 
     @contextmanager
-    def traced(self, seen: Seen) -> Iterator[None]:
-        """Trace the plain model in this context, and note its modules."""
-        recipe = self.selection.recipe
-        # Another region in each trace: one of ``nn.jit`` that JAX has kept would call no module.
-        here = Region(recipe, True, self.selection, seen, by_program=True)
+    def watched(self, seen: Seen, *apart: object) -> Iterator[None]:
+        """Return a context in which the plain model is traced, and its modules are noted.
+
+        JAX keeps no trace from one context for another if they are told `apart`.
+        """
+        outer = region.current()
+        here = (self.place, self.selection, *apart)
+        models = (*(() if outer is None else outer.models), here)
+        plain = Region(self.selection.recipe, True, models, by_program=True)
         attention = replace_attention(self.selection, seen.attentions)
         with (
-            region.entered(here),
-            nn.intercept_methods(watching(seen)),
+            region.entered(plain),
+            nn.intercept_methods(watching(seen, models)),
             nn.intercept_methods(attention),
         ):
             yield
 
-    def _planned(self, run: Any, params: Any, others: Any, seen: Seen) -> tuple[Program, Plan]:
-        paths = []
+    def _traced(
+        self, function: Any, variables: Mapping[str, Any], others: Any, seen: Seen
+    ) -> Program:
+        """Trace ``function(params, others)`` of the plain model, and note its modules in `seen`."""
+        params, paths = variables.get("params"), []
         for keys, _ in Program.leaves_with_path(params):
             paths.append("/".join(str(key.key) for key in keys if hasattr(key, "key")))
-        program = Program.of(run, params, paths, others)
-        is_whole, named = not self.place, functools.partial(seen.named, {})
-        return program, plan_of(program, self.selection, named, is_whole=is_whole)
+
+        def traced(*apart: object) -> Program:
+            def run(params: Any, others: Any) -> Any:
+                with self.watched(seen, *apart):
+                    return function(params, others)
+
+            return Program.of(run, params, paths, others)
+
+        program = traced()
+        return program if seen.is_complete(program, variables) else traced(object())
+
+    def _plan(self, program: Program, seen: Seen) -> Plan:
+        named = functools.partial(seen.named, {})
+        return plan_of(program, self.selection, named, is_whole=not self.place)
 
     def _check_caches(self, seen: Seen, params: Any, *variables: Any) -> None:
         """Raise ``ValueError`` if keys and values are not stored as the selection says."""

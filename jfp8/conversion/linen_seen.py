@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from jfp8.conversion.linen_attention import function_of
 from jfp8.conversion.plan import Named, Plan, nth_kind
+from jfp8.conversion.program import Program
 from jfp8.conversion.selection import Decision, Selection
 from jfp8.conversion.unconverted_warning import (
     bridged_message,
@@ -28,6 +29,7 @@ from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.linen import layers
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import ProductModule, ProductOf
+from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
 from jfp8.layers.options import check_operand
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
@@ -126,6 +128,18 @@ class Seen:
             if dtype is not None and selection.decide(path, layer, None).recipe is not None:
                 check_operand(jax.ShapeDtypeStruct((), dtype))
 
+    def is_complete(self, program: Program, variables: Mapping[str, Any]) -> bool:
+        """Return whether the trace of `program` called all modules that have something in it.
+
+        It has not if JAX has kept the trace of an ``nn.jit``.
+        """
+        owners = {path.split("+")[0].rpartition("/")[0] for path in program.weights_read()}
+        histories = flatten_dict(variables.get("fp8", {}))
+        products = [keys[:-2] for keys in histories if keys[-1] == "amax_history"]
+        products += [keys[:-1] for keys in flatten_dict(variables.get(OVERWRITTEN, {}))]
+        without_weights = {"/".join(keys[:-1]) for keys in products} - self.shapes.keys()
+        return self.kinds.keys() >= owners | without_weights
+
     def knows_all(self, params: Any) -> bool:
         """Return whether all modules with parameters were called."""
         return all(path in self.kinds for path in _shapes(params))
@@ -156,12 +170,15 @@ class Seen:
         return warn_of_nothing(model, "linen", stayed, own_parameters(kinds, self.shapes))
 
 
-def watching(seen: Seen) -> Callable[..., Any]:
-    """Make an interceptor that notes each module that is called."""
+def watching(seen: Seen, models: tuple[Any, ...]) -> Callable[..., Any]:
+    """Make an interceptor that notes each module that is called in the innermost of `models`."""
 
     def intercept(next_fun, args, kwargs, context):
         module, here = context.module, region.current()
-        if module.scope is None or here is None or here.edges is not seen:  # a model in the model
+        around, n = () if here is None else here.models, len(models)
+        if module.scope is None or around != models:
+            if around[:n] == models and len(around) > n:  # a model that keeps its states itself
+                seen.ours.add("/".join(around[n][0]))
             return next_fun(*args, **kwargs)
         path = "/".join(module.path)
         result = next_fun(*args, **kwargs)

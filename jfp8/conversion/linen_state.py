@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +29,6 @@ from jfp8.scaling.history import (
     seen,
 )
 from jfp8.scaling.sink import ROLES, init_sink
-from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
 
 Collections = dict[str, Any]
@@ -47,8 +45,7 @@ def init_collections(
             continue
         path = tuple(name.split("/"))
         if collection == OVERWRITTEN:
-            init = lambda recipe: init_overwritten(recipe.init_state())
-            found[OVERWRITTEN][*path, NAME] = planned.init_state(init)
+            found[OVERWRITTEN][*path, NAME] = planned.init_overwritten()
             continue
         with_check = lambda recipe: {**recipe.init_state(), CHECK: jnp.zeros(())}
         found["fp8"] |= _flat(planned.init_state(with_check), path)
@@ -74,7 +71,7 @@ def read_states(plan: Plan, variables: Mapping[str, Any], mutable: CollectionFil
         path = name.split("/")
         if overwritten:
             variable = _at(held[OVERWRITTEN], [*path, NAME])
-            state = State() if variable is None else _read_overwritten(planned, variable)
+            state = State() if variable is None else planned.read_overwritten(variable)
         else:
             sink = _at(held["fp8_sink"], [*path, "amax"])
             sink = None if in_filter(mutable, "fp8_sink") else sink
@@ -97,14 +94,6 @@ def _read(histories: Any, sink: Any) -> State:
     if sink is None:
         histories = intact_states(histories)
     return State({role: end_recorded(histories[role]) for role in ROLES}, sink)
-
-
-def _read_overwritten(planned: PlannedMatmul, variable: jax.Array) -> State:
-    recipe: Any = planned.decision.recipe
-    read = partial(read_overwritten, empty=recipe.init_state())
-    for _ in planned.stacks:
-        read = jax.vmap(read)
-    return State(*read(variable))
 
 
 def write_states(fp8: Any, states: States, observed: Amaxes) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,11 @@ from jfp8.conversion.program import Program
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.conversion.weight_matmul import Place, WeightMatmul
 from jfp8.conversion.weight_walk import Walk
+from jfp8.products.operation import State
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.history import state_shapes
+from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
 
 
@@ -85,6 +88,19 @@ class PlannedMatmul:
         assert self.decision.recipe is not None
         stacked = lambda x: jnp.zeros((*self.stacks, *x.shape), x.dtype)
         return jax.tree.map(stacked, init(self.decision.recipe))
+
+    def init_overwritten(self) -> jax.Array:
+        """Return an empty state as one array, whose gradient is its next value."""
+        init: Any = lambda recipe: init_overwritten(recipe.init_state())
+        return self.init_state(init)
+
+    def read_overwritten(self, variable: jax.Array) -> State:
+        """Return the histories and the sink in such an array."""
+        recipe: Any = self.decision.recipe
+        read = partial(read_overwritten, empty=recipe.init_state())
+        for _ in self.stacks:
+            read = jax.vmap(read)
+        return State(*read(jnp.asarray(variable)))
 
 
 @dataclass(frozen=True)
@@ -191,16 +207,16 @@ class _Looked:
             summed, features = matmul.sizes
             if summed == rank and rank * (terms + features) < terms * features:
                 self.low_rank.update((key, before))
-        return edges.mark_product(matmul, _mark(key)), []
+        return edges.mark_product(matmul, repr(key)), []
 
     def edge_of(self, key: Any, first: frozenset[str], ends: frozenset[str]) -> Edge | None:
         """Return the edge of the model that a matmul is at, if any."""
         _, matmul = self.seen[key]
         if key in self.low_rank:
             return Edge.LOW_RANK
-        if _mark(key) in ends:
+        if repr(key) in ends:
             return Edge.LOGITS
-        if matmul.primitive.startswith("conv") and _mark(key) in first:
+        if matmul.primitive.startswith("conv") and repr(key) in first:
             channels = matmul.eqn.params["dimension_numbers"].lhs_spec[1]
             if np.shape(matmul.x)[channels] <= MAX_IMAGE_CHANNELS:
                 return Edge.IMAGE_INPUT
@@ -209,17 +225,3 @@ class _Looked:
     def held(self) -> tuple[str, ...]:
         """Return the weights if all are multiplied by arrays that the function holds itself."""
         return tuple(self.of_constants) if all(self.of_constants.values()) else ()
-
-
-def _mark(key: Any) -> str:
-    return repr(key)
-
-
-def shape_of(matmul: WeightMatmul) -> jax.ShapeDtypeStruct:
-    """Return the shape of a matmul's weight, which a function of a user may select it by."""
-    return jax.ShapeDtypeStruct(np.shape(matmul.weight), matmul.weight.dtype)
-
-
-def reasons(planned: Sequence[PlannedMatmul]) -> str:
-    """Say why each matmul stays in high precision."""
-    return "; ".join(f"{each.named.path}: {each.decision.reason}" for each in planned)

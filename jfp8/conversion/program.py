@@ -80,6 +80,13 @@ class Program:
         """List the weights in a pytree as `of` counts them: one that is kept in FP8 is one."""
         return jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_scaled_array)
 
+    def weights_read(self) -> set[str]:
+        """Return the paths of the weights that the program reads."""
+        top = interpreter.equations(self.closed.jaxpr, enters=lambda *_: False)
+        read = {id(v) for eqn, _, _ in top for v in eqn.invars}
+        named = zip(self.closed.jaxpr.invars, self.sources, strict=False)
+        return {x.path for v, x in named if x is not None and id(v) in read}
+
     def run(self, walk: Walk, arguments: Sequence[Any], states: Any) -> tuple[list[Any], Emitted]:
         """Compute the arrays of the result as `walk` says, and return what it emits."""
         weights = [*self.sources, *[None] * (len(arguments) - len(self.sources))]

@@ -6,9 +6,10 @@ function that was traced outside a region is traced again inside. Each thread ha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -31,9 +32,7 @@ class Region:
 
     recipe: Recipe | PerLayer  # for layers without a recipe, by their paths
     enabled: bool  # False computes everything in high precision, even layers with a recipe
-    selection: Hashable = None  # of layers to convert; None in a region of `jfp8.autocast`
-    edges: Hashable = None  # the layers at the edges of the model, for the selection
-    depth: int = 0  # the model is in so many modules, whose names the recipe's paths lack
+    models: tuple[Any, ...] = ()  # the converted models around; see `jfp8.conversion`
     by_program: bool = False  # matmuls of layers without a recipe are converted in the program
 
 
@@ -68,7 +67,7 @@ def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
         return own.for_layer(path)
     if region is None:
         return DelayedScaling()
-    return region.recipe.for_layer("/".join(path.split("/")[region.depth :]))
+    return region.recipe.for_layer(path)
 
 
 def recipe_of_matmul(own: Recipe | None, path: str) -> Recipe | None:
