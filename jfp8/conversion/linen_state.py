@@ -27,6 +27,7 @@ from jfp8.scaling.history import (
     record,
     sealed,
     seen,
+    state_shapes,
 )
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.caller import user_level
@@ -123,8 +124,7 @@ def write_states(fp8: Any, states: States, observed: Amaxes) -> dict[str, Any]:
 def _check_stacks(planned: PlannedMatmul, state: State) -> None:
     """Raise ``ValueError`` if a state is stacked otherwise than the loops around its matmul."""
     recipe: Any = planned.decision.recipe
-    init = lambda: planned.init_state(lambda recipe: recipe.init_state())
-    needed = jax.tree.map(lambda x: x.shape, jax.eval_shape(init))
+    needed = jax.tree.map(lambda x: (*planned.stacks, *x.shape), state_shapes(recipe))
     given = jax.tree.map(jnp.shape, state.histories)
     if given != needed:
         raise ValueError(
