@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.matmul.spec import NAMED
+from jfp8.matmul.planner import NAMED
 from jfp8.tracing.device import PLANNERS
 from support import weight
 
@@ -169,7 +169,7 @@ def test_nothing_but_kernels_imports_kernels():
 def test_planners_that_the_door_names_exist():
     named = {*PLANNERS.values(), *filter(None, NAMED.values())}
     assert len(named) > 2
-    assert named <= set(modules())
+    assert all(map(exists, named))
 
 
 TRAINED_ON_A_CPU = """
@@ -202,10 +202,10 @@ LINES_OF_ROOMS = {
     "tracing": 1130,
     "scaling": 2761,
     "quantizers": 800,
-    "matmul": 962,
-    "recipes": 1592,
-    "products": 5002,
-    "kernels": 8452,
+    "matmul": 1079,
+    "recipes": 1593,
+    "products": 4981,
+    "kernels": 8355,
     "layers": 5063,
     "collectives": 1023,
     "optim": 2528,

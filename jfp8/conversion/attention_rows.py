@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jfp8.conversion.product_rows import ProductRow
-from jfp8.matmul.spec import planner_of
+from jfp8.matmul.planner import planner_of
 from jfp8.products.flash.passes import ATTENTION_NAME, WIDE, read_name
 from jfp8.tracing.device import current_gpu
 
@@ -42,9 +42,8 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
     # What vmap and the like stack is in the result, O or dQ, and not in the name.
     repeated = max(v.aval.size for v in eqn.outvars) // math.prod(by_query) or 1
     flops = 2 * repeated * math.prod(by_score) * depth
-    planner = planner_of(current_gpu()) if cuda.startswith("mosaic_gpu") else None
-    of_all = repeated * batch * heads, *sizes[2:]
-    expected = planner and planner.expected_attention(which, of_all, is_causal)
+    planner = planner_of(current_gpu() if cuda.startswith("mosaic_gpu") else None)
+    expected = planner.expected_attention(which, (repeated * batch * heads, *sizes[2:]), is_causal)
     spelled = lambda fmt, x: f"{'f32' if fmt == WIDE else fmt}[{','.join(map(str, x))}]"
     why = notes.get("reason", "")
     kept = why if why.startswith("exempt") else "the recipe keeps an operand in high precision"
@@ -64,6 +63,6 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
             reason="" if narrow else kept,
             times=times,
             flops=times * flops,
-            expected_us=expected and 1e6 * expected.fp8 / len(products),
-            bf16_us=expected and 1e6 * expected.bf16 / len(products),
+            expected_us=None if expected is None else 1e6 * expected.fp8 / len(products),
+            bf16_us=None if expected is None else 1e6 * expected.bf16 / len(products),
         )

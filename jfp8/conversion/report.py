@@ -34,7 +34,7 @@ from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.layers.linen.attention import MultiHeadDotProductAttention
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.transformer import LayerNormAttention
-from jfp8.matmul.spec import planner_of
+from jfp8.matmul.planner import Scales, Times, Work, planner_of
 from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.recipes.in_effect import why_disabled
@@ -48,7 +48,7 @@ F8_NAMES = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
 _NARROW = frozenset(F8_NAMES.values())
 # For each kind of scales a recipe; see `kernels.cost_model`.
-_RECIPES = {"one": "current", "blocks": "block", "mx": "mxfp8", "nvfp4": "nvfp4"}
+_RECIPES: dict[Scales, str] = {"one": "current", "blocks": "block", "mx": "mxfp8", "nvfp4": "nvfp4"}
 
 
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
@@ -290,13 +290,13 @@ def _times_of_others(eqn: Any, flops: int, arrays: Sequence[Any]) -> dict[str, f
     return {name: 1e6 * min(t.fp8, t.rounded) for name, t in times.items() if t is not None}
 
 
-def _expected_times(flops: int, arrays: Sequence[Any], scales: str) -> Any:
+def _expected_times(flops: int, arrays: Sequence[Any], scales: Scales) -> Times | None:
     """Return what the cost model expects of a product on the GPU that JAX traces for, if any."""
-    expected_times = getattr(planner_of(current_gpu()), "expected_times", lambda *_: None)
-    return expected_times(flops / 2, sum(x.size for x in arrays), scales)
+    work = Work(flops / 2, sum(x.size for x in arrays))
+    return planner_of(current_gpu()).expected_times(work, scales)
 
 
-def _operands(eqn: Any) -> tuple[Any, Any, str]:
+def _operands(eqn: Any) -> tuple[Any, Any, Scales]:
     """Find both operands of a product, and the kind of their scales."""
     # They come flattened: data, its scales, data, its scales. After them there may be constants as
     # large as data, which remat in a loop takes out of the product; none is narrow.
@@ -320,7 +320,7 @@ def without_copy(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(values)
 
 
-def _kind_of(scales: list[Any]) -> str:
+def _kind_of(scales: list[Any]) -> Scales:
     """Tell by shapes: one stretch of two or more dimensions is in blocks, of one in rows."""
     in_blocks = [scale for scale in scales if sum(n > 1 for n in scale.shape) > 1]
     if not in_blocks:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jfp8.layers.kv_cache import dtype_or_format
 from jfp8.layers.linen.state_in_gradients import StateCollection, check_state_collection
-from jfp8.matmul.spec import planner_of
+from jfp8.matmul.planner import Work, planner_of
 from jfp8.recipes.per_layer import PerLayer, check_recipes, path_matches
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
@@ -71,11 +71,12 @@ class Selection:
         """Take ``"slower"`` out of `exempt`, and name the GPU, whose rates must be known."""
         if SLOWER not in self.exempt:
             return self
-        gpu, rates = current_gpu(), planner_of(Gpu("", None)).rates
-        if gpu is None or rates.name_of(gpu.kind) is None:
+        gpu = current_gpu()
+        if planner_of(gpu).expected_times(Work(1, 1), "one") is None:
             kind = jax.default_backend() if gpu is None else gpu.kind
             raise ValueError(
-                f"exempt={SLOWER!r} needs a GPU with known rates: {', '.join(rates.RATES)}; "
+                f"exempt={SLOWER!r} needs a GPU with known rates: "
+                f"{', '.join(planner_of(Gpu('', None)).rated)}; "
                 f"and JAX traces for {kind!r} here. Convert where JAX sees the GPU, or under "
                 "jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device="
                 "jax.sharding.AbstractDevice(device_kind='NVIDIA H100', num_cores=132, "

@@ -1,4 +1,4 @@
-"""The planner of attention on GPUs: it calls Pallas kernels, or cuDNN in high precision."""
+"""Attention on GPUs by Pallas kernels, or by cuDNN in high precision."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jfp8.kernels.backend import check_not_refused
 from jfp8.kernels.cost_model import PASSES
-from jfp8.kernels.cuda_backends import expected_attention, known_gpu
+from jfp8.kernels.cuda_backends import known_gpu
 from jfp8.kernels.flash.problem import Stored, Vectors
 from jfp8.kernels.hopper.backend import HOPPER as FAMILIES
 from jfp8.kernels.hopper.backend import why_none_for
@@ -20,11 +21,12 @@ from jfp8.kernels.on_platform import on_platform
 from jfp8.kernels.partitioning import divided
 from jfp8.kernels.xla import cudnn_flash
 from jfp8.kernels.xla.cudnn_flash import FlashAttention
+from jfp8.matmul.planner import Planner
 from jfp8.matmul.spec import HARDWARE_FORMATS
 from jfp8.products.flash.blocks import Both, Gradients, Softmax
 from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.numerics import Numerics, Quantized, format_of, numerics_of
-from jfp8.products.flash.plan import AttentionSpec
+from jfp8.products.flash.plan import AttentionSpec, Reference
 from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.tracing.backends import first_allowed
@@ -232,16 +234,14 @@ PALLAS = {kernels.name: kernels for kernels in (HOPPER, BLACKWELL)}
 
 
 @dataclass(frozen=True)
-class AttentionByKernels:
-    """Plan attention on a GPU, with the methods of the core's `Reference`."""
+class AttentionByKernels(Reference):
+    """Plan attention on a GPU: if it is named, nothing else computes."""
 
-    kernels: Pallas | None  # None: the reference
-    named: bool  # whether it was asked for: then nothing else computes
+    kernels: Pallas | None = None  # None: the reference
     reason: str = ""  # of the reference: why no kernels were chosen
-    whole = None
 
     @property
-    def cast_heads(self) -> Callable[..., Any] | None:
+    def cast_heads(self) -> Callable[..., Any] | None:  # pyrefly: ignore[bad-override]
         """Quantizes heads for kernels that take operands straight and transposed."""
         return cast_heads if self.kernels else None
 
@@ -272,34 +272,25 @@ class AttentionByKernels:
             return on_platform("cuda", partial(compute, **options), elsewhere, *operands)
 
 
-def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels | FlashAttention:
+def plan_attention(spec: AttentionSpec) -> Reference:
     """Return the implementation that is asked for, or the best that computes what `blocks` does.
 
     Raises:
-      ValueError: it is unknown, or does not compute this.
+      ValueError: the one that is asked for does not compute this.
     """
-    gpu = known_gpu(spec.device)
+    gpu, implementation = known_gpu(spec.device), spec.implementation
+    if implementation == "bf16":
+        return spec.reference()
     if spec.recipe is None:
         reason = cudnn_flash.refusal(spec, gpu)
-        return AttentionByKernels(None, False, reason=reason) if reason else FlashAttention()
+        return AttentionByKernels(reason=reason) if reason else FlashAttention()
     if implementation is None:
         kernels, reason = _kernels_for(spec, gpu)
         if gpu is not None and kernels is None:
             first_allowed("this attention", "bf16", "emulate", refused=reason)
-        return AttentionByKernels(kernels, named=False, reason=reason)
-    if implementation not in PALLAS:
-        allowed = ", ".join(map(repr, ("emulate", *PALLAS)))
-        raise ValueError(
-            f"implementation={implementation!r} is unknown. Allowed: {allowed}, or None, which "
-            "picks one for the platform."
-        )
-    reason = PALLAS[implementation].refusal(spec, gpu)
-    if reason is not None:
-        raise ValueError(
-            f"implementation={implementation!r} does not support {reason}. "
-            "Use implementation=None or 'emulate'."
-        )
-    return AttentionByKernels(PALLAS[implementation], named=True)
+        return AttentionByKernels(False, kernels, reason)
+    check_not_refused(implementation, PALLAS[implementation].refusal(spec, gpu), ValueError)
+    return AttentionByKernels(True, PALLAS[implementation])
 
 
 def _kernels_for(spec: AttentionSpec, gpu: Gpu | None) -> tuple[Pallas | None, str]:
@@ -313,12 +304,9 @@ def _kernels_for(spec: AttentionSpec, gpu: Gpu | None) -> tuple[Pallas | None, s
     return (can[0], "") if can else (None, "; ".join(dict.fromkeys(filter(None, reasons.values()))))
 
 
-def why_attention_is_slower(spec: AttentionSpec, heads: int, groups: int, gpu: Gpu) -> str:
-    """Explain why attention stays in high precision; ``""`` if FP8 is no slower on `gpu`.
-
-    Args:
-      heads, groups: of keys in all sequences, and the heads of queries that share each.
-    """
+def why_attention_is_slower(spec: AttentionSpec, heads: int, groups: int, planner: Planner) -> str:
+    """Explain why attention is slower in FP8 on a GPU: see `Planner.why_attention_is_slower`."""
+    gpu: Any = planner.device
     assert spec.recipe is not None
     if cudnn_flash.refusal_anywhere(spec, gpu.capability):
         return ""  # a loop over blocks would compute it in high precision, too
@@ -327,7 +315,7 @@ def why_attention_is_slower(spec: AttentionSpec, heads: int, groups: int, gpu: G
         reason = kernels.refusal_backward(numerics_of(spec.recipe), spec.depth)
     if not reason:
         sizes = heads, groups, *spec.visible.sizes, spec.depth
-        times = [expected_attention(x, sizes, spec.visible.is_causal, gpu) for x in PASSES]
+        times = [planner.expected_attention(x, sizes, spec.visible.is_causal) for x in PASSES]
         known = [each for each in times if each is not None]
         gain = sum(t.bf16 for t in known) / sum(t.fp8 for t in known) if known else 1.0
         speed = f"{spec.recipe.name} has {gain:.2f} of the speed of bf16 on {gpu.kind}"

@@ -11,16 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.verdicts import has_passed
-from jfp8.matmul.emulate import emulated
-from jfp8.matmul.known_scales import are_powers_of_two, scale_dtype
-from jfp8.matmul.spec import (
-    ACCUMULATIONS,
-    MatmulSpec,
-    free_dims,
-    layout_of,
-    scale_shape_of,
-    varies_along,
-)
+from jfp8.matmul.known_scales import are_powers_of_two, scale_dtype, scale_shape_of, varies_along
+from jfp8.matmul.planner import Planner
+from jfp8.matmul.spec import ACCUMULATIONS, MatmulSpec, free_dims, layout_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
 from jfp8.tracing.backends import why_left_out
@@ -180,7 +173,7 @@ _PLACES = {
 }
 
 
-REFERENCE = Backend("emulate", emulated)
+REFERENCE = Backend("emulate", Planner().multiply)
 
 
 class Choice(NamedTuple):
@@ -216,10 +209,12 @@ def first_that_can(
     )
 
 
-def check_not_refused(implementation: str | None, reason: str | None) -> None:
-    """Raise ``NotImplementedError`` if there is a `reason` why it cannot compute a matmul."""
+def check_not_refused(
+    implementation: str | None, reason: str | None, error: type[Exception] = NotImplementedError
+) -> None:
+    """Raise the `error` if there is a `reason` why the implementation cannot compute this."""
     if reason is not None:
-        raise NotImplementedError(
+        raise error(
             f"implementation={implementation!r} does not support {reason}. "
             "Use implementation=None or 'emulate'."
         )

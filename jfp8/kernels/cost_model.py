@@ -21,10 +21,10 @@ matmuls of a kernel, for each score. On an H100, gains are within 8 % of those t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from jfp8.kernels.rates import Matmul, Rates, Scores
+from jfp8.matmul.planner import Scales, Times, Work
 
 LAUNCH = 2e-6  # minimum seconds of a small kernel
 
@@ -38,10 +38,6 @@ class _Cost(NamedTuple):
     launches: int  # of all kernels, including the three matmuls
     kernel: Kernel  # name of the rate of the kernel that multiplies
 
-
-# "one": one for each operand. "rows": none varies along the contraction, but others do. "blocks":
-# of 128 along the contraction. "mx": of 32. "nvfp4": of 16.
-Scales = Literal["one", "rows", "blocks", "mx", "nvfp4"]
 
 Costs: TypeAlias = dict[Scales, _Cost]
 
@@ -83,31 +79,10 @@ def costs_on(capability: tuple[int, int] | None, has_kernels: bool = True) -> Co
     return known.get((major, has_kernels), ON_ADA)
 
 
-class Work(NamedTuple):
-    """The work of one device for a matmul."""
-
-    multiplications: float  # m * n * k
-    elements: float  # of both operands and the result, m * k + k * n + m * n
-
-
 def work_of(sizes: tuple[int, int, int], devices: int = 1) -> Work:
     """Return the work of ``(m, n, k)``, divided evenly among `devices`."""
     m, n, k = sizes
     return Work(m * n * k / devices, (m * k + k * n + m * n) / devices)
-
-
-@dataclass(frozen=True)
-class Times:
-    """Hold the expected seconds of one matmul: see the top of this file."""
-
-    fp8: float
-    rounded: float
-    bf16: float
-
-    @property
-    def gain(self) -> float:
-        """Return the speedup of a layer over the same layer without conversion."""
-        return self.bf16 / min(self.fp8, self.rounded)
 
 
 def scales_of(blocks: Collection[tuple[int, int]]) -> Scales:

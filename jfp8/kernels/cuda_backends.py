@@ -7,7 +7,7 @@ a file or folder with such a value, and list it here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import replace
 
 import jax
@@ -16,14 +16,15 @@ from jax.sharding import AxisType
 from jfp8.kernels import cost_model
 from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, first_that_can
 from jfp8.kernels.blackwell import backend as blackwell
-from jfp8.kernels.cost_model import Scales, Times, Work, scales_of
+from jfp8.kernels.cost_model import scales_of
 from jfp8.kernels.hopper import backend as hopper
-from jfp8.kernels.rates import RATES, SCORES, Rates, name_of, rates_of
+from jfp8.kernels.rates import RATES, Rates, rates_of
 from jfp8.kernels.verdicts import measured_gain
 from jfp8.kernels.xla import bf16_dot, f8_dot
+from jfp8.matmul.planner import Scales, Times, Work
+from jfp8.quantizers.quantizer import Quantizer
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E5M2, Format
-from jfp8.tracing.device import current_gpu
 from jfp8.tracing.devices import Device, Gpu
 
 # The first that supports the product is used; those that are `first_for` its scales come before all
@@ -101,11 +102,11 @@ def _made_for(gpu: Gpu | None) -> list[Backend]:
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
     """Return whether bf16 multiplies quantized operands faster; unlisted GPUs count as H100."""
     rates = rates_of(gpu.kind) or RATES["H100"]
-    times = _times(cost_model.work_of(sizes, _devices()), rates, scales, gpu)
+    times = times_of(cost_model.work_of(sizes, devices()), rates, scales, gpu)
     return times.rounded < times.fp8
 
 
-def _times(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
+def times_of(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
     """Return the expected times, FP8's as measured if this card has a measurement."""
     costs = cost_model.ON_HOPPER
     if hopper.BACKEND.why_not_on(gpu) is not None:
@@ -115,7 +116,7 @@ def _times(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
     return times if gain is None else replace(times, fp8=times.bf16 / gain)
 
 
-def _devices() -> int:
+def devices() -> int:
     """Return the number of devices over which the mesh in effect shards a matmul, or 1."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -136,21 +137,21 @@ def quantizing_k_major(
         return None  # and the product says why
     if 0 in sizes or recipe.accumulation.startswith("hopper"):
         return None
-    formats, blocks = _formats_and_blocks(recipe)
-    scales = _scales_in(recipe)
+    quantizers = recipe.resolved().quantizers()
+    (formats, blocks), scales = formats_and_blocks(quantizers), scales_in(quantizers)
     # On Blackwell those in blocks: of one scale cuBLASLt takes any layout, so XLA writes only one.
     families = None if scales in ("blocks", "mx") else hopper.HOPPER
     kernels = implementation != "xla" and hopper.why_no_quantizing(gpu, families) is None
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
-    return kernels if _taken(formats, blocks, gpu) else None
+    return kernels if is_taken(formats, blocks, gpu) else None
 
 
 def may_go_by_rounds(recipe: Recipe, gpu: Gpu | None) -> bool:
     """Return whether `backend_in_rounds` may choose the backend of a grouped matmul."""
     if gpu is None or not gpu.multiplies_f8 or recipe.accumulation.startswith("hopper"):
         return False
-    return _taken(*_formats_and_blocks(recipe), gpu)
+    return is_taken(*formats_and_blocks(recipe.resolved().quantizers()), gpu)
 
 
 def backend_in_rounds(facts: Facts, gpu: Gpu | None) -> Backend | None:
@@ -165,62 +166,20 @@ def backend_in_rounds(facts: Facts, gpu: Gpu | None) -> Backend | None:
     return next((backend for backend, reason in refusals if reason is None), None)
 
 
-def _formats_and_blocks(recipe: Recipe) -> tuple[Set[Format], Set[Blocks]]:
-    quantizers = recipe.resolved().quantizers()
+def formats_and_blocks(quantizers: Collection[Quantizer]) -> tuple[Set[Format], Set[Blocks]]:
+    """Return all formats and all blocks of quantizers."""
     return {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
 
 
-def _scales_in(recipe: Recipe) -> Scales:
-    quantizers = recipe.resolved().quantizers()
+def scales_in(quantizers: Collection[Quantizer]) -> Scales:
+    """Return the kind of the scales of quantizers."""
     in_rows = {(0, 1) for q in quantizers if q.spans_rows}
     return scales_of({q.block for q in quantizers if q.block} | in_rows)
 
 
-def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
+def is_taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
     """Return whether backends for this GPU, by default Hopper, take all formats and blocks."""
     multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
     in_blocks = [b for b in multiplying if "blocks" in b.granularities]
     known = frozenset().union(*(b.formats for b in multiplying))
     return formats <= known and all(any(b.takes(block) for b in in_blocks) for block in blocks)
-
-
-def expected_gain(
-    recipe: Recipe, multiplications: float, elements: float, gpu: Gpu, in_f8: bool
-) -> float:
-    """Return how many times as fast as in bf16 a layer is expected to be on a GPU with rates.
-
-    Args:
-      multiplications, elements: see `Work`; of all devices together.
-      in_f8: whether it may multiply in FP8; otherwise quantized values are multiplied.
-    """
-    times = expected_times(multiplications, elements, _scales_in(recipe), gpu)
-    assert times is not None
-    has_products = in_f8 and _taken(*_formats_and_blocks(recipe), gpu)
-    return times.gain if has_products else times.bf16 / times.rounded
-
-
-def expected_times(
-    multiplications: float, elements: float, scales: Scales, gpu: Gpu | None = None
-) -> Times | None:
-    """Return what `cost_model` expects of a product of all devices together.
-
-    None for a `gpu` without rates; by default it is that of the trace. For the others see `Work`.
-    """
-    gpu = gpu or current_gpu()
-    rates = None if gpu is None else rates_of(gpu.kind)
-    if gpu is None or rates is None:
-        return None
-    n = _devices()
-    return _times(Work(multiplications / n, elements / n), rates, scales, gpu)
-
-
-def expected_attention(
-    which: str, sizes: Sequence[int], is_causal: bool, gpu: Gpu | None = None
-) -> Times | None:
-    """Return what `cost_model` expects of a pass of attention; None for a GPU without `SCORES`."""
-    gpu = gpu or current_gpu()
-    name = "" if gpu is None else name_of(gpu.kind)
-    if name not in SCORES:
-        return None
-    of_device = sizes[0] / _devices(), *sizes[1:]
-    return cost_model.expected_attention(which, of_device, is_causal, RATES[name], SCORES[name])

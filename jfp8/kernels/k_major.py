@@ -14,8 +14,9 @@ from jfp8.kernels.cuda_backends import known_gpu, quantizing_k_major
 from jfp8.kernels.operands import Arrangement, arrangements
 from jfp8.kernels.quantize_and_transpose import Matrix, has_kernel, made_of, quantize_both_ways
 from jfp8.matmul.as_matrices import matrix_groups
+from jfp8.matmul.planner import multiply
 from jfp8.matmul.spec import MatmulSpec, layout_of
-from jfp8.products.dot_general import DotSpec, multiply_operands
+from jfp8.products.dot_general import DotSpec
 from jfp8.products.operation import Kind, Operand, Operation, Use
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
@@ -117,7 +118,7 @@ class KMajorDot(Operation):
                 numbers = ((n,), (1,)), ((), ())
                 first = replace(first, data=first.data.reshape(*self.rows, -1))
         spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
-        y = multiply_operands(first, second, spec)
+        y = multiply(first, second, spec)
         if kind == "fprop" and isinstance(first, ScaledArray) and first.scale.ndim:
             # A loop over layers uses this result and saves it: XLA would run the kernel twice.
             y = jax.lax.optimization_barrier(y)

@@ -22,7 +22,7 @@ from jfp8.layers.attention import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, position_mask, rotary_embedding
-from jfp8.matmul.spec import planner_of
+from jfp8.matmul.planner import planner_of
 from jfp8.products.mlp import make_all
 from jfp8.products.observers import OBSERVER
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
@@ -136,20 +136,17 @@ def may_be_one_operation(recipes: Sequence[Recipe], *operands: Any) -> bool:
 
     They are where kernels quantize: see `jfp8.products.mlp`. Reports show matmuls one by one.
     """
-    planner = planner_of(current_device())
     watched = EXPLAINING.value is not None or OBSERVER.value is not None
-    if planner is None or watched or len(recipes) < 2:
+    if watched or len(recipes) < 2:
         return False
     explicit = has_explicit_axes() or explicit_mesh_of(operands) is not None
-    return getattr(planner, "quantizes_by_kernels", bool)() and not explicit
+    return planner_of(current_device()).quantizes_by_kernels() and not explicit
 
 
 @jax.custom_jvp
 def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return ``x + y`` in the dtype of `x`, where `y` is what a product wrote."""
-    planner, y = planner_of(current_device(x, y)), y.astype(x.dtype)
-    add = getattr(planner, "residual_sum", operator.add)
-    return add(x, y)
+    return planner_of(current_device(x, y)).add(x, y.astype(x.dtype))
 
 
 @residual_sum.defjvp

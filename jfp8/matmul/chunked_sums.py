@@ -10,15 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul import tensor_core_sums
-from jfp8.matmul.spec import (
-    Numbers,
-    free_dims,
-    layout_of,
-    plain_dot,
-    scale_products,
-    scale_shape_of,
-    to_output,
-)
+from jfp8.matmul.known_scales import scale_shape_of
+from jfp8.matmul.spec import Numbers, free_dims, layout_of, plain_dot, scale_products, to_output
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.parts import expand_scale
 from jfp8.tracing.compat import same_varying_axes

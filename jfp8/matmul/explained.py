@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
-from jfp8.tracing.notes import EXPLAINING
-
-# No file of the core imports a kernel: see `spec.planner_of`.
-_EXPLANATIONS = "jfp8.kernels.explain"
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.notes import note
 
 
-def explained(what: str, *arguments: Any) -> AbstractContextManager[object]:
-    """Return a context in which the function `what` notes, for a report, how a GPU computes."""
-    if EXPLAINING.value is None:
-        return contextlib.nullcontext()
-    return getattr(importlib.import_module(_EXPLANATIONS), what)(*arguments)
+@contextlib.contextmanager
+def explained(backend: str, *operands: Any) -> Iterator[None]:
+    """Note in this context that a GPU would compute by `backend`, and the operands' formats."""
+    formats = [x.format.name.lower() for x in operands if isinstance(x, ScaledArray)]
+    with note("cuda", backend), note("formats", " ".join(formats) if len(formats) == 2 else ""):
+        yield

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-from jfp8.matmul.spec import MatmulSpec, varies_along
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E8M0FNU
+
+
+def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
+    """Return the shape of the scale of `q`, two-level or not."""
+    return jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale)
+
+
+def varies_along_sum(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> bool:
+    """Return True if a scale of either operand varies along the sum."""
+    (lhs_contract, rhs_contract), _ = spec.dimension_numbers
+    return varies_along(lhs, lhs_contract) or varies_along(rhs, rhs_contract)
+
+
+def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
+    """Return True if the scale of `q` varies along these dimensions."""
+    shape = scale_shape_of(q)
+    return bool(shape) and any(shape[d] != 1 for d in dims)
 
 
 def scale_dtype(q: ScaledArray) -> np.dtype:

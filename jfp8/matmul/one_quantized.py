@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.known_scales import are_powers_of_two
-from jfp8.matmul.spec import MatmulSpec, layout_of, plain_dot, times, to_output, varies_along
+from jfp8.matmul.known_scales import are_powers_of_two, varies_along
+from jfp8.matmul.spec import MatmulSpec, layout_of, plain_dot, times, to_output
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.codes import decode
 

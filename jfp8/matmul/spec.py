@@ -1,13 +1,8 @@
-"""`MatmulSpec`: what is known of a matmul of two `ScaledArray`s while JAX traces, and who plans it.
-
-The core computes every matmul by the reference, `emulate`. A planner for a kind of device knows
-better ways; it is a module that is imported when a program is traced for such a device, not before.
-"""
+"""`MatmulSpec`: what is known of a matmul of two `ScaledArray`s while JAX traces."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
 import operator
@@ -23,8 +18,6 @@ from jax import lax
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.parts import expand_scale
-from jfp8.tracing.backends import ALLOWED, first_allowed
-from jfp8.tracing.device import PLANNERS
 from jfp8.tracing.devices import Device
 
 Numbers: TypeAlias = tuple[
@@ -37,41 +30,6 @@ ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
 HARDWARE_FORMATS = frozenset({E4M3FN, E5M2})
 
 Implementation = Literal[None, "emulate", "bf16", "xla", "mosaic_gpu", "mosaic_tpu"]
-
-# The implementations that can be asked for by name, with the modules that plan them.
-NAMED = {
-    "emulate": None,
-    "bf16": "jfp8.kernels.cuda",
-    "xla": "jfp8.kernels.cuda",
-    "mosaic_gpu": "jfp8.kernels.cuda",
-    "mosaic_tpu": "jfp8.kernels.tpu.dot",
-}
-
-
-def planner_of(device: Device, implementation: str | None = None) -> Any:
-    """Return the planner for a device or a named implementation; None if there is none.
-
-    Then the reference computes. See `jfp8.kernels` for the functions that a planner has.
-    """
-    if implementation in NAMED:
-        module = NAMED[implementation]
-    else:
-        module = None if device is None else PLANNERS.get(device.platform)
-    if ALLOWED.value is not None:
-        used = implementation if implementation in NAMED else None if module else "emulate"
-        if used is not None:
-            first_allowed(f"what only {used!r} computes here", used)
-    return None if module is None else importlib.import_module(module)
-
-
-def check_implementation(implementation: str | None) -> None:
-    """Raise ``ValueError`` unless `implementation` is None or names an implementation."""
-    if implementation is not None and implementation not in NAMED:
-        allowed = ", ".join(map(repr, NAMED))
-        raise ValueError(
-            f"implementation={implementation!r} is unknown. Allowed: {allowed}, or None, which "
-            "picks one for the platform."
-        )
 
 
 @dataclass(frozen=True)
@@ -221,27 +179,10 @@ def plain_dot(
     )
 
 
-def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
-    """Return the shape of the scale of `q`, two-level or not."""
-    return jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale)
-
-
 def has_one_scale(q: ScaledArray) -> bool:
     """Return whether the scale of `q` is a single f32, without dimensions."""
     scale = q.scale
     return isinstance(scale, jax.Array) and not scale.ndim and scale.dtype == jnp.float32
-
-
-def varies_along_sum(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> bool:
-    """Return True if a scale of either operand varies along the sum."""
-    (lhs_contract, rhs_contract), _ = spec.dimension_numbers
-    return varies_along(lhs, lhs_contract) or varies_along(rhs, rhs_contract)
-
-
-def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
-    """Return True if the scale of `q` varies along these dimensions."""
-    shape = scale_shape_of(q)
-    return bool(shape) and any(shape[d] != 1 for d in dims)
 
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.explained import explained
+from jfp8.matmul.planner import allowed_planner
 from jfp8.matmul.spec import Implementation, MatmulSpec, scale_products
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, specs_of, with_result_like
@@ -34,7 +35,6 @@ from jfp8.products.operation import (
     State,
     as_operands,
     dtypes_of,
-    plan,
 )
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.vjp import multiply_quantized
@@ -172,7 +172,8 @@ def observed_convolution(
             "the kernel is 1x1. Use implementation=None."
         )
     options = options.on_device_of(lhs, rhs)
-    operation = plan(ConvSpec((lhs.shape, rhs.shape), dtypes, window, options))
+    spec = ConvSpec((lhs.shape, rhs.shape), dtypes, window, options)
+    operation = allowed_planner(options.device, options.implementation).plan(spec)
     return multiply_quantized(operation, lhs, rhs, options, state)
 
 
@@ -211,7 +212,7 @@ class Convolution(Operation):
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         del spec  # sums are in f32
         scales = scale_products(*(_scales(operand) for operand in (first, second)))
-        with explained("convolution", first, second):
+        with explained("bf16: there is no FP8 convolution", first, second):
             y = self.of_values(kind, *_values(_data(first), _data(second), self.narrow))
         for scale in scales:
             y = y * scale

@@ -9,20 +9,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jfp8.matmul.bias import plus_bias, with_gradient_of_sum
-from jfp8.matmul.emulate import multiply
-from jfp8.matmul.one_quantized import multiply_dequantized
+from jfp8.matmul.planner import allowed_planner, multiply
 from jfp8.matmul.spec import (
     Implementation,
     MatmulSpec,
     Numbers,
     check_dimension_numbers,
     layout_of,
-    plain_dot,
 )
 from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
 from jfp8.products.operation import (
@@ -34,7 +31,6 @@ from jfp8.products.operation import (
     State,
     as_operands,
     dtypes_of,
-    plan,
 )
 from jfp8.products.quantized_rhs import rhs_as_matrices
 from jfp8.products.vjp import multiply_quantized
@@ -188,7 +184,7 @@ def observed_dot_general(
         isinstance(rhs, ScaledArray),
         sharding,
     )
-    operation = plan(spec)
+    operation = allowed_planner(options.device, options.implementation).plan(spec)
     if bias is not None:
         biased = operation.with_bias(lax.stop_gradient(bias), options)
         if biased is not None:
@@ -214,27 +210,9 @@ class Dot(Operation):
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
-        y = multiply_operands(
-            first, second, replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
-        )
+        spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
+        y = multiply(first, second, spec)
         return y if order is None else y.transpose(order)
-
-
-def multiply_operands(
-    lhs: Operand,
-    rhs: Operand,
-    spec: MatmulSpec,
-    sum_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> jax.Array:
-    """Compute ``dot_general`` of operands; sums are in `sum_dtype` if one is not quantized."""
-    if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
-        return multiply(lhs, rhs, spec)
-    if isinstance(lhs, ScaledArray) or isinstance(rhs, ScaledArray):
-        return multiply_dequantized(lhs, rhs, spec, sum_dtype)
-    common = jnp.promote_types(lhs.dtype, rhs.dtype)
-    lhs, rhs = lhs.astype(common), rhs.astype(common)
-    y = plain_dot(lhs, rhs, spec.dimension_numbers, dtype=sum_dtype)
-    return y.astype(spec.dtype)
 
 
 class _Matmul(NamedTuple):

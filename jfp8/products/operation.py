@@ -1,7 +1,7 @@
 """An operation: three matmuls, fprop, dgrad and wgrad, of operands that are quantized for them.
 
-The core has a reference for each kind of operation. A planner for a kind of device may know another
-operation that computes the same: see `plan`.
+The core has a reference for each kind of operation. The planner for a kind of device may know
+another operation that computes the same: see `Planner.plan`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.matmul.spec import Implementation, MatmulSpec, check_implementation, planner_of
+from jfp8.matmul.planner import check_implementation
+from jfp8.matmul.spec import Implementation, MatmulSpec
 from jfp8.products.observers import OBSERVER
 from jfp8.products.quantized_rhs import has_scales_of, with_one_scale
 from jfp8.products.seeds import rotation_seed, seed_for
@@ -242,16 +243,6 @@ class Operation:
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         """Return y, or the gradient of an operand, in the layout given to `arrange`; see `sums`."""
         raise NotImplementedError
-
-
-def plan(spec: Any) -> Operation:
-    """Return the operation of the planner for the device or implementation, or the reference.
-
-    The `spec` has ``options`` and ``reference()``, such as `DotSpec`.
-    """
-    planner = planner_of(spec.options.device, spec.options.implementation)
-    found = None if planner is None else planner.plan(spec)
-    return spec.reference() if found is None else found
 
 
 ROTATION_NAME = "jfp8_rotation"

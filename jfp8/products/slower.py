@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jfp8.matmul.spec import planner_of
+from jfp8.matmul.planner import Work, planner_of
 from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.devices import Gpu
 from jfp8.tracing.interpreter import CALLS, equations
@@ -24,7 +24,8 @@ def why_slower(gpu: Gpu, recipe: Recipe, plain: Callable[[], jax.Array], lhs: An
     in_f8 = bool(batches) or math.prod(rhs.shape[:-2]) == 1
     # Each of the sizes m, n and k is in two of the arrays, and the batch size in all three.
     multiplications = math.sqrt(math.prod(sizes) / max(batch, 1))
-    gain = planner_of(gpu).expected_gain(recipe, multiplications, sum(sizes), gpu, in_f8)
+    work, quantizers = Work(multiplications, sum(sizes)), recipe.resolved().quantizers()
+    gain = planner_of(gpu).expected_gain(work, quantizers, in_f8)
     if gain >= 1:
         return ""
     return f"exempt: 'slower' ({recipe.name} has {gain:.2f} of the speed of bf16 on {gpu.kind})"

@@ -25,7 +25,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jfp8.matmul.spec import planner_of
+from jfp8.matmul.planner import planner_of
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     Kind,
@@ -136,8 +136,8 @@ def _with_shared_lhs(
         own = lax.stop_gradient(histories["lhs"])
 
         def first() -> AmaxState:
-            find = getattr(planner_of(current_device(lhs)), "amax_if_needed", None)
-            found = find and find(lax.stop_gradient(lhs), recipe, own)
+            planner, quantizer = planner_of(current_device(lhs)), recipe.resolved().fprop.lhs
+            found = planner.amax_by_kernel(lax.stop_gradient(lhs), quantizer, own)
             return own if found is None else {**own, "found": found}
 
         state = shared.once((*of_array, own["amax_history"].shape), first)

@@ -17,13 +17,13 @@ from jax.sharding import AbstractMesh, AxisType
 from jfp8.tracing.backends import ALLOWED
 from jfp8.tracing.devices import Chip, Device, Gpu, Several, Tpu, capability_of
 
-# The door to the chips: each platform of JAX that a module plans for. The core, which computes for
-# all others, imports none of them: `jfp8.matmul.spec.planner_of` does while a program is traced.
+# The door to the chips: the subclass of `jfp8.matmul.planner.Planner` for each platform of JAX. The
+# core, which computes for all others, imports none of them before a program is traced for one.
 PLANNERS = {
-    "cuda": "jfp8.kernels.cuda",
-    "rocm": "jfp8.kernels.platforms",
-    "tpu": "jfp8.kernels.tpu.dot",
-    "several": "jfp8.kernels.platforms",
+    "cuda": "jfp8.kernels.cuda.Cuda",
+    "rocm": "jfp8.kernels.platforms.Platforms",
+    "tpu": "jfp8.kernels.tpu.dot.Mosaic",
+    "several": "jfp8.kernels.platforms.Platforms",
 }
 
 

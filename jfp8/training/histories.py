@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.spec import planner_of
+from jfp8.matmul.planner import planner_of
 from jfp8.optim.finite import all_of, keep_unless
 from jfp8.scaling.history import (
     CHECK,
@@ -29,15 +29,9 @@ Collections = dict[str, Any]
 
 
 def over_products(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Apply `function`, which supports leading axes, to the `arguments` of each matmul.
-
-    One by one, so that programs shared by all layers are compiled once. The planner of a device
-    on which each kernel has launch overhead stacks them.
-    """
+    """Apply `function`, which supports leading axes, to the `arguments` of each matmul."""
     planner = planner_of(current_device(*jax.tree.leaves(arguments)[:1]))
-    if planner is not None and hasattr(planner, "over_stacked"):
-        return planner.over_stacked(function, arguments)
-    return [function(*each) for each in arguments]
+    return planner.over_stacked(function, arguments)
 
 
 def decode_all(sinks: Any) -> tuple[Any, jax.Array]:

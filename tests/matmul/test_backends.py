@@ -14,7 +14,7 @@ from jfp8.kernels.backend import Backend, Facts, facts_of
 from jfp8.kernels.cuda_backends import choose
 from jfp8.kernels.xla import f8_dot as xla
 from jfp8.kernels.xla.bf16_dot import in_bf16
-from jfp8.matmul.emulate import emulated
+from jfp8.matmul.planner import Planner
 from jfp8.matmul.spec import MatmulSpec, factors_of
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
@@ -52,7 +52,7 @@ def of_two_levels(**how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [emulated, in_bf16])
+@pytest.mark.parametrize("backend", [Planner().multiply, in_bf16])
 @pytest.mark.parametrize(
     ("make", "powers_of_two"),
     [

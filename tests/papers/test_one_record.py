@@ -17,7 +17,7 @@ import jfp8
 from jfp8.command_line.doctor import KERNELS_SINCE
 from jfp8.command_line.parser import COMMANDS
 from jfp8.debug import faults
-from jfp8.matmul.spec import NAMED
+from jfp8.matmul.planner import NAMED
 from jfp8.optim.adam import PRESETS
 from support.scripts import imported
 

@@ -9,8 +9,8 @@ import pytest
 
 from jfp8.kernels.xla import cudnn_flash
 from jfp8.layers.attention import attend
+from jfp8.matmul.planner import Planner
 from jfp8.products.flash import dot_product
-from jfp8.products.flash.plan import Reference
 from jfp8.tracing.devices import Gpu
 from support.arrays import normal
 from support.models import gradients_of
@@ -34,12 +34,13 @@ def planned(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
 
-    def plan(spec, implementation):
-        specs.append(spec)
-        refused = cudnn_flash.refusal(spec, H100)
-        return Reference() if refused else cudnn_flash.FlashAttention()
+    class OnH100(Planner):
+        def attention(self, spec):
+            specs.append(spec)
+            refused = cudnn_flash.refusal(spec, H100)
+            return spec.reference() if refused else cudnn_flash.FlashAttention()
 
-    monkeypatch.setattr(dot_product, "plan_attention", plan)
+    monkeypatch.setattr(dot_product, "planner_of", lambda *_: OnH100())
     return specs, called
 
 

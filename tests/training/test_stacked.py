@@ -8,15 +8,11 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.kernels.cuda import over_stacked
+from jfp8.kernels.cuda import Cuda
 from jfp8.training import histories
 
 X = jax.random.normal(jax.random.key(1), (4, 8))
 FACTORS = (1.0, 3.0, jnp.nan, 0.5)
-
-
-class Planner:
-    over_stacked = staticmethod(over_stacked)
 
 
 def in_linen():
@@ -55,7 +51,7 @@ def in_nnx():
 @pytest.mark.parametrize("trained", [in_linen, in_nnx])
 def test_steps_have_the_same_bits(trained, monkeypatch):
     one_by_one = trained()
-    monkeypatch.setattr(histories, "planner_of", lambda device: Planner)
+    monkeypatch.setattr(histories, "planner_of", Cuda)
     stacked = trained()
     jax.tree.map(np.testing.assert_array_equal, one_by_one, stacked)
     filled = [x for x in jax.tree.leaves(stacked[0]) if x.ndim and x.shape[-1] == 16]
@@ -71,7 +67,7 @@ def test_what_differs_is_not_stacked():
         return {"y": 2 * x, "n": jnp.zeros(x.shape[:-1])}
 
     arguments = [(jnp.full(shape, i + 1.0),) for i, shape in enumerate([(3,), (2, 3), (3,), (5,)])]
-    found = over_stacked(double, arguments)
+    found = Cuda().over_stacked(double, arguments)
     assert sorted(seen) == [(2, 3), (2, 3), (5,)]
     for (x,), each in zip(arguments, found, strict=True):
         np.testing.assert_array_equal(each["y"], 2 * x)

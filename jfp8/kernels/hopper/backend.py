@@ -20,7 +20,8 @@ from jfp8.kernels.operands import by_rows, scales_by_block
 from jfp8.kernels.partitioning import why_not_divided
 from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.as_matrices import row_scales
-from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
+from jfp8.matmul.known_scales import varies_along_sum
+from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.backends import why_left_out
 from jfp8.tracing.compat import kernels_are_interpreted

@@ -29,8 +29,8 @@ from jfp8.kernels.tpu.sharded import LANES
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.matmul.as_matrices import as_matrices, row_scales
 from jfp8.matmul.bias import plus_bias
-from jfp8.matmul.emulate import emulated
-from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of, varies_along_sum
+from jfp8.matmul.known_scales import varies_along_sum
+from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of
 from jfp8.scaling.formats import E8M0FNU
@@ -57,7 +57,7 @@ def by_mosaic(
     tpu = spec.device
     in_f8 = not isinstance(tpu, Tpu) or tpu.multiplies_f8
     kernel = lambda lhs, rhs, bias: _multiply(lhs, rhs, spec, in_f8, bias)
-    reference = lambda lhs, rhs, bias: plus_bias(emulated(lhs, rhs, spec), bias)
+    reference = lambda lhs, rhs, bias: plus_bias(REFERENCE.multiply(lhs, rhs, spec), bias)
     reason = (
         "implementation='mosaic_tpu' runs on TPUs, and this program is compiled for another "
         "platform. Use implementation=None or 'emulate', which give the same results."

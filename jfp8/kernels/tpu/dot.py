@@ -17,13 +17,14 @@ from jax import lax
 
 from jfp8.kernels.operands import Arrangement, arrangements, dtype_of_partial_sums
 from jfp8.kernels.tpu import sharded
-from jfp8.kernels.tpu.backend import multiply
+from jfp8.kernels.tpu.backend import multiply as multiply_on_tpu
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
 from jfp8.kernels.tpu.sharded import Division, Layout, OfMatrix
 from jfp8.matmul.as_matrices import matrix_groups
 from jfp8.matmul.bias import plus_bias
+from jfp8.matmul.planner import Planner, multiply
 from jfp8.matmul.spec import MatmulSpec, layout_of
-from jfp8.products.dot_general import Dot, DotSpec, multiply_operands, three_matmuls
+from jfp8.products.dot_general import Dot, DotSpec, three_matmuls
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Options, Use
 from jfp8.scaling.arrays import ScaledArray
@@ -108,9 +109,9 @@ class DotOnTpu(Dot):
         numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
         spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
-            y = multiply(first, second, spec, bias)
+            y = multiply_on_tpu(first, second, spec, bias)
         else:
-            y = multiply_operands(first, second, spec, dtype_of_partial_sums(spec))
+            y = multiply(first, second, spec, dtype_of_partial_sums(spec))
             y = plus_bias(y, bias)
         return y if order is None else y.transpose(order)
 
@@ -162,13 +163,19 @@ def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
     return all(m == 1 or m % n == 0 for m, n in zip(q.scale.shape, parts, strict=False))
 
 
-def plan(spec: Any) -> DotOnTpu | None:
-    """Return `DotOnTpu` for a matmul of matrices; None for batched ones: the reference.
+class Mosaic(Planner):
+    """Plan `DotOnTpu` for a matmul of matrices, and the reference for all else."""
 
-    Convolutions and grouped matmuls use the reference, too.
-    """
-    if not isinstance(spec, DotSpec) or spec.dimension_numbers[1][0]:
-        return None
+    def multiply(self, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
+        return multiply_on_tpu(lhs, rhs, spec)
+
+    def plan(self, spec: Any) -> Any:
+        matrices = isinstance(spec, DotSpec) and not spec.dimension_numbers[1][0]
+        return (_of_matrices(spec) if matrices else None) or super().plan(spec)
+
+
+def _of_matrices(spec: DotSpec) -> DotOnTpu | None:
+    """Return `DotOnTpu`; None if neither TPUs nor interpreted kernels compute it."""
     numbers, tpu = spec.dimension_numbers, spec.options.device
     if not isinstance(tpu, Tpu):  # named, elsewhere: kernels are interpreted
         if not kernels_are_interpreted():

@@ -11,16 +11,8 @@ from jax import lax
 
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.operands import factors_by_kernels
-from jfp8.matmul.known_scales import are_powers_of_two, scale_dtype
-from jfp8.matmul.spec import (
-    MatmulSpec,
-    Numbers,
-    layout_of,
-    plain_dot,
-    times,
-    to_output,
-    varies_along_sum,
-)
+from jfp8.matmul.known_scales import are_powers_of_two, scale_dtype, varies_along_sum
+from jfp8.matmul.spec import MatmulSpec, Numbers, layout_of, plain_dot, times, to_output
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import decode
 

@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.products.flash.mask import padded
-from jfp8.products.flash.plan import AttentionSpec
+from jfp8.products.flash.plan import AttentionSpec, Reference
 from jfp8.tracing.compat import cudnn_version
 from jfp8.tracing.devices import Gpu
 
 
-class FlashAttention:
+class FlashAttention(Reference):
     """Plan attention by ``jax.nn.dot_product_attention``, which is differentiated as a whole."""
 
     @staticmethod
-    def whole(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:
+    def whole(  # pyrefly: ignore[bad-override]
+        q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+    ) -> jax.Array:
         """Compute attention of ``[batch, tokens, heads, depth]``."""
         visible, (rows, keys) = spec.visible, spec.visible.sizes
         by_score = lambda x: None if x is None else x.reshape(len(x), -1, *x.shape[3:])

@@ -18,7 +18,8 @@ from jfp8.kernels.backend import Backend, check_not_refused, facts_of
 from jfp8.kernels.cuda_backends import backend_in_rounds, known_gpu
 from jfp8.kernels.on_platform import on_cuda
 from jfp8.kernels.xla import f8_dot
-from jfp8.matmul.spec import MatmulSpec, scale_products, to_output, varies_along
+from jfp8.matmul.known_scales import varies_along
+from jfp8.matmul.spec import MatmulSpec, scale_products, to_output
 from jfp8.products.operation import Kind, Operand
 from jfp8.products.ragged.by_tiles import GroupedDot, grouped_operation
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.matmul.spec import planner_of
+from jfp8.matmul.planner import planner_of
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_result_like
 from jfp8.products.flash import blocks, passes
 from jfp8.products.flash import mask as masks
 from jfp8.products.flash.mask import BLOCK, Visible
 from jfp8.products.flash.numerics import for_both, numerics_of
 from jfp8.products.flash.observe import shown
-from jfp8.products.flash.plan import AttentionSpec, plan_attention
+from jfp8.products.flash.plan import AttentionSpec, Reference
 from jfp8.products.observers import OBSERVER
 from jfp8.products.vjp import first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -189,16 +189,17 @@ def attention_of_projections(
     )
     _check_state(recipe, state, sink)
     factor = float(1 / math.sqrt(depth) if scale is None else scale)
-    spec = AttentionSpec(recipe, visible, depth, factor, q.dtype, current_device(q, k, v))
+    if implementation is None and OBSERVER.value is not None:
+        implementation = "emulate"  # only the reference shows weights and gradients of scores
+    device = current_device(q, k, v)
+    spec = AttentionSpec(recipe, visible, depth, factor, q.dtype, device, implementation)
     if gpu is not None and recipe is not None:
         of_heads = batch * kv_heads, heads // kv_heads
-        if why := planner_of(gpu).why_attention_is_slower(spec, *of_heads, gpu):
+        if why := planner_of(gpu).why_attention_is_slower(spec, *of_heads):
             with note("reason", why):
                 plain = options._replace(recipe=None)
                 return attention_of_projections(plain, arrays, tokens, None, None)
-    if implementation is None and OBSERVER.value is not None:
-        implementation = "emulate"  # only the reference shows weights and gradients of scores
-    by = plan_attention(spec, implementation)
+    by = planner_of(device, implementation).attention(spec)
     if by.whole is not None:
         return by.whole(q, k, v, spec).reshape(shape)
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4)
@@ -207,7 +208,9 @@ def attention_of_projections(
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)
 
 
-def _planned(spec: AttentionSpec, by: Any, inputs: _Inputs, state: Any, sink: Any) -> jax.Array:
+def _planned(
+    spec: AttentionSpec, by: Reference, inputs: _Inputs, state: Any, sink: Any
+) -> jax.Array:
     """Compute attention by the plan `by`, of `inputs` with this `state` and `sink`."""
     how = _How(spec.recipe, spec.scale, spec.dtype, by)
     if state is not None:
@@ -221,7 +224,7 @@ class _How:
     recipe: Recipe | None
     scale: float
     dtype: np.dtype
-    by: Any
+    by: Reference
 
 
 class _Inputs(NamedTuple):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
-from jfp8.matmul.explained import explained
+from jfp8.matmul.planner import check_implementation
 from jfp8.products.flash.mask import Visible
 from jfp8.recipes.recipe import Recipe
-from jfp8.tracing.devices import Device, Gpu
+from jfp8.tracing.devices import Device
+from jfp8.tracing.notes import note
 
-_KERNELS = "jfp8.kernels.attention"  # the planner for GPUs, and of implementations by name
+IMPLEMENTATIONS = ("emulate", "bf16", "mosaic_gpu", "mosaic_gpu_blackwell")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,14 @@ class AttentionSpec:
     scale: float  # of the scores
     dtype: np.dtype  # of the query
     device: Device = None
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        check_implementation(self.implementation, IMPLEMENTATIONS)
+
+    def reference(self) -> Reference:
+        """Return the plan of the core."""
+        return Reference(named=self.implementation is not None)
 
 
 @dataclass(frozen=True)
@@ -34,24 +43,17 @@ class Reference:
     """The plan of the core: attention is computed by `blocks`, on any device."""
 
     named: bool = False  # by the user
-    whole = None  # or a function that computes attention and is differentiated as a whole
-    cast_heads = None  # or a function that quantizes heads straight and transposed
+    # A function that computes attention and is differentiated as a whole, and one that quantizes
+    # heads straight and transposed; None if there is none.
+    whole: ClassVar[Callable[..., jax.Array] | None] = None
+    cast_heads: ClassVar[Callable[..., Any] | None] = None
 
     def forward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
         """Compute the forward pass: ``reference(*operands)``."""
         del options
-        with explained("attention", self.named):
+        with note("cuda", "emulate" if self.named else "bf16: no GPU is known"):
             return reference(*operands)
 
     def backward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
         """Compute the backward pass: ``reference(*operands)``."""
         return self.forward(reference, *operands, **options)
-
-
-def plan_attention(spec: AttentionSpec, implementation: str | None) -> Any:
-    """Return the implementation that is asked for, or the best that computes what `blocks` does."""
-    if implementation in ("emulate", "bf16"):
-        return Reference(named=True)
-    if implementation is None and not isinstance(spec.device, Gpu):
-        return Reference()
-    return importlib.import_module(_KERNELS).plan(spec, implementation)

@@ -70,7 +70,9 @@ class GroupedDot(Grouped):
         return quantized_by_group(x, quantizer, at)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        with explained("grouped", self, kind, first, second, spec):
+        by_xla = spec.implementation is None and spec.accumulation == "f32"
+        why = "bf16: no FP8 kernel for these groups on this GPU" if by_xla else "emulate"
+        with explained(why, first, second):
             y = self.by_tiles(kind, first, second, spec)
         return y.astype(self.dtype_of(kind))
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfp8.matmul.planner import allowed_planner
 from jfp8.matmul.spec import Implementation
 from jfp8.products.operation import (
     Observed,
@@ -25,7 +26,6 @@ from jfp8.products.operation import (
     Use,
     as_operands,
     dtypes_of,
-    plan,
 )
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, quantized_by_group
@@ -131,7 +131,8 @@ def _observed(options, dtypes, lhs, rhs, sizes, state):
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
     rhs = frozen_groups(rhs, options.recipe)
-    found: Any = plan(GroupedSpec(options, m, groups, isinstance(rhs, ScaledArray)))
+    spec = GroupedSpec(options, m, groups, isinstance(rhs, ScaledArray))
+    found = allowed_planner(options.device, options.implementation).plan(spec)
     tiles = lay_out(sizes, m, found.height)
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     shapes = rows.shape, rhs.shape

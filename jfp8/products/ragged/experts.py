@@ -28,7 +28,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jfp8.matmul.spec import Implementation, MatmulSpec, planner_of, scale_shape_of
+from jfp8.matmul.known_scales import scale_shape_of
+from jfp8.matmul.planner import allowed_planner, planner_of
+from jfp8.matmul.spec import Implementation, MatmulSpec
 from jfp8.products.operation import (
     Kind,
     Observed,
@@ -38,7 +40,6 @@ from jfp8.products.operation import (
     State,
     as_operands,
     dtypes_of,
-    plan,
 )
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
@@ -244,8 +245,7 @@ def _observed(options, dtypes, multiply, lhs, rhs, rows, state):
     spec = GroupedSpec(
         options, tiles * exchange.height, rhs.shape[0], quantized, height=exchange.height
     )
-    found: Any = plan(spec)
-    way = found.operation
+    way = allowed_planner(options.device, options.implementation).plan(spec).operation
     how = rhs, options, state
     run = lambda operation, lhs, restore: multiply(operation, lhs, *how, restore=restore)
     if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
@@ -292,8 +292,7 @@ def plain_expert_dot(
     out_dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
     dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
     lhs = lhs[:, None] if rows.travels == "lhs" else lhs
-    planner = planner_of(current_device(lhs, rhs))
-    way = getattr(planner, "GROUPED_IN_HIGH_PRECISION", GroupedDot)
+    way = planner_of(current_device(lhs, rhs)).grouped_in_high_precision(GroupedDot)
     shapes, where = (lhs.shape, rhs.shape), (rows.exchange, rows.travels, way, rows.divided)
     y = _plain(ExpertDot(shapes, dtypes, *where), lhs, rows.sort_columns(rhs))
     return y[:, 0] if rows.travels == "result" else y
@@ -326,8 +325,9 @@ def height_for(
     options = [Options(recipe, implementation).on_device_of() for recipe in recipes]
 
     def height(rows: int, groups: int) -> int:
-        plans: list[Any] = [plan(GroupedSpec(each, rows, groups)) for each in options]
-        heights = [each.height for each in plans]
+        planners = [allowed_planner(each.device, each.implementation) for each in options]
+        specs = [GroupedSpec(each, rows, groups) for each in options]
+        heights = [p.plan(spec).height for p, spec in zip(planners, specs, strict=True)]
         return math.lcm(*heights) if heights else plain_tile_height(rows, groups)
 
     return height
