@@ -22,7 +22,7 @@ ORDER = {
     "scaling": ["formats", "codes", "arrays", "scales"],
     "quantizers": ["quantizer"],
     "recipes": ["product", "recipe", "per_tensor"],
-    "matmul": ["spec", "emulate"],
+    "matmul": ["spec", "planner"],
     "products": ["operation", "vjp", "dot_general"],
 }
 
