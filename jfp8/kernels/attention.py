@@ -263,11 +263,8 @@ class AttentionByKernels(Reference):
         if self.kernels is None or why_none:
             with note("cuda", f"bf16: {why_none}"):
                 return reference(*operands)
-        reason = (
-            f"implementation={self.kernels.name!r} runs on CUDA, and this program is compiled for "
-            "another platform. Use implementation=None or 'emulate'."
-        )
-        elsewhere, compute = reason if self.named else reference, getattr(self.kernels, which)
+        elsewhere = self.kernels.name if self.named else reference
+        compute = getattr(self.kernels, which)
         with note("cuda", self.kernels.name):
             return on_platform("cuda", partial(compute, **options), elsewhere, *operands)
 

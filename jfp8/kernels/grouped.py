@@ -137,9 +137,8 @@ class GroupedKernels(Grouped):
                 second = second.transpose(0, 2, 1) if kind == "fprop" else second
             return plain.by_tiles(kind, first, second, spec).astype(dtype)
 
-        named = spec.implementation is not None
         with note("cuda", "mosaic_gpu"):
-            elsewhere = mosaic.ELSEWHERE if named else by_tiles
+            elsewhere = spec.implementation or by_tiles
             return on_platform("cuda", kernel, elsewhere, self, first, second)
 
 

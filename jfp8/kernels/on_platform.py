@@ -82,9 +82,9 @@ def on_platform(
 ) -> Any:
     """Return ``compute(*operands)``, an array or a tree, if the program is for `platform`.
 
-    `elsewhere` computes the same on any other platform, and closes over no arrays; or it is the
-    reason why nothing does, with which compiling raises ``NotImplementedError`` there. Interpreted
-    kernels run anywhere.
+    `elsewhere` computes the same on any other platform, and closes over no arrays; or it is an
+    implementation that is not for others: compiling raises ``NotImplementedError`` there.
+    Interpreted kernels run anywhere.
     """
     if kernels_are_interpreted():
         return compute(*operands)
@@ -96,7 +96,11 @@ def on_platform(
 
     def otherwise(*leaves: Any) -> list[Any]:
         if isinstance(elsewhere, str):
-            raise NotImplementedError(elsewhere)
+            where = {"cuda": "CUDA", "tpu": "TPUs"}[platform]
+            raise NotImplementedError(
+                f"implementation={elsewhere!r} runs on {where}, and this program is compiled for "
+                "another platform. Use implementation=None or 'emulate', which compute the same."
+            )
         return jax.tree.leaves(of_leaves(elsewhere, *leaves))
 
     found, structure = _bind(platform, partial(of_leaves, compute), otherwise, leaves)

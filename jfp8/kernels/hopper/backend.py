@@ -84,13 +84,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
             rule = f"m k, n k, {by_row}, {by_column} -> m n"
         return by_rows(lhs, rhs, spec, name, product, rule, (a_scale, b_scale))
 
-    return on_platform("cuda", kernel, ELSEWHERE, lhs, rhs)
-
-
-ELSEWHERE = (
-    "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another platform. "
-    "Use implementation=None or 'emulate', which give the same results."
-)
+    return on_platform("cuda", kernel, "mosaic_gpu", lhs, rhs)
 
 
 BACKEND = Backend(

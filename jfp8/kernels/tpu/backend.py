@@ -58,12 +58,7 @@ def by_mosaic(
     in_f8 = not isinstance(tpu, Tpu) or tpu.multiplies_f8
     kernel = lambda lhs, rhs, bias: _multiply(lhs, rhs, spec, in_f8, bias)
     reference = lambda lhs, rhs, bias: plus_bias(REFERENCE.multiply(lhs, rhs, spec), bias)
-    reason = (
-        "implementation='mosaic_tpu' runs on TPUs, and this program is compiled for another "
-        "platform. Use implementation=None or 'emulate', which give the same results."
-    )
-    elsewhere = reason if spec.implementation is not None else reference
-    return on_platform("tpu", kernel, elsewhere, lhs, rhs, bias)
+    return on_platform("tpu", kernel, spec.implementation or reference, lhs, rhs, bias)
 
 
 def _multiply(
