@@ -14,16 +14,19 @@ import jax
 from jax.sharding import AxisType
 
 from jfp8.kernels import cost_model
-from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, first_that_can
+from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, facts_of, first_that_can
 from jfp8.kernels.blackwell import backend as blackwell
 from jfp8.kernels.cost_model import scales_of
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.rates import RATES, Rates, rates_of
 from jfp8.kernels.verdicts import measured_gain
 from jfp8.kernels.xla import bf16_dot, f8_dot
-from jfp8.matmul.planner import Scales, Times, Work
+from jfp8.matmul.explained import explained
+from jfp8.matmul.planner import Planner, Scales, Times, Work
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.quantizers.quantizer import Quantizer
 from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, Format
 from jfp8.tracing.devices import Device, Gpu
 
@@ -67,6 +70,15 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
         known = [b for b in known if gpu is not None or b.gpus is None]
         known = [b for b in known if b.proof is None or b.is_for(gpu)]
     return first_that_can(_ranked(known, facts, gpu), refused)
+
+
+class Explained(Planner):
+    """Compute by the reference, and note for a report on a CPU what an NVIDIA GPU would choose."""
+
+    def multiply(self, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
+        backend = spec.implementation or str(choose(facts_of(lhs, rhs, spec), None))
+        with explained(backend, lhs, rhs):
+            return super().multiply(lhs, rhs, spec)
 
 
 def _ranked(

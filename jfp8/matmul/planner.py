@@ -179,7 +179,7 @@ def planner_of(device: Device, implementation: str | None = None) -> Planner:
     path = NAMED.get(implementation, path) if implementation else path
     if path is None and EXPLAINING.value is None:
         return Planner(device)
-    path = path or "jfp8.kernels.explain.Explained"
+    path = path or "jfp8.kernels.cuda_backends.Explained"
     module, _, name = path.rpartition(".")
     planner: type[Planner] = getattr(importlib.import_module(module), name)
     return planner(device)
