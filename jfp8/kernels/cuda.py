@@ -141,8 +141,7 @@ class Cuda(Planner):
     def expected_gain(self, work: Work, quantizers: Collection[Quantizer], in_f8: bool) -> float:
         times = self.expected_times(work, backends.scales_in(quantizers))
         assert times is not None
-        formats_and_blocks = backends.formats_and_blocks(quantizers)
-        has_products = in_f8 and backends.is_taken(*formats_and_blocks, self.device)
+        has_products = in_f8 and backends.are_taken(quantizers, self.device)
         return times.gain if has_products else times.bf16 / times.rounded
 
     def expected_attention(self, which: str, sizes: Sequence[float], causal: bool) -> Times | None:

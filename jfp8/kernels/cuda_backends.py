@@ -7,14 +7,14 @@ a file or folder with such a value, and list it here.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import jax
 from jax.sharding import AxisType
 
 from jfp8.kernels import cost_model
-from jfp8.kernels.backend import REFERENCE, Backend, Blocks, Choice, Facts, facts_of, first_that_can
+from jfp8.kernels.backend import REFERENCE, Backend, Choice, Facts, facts_of, first_that_can
 from jfp8.kernels.blackwell import backend as blackwell
 from jfp8.kernels.cost_model import scales_of
 from jfp8.kernels.hopper import backend as hopper
@@ -27,7 +27,7 @@ from jfp8.matmul.spec import MatmulSpec
 from jfp8.quantizers.quantizer import Quantizer
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.formats import E5M2, Format
+from jfp8.scaling.formats import E5M2
 from jfp8.tracing.devices import Device, Gpu
 
 # The first that supports the product is used; those that are `first_for` its scales come before all
@@ -150,20 +150,20 @@ def quantizing_k_major(
     if 0 in sizes or recipe.accumulation.startswith("hopper"):
         return None
     quantizers = recipe.resolved().quantizers()
-    (formats, blocks), scales = formats_and_blocks(quantizers), scales_in(quantizers)
+    scales = scales_in(quantizers)
     # On Blackwell those in blocks: of one scale cuBLASLt takes any layout, so XLA writes only one.
     families = None if scales in ("blocks", "mx") else hopper.HOPPER
     kernels = implementation != "xla" and hopper.why_no_quantizing(gpu, families) is None
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
-    return kernels if is_taken(formats, blocks, gpu) else None
+    return kernels if are_taken(quantizers, gpu) else None
 
 
 def may_go_by_rounds(recipe: Recipe, gpu: Gpu | None) -> bool:
     """Return whether `backend_in_rounds` may choose the backend of a grouped matmul."""
     if gpu is None or not gpu.multiplies_f8 or recipe.accumulation.startswith("hopper"):
         return False
-    return is_taken(*formats_and_blocks(recipe.resolved().quantizers()), gpu)
+    return are_taken(recipe.resolved().quantizers(), gpu)
 
 
 def backend_in_rounds(facts: Facts, gpu: Gpu | None) -> Backend | None:
@@ -178,20 +178,17 @@ def backend_in_rounds(facts: Facts, gpu: Gpu | None) -> Backend | None:
     return next((backend for backend, reason in refusals if reason is None), None)
 
 
-def formats_and_blocks(quantizers: Collection[Quantizer]) -> tuple[Set[Format], Set[Blocks]]:
-    """Return all formats and all blocks of quantizers."""
-    return {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
-
-
 def scales_in(quantizers: Collection[Quantizer]) -> Scales:
     """Return the kind of the scales of quantizers."""
     in_rows = {(0, 1) for q in quantizers if q.spans_rows}
     return scales_of({q.block for q in quantizers if q.block} | in_rows)
 
 
-def is_taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
+def are_taken(quantizers: Collection[Quantizer], gpu: Gpu | None) -> bool:
     """Return whether backends for this GPU, by default Hopper, take all formats and blocks."""
+    blocks = {q.block for q in quantizers if q.block}
     multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
     in_blocks = [b for b in multiplying if "blocks" in b.granularities]
     known = frozenset().union(*(b.formats for b in multiplying))
-    return formats <= known and all(any(b.takes(block) for b in in_blocks) for block in blocks)
+    taken = all(any(b.takes(block) for b in in_blocks) for block in blocks)
+    return taken and known.issuperset(q.fmt for q in quantizers)

@@ -8,12 +8,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.planner import check_implementation, multiply
-from jfp8.matmul.spec import (
-    ACCUMULATIONS,
-    Implementation,
-    MatmulSpec,
-    check_dimension_numbers,
-)
+from jfp8.matmul.spec import ACCUMULATIONS, Implementation, MatmulSpec, check_dimension_numbers
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 from jfp8.tracing.device import current_device
 

@@ -14,13 +14,7 @@ from jax import lax
 
 from jfp8.matmul.bias import plus_bias, with_gradient_of_sum
 from jfp8.matmul.planner import allowed_planner, multiply
-from jfp8.matmul.spec import (
-    Implementation,
-    MatmulSpec,
-    Numbers,
-    check_dimension_numbers,
-    layout_of,
-)
+from jfp8.matmul.spec import Implementation, MatmulSpec, Numbers, check_dimension_numbers, layout_of
 from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
 from jfp8.products.operation import (
     Kind,

@@ -18,15 +18,7 @@ import jax.numpy as jnp
 
 from jfp8.matmul.planner import allowed_planner
 from jfp8.matmul.spec import Implementation
-from jfp8.products.operation import (
-    Observed,
-    Operand,
-    Options,
-    State,
-    Use,
-    as_operands,
-    dtypes_of,
-)
+from jfp8.products.operation import Observed, Operand, Options, State, Use, as_operands, dtypes_of
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, quantized_by_group
 from jfp8.products.ragged.tiles import lay_out, take_rows
