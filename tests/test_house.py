@@ -203,18 +203,18 @@ LINES_OF_ROOMS = {
     "scaling": 2761,
     "quantizers": 800,
     "matmul": 1074,
-    "recipes": 1593,
+    "recipes": 1592,
     "products": 4967,
     "kernels": 8335,
-    "layers": 5063,
+    "layers": 5060,
     "collectives": 1023,
     "optim": 2528,
-    "training": 2880,
+    "training": 2874,
     "checkpoint": 3463,
     "conversion": 4822,
     "debug": 4124,
     "plot": 1164,
-    "command_line": 2090,
+    "command_line": 2085,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.
