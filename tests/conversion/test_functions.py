@@ -1,4 +1,4 @@
-"""`jfp8.convert` of functions, against the same ones with `scaled_dot_general` written by hand."""
+"""`jfp8.convert` of functions: what only functions have."""
 
 import functools
 import warnings
@@ -14,147 +14,10 @@ from jax import lax
 
 import jfp8
 from support.arrays import relative_error
-from support.models import Model
 
 RECIPE = jfp8.recipes.DelayedScaling(amax_history_len=4)
-EMPTY = jfp8.scaling.init_overwritten(RECIPE.init_state())
 X = jax.random.normal(jax.random.key(0), (8, 16))
 STACK = jax.random.normal(jax.random.key(1), (3, 16, 16)) / 3
-
-
-def by_hand(x, w, variable):
-    state, sink = jfp8.scaling.read_overwritten(variable, RECIPE.init_state())
-    numbers = (((1,), (0,)), ((), ()))
-    return jfp8.scaled_dot_general(x, w, numbers, recipe=RECIPE, state=state, sink=sink)
-
-
-def plain(x, w, variable):
-    return x @ w
-
-
-def used_twice(mm, p, s, x):
-    return jnp.tanh(mm(jnp.tanh(mm(x, p, s)), p, s))
-
-
-def scan_over_stack(mm, p, s, x):
-    def body(h, a):
-        return jnp.tanh(mm(h, *a)), h.sum()
-
-    h, sums = lax.scan(jax.checkpoint(body), x, (p, s))
-    return h + sums.sum()
-
-
-def loop_in_loop(mm, p, s, x):
-    inner = lambda h, a: (jnp.tanh(mm(h, *a)), None)
-    outer = lambda h, _: (lax.scan(inner, h, (p, s))[0], None)
-    return lax.scan(outer, x, None, length=2)[0]
-
-
-def stack_of_stacks(mm, p, s, x):
-    inner = lambda h, a: (jnp.tanh(mm(h, *a)), None)
-    outer = lambda h, a: (lax.scan(inner, h, a)[0], None)
-    return lax.scan(outer, x, (p[:, None], s))[0]
-
-
-def branches(mm, p, s, x):
-    return lax.cond(x.sum() > -1e9, lambda x: jnp.tanh(mm(x, p, s)), lambda x: x, x)
-
-
-def transposed(mm, p, s, x):
-    if mm is plain:
-        return jnp.sin(jnp.einsum("oi,bi->ob", p.T, x)).T
-    return jnp.sin(mm(x, p, s))
-
-
-def over_devices(mm, p, s, x):
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=auto)
-    specs = jax.P(), jax.P(), jax.P("d")
-    run = lambda p, s, x: jax.jit(jnp.tanh)(mm(x, p, s))
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=jax.P("d"))(p, s, x)
-
-
-PROGRAMS = {
-    used_twice: (STACK[0], ()),
-    scan_over_stack: (STACK, (3,)),
-    loop_in_loop: (STACK, (3,)),
-    stack_of_stacks: (STACK, (3, 1)),
-    branches: (STACK[0], ()),
-    transposed: (STACK[0], ()),
-    over_devices: (STACK[0], ()),
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.representative(2)
-def test_gradients_and_histories_are_those_of_scaled_dot_general_by_hand(program):
-    weight, lead = PROGRAMS[program]
-    loss = lambda mm, p, s, x: jnp.sum(program(mm, p, s, x) ** 2)
-    without_state = jnp.zeros((*lead, *EMPTY.shape)) if lead else EMPTY
-    converted = jfp8.convert(lambda p, x: loss(plain, p, without_state, x), RECIPE, exempt=())
-    state = converted.init(jax.eval_shape(lambda: weight), X)
-    assert jax.tree.map(jnp.shape, state) == {"p": (*lead, *EMPTY.shape)}
-    gradient = functools.partial(jax.value_and_grad, argnums=(0, 1))
-    ours, theirs = jax.jit(gradient(converted)), jax.jit(gradient(functools.partial(loss, by_hand)))
-    by_name, alone = (weight, state), (weight, without_state)
-    for _ in range(3):
-        value, (grad, new) = ours(*by_name, X)
-        expected, (expected_grad, expected_new) = theirs(*alone, X)
-        np.testing.assert_array_equal(value, expected)
-        np.testing.assert_array_equal(grad, expected_grad)
-        assert jnp.abs(grad).max() > 0
-        by_name, alone = (weight - 0.01 * grad, new), (weight - 0.01 * grad, expected_new)
-        weight = by_name[0]
-    rows = new["p"].reshape(-1, EMPTY.size), expected_new.reshape(-1, EMPTY.size)
-    read = jax.vmap(lambda row: jfp8.scaling.read_overwritten(row)[0])
-    jax.tree.map(np.testing.assert_array_equal, *map(read, rows))
-    assert all(jnp.all(x["amax_history"][:, :3] > 0) for x in read(rows[0]).values())
-
-
-def transformer(module, tokens):
-    """A small one in bf16, as Flax users write it."""
-    x = nn.Embed(24, 32, dtype=jnp.bfloat16)(tokens)
-    mask = nn.make_causal_mask(tokens)
-    x = x + nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16)(x, mask=mask)
-    x = x + nn.Dense(32, dtype=jnp.bfloat16)(nn.gelu(nn.Dense(64, dtype=jnp.bfloat16)(x)))
-    return nn.Dense(24, dtype=jnp.bfloat16)(nn.LayerNorm(dtype=jnp.bfloat16)(x))
-
-
-def next_token_loss(logits, tokens):
-    logits = logits[:, :-1].astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.slow)])
-def test_a_flax_model_has_the_bits_that_its_own_conversion_gives(recipe):
-    tokens = jax.random.randint(jax.random.key(2), (4, 8), 0, 24)
-    model, name = Model(transformer), "_overwrite_with_gradient"
-    linen = jfp8.convert(model, recipe, state_collection=name)
-    variables = linen.init(jax.random.key(0), tokens)
-    params, histories = variables["params"], variables.get(name, {})
-
-    def of_linen(params, histories, tokens):
-        return next_token_loss(linen.apply({"params": params, name: histories}, tokens), tokens)
-
-    def of_function(params, tokens):
-        return next_token_loss(model.apply({"params": params}, tokens), tokens)
-
-    function = jfp8.convert(of_function, recipe)
-    state = function.init(params, tokens)
-    gradient = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1)))
-    linen_step, function_step = gradient(of_linen), gradient(function)
-    for _ in range(3):
-        expected, (grads, histories) = linen_step(params, histories, tokens)
-        value, (new, state) = function_step(params, state, tokens)
-        assert value == expected
-        jax.tree.map(np.testing.assert_array_equal, new, grads)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    paths = {
-        "/".join(k.key for k in path[:-2]): x for path, x in jax.tree.leaves_with_path(histories)
-    }
-    assert {name.removesuffix("/kernel") for name in state} == set(paths)
-    for name, row in state.items():
-        np.testing.assert_array_equal(row, paths[name.removesuffix("/kernel")])
 
 
 def conv_net(params, images, labels):
@@ -278,20 +141,6 @@ def test_mistakes_are_told():
         jax.jit(jax.grad(converted, argnums=(0, 1)))(STACK[0], state, X)
 
 
-def test_functions_with_derivatives_of_their_own_are_left_alone_and_said():
-    @jax.custom_vjp
-    def clipped(w, x):
-        return x @ w
-
-    clipped.defvjp(lambda w, x: (x @ w, (w, x)), lambda res, g: (res[1].T @ g, g @ res[0].T))
-    loss = lambda p, x: jnp.sum(jnp.tanh(clipped(p["a"], x) @ p["b"]) ** 2)
-    params = {"a": STACK[0], "b": STACK[1]}
-    converted = jfp8.convert(loss, "current", exempt=())
-    report = jfp8.report(converted, params, X)
-    assert "inside custom_vjp_call, which has a derivative of its own" in str(report)
-    assert {row.path for row in report.rows if row.fp8} == {"b"}
-
-
 def test_weights_that_the_function_holds_are_told():
     held = jax.random.normal(jax.random.key(3), (8, 4))
     batch = jnp.ones((2, 8))
@@ -319,52 +168,3 @@ def test_only_a_state_is_taken_for_one():
     assert (y == delayed(STACK[0], restored, {"by": 2.0}, X)).all()
     tree = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
     assert type(tree) is type(state)
-
-
-WEIGHTS = {
-    "a number times it": lambda w, x: x @ (2 * w),
-    "tanh": lambda w, x: x @ jnp.tanh(w),
-    "normalized": lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)),
-    "merged": lambda w, x: x @ (w + 0.1 * w[:, :2] @ w[:2]),
-    "looked up": lambda w, x: jnp.einsum("bi,bio->bo", x, w[None][jnp.zeros(len(x), int)]),
-}
-NO_WEIGHTS = {
-    "of data": lambda w, x: x @ (w * x[:1]),
-    "dropped": lambda w, x: x @ jnp.where(x[:1] > 0, w, 0),
-    "low rank": lambda w, x: (x @ w[:, :2]) @ w[:2],
-}
-
-
-@pytest.mark.parametrize("name", [*WEIGHTS, *NO_WEIGHTS])
-def test_a_weight_is_what_was_computed_of_weights_alone(name):
-    function = {**WEIGHTS, **NO_WEIGHTS}[name]
-    loss = lambda w, x: jnp.sum(jnp.tanh(function(w, x)) ** 2)
-    rows = jfp8.report(jfp8.convert(loss, "current", exempt=jfp8.Edge.LOW_RANK), STACK[0], X).rows
-    fp8 = [row.fp8 for row in rows if row.kind in ("fprop", "forward") and row.out == "f32[8,16]"]
-    assert fp8[-1:] == [name in WEIGHTS]
-
-
-def test_code_that_needs_numbers_is_told():
-    def loss(w, x):
-        return jnp.sum(x @ w) if float(x.sum()) > 0 else jnp.sum(x)
-
-    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
-        jfp8.convert(loss, "current", exempt=())(STACK[0], X)
-    assert "traces a model or function even where it is called without" in str(
-        error.value.__notes__
-    )
-
-
-@pytest.mark.parametrize("version", ["remat2", "remat3"])
-def test_checkpoints_of_both_versions_are_entered(version):
-    block = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))
-    logits = lambda p, x: block(p["w"], x) @ p["head"]
-    loss = jfp8.convert(lambda p, x: jnp.sum(logits(p, x) ** 2), "current")
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", version == "remat3")
-    try:
-        rows = jfp8.report(loss, {"w": STACK[0], "head": STACK[1]}, X).rows
-    finally:
-        jax.config.update("jax_remat3", before)
-    assert {row.kind for row in rows if row.path == "w"} == {"fprop", "dgrad", "wgrad"}
-    assert {row.path for row in rows if not row.fp8} == {"head"}  # the logits

@@ -14,7 +14,6 @@ from jax import lax
 
 import jfp8
 from jfp8.recipes.registry import get
-from support.arrays import relative_error
 from support.models import Model
 
 KEY = jax.random.key(0)
@@ -140,48 +139,9 @@ WAYS = {
 }
 
 
-RARELY = ("dot", "tensordot", "dot_general", "by index", "closure", "frozen")
-
-
 def written(function):
     """A model of one function of an input and a parameter."""
     return Model(lambda module, x: function(x, weight(module)))
-
-
-@pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=[pytest.mark.slow] if w in RARELY else []) for w in WAYS]
-)
-def test_however_it_is_written(way):
-    model = jfp8.convert(written(WAYS[way]), "current", exempt=())
-    rows = rows_of(model, X)
-    assert "fprop" in {row.kind for row in rows if row.fp8}
-    assert all(row.fp8 for row in rows)
-    variables = jax.eval_shape(model.init, KEY, X)
-    expected = jax.eval_shape(WAYS[way], X, jnp.ones((3, 8, 8)))
-    assert jax.eval_shape(model.apply, variables, X) == expected
-
-
-own_derivative = jax.custom_jvp(jnp.dot)
-own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
-
-STAYS = {
-    "repeated": lambda x, w: jnp.einsum("bud,bsd->bsu", jnp.broadcast_to(w[0], (2, 8, 8)), x),
-    "own derivative": lambda x, w: own_derivative(x, w[0]),
-    "with an activation": lambda x, w: jnp.einsum("btd,sd->bts", x, jnp.concatenate([w[0], x[0]])),
-    "activations": lambda x, w: jnp.einsum("btd,bsd->bts", x, x),
-    "two parameters": lambda x, w: x + jnp.sum(w[0] @ w[1]),
-    "integers": lambda x, w: x + jnp.sum(jnp.dot(jnp.ones((6, 8), int), w[0].astype(int))),
-}
-
-
-@pytest.mark.parametrize("way", STAYS)
-@pytest.mark.representative(3)
-def test_what_stays_as_it_is(way):
-    model = written(lambda x, w: nn.Dense(4)(STAYS[way](x, w)))
-    model = jfp8.convert(model, "current", exempt=())
-    rows = rows_of(model, X)
-    assert {row.path for row in rows if row.fp8} == {"Dense_0"}
-    assert any(not row.fp8 for row in rows)
 
 
 @pytest.mark.parametrize("lift", ["nn.vmap", "nn.jit"])
@@ -300,87 +260,12 @@ def test_histories_are_those_of_our_product_to_the_bit():
         assert_same(found[1], expected[1])
 
 
-@pytest.mark.slow
-def test_weights_in_fp8_give_what_their_values_give():
-    """Bitwise identical if both are compiled: weights are quantized again, with their scale."""
-    model = jfp8.convert(Block(), "current", exempt=())
-    params = jax.jit(Block().init)(KEY, X)["params"]
-    q = jfp8.quantize_params(params, "current", kernels="w")
-    assert all(jfp8.is_scaled_array(module["w"]) for module in q.values())
-    found, _ = jax.jit(model.apply)({"params": q}, X)
-    numpy = jax.tree.map(np.asarray, {"params": q})  # and without jit
-    np.testing.assert_allclose(model.apply(numpy, np.asarray(X))[0], found, rtol=1e-5, atol=1e-6)
-    expected, _ = jax.jit(model.apply)({"params": jfp8.dequantize_tree(q)}, X)
-    np.testing.assert_array_equal(found, expected)
-    rows = jfp8.report(model, {"params": q}, X).rows
-    assert sum(row.fp8 for row in rows) == 5  # the rest are the two products of attention
-    with pytest.raises(ValueError, match=r"no kernels .* called \['kernel'\]"):
-        jfp8.quantize_params(params)
-
-
-@pytest.mark.slow
-def test_a_module_that_differentiates_has_histories_for_its_gradients():
-    """These are a million times smaller here, and by the scale of activations all zeros."""
-
-    def forces(module, x):
-        w = module.param("w", NORMAL, (8, 8))
-        v = module.param("v", nn.initializers.normal(1e-6), (8, 1))
-        return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) @ v))(x)
-
-    model = jfp8.convert(Model(forces), "delayed", exempt=())
-    variables = model.init(KEY, X)
-    assert set(variables["fp8"]) == {f"DotGeneral_{name}" for name in ("v", "v_2", "w", "w_2")}
-    expected = Model(forces).apply({"params": variables["params"]}, X)
-    for _ in range(2):  # without histories, and with those of the first step
-        found, mutated = model.apply(variables, X, mutable=["fp8"])
-        variables |= mutated
-        assert 0 < relative_error(found, expected) < 0.15  # some roundings of up to 2^-4 each
-
-
 BODY = lambda x, w: (jnp.tanh(x @ w), None)
 LOOPS = {
     "checkpoint": lambda x, w: lax.scan(jax.checkpoint(BODY), x, w)[0],
     "while": lambda x, w: lax.fori_loop(0, 3, lambda i, x: BODY(x, w[i])[0], x),
     "cond": lambda x, w: lax.cond(x[0, 0, 0] > 1e9, jnp.sin, lambda x: BODY(x, w[0])[0], x),
 }
-
-
-@pytest.mark.parametrize("way", LOOPS)
-@pytest.mark.representative(1)
-def test_bodies_compute_what_the_function_does_without_flax(way):
-    original = written(LOOPS[way])
-    plain = lambda params, x: jnp.sum(original.apply({"params": params}, x) ** 2)
-    by_function = jfp8.convert(plain, "delayed", exempt=())
-    model = jfp8.convert(original, "delayed", exempt=())
-    variables = model.init(KEY, X)
-    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(2.0**-6))
-    loss_fn = lambda variables, x: (jnp.sum(model.apply(variables, x) ** 2), {})
-    params, held = state.params, by_function.init(state.params, X)
-    for step in range(3):
-        x = X * 2**step
-        loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
-        expected, (others, held) = jax.value_and_grad(by_function, (0, 1))(params, held, x)
-        assert loss == expected
-        np.testing.assert_array_equal(grads.params["w"], others["w"])
-        state = state.apply_gradients(grads)
-        params = optax.apply_updates(params, jax.tree.map(lambda g: -(2.0**-6) * g, others))
-    read = jfp8.scaling.read_overwritten
-    for _ in range(held["w"].ndim - 1):
-        read = jax.vmap(read)
-    for role, amaxes in read(held["w"])[0].items():
-        history = state.fp8["DotGeneral_w"][role]["amax_history"]
-        np.testing.assert_array_equal(history, amaxes["amax_history"])
-        assert (history[..., :3] > 0).all()
-
-
-def test_bodies_cast_a_parameter_in_f32_to_the_dtype_of_the_inputs():
-    body = jax.checkpoint(lambda x, w: x.astype(jnp.bfloat16) @ w[0])
-    model = jfp8.convert(written(body), "current", exempt=())
-    w = model.init(KEY, X)["params"]["w"]
-    rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
-    y, expected = (model.apply({"params": {"w": each}}, X) for each in (w, rounded))
-    np.testing.assert_array_equal(y, expected)
-    assert (rounded != w).any()
 
 
 @pytest.mark.parametrize(
