@@ -1,102 +1,112 @@
-"""Layers at the edges of a model, found in jaxprs of functions whose layers are marked."""
-
-import dataclasses
+"""Layers at the edges of a model stay in high precision, however the model was written and made."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.conversion.edges import arrays_in, edge_layers, mark_input, mark_output
+import jfp8
+from support.doors import DOORS, converted
 
-X = jnp.ones((2, 3))
-W = {"w": jnp.ones((3, 3)), "g": jnp.ones((1, 3))}
-
-
-def layer(path, x, w):
-    """A marked matrix product."""
-    return mark_output(mark_input(x, path) @ w, path)
+D = 16
+X = jax.random.normal(jax.random.key(0), (6, D))
+every_door = pytest.mark.parametrize("door", DOORS)
 
 
-def looped(x, w):
-    return lax.scan(lambda h, _: (layer("looped", h, w), None), x, None, length=2)[0]
+def looped(h, w):
+    return lax.scan(lambda h, _: (h @ w, None), h, None, length=2)[0]
 
 
-def found(function, *inputs, parameters=W):
-    """``(first, returned)`` of ``function(parameters, *inputs)``."""
-    closed = jax.make_jaxpr(function)(parameters, *inputs)
-    return edge_layers(closed, len(jax.tree.leaves(parameters)))
+ENDS = {
+    # What follows on layer a, relu and layer b; and which layers stay.
+    "result": (lambda p, x, a, b: b, "b"),
+    "two heads": (lambda p, x, a, b: (p("c", b), p("d", b).mean()), "cd"),
+    "residual": (lambda p, x, a, b: b + x, ""),
+    "both": (lambda p, x, a, b: (a, b), "b"),  # features beside the logits
+    "with an input": (lambda p, x, a, b: (b, {"h": x}), "b"),
+    "softmax": (lambda p, x, a, b: jax.nn.softmax(b), "b"),
+    "argmax": (lambda p, x, a, b: jnp.argmax(b, -1), "b"),
+    "moved": (lambda p, x, a, b: b.reshape(D, 6)[::-1].astype(jnp.bfloat16), "b"),
+    "numbers": (lambda p, x, a, b: b / 2 + 1, "b"),
+    "scale and bias": (lambda p, x, a, b: b * p["g"] + p["g"], "b"),
+    "jit": (lambda p, x, a, b: jax.jit(jnp.tanh)(b), "b"),
+    "checkpoint": (lambda p, x, a, b: jax.checkpoint(jnp.tanh)(b), "b"),
+    "gelu": (lambda p, x, a, b: jax.nn.gelu(b), "b"),
+    "split": (lambda p, x, a, b: (b[:, :1], b[:, 1:]), "b"),  # mean and variance
+    "named": (lambda p, x, a, b: checkpoint_name(b, "logits"), "b"),
+    "two layers": (lambda p, x, a, b: b + a, ""),
+    "not the last": (lambda p, x, a, b: jnp.sin(a), ""),  # a goes into b
+    "matmul": (lambda p, x, a, b: b @ p["w"] @ p["w"].T, ""),
+    "joined": (lambda p, x, a, b: jnp.concatenate([a, b]), ""),
+    "cond": (lambda p, x, a, b: lax.cond(b.sum() > 0, jnp.sin, jnp.cos, b), ""),
+    "used twice": (lambda p, x, a, b: p("b", b), ""),
+    "loop": (lambda p, x, a, b: looped(b, p["w"]), ""),  # a turn's result goes into the next
+    "no layer": (lambda p, x, a, b: (None, p["g"], x, 3.0), ""),
+    # The result of an embedding that is tied, with a bias of its own.
+    "tied": (lambda p, x, a, b: b @ p["table"].T + p["g"], "table"),
+    # A projection of two parts, which are read in another order.
+    "parts": (lambda p, x, a, b: p("c", jnp.roll(p("d", b), 8, -1)), "c"),
+}
+LAYERS = "abcd"
+SQUARE = jax.random.normal(jax.random.key(1), (D, D)) / 4
+PARAMS = {**dict.fromkeys(LAYERS, SQUARE), "w": SQUARE, "table": SQUARE, "g": jnp.ones((1, D))}
+PAIRS = [(end, door) for end in ENDS for door in DOORS]
 
 
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [
-        (lambda p, x, a, b: b, {"b"}),
-        (lambda p, x, a, b: (b, {"h": x}), {"b"}),
-        (lambda p, x, a, b: jax.nn.softmax(b), {"b"}),
-        (lambda p, x, a, b: jnp.argmax(b, -1), {"b"}),
-        (lambda p, x, a, b: b.reshape(3, 2)[::-1].astype(jnp.bfloat16), {"b"}),
-        (lambda p, x, a, b: b / 2 + 1, {"b"}),
-        (lambda p, x, a, b: b * p["g"] + p["g"], {"b"}),  # a learned scale and bias
-        (lambda p, x, a, b: jax.jit(jnp.tanh)(b), {"b"}),
-        (lambda p, x, a, b: jax.checkpoint(jnp.tanh)(b), {"b"}),
-        (lambda p, x, a, b: jax.nn.gelu(b), {"b"}),
-        (lambda p, x, a, b: (b[:, :1], b[:, 1:]), {"b"}),  # mean and variance
-        (lambda p, x, a, b: b + x, set()),  # a residual
-        (lambda p, x, a, b: b + a, set()),
-        (lambda p, x, a, b: jnp.sin(a), set()),  # a goes into b
-        (lambda p, x, a, b: (a, b), {"b"}),  # features beside the logits
-        (lambda p, x, a, b: b @ p["w"], set()),
-        (lambda p, x, a, b: jnp.concatenate([a, b]), set()),
-        (lambda p, x, a, b: lax.cond(b.sum() > 0, jnp.sin, jnp.cos, b), set()),
-        (lambda p, x, a, b: layer("b", b, p["w"]), set()),  # used twice
-        (lambda p, x, a, b: looped(b, p["w"]), set()),  # one turn's result goes into the next
-        (lambda p, x, a, b: (None, p["g"], x, 3.0), set()),
-        (lambda p, x, a, b: (layer("c", b, p["w"]), layer("d", b, p["w"]).mean()), {"c", "d"}),
-        (lambda p, x, a, b: checkpoint_name(b, "logits"), {"b"}),  # a name that the model gives
-    ],
-)
-def test_returned_layers(end, expected):
-    """Of: layer a, relu, layer b, then the end."""
+@pytest.mark.parametrize(("end", "door"), sorted(PAIRS, key=lambda pair: pair[1] != "function"))
+@pytest.mark.representative(len(ENDS) + 2)
+def test_layers_whose_result_a_model_returns_stay(end, door):
+    after, stays = ENDS[end]
 
-    def model(p, x):
-        a = layer("a", x, p["w"])
-        b = layer("b", jax.nn.relu(a), p["w"])
-        return end(p, x, a, b)
+    def run(p, x):
+        a = p("a", x)
+        return after(p, x, a, p("b", jax.nn.relu(a)))
 
-    assert found(model, X)[1] == expected
+    names = lambda **options: set(
+        converted(door, run, PARAMS, X, "delayed", layers=LAYERS, **options).states()
+    )
+    stayed = names(exempt=()) - names()
+    assert stayed == ({stays} if stays == "table" else set(stays))
+    assert {"a"} <= names(exempt=())
 
 
-def test_first_layers():
-    def model(p, x, y):
-        stem = layer("stem", (x - x.mean()) / p["g"], p["w"])
-        other = layer("other", y, p["w"])
-        return layer("late", y + stem, p["w"]) + layer("last", other, p["w"])
-
-    assert found(model, X, X)[0] == {"stem", "other"}
+def convolutions(p, x):
+    """A stem of four channels, the most that an image has, and one of five: what is no image."""
+    y = jax.nn.relu(p("stem", x[..., :4]) + p("waves", x[..., :5]))
+    return p("head", p("body", p("four", y)).mean((1, 2)))
 
 
-def test_layers_in_calls_and_loops():
-    block = jax.jit(lambda x, w: layer("jitted", x, w))
-    remat = jax.checkpoint(lambda x, w: layer("remat", x, w))
+@every_door
+def test_convolutions_of_images_stay(door):
+    shapes = {
+        "stem": (3, 3, 4, 8),
+        "waves": (3, 3, 5, 8),
+        "four": (3, 3, 8, 4),
+        "body": (3, 3, 4, 8),
+    }
+    params = {name: jnp.ones(shape) for name, shape in {**shapes, "head": (8, 5)}.items()}
+    names = lambda **options: set(
+        converted(door, convolutions, params, jnp.ones((2, 4, 4, 5)), "delayed", **options).states()
+    )
+    assert names(layers=params) == {"waves", "four", "body"}  # four has four, but is not the first
+    assert names() == {"waves", "four", "body"}  # also by parameters of one's own
 
-    def model(p, x):
-        h = looped(remat(block(x, p["w"]), p["w"]), p["w"])
-        return layer("head", h, p["w"])
 
-    first, returned = found(model, X)
-    assert first == {"jitted"}
-    assert returned == {"head"}
+@every_door
+def test_adapters_stay(door):
+    """A LoRA, into a layer and into a matmul of one's own."""
 
+    def run(p, x):
+        x = jnp.tanh(p("up", x) + x @ p["a"] @ p["b"])
+        return jnp.tanh(x @ p["w"] + (x @ p["a2"]) @ p["b2"])
 
-def test_arrays_in_what_a_model_returns():
-    @dataclasses.dataclass
-    class Output:
-        mean: jax.Array
-        name: str = "normal"
-
-    a, b, c = jnp.ones(1), np.ones(2), jnp.ones(3)
-    arrays = arrays_in({"out": [a, "text", None, 3.0], "dist": Output(c), "np": b})
-    assert sorted(x.size for x in arrays) == [1, 2, 3]
+    wide = {"up": SQUARE, "w": SQUARE}
+    low = {name: jnp.ones((D, 2) if "a" in name else (2, D)) for name in ("a", "b", "a2", "b2")}
+    case = lambda recipe, **options: converted(
+        door, run, {**wide, **low}, X, recipe, layers=["up"], **options
+    )
+    assert set(case("delayed").states()) == {"up", "w"}
+    low_rank = {row.reason for row in case("current").report(X).rows if not row.fp8}
+    assert low_rank == {f"exempt: {jfp8.Edge.LOW_RANK.value}"}
+    assert set(case("delayed", exempt=jfp8.Edge.LOGITS).states()) == {*wide, *low}

@@ -309,25 +309,3 @@ def test_layers_stacked_along_another_axis_are_refused():
     make = nnx.vmap(lambda rngs: nnx.Linear(4, 5, use_bias=False, rngs=rngs), in_axes=0, out_axes=2)
     with pytest.raises(ValueError, match=r"\(4, 5, 3\).*leading axes"):
         convert_module(nnx.split_rngs(splits=3)(make)(nnx.Rngs(0)), everything)
-
-
-class Matrix(nnx.Module):
-    def __init__(self, rngs):
-        self.w = nnx.Param(jnp.ones((D, D)))
-        self.up = nnx.Linear(D, D, rngs=rngs)
-
-    def __call__(self, x):
-        return self.up(x) @ self.w
-
-
-@pytest.mark.parametrize("place", ["w", "up"])
-def test_a_converted_model_does_not_keep_its_recipe_silently(place):
-    """A Linen model takes the new one."""
-    model = Matrix(nnx.Rngs(0))
-    converted = jfp8.convert(model, "delayed", only=place)
-    with pytest.raises(ValueError, match=rf"'{place}' has the recipe 'delayed'.*\(original, 'mxf"):
-        jfp8.convert(converted, "mxfp8", exempt=())
-    jfp8.convert(converted, "delayed", exempt=())
-    jfp8.convert(converted, "mxfp8", only={"up": "w", "w": "up"}[place])
-    ours = nnx.Sequential(jfp8.nnx.Linear(D, D, recipe="delayed", rngs=nnx.Rngs(0)))
-    jfp8.convert(ours, "mxfp8", exempt=())  # was given its recipe by hand

@@ -25,31 +25,6 @@ class MLP(nnx.Module):
         return self.layers[-1](x)
 
 
-class HeadFirst(nnx.Module):
-    """The head is first by name and by definition, and a fused projection is read in parts."""
-
-    def __init__(self, rngs):
-        self.a_vocabulary = nnx.Linear(D, 500, use_bias=False, rngs=rngs)
-        self.up = nnx.LinearGeneral(D, (2, D), rngs=rngs)
-        self.zip = nnx.Linear(2 * D, D, rngs=rngs)
-
-    def __call__(self, x):
-        gate, up = jnp.moveaxis(self.up(x), -2, 0)
-        return self.a_vocabulary(self.zip(jnp.concatenate([gate, nnx.silu(up)], -1)))
-
-
-class ActorCritic(nnx.Module):
-    """Two heads, called like neither, and one of them is an einsum."""
-
-    def __init__(self, rngs):
-        self.torso = nnx.Linear(D, D, rngs=rngs)
-        self.pi, self.v = nnx.Linear(D, D, rngs=rngs), nnx.Einsum("btd,dv->btv", (D, 1), rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.tanh(self.torso(x))
-        return {"policy": nnx.softmax(self.pi(x)), "value": self.v(x)}
-
-
 class HeadInFP8(nnx.Module):
     """No other layer is taken for it."""
 
@@ -59,35 +34,6 @@ class HeadInFP8(nnx.Module):
 
     def __call__(self, x):
         return self.head(self.mix(x))
-
-
-class Images(nnx.Module):
-    """Of four channels, the most that an image has; and what is no image."""
-
-    def __init__(self, rngs):
-        self.stem, self.waves = nnx.Conv(4, D, 3, rngs=rngs), nnx.Conv(5, D, 3, rngs=rngs)
-        self.body, self.fc = nnx.Conv(D, D, 3, rngs=rngs), nnx.Linear(D, 10, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.body(self.stem(x[..., :4]) + self.waves(x[..., :5]))
-        return self.fc(x.mean(-2))
-
-
-class Wrapper(nnx.Module):
-    def __init__(self, rngs):
-        self.model = HeadFirst(rngs)
-
-    def __call__(self, x):
-        return self.model(x)
-
-
-class Adapted(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.LoRALinear(D, D, lora_rank=2, rngs=rngs)
-        self.a, self.b = (nnx.Param(jnp.ones(shape)) for shape in ((D, 2), (2, D)))
-
-    def __call__(self, x):
-        return nnx.relu(self.linear(x)) + x @ self.a[...] @ self.b[...]
 
 
 STAY = {

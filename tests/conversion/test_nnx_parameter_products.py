@@ -183,48 +183,6 @@ def test_however_it_is_written(way):
     assert len(histories(converted)) == 2  # of lhs and rhs
 
 
-class Home(nnx.Module):
-    """Two parameters, and a layer of Flax."""
-
-    def __init__(self, rngs):
-        self.first, self.second = normal(rngs, (8, 8)), normal(rngs, (8, 8))
-        self.bias, self.scale = nnx.Param(None), nnx.Param(1.0)
-        self.block = Einsum("btd,df->btf", (8, 8), rngs)
-        self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.drop(self.norm(jnp.tanh(x @ self.first)))
-        return self.doubled(jnp.exp(self.block(x)) @ self.second)
-
-    @staticmethod
-    def doubled(x):
-        return 2.0 * x
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"first", "block/w"}),  # the result of the second is scaled alone
-        ({"exempt": ()}, {"first", "second", "block/w"}),
-        ({"exempt": "block"}, {"first", "second"}),
-        ({"only": "sec*"}, {"second"}),
-        ({"only": lambda path, layer: isinstance(layer, Home)}, {"first", "second"}),
-    ],
-)
-def test_the_same_choices_as_for_layers(options, expected):
-    with pytest.raises(ValueError, match="'third' matches no layer.*block/w, first"):
-        jfp8.convert(Home(nnx.Rngs(0)), exempt="third")
-    converted = jfp8.convert(Home(nnx.Rngs(0)), "delayed", **options)
-    record(converted, X)
-    assert converted.norm.mean[...].any()  # Flax's layers update variables of theirs
-    recorded = {
-        "/".join(path[:-3]) + "/" + path[-3].removeprefix("DotGeneral_")
-        for path, variable in nnx.to_flat_state(nnx.state(converted, jfp8.nnx.Fp8State))
-        if variable[...].any()
-    }
-    assert {path.lstrip("/") for path in recorded} == expected
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_stacks_are_converted_inside_or_as_a_whole(inside):
     """As a whole, nothing tells that a module is stacked: all share one history."""

@@ -157,43 +157,8 @@ def test_lifted_layers(lift):
     assert module["DotGeneral_w"]["grad"]["amax"].shape == leading
 
 
-class Home(nn.Module):
-    """Two parameters, and a layer of Flax that subclasses one."""
-
-    @nn.compact
-    def __call__(self, x):
-        first, second = (self.param(name, NORMAL, (8, 8)) for name in ("first", "second"))
-        x = jnp.tanh(x @ first)
-        x = jnp.tanh(Heir(8, name="heir")(x))
-        return self.normed(x @ second)
-
-    @staticmethod
-    def normed(x):
-        return nn.LayerNorm()(x)
-
-
 class Heir(nn.Dense):
     """A class of the user with the call of Flax."""
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"first", "heir"}),  # the result of the second is scaled alone
-        ({"exempt": ()}, {"first", "second", "heir"}),
-        ({"exempt": "first"}, {"second", "heir"}),
-        ({"exempt": nn.Dense}, {"first", "second"}),
-        ({"exempt": Heir}, {"first", "second"}),
-        ({"only": "sec*"}, {"second"}),
-        ({"only": lambda path, layer: isinstance(layer, Home)}, {"first", "second"}),
-    ],
-)
-def test_the_same_choices_as_for_layers(options, expected):
-    variables = jax.eval_shape(jfp8.convert(Home(), "delayed", **options).init, KEY, X)
-    made = {name.removeprefix("DotGeneral_") for name in variables["fp8"]}
-    assert made == expected
-    with pytest.raises(ValueError, match="'third' matches no layer.*first"):
-        jax.eval_shape(jfp8.convert(Home(), exempt="third").init, KEY, X)
 
 
 def test_a_subclass_of_a_layer_is_that_layer():

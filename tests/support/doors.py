@@ -33,25 +33,22 @@ def loss_of(y) -> jax.Array:
     return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(y))
 
 
+def multiply(x, w):
+    """Call a layer of Flax, or multiply by an array of two or four dimensions."""
+    return w(x) if callable(w) else x @ w if w.ndim == 2 else convolve(x, w)
+
+
 class Weights:
-    """The parameters of a function, as its model sees them."""
+    """Parameters and layers by their names, as a model sees them."""
 
     def __init__(self, held: Any):
         self.held = held
 
-    def __getitem__(self, name: str) -> jax.Array:
+    def __getitem__(self, name: str) -> Any:
         return self.held[name]
 
     def __call__(self, name: str, x: Any) -> jax.Array:
-        w = self.held[name]
-        return x @ w if w.ndim == 2 else convolve(x, w)
-
-
-class FlaxWeights(Weights):
-    """Parameters and layers of a module of Flax."""
-
-    def __call__(self, name, x):
-        return self.held[name](x)
+        return multiply(x, self.held[name])
 
 
 def _linen(run: Run, params: Params, layers: Collection[str]) -> nn.Module:
@@ -63,7 +60,7 @@ def _linen(run: Run, params: Params, layers: Collection[str]) -> nn.Module:
     def call(module, x):
         own = lambda name, w: module.param(name, lambda _: w)
         held = {n: layer(n, w) if n in layers else own(n, w) for n, w in params.items()}
-        return run(FlaxWeights(held), x)
+        return run(Weights(held), x)
 
     return Model(call)
 
@@ -87,7 +84,7 @@ class NnxModel(nnx.Module):
     def __call__(self, x):
         held = {name: getattr(self, name) for name in self.names}
         own = lambda value: value[...] if isinstance(value, nnx.Param) else value
-        return self.run(FlaxWeights({name: own(value) for name, value in held.items()}), x)
+        return self.run(Weights({name: own(value) for name, value in held.items()}), x)
 
 
 def original(door: str, run: Run, params: Params, layers: Collection[str] = ()) -> Any:
