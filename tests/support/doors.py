@@ -39,10 +39,10 @@ def multiply(x, w):
 
 
 class Weights:
-    """Parameters and layers by their names, as a model sees them."""
+    """Parameters and layers by their names, as a model sees them; `module` is None in functions."""
 
-    def __init__(self, held: Any):
-        self.held = held
+    def __init__(self, held: Any, module: Any = None):
+        self.held, self.module = held, module
 
     def __getitem__(self, name: str) -> Any:
         return self.held[name]
@@ -60,7 +60,7 @@ def _linen(run: Run, params: Params, layers: Collection[str]) -> nn.Module:
     def call(module, x):
         own = lambda name, w: module.param(name, lambda _: w)
         held = {n: layer(n, w) if n in layers else own(n, w) for n, w in params.items()}
-        return run(Weights(held), x)
+        return run(Weights(held, module), x)
 
     return Model(call)
 
@@ -84,7 +84,7 @@ class NnxModel(nnx.Module):
     def __call__(self, x):
         held = {name: getattr(self, name) for name in self.names}
         own = lambda value: value[...] if isinstance(value, nnx.Param) else value
-        return self.run(Weights({name: own(value) for name, value in held.items()}), x)
+        return self.run(Weights({name: own(value) for name, value in held.items()}, self), x)
 
 
 def original(door: str, run: Run, params: Params, layers: Collection[str] = ()) -> Any:
@@ -110,6 +110,9 @@ class Converted:
         self.start(original(self.door, run, params, layers), x, recipe, options)
         self.compiled = jax.jit(self._step)
 
+    def convert(self, model, recipe, *example, **options):
+        return jfp8.convert(model, recipe, *example, **options)
+
     def plain(self, x):
         return self.run(Weights(self.params), x)
 
@@ -123,7 +126,7 @@ class Function(Converted):
     door = "function"
 
     def start(self, f, x, recipe, options):
-        self.model = jfp8.convert(f, recipe, **options)
+        self.model = self.convert(f, recipe, **options)
         self.state = self.model.init(self.params, x)
 
     def __call__(self, x, params=None):
@@ -151,7 +154,7 @@ class Linen(Converted):
     door = "linen"
 
     def start(self, module, x, recipe, options):
-        self.model = jfp8.convert(module, recipe, **options)
+        self.model = self.convert(module, recipe, **options)
         empty = lambda shape: jnp.zeros(shape.shape, shape.dtype)
         variables = jax.tree.map(empty, jax.eval_shape(self.model.init, KEY, x))
         variables["params"] = self.nested(self.params)
@@ -183,7 +186,7 @@ class Nnx(Converted):
     door = "nnx"
 
     def start(self, module, x, recipe, options):
-        self.graph, self.state = nnx.split(jfp8.convert(module, recipe, *x, **options))
+        self.graph, self.state = nnx.split(self.convert(module, recipe, *x, **options))
 
     @property
     def model(self):

@@ -1,0 +1,971 @@
+"""Converted Linen models: their parameters, collections and calls are those of the original."""
+
+import functools
+import pickle
+import warnings
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import flax.core
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.core.scope import in_filter
+from jax import lax
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.rowwise import RowwiseScaling
+from support.arrays import assert_same, normal, relative_error
+from support.models import Model, products_in, trained
+from support.recorded import recorded
+
+KEY = jax.random.key(0)
+DELAYED, CURRENT = DelayedScaling(), Float8CurrentScaling()
+X = normal((4, 16))
+IMAGES = jax.random.normal(jax.random.key(2), (2, 6, 6, 3))
+SEQUENCES = jax.random.normal(jax.random.key(3), (2, 5, 16))
+SEEN: list[Any] = []  # what models saw of their parameters while they were traced
+
+
+def collections_of(variables):
+    return [name for name in variables if name not in ("params", "fp8", "fp8_sink")]
+
+
+def loss_of(model):
+    def loss(variables, batch):
+        y, mutated = model.apply(variables, batch, mutable=collections_of(variables))
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(y)), mutated
+
+    return loss
+
+
+def products(model, x) -> Counter:
+    """Products in ``model`` and in its gradient with respect to the parameters."""
+    others = dict(jax.eval_shape(model.init, KEY, x))
+    params, _ = others.pop("params"), others.pop("fp8_sink", None)
+    loss = lambda params, others: loss_of(model)({"params": params, **others}, x)[0]
+    closed = jax.make_jaxpr(jax.grad(loss))(params, others)
+    needed = [True] * len(closed.jaxpr.outvars)
+    return products_in(partial_eval.dce_jaxpr(closed.jaxpr, needed)[0])
+
+
+def stepped(model, variables, n=1, x=X) -> jfp8.TrainState:
+    return trained(loss_of(model), variables, x, n, lr=0.0)
+
+
+def amaxes(fp8: Any, role: str) -> list[np.ndarray]:
+    """The largest entry of each history of a role."""
+    flat = jax.tree_util.tree_flatten_with_path(fp8)[0]
+    keys = (role, "amax_history")
+    return [np.max(x, -1) for path, x in flat if tuple(key.key for key in path[-2:]) == keys]
+
+
+def assert_histories_move(model, variables, layers, x=X):
+    """After two steps two entries of each history are positive, and all others empty."""
+    fp8 = stepped(model, variables, 2, x).fp8
+    flat = jax.tree_util.tree_flatten_with_path(fp8)[0]
+    found = [np.asarray(x) for path, x in flat if path[-1].key == "amax_history"]
+    assert len(found) == 3 * layers
+    for history in found:
+        assert np.all(history[..., :2] > 0)
+        assert not history[..., 2:].any()
+
+
+def see(params: Any) -> Any:
+    """Note names, shapes and dtypes of `params`, and give them back."""
+    SEEN.append(jax.tree.map(lambda leaf: (jnp.shape(leaf), str(jnp.result_type(leaf))), params))
+    return params
+
+
+def see_all(module: nn.Module) -> None:
+    """Note the parameters of `module` in each way in which Flax shows them."""
+    params = see(module.variables.get("params", {}))
+    see(module.scope.variables().get("params", {}))
+    see(module.unbind()[1].get("params", {}))
+    for name in params:
+        see(module.get_variable("params", name))
+
+
+def seen_tanh(params: Any) -> Any:
+    return jax.tree.map(jnp.tanh, see(params))
+
+
+class Layers(nn.Module):
+    """A layer of Flax's, made by `make`."""
+
+    make: Any
+
+    @nn.compact
+    def __call__(self, x):
+        layer = self.make()
+        see_all(self)
+        y = layer(x)
+        see_all(self)
+        see_all(layer)
+        return y[0] if isinstance(y, tuple) else y
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        up, down = nn.Dense(32, name="up"), nn.Dense(16, name="down")
+        x = x + down(nn.gelu(up(x)))
+        see_all(self)
+        see_all(up)
+        return x, None
+
+
+class Own(nn.Module):
+    """A block that multiplies by itself; with a recipe, by jfp8's product."""
+
+    recipe: Any = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        w = self.param("w", nn.initializers.normal(0.3), (16, 16))
+        see_all(self)
+        product = jfp8.linen.EinsumProduct(recipe=self.recipe) if self.recipe else jnp.einsum
+        return x + jnp.tanh(product("...d,df->...f", x, w)), None
+
+
+STACK = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+SCAN = {**STACK, "length": 3}
+SHARED = {"split_rngs": {"params": False}}
+scanned = partial(nn.scan, **SCAN)
+BROADCAST = {"variable_broadcast": "params", "length": 3, **SHARED}
+MAPPED = {"in_axes": (0, None), "variable_axes": {"params": None}, **SHARED}
+
+
+def lifted(block):
+    """Blocks under a transformation of Flax's, and a head."""
+    blocks = lambda x: block(name="blocks")(x, None)[0]
+    return Model(lambda module, x: nn.Dense(3, name="head")(blocks(x)))
+
+
+class ScannedFunction(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        def body(module, x, _):
+            see_all(module)
+            x = nn.Dense(16, name="layer")(x)
+            see_all(module)
+            return x, None
+
+        x, _ = nn.scan(body, **SCAN)(self, x, None)
+        see_all(self)
+        return x
+
+
+class Mapped(nn.Module):
+    """A layer of mapped parameters, as in Flax's example of `nn.map_variables`."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        init = self.is_initializing()
+        layer = nn.map_variables(nn.Dense, "params", seen_tanh, init=init)(16)
+        y = layer(x)
+        see_all(self)
+        see_all(layer)
+        return y
+
+
+class MappedBlock(Mapped):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return super().__call__(x), None
+
+
+class MappedMethod(nn.Module):
+    @functools.partial(
+        nn.map_variables, mapped_collections="params", trans_in_fn=seen_tanh, init=True
+    )
+    @nn.compact
+    def __call__(self, x, _=None):
+        see_all(self)
+        return nn.Dense(16)(x), None
+
+
+class LiftOfLift(nn.Module):
+    """Two lifts with no module between them, whose scopes nobody's method is called in."""
+
+    make: Any
+
+    @nn.compact
+    def __call__(self, x):
+        y, _ = self.make(self.is_initializing())(name="blocks")(x, None)
+        see_all(self)
+        return jnp.sum(y, 0) if y.ndim > x.ndim else y
+
+
+def mapped(target: Any, init: bool) -> Any:
+    # tanh is near 0.3 for weights, and 0.98 for the amax of x: a scale of it would saturate.
+    return nn.map_variables(target, "params", seen_tanh, init=init)
+
+
+class Lora(nn.Module):
+    """Shares the scope of its layer, as in Flax's example of `nn.share_scope`."""
+
+    def setup(self):
+        self.child = nn.Dense(16)
+        nn.share_scope(self, self.child)
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.param("A", nn.initializers.normal(), (16, 4))
+        b = self.param("B", nn.initializers.normal(), (4, 16))
+        see_all(self)
+        y = self.child(x) + x @ a @ b
+        see_all(self)
+        return y
+
+
+def of_a_sequence(layer: Any) -> nn.Module:
+    return Layers(lambda: nn.Sequential([lambda x: x[None], layer()]))
+
+
+class Compact(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(16)(inputs=x))
+        x = nn.relu(nn.Dense(8)(x))
+        return nn.Dense(3)(x)
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.layers = [nn.Dense(16), nn.Dense(8)]
+        self.head = nn.Dense(3)
+
+    def __call__(self, x):
+        return self.head(self.encode(x))
+
+    def encode(self, x):
+        for layer in self.layers:
+            x = nn.relu(layer(x))
+        return x
+
+
+def norms(module, x):
+    """A residual network with BatchNorm."""
+    norm = partial(nn.BatchNorm, use_running_average=False)
+    x = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
+    h = nn.relu(norm()(nn.Conv(8, (3, 3), strides=2, use_bias=False)(x)))
+    h = norm()(nn.Conv(8, (1, 1), use_bias=False)(h)) + nn.avg_pool(x, (2, 2), (2, 2))
+    return nn.Dense(3)(h.mean((1, 2)))
+
+
+def kinds(module, x):
+    """One of each layer of Flax's that has a product."""
+    x = nn.DenseGeneral((2, 4))(x)
+    x = nn.DenseGeneral(16, axis=(-2, -1))(x)
+    x = nn.Einsum((16, 16), "bsf,fg->bsg")(x)
+    x = nn.Conv(16, (3,))(x)
+    x = nn.ConvTranspose(16, (3,))(x)
+    x = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=16)(x)
+    x = nn.RNN(nn.SimpleCell(16))(x)
+    return nn.Dense(3)(x)
+
+
+def spectral(module, x):
+    """Normalizes every array of a layer."""
+    return nn.SpectralNorm(nn.Dense(16))(x, update_stats=False)
+
+
+def mapped_in(lift: Any) -> nn.Module:
+    return Model(lambda module, x: lift(Mapped)()(x))
+
+
+def scanned_in(block) -> nn.Module:
+    return LiftOfLift(lambda _: scanned(block))
+
+
+MODELS = {
+    # By the number of layers.
+    "attention": (of_a_sequence(lambda: nn.MultiHeadDotProductAttention(2)), 4),
+    "own in remat, stacked": (scanned_in(nn.remat(Own)), 1),
+    "map_variables in scan": (scanned_in(MappedBlock), 1),
+    "map_variables of scan": (Model(lambda module, x: mapped(ScannedFunction, True)()(x)), 1),
+    "scan of a mapped class": (LiftOfLift(lambda init: scanned(mapped(Block, init))), 2),
+    "stacked remat": (lifted(scanned(nn.remat(Block))), 3),
+    "own, vmap": (lifted(nn.vmap(Own, in_axes=(0, None), **STACK)), 2, SEQUENCES),
+    "map_variables": (Mapped(), 1),
+    "map_variables of a scanned class": (LiftOfLift(lambda init: mapped(scanned(Block), init)), 2),
+    "mutable map_variables of scan and remat": (
+        LiftOfLift(
+            lambda _: nn.map_variables(
+                scanned(nn.remat(Block)), "params", seen_tanh, see, init=True, mutable=True
+            )
+        ),
+        2,
+    ),
+    "map_variables of a method": (Model(lambda module, x: MappedMethod()(x)[0]), 1),
+    "map_variables in remat": (mapped_in(nn.remat), 1),
+    "map_variables in vmap": (mapped_in(partial(nn.vmap, in_axes=None, axis_size=2, **STACK)), 1),
+    "conv": (of_a_sequence(lambda: nn.Conv(16, (3,))), 1),
+    "optimized lstm": (of_a_sequence(lambda: nn.RNN(nn.OptimizedLSTMCell(16))), 2),
+    "scan of a function": (ScannedFunction(), 1),
+    "weight norm": (Layers(lambda: nn.WeightNorm(nn.Dense(16))), 1),
+    "share_scope": (Layers(Lora), 3),
+    "compact": (Compact(), 3),
+    "setup": (Setup(), 3),
+    "stacked": (lifted(scanned(Block)), 3),
+    "shared": (lifted(nn.scan(Block, **BROADCAST)), 3),
+    "vmap": (lifted(nn.vmap(Block, in_axes=(0, None), **STACK)), 3, SEQUENCES),
+    "vmap shared": (lifted(nn.vmap(Block, **MAPPED)), 3, SEQUENCES),
+    "nested": (lifted(nn.jit(nn.remat(Block))), 3),
+    "other axis": (
+        lifted(nn.scan(Block, length=3, **{**STACK, "variable_axes": {"params": 1}})),
+        3,
+    ),
+    "spectral norm": (Model(spectral), 1),
+    "norms": (Model(norms), 4, IMAGES),
+    "kinds": (Model(kinds), 12, SEQUENCES),
+}
+
+
+def seen_by(call: Any, *args: Any) -> tuple[Any, list[Any]]:
+    """The result of ``jax.jit(call)``, and what the model saw while it was traced."""
+    SEEN.clear()
+    result = jax.jit(call)(*args)
+    return result, list(SEEN)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.representative(5)
+def test_a_model_sees_its_parameters_and_no_others(name):
+    """And each history moves: not one is mapped like a parameter, or not lifted.
+
+    Either checkpoint fits either model, and empty histories stand for current scaling.
+    """
+    model, layers, *x = MODELS[name]
+    (x,) = x or [X]
+    converted = jfp8.convert(model, DELAYED, exempt=())
+    stock, seen = seen_by(model.init, KEY, x)
+    variables, seen_converted = seen_by(converted.init, KEY, x)
+    assert_same({k: variables[k] for k in stock}, stock)
+    assert set(variables) == {*stock, "fp8", "fp8_sink"}
+    assert seen_converted[: len(seen)] == seen  # traced once more, for the states
+    apply = lambda model: partial(model.apply, mutable=collections_of(stock))
+    (y, _), seen = seen_by(apply(model), stock, x)
+    (ours, _), seen_converted = seen_by(apply(converted), variables, x)
+    assert seen_converted == seen
+    assert 1e-4 < relative_error(ours, y) < 0.2  # as far apart as FP8 is
+    without, _ = jax.jit(apply(converted))(stock, x)
+    assert relative_error(without, ours) < 1e-5
+    assert_histories_move(converted, variables, layers, x)
+
+
+PRODUCTS = {
+    # FP8 products and others: of a head, which stays, 3 or 2; of attention 6.
+    "compact": {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
+    "setup": {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
+    "stacked": {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 3},
+    # `up` again; `down` is not needed.
+    "stacked remat": {"fprop": 3, "dgrad": 2, "wgrad": 2, "plain": 3},
+    "shared": {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 3},
+    "vmap": {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
+    "vmap shared": {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
+    "nested": {"fprop": 3, "dgrad": 1, "wgrad": 2, "plain": 3},
+    "other axis": {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 3},
+    "own, vmap": {"fprop": 1, "wgrad": 1, "plain": 3},
+    "norms": {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2 + 3},
+    "kinds": {"fprop": 11, "dgrad": 10, "wgrad": 11, "plain": 9},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_is_fp8_forward_and_backward(name):
+    model, _, *x = MODELS[name]
+    (x,) = x or [X]
+    assert products(jfp8.convert(model, CURRENT), x) == PRODUCTS[name]
+    stock = products(model, x)
+    assert set(stock) == {"plain"}
+    if "remat" not in name and name != "nested":  # JAX repeats what it wants
+        assert stock["plain"] == sum(PRODUCTS[name].values())
+
+
+@pytest.mark.slow
+def test_a_stack_of_own_products_has_the_bits_of_jfp8s():
+    """Inside of remat and scan, with a first step that makes histories and a second one."""
+    axes = dict.fromkeys(("params", "fp8", "fp8_sink"), 0)
+    stack = nn.scan(nn.remat(Own), **{**SCAN, "variable_axes": axes})
+    written = LiftOfLift(lambda _: partial(stack, DELAYED))
+    converted = jfp8.convert(MODELS["own in remat, stacked"][0], DELAYED, exempt=())
+    step = lambda model: trained(loss_of(model), model.init(KEY, X), X, 2, lr=0.1)
+    found, expected = step(converted), step(written)
+    assert_same(found.params, expected.params)
+    for role in ("lhs", "rhs", "grad"):
+        assert_same(amaxes(found.fp8, role), amaxes(expected.fp8, role))
+        assert amaxes(found.fp8, role)[0].shape == (3,)
+
+
+def test_functions_of_all_collections_do_not_scale_histories():
+    """`nn.map_variables` maps all collections unless told otherwise; by the stock model."""
+
+    def quartered(module, x):
+        quarter = lambda variables: jax.tree.map(lambda leaf: leaf / 4, variables)
+        init = module.is_initializing()
+        return nn.map_variables(nn.Dense, trans_in_fn=quarter, init=init)(16)(x)
+
+    converted = jfp8.convert(Model(quartered), exempt=())
+    state = stepped(converted, converted.init(KEY, X), 2)
+
+    def loss(variables, x):
+        y = converted.apply(variables, x)
+        return jnp.sum(y), {}, y
+
+    (_, found), _ = jfp8.value_and_grad(loss, has_aux=True)(state, X)
+    assert relative_error(found, Model(quartered).apply({"params": state.params}, X)) < 0.05
+    assert all(np.all(amax > 0) for amax in amaxes(state.fp8, "grad"))
+
+
+def test_a_decorated_method_under_scan_keeps_its_state():
+    """Its functions see the state there, but it must not get lost."""
+    converted = jfp8.convert(scanned_in(MappedMethod), exempt=())
+    variables = converted.init(KEY, X)
+    assert set(variables) == {"params", "fp8", "fp8_sink"}
+    assert all(np.all(amax > 0) for amax in amaxes(stepped(converted, variables, 1).fp8, "lhs"))
+
+
+@pytest.mark.parametrize("mutable", [False, True])
+@pytest.mark.parametrize(
+    "model",
+    [Mapped(), scanned_in(MappedBlock), LiftOfLift(lambda init: scanned(mapped(Own, init)))],
+    ids=["map_variables", "in scan", "scan of a mapped class"],
+)
+def test_histories_are_those_of_mapped_parameters(model, mutable):
+    """Against NumPy, with `jfp8.TrainState` and in a loop without it."""
+    converted = jfp8.convert(model, exempt=())
+    variables = jax.jit(converted.init)(KEY, X)
+    variables["params"] = jax.tree.map(lambda leaf: leaf * 3, variables["params"])
+    (kernel,) = (k for k in jax.tree.leaves(variables["params"]) if k.shape[-2:] == (16, 16))
+    if mutable:
+        variables.pop("fp8_sink")
+        fp8 = recorded(converted, variables, X)["fp8"]
+    else:
+        fp8 = stepped(converted, variables, 1).fp8
+    (found,) = amaxes(fp8, "rhs")
+    np.testing.assert_allclose(found, np.abs(np.tanh(kernel)).max((-2, -1)), rtol=1e-6)
+    (found,) = amaxes(fp8, "lhs")
+    np.testing.assert_allclose(np.ravel(found)[0], np.abs(X).max(), rtol=1e-6)
+
+
+def test_gradients_that_a_model_takes_are_those_of_parameters():
+    def differentiates(module, x):
+        y, vjp = nn.vjp(lambda layer, x: layer(x), nn.Dense(16), x)
+        see(vjp(jnp.ones_like(y))[0])
+        return y
+
+    converted = jfp8.convert(Model(differentiates), exempt=())
+    variables = converted.init(KEY, X)
+    assert variables.pop("fp8_sink")  # with it a model would be told that none is differentiated
+    _, expected = seen_by(Model(differentiates).apply, {"params": variables["params"]}, X)
+    _, seen = seen_by(converted.apply, variables, X)
+    assert seen == expected
+
+
+@pytest.mark.parametrize("parameter_first", [True, False])
+def test_a_module_with_the_name_of_a_state_is_refused(parameter_first):
+    def named(module, x):
+        layer = nn.Dense(16, name="DotGeneral_q")
+        x = x if parameter_first else layer(x)
+        x = x @ module.param("q", nn.initializers.normal(), (16, 16))
+        return layer(x) if parameter_first else x
+
+    model = Model(named)
+    with pytest.raises(ValueError, match="'DotGeneral_q' is called like the state of a product"):
+        jfp8.convert(model, exempt=()).init(KEY, X)
+    assert "fp8" in jfp8.convert(model, exempt="q").init(KEY, X)
+
+
+def filled(variables, amax=20.0):
+    """With histories that matter: scales that differ from current ones."""
+    fp8 = jax.tree.map(lambda a: jnp.full_like(a, amax) if a.ndim else a, variables["fp8"])
+    return {**variables, "fp8": fp8}
+
+
+@pytest.fixture(scope="module")
+def setup_model():
+    model = jfp8.convert(Setup(), DELAYED)
+    variables = filled(jax.jit(model.init)(KEY, X))
+    y = model.apply(variables, X)
+    assert relative_error(model.apply({"params": variables["params"]}, X), y) > 1e-4
+    return model, variables
+
+
+@pytest.mark.slow
+def test_bound_models(setup_model):
+    model, variables = setup_model
+    bound = model.bind(variables)
+    np.testing.assert_array_equal(bound(X), model.apply(variables, X))
+    np.testing.assert_array_equal(bound.encode(X), model.apply(variables, X, method="encode"))
+    unbound, again = bound.unbind()
+    assert unbound == model
+    np.testing.assert_array_equal(unbound.apply(again, X), bound(X))
+    variables = {k: variables[k] for k in ("params", "fp8")}
+    bound = model.bind(variables, mutable=["fp8"])
+    y, mutated = model.apply(variables, X, mutable=["fp8"])
+    np.testing.assert_array_equal(bound(X), y)
+    assert_same(bound.variables["fp8"], mutated["fp8"])
+
+
+@pytest.mark.slow
+def test_methods(setup_model):
+    """By name, by function, and of the original class; what a method returns is at the edge."""
+    model, variables = setup_model
+    h = model.apply(variables, X, method="encode")
+    np.testing.assert_array_equal(model.apply(variables, X, method=Setup.encode), h)
+    np.testing.assert_array_equal(model.apply(variables, X, method=type(model).encode), h)
+    np.testing.assert_array_equal(model.apply(variables, X, method=lambda m, x: m.encode(x)), h)
+    np.testing.assert_array_equal(nn.apply(lambda m, x: m.encode(x), model)(variables, X), h)
+    assert 1e-4 < relative_error(h, Setup().apply(variables, X, method="encode")) < 0.2
+    with jfp8.autocast(enabled=False):
+        np.testing.assert_array_equal(
+            model.apply(variables, X, method="encode"), Setup().apply(variables, X, method="encode")
+        )
+
+
+@pytest.mark.slow
+def test_init_with_output(setup_model):
+    model, _ = setup_model
+    y, variables = model.init_with_output(KEY, X)
+    assert_same(variables, model.init(KEY, X))
+    np.testing.assert_array_equal(y, model.apply(variables, X))
+    only_params = model.init(KEY, X, mutable=["params"])
+    assert_same(only_params, Setup().init(KEY, X))
+    h, variables = model.init_with_output(KEY, X, method="encode")
+    assert set(variables["params"]) == {"layers_0", "layers_1"}
+    assert h.shape == (4, 8)
+    assert_same(variables["params"], Setup().init(KEY, X, method="encode")["params"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutable", [True, ["params"], "fp8", nn.DenyList("fp8"), []])
+def test_mutable_is_obeyed(setup_model, mutable):
+    model, variables = setup_model
+    variables = {k: variables[k] for k in ("params", "fp8")}
+    y, mutated = model.apply(variables, X, mutable=mutable)
+    np.testing.assert_array_equal(y, model.apply(variables, X))
+    assert set(mutated) == {c for c in ("params", "fp8") if in_filter(mutable, c)}
+    if "params" in mutated:
+        assert_same(mutated["params"], variables["params"])
+    if "fp8" in mutated:  # nothing is recorded without a gradient
+        assert_same(mutated["fp8"], variables["fp8"])
+        loss = lambda params: model.apply(variables | {"params": params}, X, mutable=mutable)
+        _, mutated = jax.grad(lambda p: (loss(p)[0].sum(), loss(p)[1]), has_aux=True)(
+            variables["params"]
+        )
+        found = mutated["fp8"]["layers_0"]["DotGeneral_0"]
+        assert found["lhs"]["amax_history"][0] == np.abs(X).max()
+        assert (found["grad"]["amax_history"] == 20).all()  # as it was
+
+
+@pytest.mark.slow
+def test_frozen_dicts_and_intermediates(setup_model):
+    model, variables = setup_model
+    y, mutated = model.apply(
+        flax.core.freeze(variables), X, capture_intermediates=True, mutable=["intermediates"]
+    )
+    np.testing.assert_array_equal(y, model.apply(variables, X))
+    assert list(mutated) == ["intermediates"]
+    np.testing.assert_array_equal(mutated["intermediates"]["__call__"][0], y)
+    assert "__call__" in mutated["intermediates"]["layers_0"]
+
+
+@pytest.mark.slow
+def test_part_of_a_model_that_is_not_converted():
+    """A model of one's own with a converted part, at which patterns begin."""
+    outer = lambda part: nn.Sequential([part, nn.Dense(3)])
+    stock, model = outer(Compact()), outer(jfp8.convert(Compact(), DELAYED))
+    variables = jax.jit(model.init)(KEY, X)
+    assert_same(variables["params"], stock.init(KEY, X)["params"])
+    assert set(variables["fp8"]) == {"layers_0"}
+    assert set(variables["fp8"]["layers_0"]) == {"Dense_0", "Dense_1", "Dense_2"}  # no logits here
+    assert products(model, X) == {"fprop": 3, "dgrad": 2, "wgrad": 3, "plain": 3}
+    assert_histories_move(model, variables, 3)
+    model = outer(jfp8.convert(Compact(), DELAYED, exempt="Dense_1"))
+    assert set(jax.eval_shape(model.init, KEY, X)["fp8"]["layers_0"]) == {"Dense_0", "Dense_2"}
+
+
+@pytest.mark.slow
+def test_converted_parts_with_recipes_of_their_own():
+    model = nn.Sequential([jfp8.convert(nn.Dense(8), DELAYED, exempt=()), nn.Dense(8)])
+    converted = jfp8.convert(model, RowwiseScaling(), exempt=())
+    variables = jax.jit(converted.init)(KEY, X)
+    assert set(variables["fp8"]) == {"layers_0"}
+    recipes = {row.path: row.recipe for row in jfp8.report(converted, variables, X).rows}
+    assert recipes == {"layers_0": "delayed", "layers_1": "rowwise"}
+    assert_histories_move(converted, variables, 1)
+
+
+def converted_layers(model, *inputs, **kwargs) -> set[str]:
+    """The paths of layers with histories."""
+    shapes = jax.eval_shape(jfp8.convert(model, DELAYED, **kwargs).init, KEY, *inputs)
+    paths = jax.tree.leaves_with_path(shapes.get("fp8", {}))
+    keys = ["/".join(k.key for k in path) for path, _ in paths]
+    return {key.split("/DotGeneral")[0].split("/ConvGeneral")[0] for key in keys}
+
+
+def test_a_pattern_that_matches_nothing_is_told_by_apply():
+    variables = jax.eval_shape(Compact().init, KEY, X)
+    model = jfp8.convert(Compact(), DELAYED, exempt="encoder/*")
+    words = r"'encoder/\*' matches no layer of the model. Layers: Dense_0, Dense_1, Dense_2"
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(model.apply, variables, X)
+
+
+def own_dot_general(*args, **kwargs):
+    return 2 * jax.lax.dot_general(*args, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given", [{"dot_general": own_dot_general}, {"dot_general_cls": lambda: own_dot_general}]
+)
+def test_a_layer_with_a_product_of_its_own_keeps_it(given):
+    model = nn.Sequential([nn.Dense(8, **given), nn.Dense(8), nn.Dense(3)])
+    model = jfp8.convert(model, CURRENT, exempt=())
+    assert products(model, X) == {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2}
+    alone = jfp8.convert(nn.Dense(8, **given), CURRENT, exempt=())
+    variables = alone.init(KEY, X)
+    np.testing.assert_array_equal(alone.apply(variables, X), 2 * nn.Dense(8).apply(variables, X))
+
+
+@pytest.mark.slow
+def test_layers_of_jfp8_keep_recipe_and_implementation():
+    model = nn.Sequential(
+        [
+            jfp8.Dense(8, recipe=RowwiseScaling()),
+            jfp8.Dense(8, implementation="xla"),
+            jfp8.Einsum((8, 8), "ab,bc->ac"),
+            nn.Dense(3),
+        ]
+    )
+    converted = jfp8.convert(model, CURRENT)
+    shapes = jax.eval_shape(converted.init, KEY, X)
+    rows = jfp8.report(converted, shapes, X).rows
+    assert {row.path: row.recipe for row in rows} == {
+        "layers_0": "rowwise",
+        "layers_1": "current",
+        "layers_2": "current",
+        "layers_3": "",
+    }
+    # XLA multiplies f8 x f8 on this device for ``implementation="xla"`` alone.
+    text = jax.jit(converted.apply).lower(shapes, X).as_text()
+    assert any("dot_general" in t and "f8E4M3FN>" in t.split("->")[0] for t in text.splitlines())
+
+
+def test_names_and_attributes_that_flax_or_jfp8_have():
+    """Modules named like operands; and one that looks up its attributes, as Gemma's does.
+
+    Flax treats `__getattr__` as a method of the model.
+    """
+
+    class Gated(nn.Module):
+        def setup(self):
+            self.lhs, self.rhs, self.grad, self.amax = (nn.Dense(8) for _ in range(4))
+
+        def __call__(self, x):
+            return self.amax(self.lhs(x) * nn.sigmoid(self.rhs(x)) + self.grad(x))
+
+    model = jfp8.convert(Gated(), DELAYED, exempt=())
+    variables = jax.jit(model.init)(KEY, X)
+    assert set(variables["fp8"]) == {"lhs", "rhs", "grad", "amax"}
+    assert_histories_move(model, variables, 4)
+
+    class Looks(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.features)(x)
+
+        def __getattr__(self, name):
+            return 4 if name == "features" else super().__getattr__(name)
+
+    assert converted_layers(Looks(), X, exempt=()) == {"Dense_0"}
+
+
+def test_subclasses_of_layers():
+    class Scaled(nn.Dense):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    class Heir(nn.Dense):
+        pass
+
+    model = nn.Sequential([Scaled(8), nn.Dense(3)])
+    assert converted_layers(model, X) == {"layers_0"}
+    assert converted_layers(model, X, exempt=Scaled) == {"layers_1"}
+    assert converted_layers(model, X, only=nn.Dense) == {"layers_0", "layers_1"}
+    # Its product is not found once more where the layer gives the logits.
+    assert converted_layers(nn.Sequential([nn.Dense(8), nn.relu, Heir(4)]), X) == {"layers_0"}
+
+
+@pytest.mark.slow
+def test_boxed_parameters():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    model = nn.Sequential([nn.Dense(8, kernel_init=init), nn.Dense(3)])
+    converted = jfp8.convert(model, DELAYED)
+    variables = jax.jit(converted.init)(KEY, X)
+    assert_same(variables["params"], jax.jit(model.init)(KEY, X)["params"])
+    assert nn.get_partition_spec(variables)["params"]["layers_0"]["kernel"] == P(None, "model")
+    assert_histories_move(converted, nn.unbox(variables), 1)
+
+
+def test_models_are_values():
+    class Wide(nn.Module):
+        features: int = 8
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.features)(x)
+
+    make = lambda n, **kwargs: jfp8.convert(Wide(n), CURRENT, **kwargs)
+    assert make(8) == make(8)
+    assert hash(make(8)) == hash(make(8))
+    others = [make(9), make(8, exempt="Dense_0"), jfp8.convert(Wide(8), DELAYED), Wide(8)]
+    assert all(make(8) != other for other in others)
+    assert make(8).clone(features=9) == make(9)
+    assert make(8).features == 8
+    assert make(8).copy() == make(8)
+    assert isinstance(make(8), Wide)
+    assert type(make(8)).__name__ == "Wide"
+
+
+def test_pickled_models_are_converted_models():
+    converted = jfp8.convert(Block(), {"up": "delayed", "*": "mxfp8"}, exempt=())
+    loaded = pickle.loads(pickle.dumps(converted))
+    assert loaded == converted
+    assert type(loaded) is type(converted)
+    variables = loaded.init(KEY, X)
+    assert set(variables["fp8"]) == {"up"}
+    assert_same(loaded.apply(variables, X), converted.apply(variables, X))
+
+
+own_derivative = jax.custom_jvp(jnp.dot)
+
+
+own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
+
+
+class OwnEinsum(nn.Module):
+    """A home-made layer, whose product cannot be seen from outside."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (16, 16))
+        return own_derivative(x, w)
+
+
+class HomeMade(nn.Module):
+    """Nothing in it is a layer of Flax with a product, but the head."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(5):
+            x = x + OwnEinsum()(nn.LayerNorm()(x))
+        return nn.Dense(3)(x)
+
+
+def test_a_conversion_of_nothing_says_what_it_saw_once():
+    model = jfp8.convert(HomeMade(), CURRENT)
+    with pytest.warns(UserWarning, match="No product of HomeMade is FP8") as caught:
+        variables = jax.eval_shape(model.init, KEY, X)
+    jax.eval_shape(model.apply, variables, X)
+    assert jfp8.report(model, variables, X).fp8_fraction == 0
+    (warning,) = caught
+    text = str(warning.message)
+    assert warning.filename == __file__
+    assert "Dense at 'Dense_0': exempt: a layer whose result the model returns" in text
+    assert "OwnEinsum at 'OwnEinsum_3', 'w' (16, 16); and 1 more." in text
+    assert "use jfp8.linen.DotGeneral or EinsumProduct" in text
+    assert "LayerNorm" not in text
+    with pytest.warns(UserWarning, match="No product of HomeMade is FP8"):
+        jax.eval_shape(jfp8.convert(HomeMade(), CURRENT).apply, variables, X)
+
+
+JittedBlock = nn.jit(Block)
+
+
+class Partly(nn.Module):
+    """A part of it is home-made, the other is Flax's under ``nn.jit``."""
+
+    @nn.compact
+    def __call__(self, x):
+        return OwnEinsum()(JittedBlock(name="block")(x)[0])
+
+    @nn.compact
+    def encode(self, x):
+        return OwnEinsum(name="OwnEinsum_0")(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (HomeMade(), {"exempt": nn.Dense}),
+        (HomeMade(), {"only": lambda path, layer: False}),
+        (HomeMade(), {"exempt": ()}),
+        (nn.Sequential([jfp8.Dense(16), nn.relu]), {}),
+        (Partly(), {}),
+    ],
+    ids=["exempt", "only", "head", "layers of jfp8", "nn.jit"],
+)
+def test_who_chose_it_or_has_fp8_is_not_warned(model, options):
+    model = jfp8.convert(model, CURRENT, **options)
+    for _ in range(2):  # what is under nn.jit is traced in the first alone
+        variables = jax.eval_shape(model.init, KEY, X)
+        jax.eval_shape(model.apply, variables, X)
+
+
+def test_a_part_of_a_model_or_a_region_without_fp8_is_not_warned():
+    model = jfp8.convert(Partly(), CURRENT)
+    variables = jax.eval_shape(model.init, KEY, X)
+    jax.eval_shape(partial(model.apply, method="encode"), variables, X)
+    with jfp8.autocast(enabled=False):
+        jax.eval_shape(jfp8.convert(HomeMade(), CURRENT).init, KEY, X)
+
+
+def jitted(module, x):
+    block = nn.jit(Block)  # Flax traces it once for both
+    x, _ = block(name="one")(x)
+    x, _ = block(name="two")(x)
+    return nn.Dense(3)(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Compact(), Model(jitted)], ids=["compact", "nn.jit"])
+def test_no_trace_of_another_recipe_is_used(model):
+    """Conversions of one model in one process, in any order, and the model itself."""
+    variables = jax.jit(model.init)(KEY, X)
+    recipes = [CURRENT, RowwiseScaling(), Float8CurrentScaling(fp8_format="E5M2")]
+    models = [model, *(jfp8.convert(model, recipe, exempt=()) for recipe in recipes)]
+    first = [np.asarray(jax.jit(m.apply)(variables, X)) for m in models]
+    again = [np.asarray(jax.jit(m.apply)(variables, X)) for m in reversed(models)][::-1]
+    for i, y in enumerate(first):
+        np.testing.assert_array_equal(again[i], y)
+        for other in first[:i]:
+            assert relative_error(y, other) > 1e-3
+
+
+def test_patterns_choose_layers_inside_of_jitted_blocks():
+    """The same ones in every block of a class: Flax traces it once for all of them."""
+    assert converted_layers(Model(jitted), X, exempt="*/down") == {"one/up", "two/up", "Dense_0"}
+
+
+def test_types_are_found_in_jitted_blocks_each_time():
+    one = Model(lambda module, x: nn.jit(Block)(name="one")(x)[0])
+    for made in (one, Partly()):  # Flax traces the block of the second in the first call alone
+        model = jfp8.convert(made, DELAYED, only=nn.Dense)
+        assert jax.eval_shape(model.init, KEY, X) == jax.eval_shape(model.init, KEY, X)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: jfp8.convert(Compact), "a Flax Linen or NNX module, got the class Compact"),
+        (lambda: jfp8.convert({"params": {}}), "not its class or its parameters"),
+        (lambda: jfp8.convert("delayed", Compact()), "a model, which comes first"),
+        (lambda: jfp8.convert(Compact(), DelayedScaling), "recipe"),
+        (lambda: jfp8.convert(Compact(), exempt=3), "exempt=3: must be patterns of paths"),
+        (lambda: jfp8.convert(Compact(), only=[3]), r"only=\[3\]: must be patterns of paths"),
+        (
+            lambda: jfp8.convert(Compact().bind(Compact().init(KEY, X))),
+            "bound to variables. Convert the model first, then call .bind or .apply",
+        ),
+    ],
+)
+def test_errors(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_an_exempt_layer_may_round_to_fp8_itself():
+    rounds = nn.Dense(16, dtype=jnp.float8_e4m3fn)
+    plain = nn.Sequential([rounds, lambda x: x.astype(jnp.float32), nn.Dense(16)])
+    model = jfp8.convert(plain, "current", exempt="layers_0")
+    assert model.init(KEY, X).keys() == {"params"}
+    with pytest.raises(TypeError, match="float8_e4m3fn"):
+        jfp8.convert(plain, "current", exempt=()).init(KEY, X)
+
+
+def test_a_region():
+    """Nothing is left behind in the model, nor in JAX."""
+    model = Model(lambda module, x: Own()(x)[0])
+    variables = jax.eval_shape(model.init, KEY, X)
+    is_fp8 = lambda: [row.fp8 for row in jfp8.report(model, variables, X).rows][0]
+    with jfp8.autocast("current"):
+        assert is_fp8()
+    with jfp8.autocast("current", enabled=False):
+        assert not is_fp8()
+    assert not is_fp8()
+    with jfp8.autocast("delayed"):
+        made = jax.eval_shape(model.init, KEY, X)
+    assert made["params"] == variables["params"]
+    assert sorted(made["fp8"]["Own_0"]) == ["DotGeneral_w"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(("fp8", "fp8_sink"), "but not to its sink"), ((), "without its 'fp8' collection")],
+)
+@pytest.mark.representative(1)
+def test_histories_that_a_body_cannot_update_are_told(given, said):
+    body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    weight = lambda module: module.param("w", nn.initializers.normal(), (3, 16, 16))
+    model = Model(lambda module, x: lax.scan(body, x, weight(module))[0])
+    model = jfp8.convert(model, "delayed", exempt=())
+    variables = model.init(KEY, X)
+    state = {name: variables[name] for name in given}
+    with pytest.warns(UserWarning, match=said):
+        jax.grad(lambda p: jnp.sum(model.apply({"params": p, **state}, X)))(variables["params"])
+
+
+def bridged(make):
+    inside = lambda x: nnx.bridge.to_linen(make, 16, 8, name="inside")(nn.Dense(16)(x))
+    return Model(lambda module, x: inside(x))
+
+
+@pytest.mark.slow
+def test_nnx_modules_in_linen_models_are_told():
+    converted = jfp8.convert(bridged(nnx.Linear), "current", exempt=())
+    with pytest.warns(UserWarning, match=r"Linear at 'inside'.*where they are made") as told:
+        variables = converted.init(KEY, X)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted.apply(variables, X)  # was told once
+        jfp8.convert(bridged(nnx.Linear), "current", exempt="inside").init(KEY, X)
+        # What the warning advises.
+        make = lambda *args, **kwargs: jfp8.convert(
+            nnx.Linear(*args, **kwargs), "current", exempt=()
+        )
+        advised = jfp8.convert(bridged(make), "current", exempt=())
+        assert jfp8.report(advised, advised.init(KEY, X), X).fp8_fraction == 1
+
+
+def test_nnx_layers_in_the_place_of_linen_layers_are_told():
+    """`init` returns no parameters of theirs."""
+    rngs = nnx.Rngs(0)
+    layer = lambda: nnx.Linear(X.shape[-1], X.shape[-1], rngs=rngs)
+
+    class Holder(nn.Module):
+        layer: nnx.Linear
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(self.layer(x))
+
+    for model, place in (
+        (nn.Sequential([nn.Dense(X.shape[-1]), layer(), nn.Dense(8)]), "layers_1"),
+        (nn.Sequential([Holder(layer()), nn.Dense(8)]), "layers_0/layer"),
+    ):
+        converted = jfp8.convert(model, "current", exempt=())
+        with pytest.warns(UserWarning, match=rf"Linear at '{place}'.*nnx\.bridge\.to_linen"):
+            converted.init(KEY, X)

@@ -1,0 +1,722 @@
+"""Converted NNX models: copies whose calls change what calls of the original change."""
+
+import copy
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+import jfp8.nnx
+from jfp8.nnx import Fp8State, convert_module, layers_of
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from support.arrays import relative_error
+from support.recorded import record
+
+D = 16
+X = jax.random.normal(jax.random.key(0), (4, D))
+IMAGE = jax.random.normal(jax.random.key(1), (2, 6, 4))
+RECIPE = DelayedScaling()
+LOGITS = "exempt: a layer whose result the model returns: the final logits"
+call = nnx.jit(lambda model, x: model(x))
+
+
+def everything(path, layer):
+    return RECIPE
+
+
+def parameter(rngs, shape):
+    return nnx.Param(0.3 * jax.random.normal(rngs.params(), shape))
+
+
+def histories(model):
+    """All histories by the path of the product and the tensor."""
+    flat = nnx.to_flat_state(nnx.state(model, Fp8State))
+    found = {(*path[:-2], path[-1]): np.asarray(v.get_value()) for path, v in flat}
+    return {path: history for path, history in found.items() if path[-1] != "check"}
+
+
+def moved(model):
+    """The paths of products that have recorded something."""
+    return {path[:-1] for path, history in histories(model).items() if history.any()}
+
+
+class Net(nnx.Module):
+    """Statistics, random numbers, a cache that a call makes, and a counter that is static."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(D, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.head, self.calls = nnx.Linear(D, 4, rngs=rngs), 0
+
+    def __call__(self, x):
+        self.calls += 1
+        self.last = nnx.Cache(self.features(x))
+        return self.head(self.last[...])
+
+    def features(self, x):
+        return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
+
+    def until(self, x):
+        while jnp.linalg.norm(x) > 1e-3:  # which no trace can follow
+            x = self.down(x) / 4
+        return x
+
+    def widened(self, rngs):
+        self.more = nnx.Linear(4, 4, rngs=rngs)
+        return self
+
+
+def loss_of(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def data_of(model):
+    """All that a call may change: everything but parameters and histories."""
+    rest = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, Fp8State, nnx.RngKey)))
+    return {path: v.get_raw_value() for path, v in nnx.to_flat_state(rest)}
+
+
+def test_a_call_changes_what_the_model_changes():
+    """With a recipe that stays in high precision, so that values are equal."""
+    never = lambda path, layer: False
+    plain, ours = Net(nnx.Rngs(0)), jfp8.convert(Net(nnx.Rngs(0)), only=never)
+    for train in (True, False, True):
+        for model in (plain, ours):
+            model.train() if train else model.eval()
+        np.testing.assert_array_equal(ours(X), plain(X))
+        np.testing.assert_array_equal(ours.features(X), plain.features(X))  # changes only values
+        for path, value in data_of(plain).items():
+            np.testing.assert_array_equal(data_of(ours)[path], value)
+    assert ours.calls == plain.calls == 3
+    assert data_of(ours).keys() == data_of(plain).keys()
+    assert ours.widened(nnx.Rngs(1)) is ours
+    assert ours.more(X[:, :4]).shape == (4, 4)
+
+
+def test_training_with_evaluation_between_steps():
+    """Histories move where a gradient is taken, and the model draws the same random numbers."""
+    plain, ours = Net(nnx.Rngs(0)), jfp8.convert(Net(nnx.Rngs(0)), "delayed")
+    optimizer = jfp8.nnx.Optimizer(ours, optax.sgd(0.1))
+    for _ in range(2):
+        before = jax.tree.map(jnp.copy, nnx.state(ours, Fp8State))
+        ours.eval()
+        ours(100 * X)
+        jax.tree.map(np.testing.assert_array_equal, before, nnx.state(ours, Fp8State))
+        ours.train()
+        loss, grads = jfp8.nnx.value_and_grad(loss_of)(ours, X)
+        optimizer.update(ours, grads)
+    history = ours.up.dot_general.fp8["lhs"][...]
+    np.testing.assert_array_equal(history[:3], [jnp.abs(X).max()] * 2 + [0])
+    plain(X), plain(X)
+    assert ours.drop.rngs.count[...] == plain.drop.rngs.count[...]
+    np.testing.assert_allclose(ours.norm.mean[...], plain.norm.mean[...], atol=0.05)
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
+
+    def first_layer(self, x):
+        return nnx.tanh(self.up(x))
+
+    def last_layer(self, x):
+        return self.down(x)
+
+    def __call__(self, x):
+        return self.last_layer(self.first_layer(x))
+
+
+WRAPPED = {
+    "eager": loss_of,
+    "nnx.jit": nnx.jit(loss_of),
+    "nnx.remat": nnx.remat(loss_of),
+    "nnx.vmap": lambda m, x: nnx.vmap(loss_of, in_axes=(None, 0))(m, x[None]).sum(),
+    "methods": lambda m, x: jnp.mean(m.last_layer(m.first_layer(x)) ** 2),
+    "layers": lambda m, x: jnp.mean(m.down(nnx.tanh(m.up(x))) ** 2),
+}
+
+
+@pytest.mark.parametrize("way", WRAPPED)
+@pytest.mark.parametrize("ours", [True, False])
+def test_transformations_around_a_call(way, ours):
+    """Losses, gradients and histories are the same, with sinks and without."""
+    differentiate = jfp8.nnx.value_and_grad if ours else nnx.value_and_grad
+    results = []
+    for name in ("eager", way):
+        model = jfp8.convert(Plain(nnx.Rngs(0)), "delayed", exempt=())
+        loss, grads = differentiate(WRAPPED[name])(model, X)
+        second, _ = differentiate(WRAPPED[name])(model, 2 * X)
+        # Not their checks, which hash all bits.
+        state = nnx.to_pure_dict(nnx.state(model, Fp8State))
+        fp8 = {name: state[name]["dot_general"]["fp8"] for name in ("up", "down")}
+        histories = {k: {role: x[role] for role in ("lhs", "rhs", "grad")} for k, x in fp8.items()}
+        results.append((loss, second, grads, histories))
+    assert np.all(results[0][3]["down"]["rhs"][:2])
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, *results)
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: Plain(rngs))
+        self.blocks = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x):
+        return over_blocks(self.blocks, x)
+
+
+def over_blocks(blocks, x):
+    body = nnx.scan(nnx.remat(lambda x, f: x + f(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return body(x, blocks)
+
+
+def test_a_stack_is_scanned_inside_or_outside_of_a_call():
+    found = []
+    for call in (lambda model, x: model(x), lambda model, x: over_blocks(model.blocks, x)):
+        model = jfp8.convert(Stacked(nnx.Rngs(0)), "delayed", exempt=())
+        loss = lambda model, x, call=call: jnp.mean(call(model, x) ** 2)
+        for _ in range(2):
+            value, grads = jfp8.nnx.value_and_grad(loss)(model, X)
+        found.append((value, grads, nnx.state(model, Fp8State)))
+    assert found[0][2]["blocks"]["up"]["dot_general"]["fp8"]["grad"].shape == (3, 16)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
+
+
+def test_what_a_call_captures():
+    class Sowing(Plain):
+        def first_layer(self, x):
+            self.sow(nnx.Intermediate, "x", x)
+            return super().first_layer(x)
+
+    model = jfp8.convert(Sowing(nnx.Rngs(0)), "delayed", exempt=())
+    with jax.checking_leaks():
+        y, found = nnx.capture(model, nnx.Intermediate)(X)
+    np.testing.assert_array_equal(found["x"][0], X)
+    np.testing.assert_array_equal(y, jfp8.convert(Plain(nnx.Rngs(0)), "delayed", exempt=())(X))
+
+
+def test_what_no_trace_can_follow_runs_as_it_is():
+    model = Net(nnx.Rngs(0))
+    converted = jfp8.convert(model, "current", exempt=())
+    assert 0 < relative_error(converted.until(X), model.until(X)) < 0.3
+
+
+def test_copies_of_a_converted_model():
+    model = jfp8.convert(Plain(nnx.Rngs(0)), "delayed", exempt=())
+    jfp8.nnx.value_and_grad(loss_of)(model, X)
+    expected = model(X)
+    graph, state = nnx.split(model)
+    copies = {
+        "clone": nnx.clone(model),
+        "merge": nnx.merge(graph, state),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "deepcopy": copy.deepcopy(model),
+    }
+    restored = nnx.eval_shape(lambda: jfp8.convert(Plain(nnx.Rngs(1)), "delayed", exempt=()))
+    nnx.update(restored, state)
+    for name, other in (copies | {"restored": restored}).items():
+        assert isinstance(other, Plain), name
+        np.testing.assert_array_equal(other(X), expected, err_msg=name)
+        assert jax.tree.structure(nnx.state(other)) == jax.tree.structure(state), name
+
+
+def test_a_model_in_fp8_weights_keeps_them_in_a_call():
+    model = jfp8.convert(Net(nnx.Rngs(0)), "current", exempt=())
+    nnx.update(model, jfp8.quantize_params(nnx.state(model, nnx.Param), "current"))
+    stored = model.up.kernel.get_raw_value()
+    model(X)  # adds a variable
+    model.eval()
+    again = model(X)
+    assert type(model.up.kernel.get_raw_value()) is type(stored)
+    np.testing.assert_array_equal(model(X), again)
+
+
+def test_a_converted_model_inside_of_another():
+    inner = jfp8.convert(Plain(nnx.Rngs(0)), "delayed", exempt=())
+    outer = nnx.Sequential(inner, nnx.Linear(D, D, rngs=nnx.Rngs(1)))
+    with pytest.raises(ValueError, match="'layers/0/down' has the recipe 'delayed'"):
+        jfp8.convert(outer, "current")
+    converted = jfp8.convert(outer, "delayed", exempt=())
+    loss, _ = jfp8.nnx.value_and_grad(loss_of)(converted, X)
+    assert {path[:-1] for path in moved(converted)} == {
+        ("layers", 0, "up"),
+        ("layers", 0, "down"),
+        ("layers", 1),
+    }
+    assert loss != loss_of(outer, X)
+
+
+@pytest.mark.slow
+def test_containers():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            make = lambda: nnx.Linear(D, D, rngs=rngs)
+            self.z, self.plain = nnx.Dict(b=make()), nnx.data({"y": [make(), (make(),)]})
+            self.shared, self.nothing = self.z["b"], None
+            self.many = nnx.List([make() for _ in range(11)])
+
+        def __call__(self, x):
+            (first, (second,)) = self.plain["y"]
+            return self.shared(self.many[10](second(first(self.z["b"](x)))))
+
+    model, x = Model(nnx.Rngs(0)), X
+    many = [f"many/{i}" for i in range(11)]  # 10 comes after 9
+    paths = [*many, "plain/y/0", "plain/y/1/0", "shared"]
+    assert [path for path, _ in layers_of(model)] == paths
+    converted = convert_module(model, everything)
+    assert converted.shared is converted.z["b"]
+    assert converted.plain["y"][1][0].dot_general.path == "plain/y/1/0"
+    assert layers_of(converted) == []
+    y, reference = call(converted, x), call(model, x)
+    assert 1e-3 < relative_error(y, reference) < 0.15
+
+
+def test_layers_that_are_none():
+    """Those with another product, and those of jfp8 itself."""
+
+    class Mine(nnx.Linear):
+        pass
+
+    rngs = nnx.Rngs(0)
+    custom = functools.partial(jax.lax.dot_general)
+    model = nnx.Dict(
+        mine=Mine(1, 1, rngs=rngs),
+        custom=nnx.Linear(1, 1, dot_general=custom, rngs=rngs),
+        general=nnx.LinearGeneral(1, 1, dot_general_cls=lambda: custom, rngs=rngs),
+        fp8=jfp8.nnx.Linear(1, 1, recipe=Float8CurrentScaling(), rngs=rngs),
+        norm=nnx.LayerNorm(1, rngs=rngs),
+        embed=nnx.Embed(1, 1, rngs=rngs),
+    )
+    assert [path for path, _ in layers_of(model)] == ["mine"]
+    converted = convert_module(model, everything)
+    assert isinstance(converted["mine"], Mine)
+    assert isinstance(converted["mine"].dot_general, jfp8.nnx.DotGeneral)
+    assert converted["custom"].dot_general is custom
+    assert converted["fp8"].dot_general.recipe == Float8CurrentScaling()
+
+
+def test_the_original_is_untouched():
+    model = nnx.jit(lambda: Plain(nnx.Rngs(0)))()
+    reference = call(model, X)
+    graphdef, state = nnx.split(model)
+    arrays = [v.get_value() for _, v in nnx.to_flat_state(state)]
+    variables = {id(v) for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+    converted = convert_module(model, everything)
+    assert isinstance(converted, Plain)
+    kept = [v.get_value() for _, v in nnx.to_flat_state(nnx.state(converted, nnx.Param))]
+    assert all(a is b for a, b in zip(arrays, kept, strict=True))  # nothing was copied
+
+    # Training the copy changes nothing of the original.
+    _, grads = nnx.jit(jfp8.nnx.value_and_grad(loss_of))(converted, X)
+    optimizer = nnx.Optimizer(converted, optax.sgd(0.1), wrt=nnx.Param)
+    optimizer.update(converted, grads)
+    assert np.any(call(converted, X) != call(convert_module(model, everything), X))
+    assert nnx.graphdef(model) == graphdef
+    after = [v for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)]
+    assert {id(v) for v in after} == variables
+    np.testing.assert_array_equal(call(model, X), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda r: nnx.LinearGeneral((6, 4), (3, 2), axis=(-2, -1), rngs=r),
+        lambda r: nnx.Conv(4, 6, (3,), strides=2, rngs=r),
+        lambda r: nnx.ConvTranspose(4, 6, (3,), strides=2, rngs=r),
+        lambda r: nnx.Einsum("nta,ab->ntb", (4, 5), (5,), rngs=r),
+    ],
+    ids=["LinearGeneral", "Conv", "ConvTranspose", "Einsum"],
+)
+def test_each_kind(layer):
+    stock, x = layer(nnx.Rngs(0)), IMAGE
+    ours = convert_module(stock, everything)
+    assert isinstance(ours, type(stock))
+    y, reference = call(ours, x), call(stock, x)
+    assert 1e-3 < relative_error(y, reference) < 0.06
+    nnx.jit(nnx.grad(loss_of))(ours, x)
+    (found,) = (history for path, history in histories(ours).items() if path[-1] == "lhs")
+    assert found[0] == jnp.abs(x).max()
+    assert layers_of(stock)
+    assert not layers_of(ours)
+    copy = nnx.clone(ours)
+    np.testing.assert_allclose(call(copy, x), call(ours, x))
+
+
+def test_attention_itself_is_opt_in():
+    model, asked = nnx.Dict(attn=nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0))), []
+
+    def decide(path, layer):
+        asked.append((path, type(layer).__name__))
+        return RECIPE
+
+    projections = {f"attn/{name}" for name in ("query", "key", "value", "out")}
+    without = convert_module(model, decide)
+    assert {path for path, _ in asked} == projections
+    asked.clear()
+    converted = convert_module(model, decide, attention=True)
+    assert asked[0] == ("attn", "MultiHeadAttention")
+    assert converted["attn"].attention_fn.path == "attn/attention_fn"
+    assert model["attn"].attention_fn is nnx.dot_product_attention
+    run = nnx.jit(lambda model, x: model["attn"](x, is_causal=True))
+    found, expected = run(converted, X[None]), run(without, X[None])
+    assert 1e-3 < relative_error(found, expected) < 0.1
+    refused = convert_module(
+        model, lambda path, _: None if path == "attn" else RECIPE, attention=True
+    )
+    assert refused["attn"].attention_fn is nnx.dot_product_attention
+
+
+@pytest.mark.slow
+def test_stacks_of_stacks():
+    """Histories get the leading axes of the kernels, so that whatever lifts these lifts them."""
+    make = nnx.vmap(nnx.vmap(lambda rngs: Plain(rngs)))
+    converted = convert_module(nnx.split_rngs(splits=(2, 3))(make)(nnx.Rngs(0)), everything)
+    assert {h.shape for h in histories(converted).values()} == {(2, 3, 16)}
+    twice = nnx.vmap(nnx.vmap(lambda block, x: block(x), in_axes=(0, None)), in_axes=(0, None))
+    nnx.jit(nnx.grad(lambda model, x: jnp.sum(twice(model, x) ** 2)))(converted, X)
+    found = histories(converted)["up", "dot_general", "lhs"]
+    np.testing.assert_array_equal(found[..., 0], np.full((2, 3), np.abs(X).max()))
+
+
+def test_layers_stacked_along_another_axis_are_refused():
+    make = nnx.vmap(lambda rngs: nnx.Linear(4, 5, use_bias=False, rngs=rngs), in_axes=0, out_axes=2)
+    with pytest.raises(ValueError, match=r"\(4, 5, 3\).*leading axes"):
+        convert_module(nnx.split_rngs(splits=3)(make)(nnx.Rngs(0)), everything)
+
+
+own_derivative = jax.custom_jvp(jnp.dot)
+own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
+
+
+class Home(nnx.Module):
+    """Multiplies where conversion does not look: in a function with a derivative of its own."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(rngs.params.normal((D, D)))
+        self.more = nnx.List([nnx.Param(rngs.params.normal((D, D))), nnx.Param(jnp.ones((1, D)))])
+
+    def __call__(self, x):
+        return own_derivative(own_derivative(x, self.w[...]), self.more[0][...]) * self.more[1][...]
+
+
+class Mixed(nnx.Module):
+    """A product of each kind that stays in high precision, for a reason of its own."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(D, D, use_bias=False, rngs=rngs)
+        self.own = nnx.Linear(D, D, dot_general=functools.partial(jax.lax.dot_general), rngs=rngs)
+        self.home = Home(rngs)
+        self.attention = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
+        self.transposed = nnx.ConvTranspose(D, D, (1,), rngs=rngs)
+        self.ours = jfp8.nnx.Linear(D, D, recipe=Float8CurrentScaling(), rngs=rngs)
+        self.head = nnx.Linear(D, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.home(self.own(self.up(x)))[None]
+        return self.head(self.ours(self.transposed(self.attention(x))))
+
+
+def test_a_report_has_a_reason_for_every_product():
+    model, x = Mixed(nnx.Rngs(0)), X
+    before = nnx.graphdef(model)
+    converted = jfp8.convert(model, exempt=(*jfp8.EDGES, "transposed", "up"))
+    r = jfp8.report(converted, x)
+    by_path = {}
+    for row in r.rows:
+        by_path.setdefault((row.path, row.layer), set()).add(row.reason)
+    raw = by_path.pop(("home", "Home"))
+    assert all(reason.startswith("computed by no layer that can be conv") for reason in raw)
+    assert all("test_nnx.py:" in reason for reason in raw)
+    attention = {
+        (f"attention/{n}", "LinearGeneral"): {""} for n in ("query", "key", "value", "out")
+    }
+    assert by_path == {
+        ("up", "Linear"): {"exempt: 'up'"},
+        ("own", "Linear"): {"the layer was given its own dot_general"},
+        ("attention", "MultiHeadAttention"): {"inside of attention (convert with attention=True)"},
+        **attention,
+        ("transposed", "ConvTranspose"): {"exempt: 'transposed'"},
+        ("ours", "Linear"): {""},
+        ("head", "Linear"): {LOGITS},
+    }
+    left = nnx.graphdef(converted)
+    plain = {row.reason for row in jfp8.report(model, x).rows if row.path in ("up", "head")}
+    assert plain == {"not converted"}
+    assert (nnx.graphdef(model), nnx.graphdef(converted)) == (before, left)
+
+
+def test_a_conversion_that_finds_nothing_to_wait_for_says_so_at_once():
+    """Without layers whose edges are seen when it is called."""
+    model = nnx.Dict(norm=nnx.LayerNorm(D, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match="No product of Dict is FP8.*no layer of Flax") as caught:
+        jfp8.convert(model)
+    (warning,) = caught
+    assert warning.filename == __file__
+
+
+def test_a_conversion_of_nothing_says_what_it_saw():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Home(rngs) for _ in range(6)])
+            self.norm, self.embed = nnx.LayerNorm(D, rngs=rngs), nnx.Embed(9, D, rngs=rngs)
+            self.head = nnx.Linear(D, 4, rngs=rngs)
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model = Model(nnx.Rngs(0))
+    converted = jfp8.convert(model)
+    with pytest.warns(UserWarning, match="No product of Model is FP8") as caught:
+        converted(X)
+    (warning,) = caught
+    text = str(warning.message)
+    assert warning.filename == __file__
+    assert "Linear at 'head': exempt: a layer whose result the model returns" in text
+    assert "Home at 'blocks/3', 'more/0' (16, 16), 'more/1' (1, 16), 'w' (16, 16); and" in text
+    assert "jfp8.nnx.EinsumOp" in text
+    assert "norm" not in text
+    assert "embed" not in text
+    jfp8.convert(model, exempt="head")  # the user's own choice
+    jfp8.convert(model, exempt=())
+    jfp8.convert(nnx.Sequential(jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.relu))
+
+
+class MLP(nnx.Module):
+    """A chain of layers, as most are written: numbers do not say which is the last."""
+
+    def __init__(self, rngs, sizes=(D, 2 * D, D, 10)):
+        pairs = zip(sizes, sizes[1:])
+        self.layers = nnx.List([nnx.Linear(m, n, rngs=rngs) for m, n in pairs])
+
+    def __call__(self, x):
+        for layer in self.layers[:-1]:
+            x = nnx.relu(layer(x))
+        return self.layers[-1](x)
+
+
+class HeadInFP8(nnx.Module):
+    """No other layer is taken for it."""
+
+    def __init__(self, rngs):
+        self.mix = nnx.Linear(D, D, rngs=rngs)
+        self.head = jfp8.nnx.Linear(D, 500, recipe="current", rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.mix(x))
+
+
+MADE = {
+    "directly": lambda make: make(nnx.Rngs(0)),
+    "clone": lambda make: nnx.clone(make(nnx.Rngs(0))),
+    "merge": lambda make: nnx.merge(*nnx.split(make(nnx.Rngs(0)))),
+    "abstract": lambda make: nnx.eval_shape(lambda: make(nnx.Rngs(0))),
+}
+
+
+def stayed(model):
+    return {row.path for row in jfp8.report(model, X).rows if not row.fp8}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_the_same_layers_stay_however_a_model_was_made(made):
+    assert stayed(jfp8.convert(MADE[made](MLP), "current")) == {"layers/2"}
+    assert stayed(jfp8.convert(MADE[made](HeadInFP8), "current")) == set()
+
+
+def test_parts_that_are_called_alone():
+    """They return no logits; with an example they stay as they are where the model's do."""
+    plain = MLP(nnx.Rngs(0))
+    part = jfp8.convert(plain, "current").layers[0]
+    assert not jnp.array_equal(part(X), plain.layers[0](X))
+    alone = jfp8.convert(plain.layers[0], "current", exempt=())
+    assert jnp.array_equal(alone(X), part(X))
+    model = jfp8.convert(plain, "delayed", jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert stayed(model) == {"layers/2"}
+    assert {path[:2] for path in histories(model)} == {("layers", 0), ("layers", 1)}
+    assert jnp.array_equal(model.layers[2](X), plain.layers[2](X))
+
+
+class Multiplies(nnx.Module):
+    """One product with a parameter, a layer's or a child's; `way` says how it is written."""
+
+    def __init__(self, way="value"):
+        self.way, self.w = way, parameter(nnx.Rngs(0), (D, D))
+        self.held = nnx.List([parameter(nnx.Rngs(1), (D, D))])
+        if way == "of a layer":
+            self.layer = nnx.Linear(D, D, rngs=nnx.Rngs(2))
+        if way in ("of a child", "nnx.jit", "in nnx.jit", "in nnx.remat"):
+            self.child = Multiplies()
+
+    def __call__(self, x):
+        return WAYS[self.way](self, x)
+
+    def multiplied(self, x):
+        return x @ self.w
+
+
+WAYS = {
+    "value": lambda m, x: x @ m.w.get_value(),
+    "of a list": lambda m, x: x @ m.held[0][...],
+    "the variable": lambda m, x: jnp.einsum("td,df->ft", x, m.w),
+    "of a child": lambda m, x: x @ m.child.w[...].astype(jnp.bfloat16).astype(jnp.float32),
+    "nnx.jit": lambda m, x: nnx.jit(lambda child, x: child(x))(m.child, x),
+    "in nnx.jit": lambda m, x: nnx.jit(lambda m, x: x @ m.w[...])(m.child, x),
+    "of a layer": lambda m, x: x @ (m.layer.kernel[...] * jnp.tri(D)),
+    "in nnx.remat": lambda m, x: nnx.remat(lambda child, x: child(x))(m.child, x),
+    "a method": lambda m, x: m.multiplied(x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.representative(2)
+def test_however_it_is_written(way):
+    model = Multiplies(way)
+    converted = jfp8.convert(model, "delayed", exempt=())
+    assert all(row.fp8 for row in jfp8.report(converted, X).rows)
+    assert 1e-3 < relative_error(converted(X), model(X)) < 0.1  # eager
+    jax.tree.map(np.testing.assert_array_equal, nnx.jit(lambda m: m(X))(converted), converted(X))
+    assert not moved(converted)
+    record(converted, X)
+    assert {path[-1] for path, x in histories(converted).items() if x.any()} == {"lhs", "rhs"}
+    assert len(moved(converted)) == 1
+
+
+class Own(nnx.Module):
+    """A module of the user's own: a matrix, or with a recipe jfp8's product of it."""
+
+    def __init__(self, rngs, recipe=None):
+        self.w = parameter(rngs, (8, 8))
+        if recipe is not None:
+            self.op = jfp8.nnx.EinsumOp(recipe=recipe)
+
+    def __call__(self, x):
+        return getattr(self, "op", jnp.einsum)("btd,df->btf", x, self.w[...])
+
+
+BATCH = jax.random.normal(jax.random.key(2), (2, 6, 8))
+TOKENS = jnp.arange(12).reshape(2, 6)
+scanned = lambda run: nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_stacks_are_converted_inside_or_as_a_whole(inside):
+    """As a whole, nothing tells that a module is stacked: all share one history."""
+
+    class Stack(nnx.Module):
+        def __init__(self, make):
+            self.layers = nnx.vmap(make)(jax.random.split(jax.random.key(0), 16))
+
+        def __call__(self, x):
+            return scanned(lambda x, f: jnp.tanh(f(x)))(x, self.layers)
+
+    make = lambda key: Own(nnx.Rngs(key))
+    convert = functools.partial(jfp8.convert, recipe="delayed", exempt=())
+    stack = Stack(lambda key: convert(make(key))) if inside else convert(Stack(make))
+    jfp8.nnx.value_and_grad(lambda m: jnp.sum(m(BATCH)))(stack)
+    history = stack.layers.DotGeneral_w.fp8["rhs"][...]
+    largest = jnp.abs(stack.layers.w[...]).max((1, 2))
+    # A sink adds up the amaxes of several uses, to 3 bits.
+    rtol = 1e-6 if inside else 2**-4
+    np.testing.assert_allclose(history[..., 0], largest if inside else largest.max(), rtol=rtol)
+    by_example = jfp8.convert(Stack(make), "delayed", BATCH, exempt=())
+    assert by_example.layers.DotGeneral_w.fp8["rhs"].shape == (16, 16)
+
+
+class Norm(nnx.RMSNorm):
+    """A user's own: its vector is a matrix where layers are stacked."""
+
+
+class MixedLayer(nnx.Module):
+    """A module of the user's own with a layer of Flax."""
+
+    def __init__(self, rngs, recipe=None):
+        self.norm, self.own = Norm(8, rngs=rngs), Own(rngs, recipe)
+        hook = {"dot_general": jfp8.nnx.DotGeneral(recipe=recipe)} if recipe else {}
+        self.linear = nnx.Linear(8, 8, rngs=rngs, **hook)
+
+    def __call__(self, x):
+        return x + self.linear(nnx.gelu(self.own(self.norm(x))))
+
+
+class Scanned(nnx.Module):
+    """The structure of a language model, with layers that `nnx.vmap` stacks."""
+
+    def __init__(self, rngs, recipe=None, layers=3):
+        make = nnx.vmap(lambda rngs: MixedLayer(rngs, recipe))
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
+        self.norm, self.head = Norm(8, rngs=rngs), nnx.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = scanned(lambda x, layer: layer(x))(self.embed(tokens), self.layers)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+@pytest.mark.representative(1)
+def test_own_modules_in_a_stack_with_layers_of_flax(layers):
+    """That a module is stacked shows in the kernels; 8 is the number of features too."""
+    loss = lambda model, tokens: jnp.mean(model(tokens) ** 2)
+    step = nnx.jit(jfp8.nnx.value_and_grad(loss))
+    converted = jfp8.convert(Scanned(nnx.Rngs(0), layers=layers), "delayed")
+    written = Scanned(nnx.Rngs(0), "delayed", layers=layers)
+    for _ in range(2):
+        (value, grads), (wanted, expected) = step(converted, TOKENS), step(written, TOKENS)
+        assert value == wanted
+    assert value != loss(Scanned(nnx.Rngs(0), layers=layers), TOKENS)
+    own, op = converted.layers.own.DotGeneral_w.fp8, written.layers.own.op.fp8
+    for role in ("lhs", "rhs", "grad"):
+        assert np.all(own[role][:, :2])
+        np.testing.assert_array_equal(own[role][...], op[role][...])
+    np.testing.assert_array_equal(grads.layers.norm.scale[...], expected.layers.norm.scale[...])
+    assert not hasattr(converted.layers.norm, "DotGeneral_scale")
+
+
+def test_a_matrix_beside_a_stack_is_no_stack():
+    """It has as many rows as there are layers."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = (Own(rngs) for _ in range(2))
+            self.layers = nnx.split_rngs(splits=8)(nnx.vmap(lambda rngs: MixedLayer(rngs)))(rngs)
+            self.position = parameter(rngs, (1, 6, 8))
+
+        def __call__(self, x):
+            x = self.first(x + self.position)
+            return jnp.tanh(self.second(scanned(lambda x, f: f(x))(x, self.layers)))
+
+    converted = jfp8.convert(Model(nnx.Rngs(0)), "delayed", exempt=())
+    fp8 = {row.path for row in jfp8.report(converted, BATCH).rows if row.fp8}
+    assert {"first", "second", "layers/own"} <= fp8
+    assert converted.first.DotGeneral_w.fp8["lhs"].shape == (16,)
+
+
+def test_adapters_that_are_added_to_a_layer():
+    """Qwix adds them to ``jax.lax.dot_general``, which a layer must go on calling."""
+
+    class Adapted(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(D, D, rngs=rngs)
+            self.layer.kernel_lora_a = nnx.LoRAParam(jnp.ones((D, 1)))
+            self.layer.kernel_lora_b = nnx.LoRAParam(jnp.ones((1, D)))
+
+        def __call__(self, x):
+            low_rank = x @ self.layer.kernel_lora_a @ self.layer.kernel_lora_b
+            return jnp.tanh(self.layer(x) + low_rank)
+
+    converted = jfp8.convert(Adapted(nnx.Rngs(0)), "delayed")
+    rows = [row for row in jfp8.report(converted, X).rows if row.kind in ("fprop", "forward")]
+    assert [row.fp8 for row in rows] == [False, False, True]
+    nnx.grad(lambda m: jnp.sum(m(X)))(converted)
+    assert moved(converted) == {("layer", "dot_general")}
+    lora = nnx.Sequential(nnx.LoRALinear(D, D, lora_rank=2, rngs=nnx.Rngs(0)), nnx.relu)
+    assert stayed(jfp8.convert(lora, "current")) == {"layers/0/lora"}
