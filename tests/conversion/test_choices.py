@@ -84,6 +84,21 @@ def test_functions_get_the_path_and_the_layer_or_the_module_of_a_parameter(door)
 
 
 @every_door
+def test_reasons_are_in_the_report(door):
+    def reasons(**options):
+        case = converted(door, net, PARAMS, IMAGES, layers=LAYERS, **options)
+        return {row.path: row.reason for row in case.report(IMAGES).rows}
+
+    assert reasons(exempt="body")["body"] == "exempt: 'body'"
+    assert reasons(only="body")["last"] == "not among only='body'"
+    assert reasons(exempt=lambda path, layer: path == "head")["head"] == "exempt: <lambda>"
+    stem = "exempt: the first convolution of an image model (at most 4 input channels)"
+    assert reasons()["stem"] == stem
+    if door in CONV:
+        assert reasons(exempt=CONV[door])["last"] == "exempt: Conv"
+
+
+@every_door
 @pytest.mark.parametrize("name", ["exempt", "only"])
 def test_a_pattern_that_matches_nothing(name, door):
     words = r"'encoder/\*' matches no layer of the model. Layers: body, head, last, own, stem"

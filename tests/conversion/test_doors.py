@@ -333,23 +333,28 @@ def test_a_model_that_differentiates_has_other_histories_for_its_gradients(door)
 
 
 @every_door
-def test_regions_and_stored_weights(door):
-    """Weights are quantized again, with their scale: the same numbers, if both are compiled."""
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "direct_e5m2", "mxfp8", "nvfp4"])
+@pytest.mark.representative(3)
+def test_stored_weights_give_the_same_numbers(recipe, door):
+    """They were rounded before instead of during the call: by the same rule, if it is compiled."""
     run = lambda p, x: jnp.tanh(p("q", x)) @ p["k"]
-    params = {name: PARAMS[name] for name in "qk"}
-    case = converted(door, run, params, X, layers="q", exempt=())
+    params = {name: jnp.tile(PARAMS[name], (2, 2)) for name in "qk"}
+    x = jnp.tile(X, (1, 2))
+    case = converted(door, run, params, x, recipe, layers="q", exempt=())
     call = jax.jit(lambda params, x: case(x, params))
-    expected = call(params, X)
-    stored = jfp8.quantize_params(params, "current", kernels=("q", "k"))
+    stored = jfp8.quantize_params(params, recipe, kernels=("q", "k"))
     assert all(map(jfp8.is_scaled_array, stored.values()))
-    np.testing.assert_array_equal(call(stored, X), call(jfp8.dequantize_tree(stored), X))
-    numpy = jax.tree.map(np.asarray, stored)  # and without jit
-    np.testing.assert_allclose(case(np.asarray(X), numpy), call(stored, X), rtol=1e-5, atol=1e-6)
-    assert 0 < relative_error(expected, case.plain(X)) < 0.06
-    assert all(row.fp8 for row in case.report(X).rows)
-    with jfp8.autocast(enabled=False):
-        np.testing.assert_array_equal(case(X), case.plain(X))
-        assert {row.reason for row in case.report(X).rows} == {"FP8 is disabled in this region"}
+    np.testing.assert_array_equal(call(stored, x), call(params, x))
+    assert 1e-3 < relative_error(call(params, x), case.plain(x)) < 0.5
+    if recipe == "current":
+        np.testing.assert_array_equal(call(stored, x), call(jfp8.dequantize_tree(stored), x))
+        numpy = jax.tree.map(np.asarray, stored)  # and without jit
+        np.testing.assert_allclose(case(np.asarray(x), numpy), call(stored, x), 1e-5, 1e-6)
+        assert all(row.fp8 for row in case.report(x).rows)
+        with jfp8.autocast(enabled=False):
+            np.testing.assert_array_equal(case(x), case.plain(x))
+            reasons = {row.reason for row in case.report(x).rows}
+            assert reasons == {"FP8 is disabled in this region"}
 
 
 @every_door

@@ -634,6 +634,9 @@ def test_a_layer_with_a_product_of_its_own_keeps_it(given):
     model = nn.Sequential([nn.Dense(8, **given), nn.Dense(8), nn.Dense(3)])
     model = jfp8.convert(model, CURRENT, exempt=())
     assert products(model, X) == {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2}
+    rows = jfp8.report(model, jax.eval_shape(model.init, KEY, X), X).rows
+    reasons = {row.reason for row in rows if row.path == "layers_0"}
+    assert reasons == {"the layer was given its own dot_general"}
     alone = jfp8.convert(nn.Dense(8, **given), CURRENT, exempt=())
     variables = alone.init(KEY, X)
     np.testing.assert_array_equal(alone.apply(variables, X), 2 * nn.Dense(8).apply(variables, X))
@@ -641,23 +644,14 @@ def test_a_layer_with_a_product_of_its_own_keeps_it(given):
 
 @pytest.mark.slow
 def test_layers_of_jfp8_keep_recipe_and_implementation():
-    model = nn.Sequential(
-        [
-            jfp8.Dense(8, recipe=RowwiseScaling()),
-            jfp8.Dense(8, implementation="xla"),
-            jfp8.Einsum((8, 8), "ab,bc->ac"),
-            nn.Dense(3),
-        ]
-    )
+    by_recipe, by_xla = jfp8.Dense(8, recipe=RowwiseScaling()), jfp8.Dense(8, implementation="xla")
+    model = nn.Sequential([by_recipe, by_xla, jfp8.Einsum((8, 8), "ab,bc->ac"), nn.Dense(3)])
     converted = jfp8.convert(model, CURRENT)
     shapes = jax.eval_shape(converted.init, KEY, X)
     rows = jfp8.report(converted, shapes, X).rows
-    assert {row.path: row.recipe for row in rows} == {
-        "layers_0": "rowwise",
-        "layers_1": "current",
-        "layers_2": "current",
-        "layers_3": "",
-    }
+    recipes = {row.path: row.recipe for row in rows}
+    assert list(recipes) == [f"layers_{i}" for i in range(4)]
+    assert list(recipes.values()) == ["rowwise", "current", "current", ""]
     # XLA multiplies f8 x f8 on this device for ``implementation="xla"`` alone.
     text = jax.jit(converted.apply).lower(shapes, X).as_text()
     assert any("dot_general" in t and "f8E4M3FN>" in t.split("->")[0] for t in text.splitlines())

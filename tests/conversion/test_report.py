@@ -18,7 +18,7 @@ from flax import nnx
 import jfp8
 from jfp8.conversion.layer_tree import tree_lines
 from jfp8.conversion.product_rows import ProductRow
-from jfp8.kernels.cost_model import BY_XLA, ON_ADA, ON_BLACKWELL, expected, work_of
+from jfp8.kernels.cost_model import ON_ADA, expected, work_of
 from jfp8.kernels.rates import RATES
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
@@ -91,6 +91,10 @@ def test_rows_of_an_mlp():
     assert r.fp8_fraction == 2048 / 3200
     assert r.unconverted == r.rows[1:4]
     assert r.summary() == "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products."
+    data = json.loads(r.to_json())
+    assert data == json.loads(json.dumps(r.to_dict()))
+    assert (data["fp8_fraction"], data["flops"]) == (r.fp8_fraction, 3200)
+    assert tuple(ProductRow(**row) for row in data["products"]) == r.rows
 
 
 def test_an_unconverted_model_has_no_fp8():
@@ -174,9 +178,6 @@ def test_the_three_products_of_a_convolution_count_alike(layer, windows):
     )
 
 
-SLOWER = pytest.mark.filterwarnings("ignore:On NVIDIA .*, FP8 is expected to have:UserWarning")
-
-
 def test_expected_times_of_a_known_gpu():
     """As `cost_model` has them: of an L40S with its costs, in bf16 where that is chosen."""
     model = nn.Sequential([jfp8.Dense(4096), jfp8.Dense(128), jfp8.Dense(16)])
@@ -200,23 +201,6 @@ def test_expected_times_of_a_known_gpu():
     assert re.search(r"137 G +499 +664 +delayed, ", lines[0])
     text = r"Expected by a model, not measured: [\d.]+ .s for the products that are FP8, [\d.]+ ms"
     assert re.search(text, " ".join(r.verbose().split()))
-
-
-TIMED = {"current": "one", "rowwise": "rows", "block": "blocks", "mxfp8": "mx", "nvfp4": "nvfp4"}
-
-
-@SLOWER
-def test_expected_times_are_by_the_kind_of_scales():
-    layers = {name: jfp8.Dense(4096, recipe=jfp8.recipes.get(name)) for name in TIMED}
-    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    costs = BY_XLA if jax.__version_info__ < (0, 11, 2) else ON_BLACKWELL
-    for name, layer in layers.items():
-        variables = jax.eval_shape(layer.init, KEY, x)
-        with traced_for("NVIDIA B200"):
-            row = jfp8.report(layer, variables, x).rows[0]
-        times = expected(work_of((4096,) * 3), RATES["B200"], TIMED[name], costs)
-        used = times.rounded if row.cuda.startswith("bf16") else times.fp8
-        assert row.expected_us == pytest.approx(1e6 * used), name
 
 
 def test_mi300_says_that_it_has_other_formats():
@@ -343,23 +327,6 @@ def test_products_of_the_library_itself_are_not_blamed_on_its_files():
     assert all(reason.startswith(NO_LAYER) and "moe.py" not in reason for reason in reasons)
 
 
-@pytest.mark.slow
-def test_why_layers_are_not_converted():
-    own = nn.Dense(8, dot_general=jax.lax.dot_general)
-    model = nn.Sequential([own, nn.Dense(8), nn.Dense(8)])
-    reasons = lambda **choice: {
-        row.path: row.reason for row in report(jfp8.convert(model, CURRENT, **choice), X).rows
-    }
-    assert reasons(exempt="layers_1") == {
-        "layers_0": "the layer was given its own dot_general",
-        "layers_1": "exempt: 'layers_1'",
-        "layers_2": "",
-    }
-    assert reasons(only="layers_1")["layers_2"] == "not among only='layers_1'"
-    assert reasons(exempt=nn.Dense)["layers_1"] == "exempt: Dense"
-    assert reasons(exempt=lambda path, layer: path.endswith("2"))["layers_2"] == "exempt: <lambda>"
-
-
 def test_regions():
     model = nn.Sequential([nn.Dense(8), jfp8.Dense(8), jfp8.Dense(8, recipe=RowwiseScaling())])
     variables = jax.eval_shape(model.init, KEY, X)
@@ -372,9 +339,6 @@ def test_regions():
     assert r.fp8_fraction == 1
     recipes = {row.path: row.recipe for row in r.rows}
     assert recipes == {"layers_0": "current", "layers_1": "current", "layers_2": "rowwise"}
-    with jfp8.autocast(enabled=False):
-        r = jfp8.report(jfp8.convert(model, CURRENT), variables, X)
-    assert {row.reason for row in r.rows} == {"FP8 is disabled in this region"}
 
 
 @pytest.mark.slow
@@ -465,15 +429,6 @@ def test_static_arguments_rngs_methods_and_other_collections():
     assert layers(X, train=True, rngs={"noise": KEY}) == ["dense", "head"]
     assert layers(X, False) == ["dense", "head"]
     assert layers(X, False, method="encode") == layers(X, False, method=Net.encode) == ["dense"]
-
-
-def test_to_json():
-    r = report(jfp8.convert(Mlp(), CURRENT), X)
-    data = json.loads(r.to_json())
-    assert data == json.loads(json.dumps(r.to_dict()))
-    assert data["fp8_fraction"] == r.fp8_fraction
-    assert data["flops"] == 3200
-    assert tuple(ProductRow(**row) for row in data["products"]) == r.rows
 
 
 def test_text():

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
 import jfp8
 from jfp8 import recipes
@@ -68,21 +67,6 @@ def test_kernels_become_bytes_and_a_scale_and_nothing_else_changes(array, dtype)
     np.testing.assert_array_equal(apply({"params": params}, X), y)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "direct_e5m2", "mxfp8", "nvfp4"])
-def test_a_converted_model_gives_the_same_numbers_from_fp8_weights(name):
-    """The weights were rounded before instead of during the call: by the same rule, so equal."""
-    recipe = recipes.get(name)
-    model = jfp8.convert(MLP, recipe)
-    params = model.init(KEY, X)["params"]
-    frozen = jfp8.quantize_params(params, recipe, exempt="Dense_1")  # the logits
-    apply = jax.jit(model.apply)
-    y = apply({"params": params}, X)
-    np.testing.assert_array_equal(apply({"params": frozen}, X), y)
-    exact = MLP.apply({"params": params}, X)
-    assert 1e-3 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.5
-
-
 LAYERS = {
     "Dense": (jfp8.Dense(6), (4, 32)),
     "DenseGeneral": (jfp8.DenseGeneral((2, 3), axis=(-2, -1)), (4, 8, 4)),
@@ -119,15 +103,6 @@ def test_stacked_layers_have_scales_of_their_own(name):
     np.testing.assert_array_equal(apply({"params": frozen}, X), apply({"params": params}, X))
 
 
-def test_nnx():
-    model = nnx.Sequential(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.relu)
-    model = jfp8.convert(model, recipes.Float8CurrentScaling(), exempt=())
-    y = model(X)
-    nnx.update(model, jfp8.quantize_params(nnx.state(model, nnx.Param)))
-    assert isinstance(model.layers[0].kernel.get_value(), jfp8.ScaledArray)
-    np.testing.assert_array_equal(model(X), y)
-
-
 def test_errors():
     params = MLP.init(KEY, X)["params"]
     with pytest.raises(ValueError, match=r"'Dense_7' matches no layer.*Dense_0, Dense_1, Dense_2"):
@@ -140,3 +115,5 @@ def test_errors():
         jfp8.quantize_params(params, jfp8.recipes.DelayedScaling)
     with pytest.raises(ValueError, match="in FP8 already"):
         jfp8.quantize_params(jfp8.quantize_params(params))
+    with pytest.raises(ValueError, match=r"no kernels .* called \['kernel'\]"):
+        jfp8.quantize_params({"a": {"w": jnp.ones((8, 8))}})
