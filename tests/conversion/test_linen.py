@@ -273,6 +273,13 @@ def kinds(module, x):
     return nn.Dense(3)(x)
 
 
+def quartered(module, x):
+    """All collections, which `nn.map_variables` maps unless told otherwise."""
+    quarter = lambda variables: jax.tree.map(lambda leaf: leaf / 4, variables)
+    init = module.is_initializing()
+    return nn.map_variables(nn.Dense, trans_in_fn=quarter, init=init)(16)(x)
+
+
 def spectral(module, x):
     """Normalizes every array of a layer."""
     return nn.SpectralNorm(nn.Dense(16))(x, update_stats=False)
@@ -306,6 +313,8 @@ MODELS = {
         2,
     ),
     "map_variables of a method": (Model(lambda module, x: MappedMethod()(x)[0]), 1),
+    "map_variables of a method in scan": (scanned_in(MappedMethod), 1),
+    "map_variables of all collections": (Model(quartered), 1),
     "map_variables in remat": (mapped_in(nn.remat), 1),
     "map_variables in vmap": (mapped_in(partial(nn.vmap, in_axes=None, axis_size=2, **STACK)), 1),
     "conv": (of_a_sequence(lambda: nn.Conv(16, (3,))), 1),
@@ -407,41 +416,18 @@ def test_a_stack_of_own_products_has_the_bits_of_jfp8s():
         assert amaxes(found.fp8, role)[0].shape == (3,)
 
 
-def test_functions_of_all_collections_do_not_scale_histories():
-    """`nn.map_variables` maps all collections unless told otherwise; by the stock model."""
-
-    def quartered(module, x):
-        quarter = lambda variables: jax.tree.map(lambda leaf: leaf / 4, variables)
-        init = module.is_initializing()
-        return nn.map_variables(nn.Dense, trans_in_fn=quarter, init=init)(16)(x)
-
-    converted = jfp8.convert(Model(quartered), exempt=())
-    state = stepped(converted, converted.init(KEY, X), 2)
-
-    def loss(variables, x):
-        y = converted.apply(variables, x)
-        return jnp.sum(y), {}, y
-
-    (_, found), _ = jfp8.value_and_grad(loss, has_aux=True)(state, X)
-    assert relative_error(found, Model(quartered).apply({"params": state.params}, X)) < 0.05
-    assert all(np.all(amax > 0) for amax in amaxes(state.fp8, "grad"))
-
-
-def test_a_decorated_method_under_scan_keeps_its_state():
-    """Its functions see the state there, but it must not get lost."""
-    converted = jfp8.convert(scanned_in(MappedMethod), exempt=())
-    variables = converted.init(KEY, X)
-    assert set(variables) == {"params", "fp8", "fp8_sink"}
-    assert all(np.all(amax > 0) for amax in amaxes(stepped(converted, variables, 1).fp8, "lhs"))
-
-
 @pytest.mark.parametrize("mutable", [False, True])
 @pytest.mark.parametrize(
-    "model",
-    [Mapped(), scanned_in(MappedBlock), LiftOfLift(lambda init: scanned(mapped(Own, init)))],
-    ids=["map_variables", "in scan", "scan of a mapped class"],
+    ("model", "function"),
+    [
+        (Mapped(), np.tanh),
+        (scanned_in(MappedBlock), np.tanh),
+        (LiftOfLift(lambda init: scanned(mapped(Own, init))), np.tanh),
+        (Model(quartered), lambda w: w / 4),
+    ],
+    ids=["map_variables", "in scan", "scan of a mapped class", "of all collections"],
 )
-def test_histories_are_those_of_mapped_parameters(model, mutable):
+def test_histories_are_those_of_mapped_parameters(model, function, mutable):
     """Against NumPy, with `jfp8.TrainState` and in a loop without it."""
     converted = jfp8.convert(model, exempt=())
     variables = jax.jit(converted.init)(KEY, X)
@@ -452,8 +438,9 @@ def test_histories_are_those_of_mapped_parameters(model, mutable):
         fp8 = recorded(converted, variables, X)["fp8"]
     else:
         fp8 = stepped(converted, variables, 1).fp8
+        assert all(np.all(amax > 0) for amax in amaxes(fp8, "grad"))
     (found,) = amaxes(fp8, "rhs")
-    np.testing.assert_allclose(found, np.abs(np.tanh(kernel)).max((-2, -1)), rtol=1e-6)
+    np.testing.assert_allclose(found, np.abs(function(kernel)).max((-2, -1)), rtol=1e-6)
     (found,) = amaxes(fp8, "lhs")
     np.testing.assert_allclose(np.ravel(found)[0], np.abs(X).max(), rtol=1e-6)
 
@@ -614,14 +601,6 @@ def converted_layers(model, *inputs, **kwargs) -> set[str]:
     return {key.split("/DotGeneral")[0].split("/ConvGeneral")[0] for key in keys}
 
 
-def test_a_pattern_that_matches_nothing_is_told_by_apply():
-    variables = jax.eval_shape(Compact().init, KEY, X)
-    model = jfp8.convert(Compact(), DELAYED, exempt="encoder/*")
-    words = r"'encoder/\*' matches no layer of the model. Layers: Dense_0, Dense_1, Dense_2"
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(model.apply, variables, X)
-
-
 def own_dot_general(*args, **kwargs):
     return 2 * jax.lax.dot_general(*args, **kwargs)
 
@@ -714,38 +693,26 @@ def test_boxed_parameters():
 
 
 def test_models_are_values():
-    class Wide(nn.Module):
-        features: int = 8
-
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(self.features)(x)
-
-    make = lambda n, **kwargs: jfp8.convert(Wide(n), CURRENT, **kwargs)
-    assert make(8) == make(8)
-    assert hash(make(8)) == hash(make(8))
-    others = [make(9), make(8, exempt="Dense_0"), jfp8.convert(Wide(8), DELAYED), Wide(8)]
-    assert all(make(8) != other for other in others)
-    assert make(8).clone(features=9) == make(9)
-    assert make(8).features == 8
-    assert make(8).copy() == make(8)
-    assert isinstance(make(8), Wide)
-    assert type(make(8)).__name__ == "Wide"
-
-
-def test_pickled_models_are_converted_models():
+    make = lambda name=None, **kwargs: jfp8.convert(Block(name=name), CURRENT, **kwargs)
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    others = [make("a"), make(exempt="up"), jfp8.convert(Block(), DELAYED), Block()]
+    assert all(make() != other for other in others)
+    assert make().clone(name="a") == make("a")
+    assert make("a").name == "a"
+    assert make().copy() == make()
+    assert isinstance(make(), Block)
+    assert type(make()).__name__ == "Block"
     converted = jfp8.convert(Block(), {"up": "delayed", "*": "mxfp8"}, exempt=())
     loaded = pickle.loads(pickle.dumps(converted))
     assert loaded == converted
     assert type(loaded) is type(converted)
     variables = loaded.init(KEY, X)
     assert set(variables["fp8"]) == {"up"}
-    assert_same(loaded.apply(variables, X), converted.apply(variables, X))
+    assert_same(loaded.apply(variables, X)[0], converted.apply(variables, X)[0])
 
 
 own_derivative = jax.custom_jvp(jnp.dot)
-
-
 own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
 
 
@@ -848,12 +815,9 @@ def test_no_trace_of_another_recipe_is_used(model):
             assert relative_error(y, other) > 1e-3
 
 
-def test_patterns_choose_layers_inside_of_jitted_blocks():
+def test_layers_are_chosen_inside_of_jitted_blocks():
     """The same ones in every block of a class: Flax traces it once for all of them."""
     assert converted_layers(Model(jitted), X, exempt="*/down") == {"one/up", "two/up", "Dense_0"}
-
-
-def test_types_are_found_in_jitted_blocks_each_time():
     one = Model(lambda module, x: nn.jit(Block)(name="one")(x)[0])
     for made in (one, Partly()):  # Flax traces the block of the second in the first call alone
         model = jfp8.convert(made, DELAYED, only=nn.Dense)
@@ -878,6 +842,14 @@ def test_types_are_found_in_jitted_blocks_each_time():
 def test_errors(call, words):
     with pytest.raises(TypeError, match=words):
         call()
+
+
+def test_apply_tells_a_pattern_that_matches_nothing():
+    model = jfp8.convert(Compact(), exempt="encoder/*")
+    with pytest.raises(
+        ValueError, match=r"'encoder/\*' matches no layer.*Dense_0, Dense_1, Dense_2"
+    ):
+        model.apply(Compact().init(KEY, X), X)
 
 
 def test_an_exempt_layer_may_round_to_fp8_itself():

@@ -97,6 +97,8 @@ def test_a_call_changes_what_the_model_changes():
     assert data_of(ours).keys() == data_of(plain).keys()
     assert ours.widened(nnx.Rngs(1)) is ours
     assert ours.more(X[:, :4]).shape == (4, 4)
+    fp8 = jfp8.convert(plain, "current", exempt=())
+    assert 0 < relative_error(fp8.until(X), plain.until(X)) < 0.3
 
 
 def test_training_with_evaluation_between_steps():
@@ -199,12 +201,6 @@ def test_what_a_call_captures():
         y, found = nnx.capture(model, nnx.Intermediate)(X)
     np.testing.assert_array_equal(found["x"][0], X)
     np.testing.assert_array_equal(y, jfp8.convert(Plain(nnx.Rngs(0)), "delayed", exempt=())(X))
-
-
-def test_what_no_trace_can_follow_runs_as_it_is():
-    model = Net(nnx.Rngs(0))
-    converted = jfp8.convert(model, "current", exempt=())
-    assert 0 < relative_error(converted.until(X), model.until(X)) < 0.3
 
 
 def test_copies_of_a_converted_model():
@@ -355,9 +351,6 @@ def test_stacks_of_stacks():
     nnx.jit(nnx.grad(lambda model, x: jnp.sum(twice(model, x) ** 2)))(converted, X)
     found = histories(converted)["up", "dot_general", "lhs"]
     np.testing.assert_array_equal(found[..., 0], np.full((2, 3), np.abs(X).max()))
-
-
-def test_layers_stacked_along_another_axis_are_refused():
     make = nnx.vmap(lambda rngs: nnx.Linear(4, 5, use_bias=False, rngs=rngs), in_axes=0, out_axes=2)
     with pytest.raises(ValueError, match=r"\(4, 5, 3\).*leading axes"):
         convert_module(nnx.split_rngs(splits=3)(make)(nnx.Rngs(0)), everything)
@@ -437,15 +430,6 @@ def test_a_report_has_a_reason_for_every_product():
     assert (nnx.graphdef(model), nnx.graphdef(converted)) == (before, left)
 
 
-def test_a_conversion_that_finds_nothing_to_wait_for_says_so_at_once():
-    """Without layers whose edges are seen when it is called."""
-    model = nnx.Dict(norm=nnx.LayerNorm(D, rngs=nnx.Rngs(0)))
-    with pytest.warns(UserWarning, match="No product of Dict is FP8.*no layer of Flax") as caught:
-        jfp8.convert(model)
-    (warning,) = caught
-    assert warning.filename == __file__
-
-
 def test_a_conversion_of_nothing_says_what_it_saw():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -470,6 +454,10 @@ def test_a_conversion_of_nothing_says_what_it_saw():
     assert "jfp8.nnx.EinsumOp" in text
     assert "norm" not in text
     assert "embed" not in text
+    # Without layers whose edges are seen when it is called, at once.
+    with pytest.warns(UserWarning, match="No product of Dict is FP8.*no layer of Fl") as caught:
+        jfp8.convert(nnx.Dict(norm=nnx.LayerNorm(D, rngs=nnx.Rngs(0))))
+    assert [each.filename for each in caught] == [__file__]
     jfp8.convert(model, exempt="head")  # the user's own choice
     jfp8.convert(model, exempt=())
     jfp8.convert(nnx.Sequential(jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.relu))

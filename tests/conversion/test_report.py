@@ -432,9 +432,9 @@ def test_static_arguments_rngs_methods_and_other_collections():
 
 
 def test_text():
-    """A line a layer; shares of 3200 FLOPs: 2 * 1024 and 3 * 384."""
-    lines = str(report(jfp8.convert(Mlp(), CURRENT), X)).splitlines()
-    assert lines == [
+    """A line a layer; shares of 3200 FLOPs: 2 * 1024 and 3 * 384. Verbose, a line a product."""
+    r = report(jfp8.convert(Mlp(), CURRENT), X)
+    assert str(r).splitlines() == [
         "layer    fprop  dgrad  wgrad  FLOPs    recipe   on CUDA",
         "-" * 55,
         "Dense_0  FP8           FP8     64.0 %  current  xla",
@@ -446,10 +446,7 @@ def test_text():
         "",
         "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products.",
     ]
-
-
-def test_verbose_text_has_a_line_for_each_product():
-    lines = report(jfp8.convert(Mlp(), CURRENT), X).verbose().splitlines()
+    lines = r.verbose().splitlines()
     assert lines[0].split() == ["layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how"]
     assert lines[2].split() == [
         *("Dense_0", "fprop", "e4m3fn[4,8]", "e4m3fn[8,16]", "f32[4,16]", "1", "1.02", "k"),
