@@ -106,6 +106,40 @@ def test_a_pattern_that_matches_nothing(name, door):
         chosen(door, **{name: ["own", "encoder/*"]})
 
 
+own_derivative = jax.custom_jvp(jnp.dot)
+own_derivative.defjvp(lambda xs, ts: (jnp.dot(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
+
+
+@every_door
+def test_a_conversion_of_nothing_says_what_it_saw_unless_it_was_chosen(door):
+    """Its matmuls have a derivative of their own, in which conversion does not look."""
+    run = lambda p, x: p("head", own_derivative(x, p["w"]) * p["scale"][None])
+    params = {"w": jnp.ones((8, 8)), "scale": jnp.ones((8,)), "head": jnp.ones((8, 3))}
+    model, x = original(door, run, params, ["head"]), jnp.ones((4, 8))
+    calls = {"function": lambda f: f(params, x), "nnx": lambda model: model(x)}
+    init = lambda model: jax.eval_shape(model.init, KEY, x)
+    call = calls.get(door, init)
+    converted = jfp8.convert(model, "current")
+    with pytest.warns(UserWarning, match=r"No (product|matmul) of .* is FP8") as caught:
+        call(converted)
+    (warning,) = caught
+    text = str(warning.message)
+    assert warning.filename == __file__
+    assert "exempt: a layer whose result the model returns" in text
+    assert "exempt=() exempts none" in text
+    if door != "function":
+        assert f"{DENSE[door].__name__} at 'head': exempt" in text
+        assert f"{HOLDER[door].__name__}, the model itself, 'w' (8, 8). Inside functions" in text
+        op = "jfp8.linen.DotGeneral or EinsumProduct" if door == "linen" else "jfp8.nnx.EinsumOp"
+        assert op in text
+    if door == "linen":
+        jax.eval_shape(converted.apply, init(model), x)  # was told once
+    for options in ({"exempt": "head"}, {"only": lambda path, layer: False}, {"exempt": ()}):
+        call(jfp8.convert(model, "current", **options))
+    with jfp8.autocast(enabled=False):
+        call(jfp8.convert(model, "current"))
+
+
 # Another recipe for each layer. The oracle: the same model with each matmul's recipe written in it.
 X = jax.random.normal(jax.random.key(1), (8, 32))
 SQUARES = ("none", "first", "two_up", "two_own", "head")

@@ -16,7 +16,6 @@ from jax import lax
 import jfp8
 from support.arrays import assert_same, cosine, relative_error
 from support.doors import DOORS, KEY, converted, loss_of, moved, multiply, original
-from support.models import Model
 
 X = jax.random.normal(jax.random.key(0), (64, 16))
 NAMES = ("q", "k", "v", "o")
@@ -159,15 +158,6 @@ def test_losses_gradients_and_histories_are_those_of_scaled_dot_general_by_hand(
     assert all((unconverted[name] != grad).any() for name, grad in found[1].items())
 
 
-def transformer(module, tokens):
-    """A small one in bf16, as Flax users write it."""
-    x = nn.Embed(24, 32, dtype=jnp.bfloat16)(tokens)
-    mask = nn.make_causal_mask(tokens)
-    x = x + nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16)(x, mask=mask)
-    x = x + nn.Dense(32, dtype=jnp.bfloat16)(nn.gelu(nn.Dense(64, dtype=jnp.bfloat16)(x)))
-    return nn.Dense(24, dtype=jnp.bfloat16)(nn.LayerNorm(dtype=jnp.bfloat16)(x))
-
-
 def next_token_loss(logits, tokens):
     logits = logits[:, :-1].astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -176,7 +166,10 @@ def next_token_loss(logits, tokens):
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_flax_model_has_the_bits_that_its_own_conversion_gives(recipe):
     tokens = jax.random.randint(jax.random.key(2), (4, 8), 0, 24)
-    model, name = Model(transformer), "_overwrite_with_gradient"
+    how, name = {"dtype": jnp.bfloat16}, "_overwrite_with_gradient"
+    attention, mlp = nn.MultiHeadDotProductAttention(2, **how), nn.Dense(32, **how)
+    layers = [nn.Embed(24, 32, **how), attention, nn.gelu, mlp, nn.LayerNorm(**how)]
+    model = nn.Sequential([*layers, nn.Dense(24, **how)])
     linen = jfp8.convert(model, recipe, state_collection=name)
     variables = linen.init(jax.random.key(0), tokens)
     params, histories = variables["params"], variables.get(name, {})
@@ -200,9 +193,7 @@ def test_a_flax_model_has_the_bits_that_its_own_conversion_gives(recipe):
     paths = {
         "/".join(k.key for k in path[:-2]): x for path, x in jax.tree.leaves_with_path(histories)
     }
-    assert {name.removesuffix("/kernel"): row for name, row in state.items()}.keys() == paths.keys()
-    for name, row in state.items():
-        np.testing.assert_array_equal(row, paths[name.removesuffix("/kernel")])
+    assert_same({name.removesuffix("/kernel"): row for name, row in state.items()}, paths)
 
 
 # The oracle: fake quantization, where ml_dtypes rounds and JAX only calls it.
