@@ -289,9 +289,11 @@ def test_one_input_is_quantized_once_and_others_are_not_taken_for_it(door):
     made = set(re.findall(r"%(\S+) = f8e4m3fn\[64,16\]", program))
     assert len(made) == 2, made  # x, and what goes into the last layer
     weights = {"w": PARAMS["q"], "k": PARAMS["k"]}
-    case = converted(door, ordered, weights, X, exempt=())
+    case = converted(door, ordered, weights, X, "delayed", exempt=())
     for found, expected in zip(case(X), case.plain(X), strict=True):
         assert 0 < relative_error(found, expected) < 0.06
+    _, grads = case.step(X)
+    assert 0 < relative_error(grads, jax.grad(lambda p: loss_of(ordered(p, X)))(weights)) < 0.1
 
 
 @every_door

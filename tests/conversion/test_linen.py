@@ -752,27 +752,16 @@ class Partly(nn.Module):
         return OwnEinsum(name="OwnEinsum_0")(x)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Sequential([jfp8.Dense(16), nn.relu]),
-        Partly(),
-    ],
-    ids=["layers of jfp8", "nn.jit"],
-)
-def test_who_has_fp8_is_not_warned(model):
-    model = jfp8.convert(model, CURRENT)
-    for _ in range(2):  # what is under nn.jit is traced in the first alone
-        variables = jax.eval_shape(model.init, KEY, X)
-        jax.eval_shape(model.apply, variables, X)
-
-
-def test_a_part_of_a_model_or_a_region_without_fp8_is_not_warned():
-    model = jfp8.convert(Partly(), CURRENT)
-    variables = jax.eval_shape(model.init, KEY, X)
-    jax.eval_shape(partial(model.apply, method="encode"), variables, X)
-    with jfp8.autocast(enabled=False):
-        jax.eval_shape(jfp8.convert(HomeMade(), CURRENT).init, KEY, X)
+def test_who_has_fp8_or_calls_a_part_without_it_is_not_warned():
+    partly = jfp8.convert(Partly(), CURRENT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = nn.Sequential([jfp8.Dense(16, recipe="current"), nn.relu])
+        for model in (jfp8.convert(ours, CURRENT), partly):
+            for _ in range(2):  # what is under nn.jit is traced in the first alone
+                variables = jax.eval_shape(model.init, KEY, X)
+                jax.eval_shape(model.apply, variables, X)
+        jax.eval_shape(partial(partly.apply, method="encode"), variables, X)
 
 
 def jitted(module, x):

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -439,7 +440,9 @@ def test_a_conversion_of_nothing_names_its_modules():
     with pytest.warns(UserWarning, match="No product of Dict is FP8.*no layer of Fl") as caught:
         jfp8.convert(nnx.Dict(norm=nnx.LayerNorm(D, rngs=nnx.Rngs(0))))
     assert [each.filename for each in caught] == [__file__]
-    jfp8.convert(nnx.Sequential(jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.relu))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jfp8.convert(nnx.Sequential(jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.relu))(X)
 
 
 def chain(rngs, head=nnx.Linear, **how):
