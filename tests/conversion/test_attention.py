@@ -111,43 +111,54 @@ def test_attention_is_chosen_by_its_path_and_refuses_dropout():
         report(jfp8.convert(Block(dropout=0.1), attention=True), train=True)
 
 
-def own_attention(query, key, value, mask=None):
+def own_attention(query, key, value, mask=None, **how):
     return nn.dot_product_attention(query, key, value, mask=mask)
 
 
-def by_functions(module, x):
-    q = nn.Dense(16)(x).reshape(2, 6, 2, 8)
-    x = x + jax.nn.dot_product_attention(q, q, q).reshape(x.shape)
-    return nn.MultiHeadDotProductAttention(2, attention_fn=own_attention, name="own")(x)
+def attends(module, x):
+    new = functools.partial(nn.MultiHeadDotProductAttention, 2)
+    x = x + new(name="attn")(x, mask=nn.make_causal_mask(x[..., 0]))
+    return x + new(attention_fn=own_attention, name="own")(x)
 
 
-def test_a_report_says_why_attention_is_not_fp8():
-    rows = report(jfp8.convert(Model(by_functions), attention=True)).unconverted
-    reasons = {row.reason for row in rows if row.path == "own"}
-    assert reasons == {"the layer was given its own attention_fn"}
-    ((reason,),) = ({row.reason for row in rows if row.path == ""},)
+class Attends(nnx.Module):
+    def __init__(self):
+        new = functools.partial(nnx.MultiHeadAttention, 2, 16, decode=False, rngs=nnx.Rngs(0))
+        self.attn, self.own = new(), new(attention_fn=own_attention)
+
+    def __call__(self, x):
+        x = x + self.attn(x, is_causal=True)
+        return x + self.own(x)
+
+
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize(("door", "name"), [("linen", "attention"), ("nnx", "attention_fn")])
+def test_attention_is_chosen_and_explained(door, name, attention):
+    how = {"exempt": (), "attention": attention}
+    linen = lambda: report(jfp8.convert(Model(attends), **how))
+    found = linen() if door == "linen" else jfp8.report(jfp8.convert(Attends(), **how), X)
+    assert found.causal
+    inside = [row for row in found.rows if row.path == (f"attn/{name}" if attention else "attn")]
+    assert sum(row.times for row in inside) == 6
+    assert {row.fp8 for row in inside} == {attention}
+    assert {row.flops / row.times for row in inside} == {2 * 2 * 2 * 6 * 6 * 8}
+    opt_in = "inside of attention (convert with attention=True)"
+    assert {row.reason for row in inside} == {"" if attention else opt_in}
+    own = {row.reason for row in found.rows if row.path == "own"}
+    assert own == {"the layer was given its own attention_fn"}
+    times = {(row.path, row.kind): row.times for row in found.rows if row.fp8}
+    assert all(times[f"attn/{n}", kind] == 1 for n in PROJECTIONS for kind in ("fprop", "wgrad"))
+
+
+def test_attention_by_a_function_and_of_jfp8_are_explained():
+    def by_function(module, x):
+        q = nn.Dense(16)(x).reshape(2, 6, 2, 8)
+        return x + jax.nn.dot_product_attention(q, q, q).reshape(x.shape)
+
+    rows = report(jfp8.convert(Model(by_function), exempt=(), attention=True)).unconverted
+    ((reason,),) = ({row.reason for row in rows},)
     assert reason.startswith("attention by a function, which convert does not replace (call jfp8.")
     assert "test_attention.py:" in reason
-
-
-def test_attention_of_nnx_is_chosen_and_explained_alike():
-    class Attends(nnx.Module):
-        def __init__(self):
-            new = functools.partial(nnx.MultiHeadAttention, 2, 16, decode=False, rngs=nnx.Rngs(0))
-            self.attn, self.own = new(), new(attention_fn=own_attention_of_nnx)
-
-        def __call__(self, x):
-            return x + self.own(x + self.attn(x, is_causal=True))
-
-    found = jfp8.report(jfp8.convert(Attends(), exempt=(), attention=True), X)
-    inside = [row for row in found.rows if row.path == "attn/attention_fn"]
-    times = {kind: sum(r.times for r in inside if r.kind == kind) for kind in ("fprop", "dgrad")}
-    assert times == {"fprop": 2, "dgrad": 2}
-    assert sum(row.times for row in inside if row.fp8) == 6
-    assert found.causal
-    reasons = {(row.path, row.reason) for row in found.unconverted}
-    assert reasons == {("own", "the layer was given its own attention_fn")}
-
-
-def own_attention_of_nnx(query, key, value, **options):
-    return nnx.dot_product_attention(query, key, value, is_causal=options["is_causal"])
+    ours = report(jfp8.MultiHeadDotProductAttention(num_heads=2))
+    assert {row.path for row in ours.rows if row.fp8} == set(PROJECTIONS)
+    assert all("attention_products=True" in row.reason for row in ours.unconverted)

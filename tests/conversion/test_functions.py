@@ -79,13 +79,8 @@ def test_recipes_without_state_keep_the_signature_and_attention_is_asked_for():
 
     converted = jfp8.convert(loss, "current", exempt=())
     assert converted.init(STACK[0], X) == {}
-    value, exact = converted(STACK[0], X), loss(STACK[0], X)
-    assert value == converted(STACK[0], converted.init(STACK[0], X), X) != exact
-    # Compiled, the softmax is rounded in another order.
-    compiled = jax.jit(converted)(STACK[0], X)
-    assert relative_error(compiled, value) < 1e-6 < relative_error(value, exact)
-    with jfp8.autocast(enabled=False):
-        assert converted(STACK[0], X) == exact
+    without_state, exact = converted(STACK[0], X), loss(STACK[0], X)
+    assert without_state == converted(STACK[0], converted.init(STACK[0], X), X) != exact
     rows = lambda f: [
         row.fp8 for row in jfp8.report(f, STACK[0], X).rows if row.kind in ("fprop", "forward")
     ]

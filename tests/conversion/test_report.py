@@ -298,27 +298,6 @@ def test_remat_in_a_loop_brings_constants_as_large_as_operands(name):
         assert row.rhs.partition("[")[2] in ("8,32]", "32,8]", "1,8,32]", "1,32,8]"), row
 
 
-@pytest.mark.parametrize("products", [False, True])
-def test_attention(products):
-    x = jnp.ones((2, 5, 8))
-    model = nn.Sequential([nn.MultiHeadDotProductAttention(num_heads=2), nn.Dense(4)])
-    r = report(jfp8.convert(model, CURRENT, attention=products), x)
-    path = "layers_0" + ("/attention" if products else "")
-    inside = [row for row in r.rows if row.path == path]
-    assert sum(row.times for row in inside) == 6
-    for row in inside:
-        assert row.fp8 == products
-        assert ("convert with attention=True" in row.reason) == (not products)
-        assert row.flops // row.times == 2 * (2 * 2 * 5 * 5) * 4
-    projections = counted(r, "path", "fp8", "kind")
-    for name in ("query", "key", "value", "out"):
-        assert projections[f"layers_0/{name}", True, "fprop"] == 1
-        assert projections[f"layers_0/{name}", True, "wgrad"] == 1
-    ours = report(jfp8.MultiHeadDotProductAttention(num_heads=2), x)
-    assert {row.path for row in ours.rows if row.fp8} == {"query", "key", "value", "out"}
-    assert all("attention_products=True" in row.reason for row in ours.unconverted)
-
-
 def test_products_of_the_library_itself_are_not_blamed_on_its_files():
     """A router is in f32. Whoever reads the report looks for a line of the own program."""
     r = report(jfp8.MoE(2, 16, recipe=CURRENT), jnp.ones((1, 4, 8)))
@@ -343,30 +322,26 @@ def test_regions():
 
 @pytest.mark.slow
 def test_a_product_counts_as_fp8_only_if_both_operands_are_narrow():
+    """The E8M0 scales of the other operand are no operand."""
     recipe = RowwiseScaling(high_precision_wgrad=True)
-    r = report(jfp8.convert(Mlp(), recipe, exempt=()), X)
-    assert {(row.kind, row.fp8) for row in r.rows} == {
+    rows = report(jfp8.convert(Mlp(), recipe, exempt=()), X).rows
+    assert {(row.kind, row.fp8) for row in rows} == {
         ("fprop", True),
         ("dgrad", True),
         ("wgrad", False),
     }
-    wgrad = [row for row in r.rows if row.kind == "wgrad"]
+    wgrad = [row for row in rows if row.kind == "wgrad"]
     assert {row.reason for row in wgrad} == {"the recipe keeps an operand in high precision"}
     assert (wgrad[-1].lhs, wgrad[-1].rhs) == ("f32[4,8]", "f32[4,16]")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("half", ["lhs", "rhs"])
-def test_one_operand_in_high_precision_beside_scales_that_are_narrow(half):
-    """The E8M0 scales of the other operand are no operand."""
     mx = MXFP8BlockScaling().products()
-    fprop = dataclasses.replace(mx.fprop, **{half: None})
-    recipe = jfp8.recipes.PerOperand(fprop=fprop, dgrad=mx.dgrad, wgrad=mx.wgrad)
-    row = report(jfp8.convert(Mlp(), recipe, exempt=()), jnp.ones((32, 32))).rows[0]
-    assert (row.kind, row.fp8) == ("fprop", False)
-    shapes = {"lhs": "e4m3fn[32,32]", "rhs": "e4m3fn[32,16]"}
-    wide = {"lhs": "f32[32,32]", "rhs": "f32[32,16]"}
-    assert {"lhs": row.lhs, "rhs": row.rhs} == {**shapes, half: wide[half]}
+    for half, shapes in (
+        ("lhs", ("f32[32,32]", "e4m3fn[32,16]")),
+        ("rhs", ("e4m3fn[32,32]", "f32[32,16]")),
+    ):
+        fprop = dataclasses.replace(mx.fprop, **{half: None})
+        recipe = jfp8.recipes.PerOperand(fprop=fprop, dgrad=mx.dgrad, wgrad=mx.wgrad)
+        row = report(jfp8.convert(Mlp(), recipe, exempt=()), jnp.ones((32, 32))).rows[0]
+        assert (row.kind, row.fp8, row.lhs, row.rhs) == ("fprop", False, *shapes)
 
 
 @pytest.mark.slow
