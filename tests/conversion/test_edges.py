@@ -19,7 +19,7 @@ def looped(h, w):
 
 
 ENDS = {
-    # What follows on layer a, relu and layer b; and which layers stay.
+    # The end of a model after layer a, relu and layer b; and the layers that stay.
     "result": (lambda p, x, a, b: b, "b"),
     "two heads": (lambda p, x, a, b: (p("c", b), p("d", b).mean()), "cd"),
     "residual": (lambda p, x, a, b: b + x, ""),

@@ -146,7 +146,7 @@ def test_only_a_state_is_taken_for_one():
     state = delayed.init(STACK[0], {}, X)
     y = delayed(STACK[0], state, {"by": 2.0}, X)
     assert (y == delayed(STACK[0], {"by": 2.0}, X, fp8_state=state)).all()
-    restored = dict(state)  # as a checkpoint gives it back
+    restored = dict(state)  # A checkpoint gives a dict back.
     assert (y == delayed(STACK[0], restored, {"by": 2.0}, X)).all()
     tree = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
     assert type(tree) is type(state)

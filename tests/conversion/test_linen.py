@@ -30,7 +30,7 @@ DELAYED, CURRENT = DelayedScaling(), Float8CurrentScaling()
 X = normal((4, 16))
 IMAGES = jax.random.normal(jax.random.key(2), (2, 6, 6, 3))
 SEQUENCES = jax.random.normal(jax.random.key(3), (2, 5, 16))
-SEEN: list[Any] = []  # what models saw of their parameters while they were traced
+SEEN: list[Any] = []  # Parameters that models saw while they were traced.
 
 
 def collections_of(variables):
@@ -364,7 +364,7 @@ def test_a_model_sees_its_parameters_and_no_others(name):
     (y, _), seen = seen_by(apply(model), stock, x)
     (ours, _), seen_converted = seen_by(apply(converted), variables, x)
     assert seen_converted == seen
-    assert 1e-4 < relative_error(ours, y) < 0.2  # as far apart as FP8 is
+    assert 1e-4 < relative_error(ours, y) < 0.2  # FP8 is this far from f32.
     without, _ = jax.jit(apply(converted))(stock, x)
     assert relative_error(without, ours) < 1e-5
     assert_histories_move(converted, variables, layers, x)
@@ -551,7 +551,7 @@ def test_mutable_is_obeyed(setup_model, mutable):
         )
         found = mutated["fp8"]["layers_0"]["DotGeneral_0"]
         assert found["lhs"]["amax_history"][0] == np.abs(X).max()
-        assert (found["grad"]["amax_history"] == 20).all()  # as it was
+        assert (found["grad"]["amax_history"] == 20).all()  # The backward pass returns none.
 
 
 @pytest.mark.slow
@@ -758,7 +758,7 @@ def test_who_has_fp8_or_calls_a_part_without_it_is_not_warned():
         warnings.simplefilter("error")
         ours = nn.Sequential([jfp8.Dense(16, recipe="current"), nn.relu])
         for model in (jfp8.convert(ours, CURRENT), partly):
-            for _ in range(2):  # what is under nn.jit is traced in the first alone
+            for _ in range(2):  # A block under nn.jit is traced in the first alone.
                 variables = jax.eval_shape(model.init, KEY, X)
                 jax.eval_shape(model.apply, variables, X)
         jax.eval_shape(partial(partly.apply, method="encode"), variables, X)
@@ -876,7 +876,7 @@ def test_nnx_modules_in_linen_models_are_told():
         warnings.simplefilter("error")
         converted.apply(variables, X)  # was told once
         jfp8.convert(bridged(nnx.Linear), "current", exempt="inside").init(KEY, X)
-        # What the warning advises.
+        # The advice of the warning.
         make = lambda *args, **kwargs: jfp8.convert(
             nnx.Linear(*args, **kwargs), "current", exempt=()
         )

@@ -64,7 +64,7 @@ class Net(nnx.Module):
         return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
 
     def until(self, x):
-        while jnp.linalg.norm(x) > 1e-3:  # which no trace can follow
+        while jnp.linalg.norm(x) > 1e-3:  # No trace can follow this.
             x = self.down(x) / 4
         return x
 
@@ -596,7 +596,7 @@ class Scanned(nnx.Module):
     def __init__(self, rngs, recipe=None, layers=3):
         make = nnx.vmap(lambda rngs: MixedLayer(rngs, recipe))
         self.embed, self.position = nnx.Embed(16, 8, rngs=rngs), parameter(rngs, (1, 6, 8))
-        self.first = Own(rngs, recipe)  # of as many rows as there may be layers
+        self.first = Own(rngs, recipe)  # It may have as many rows as there are layers.
         self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
         self.norm, self.head = Norm(8, rngs=rngs), nnx.Linear(8, 16, rngs=rngs)
 

@@ -244,7 +244,7 @@ def test_a_model_that_is_expected_to_be_slower_is_told_once():
     gain, (message,) = seen("current", small)
     assert 0.1 < gain < 0.5
     assert "No recipe is expected to be faster at these sizes" in message
-    assert seen("mxfp8", large, "NVIDIA A100") == (None, [])  # of no known rates
+    assert seen("mxfp8", large, "NVIDIA A100") == (None, [])  # It has no known rates.
 
 
 class Raw(nn.Module):
