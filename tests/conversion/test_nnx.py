@@ -327,15 +327,13 @@ def test_attention_itself_is_opt_in():
         return RECIPE
 
     projections = {f"attn/{name}" for name in ("query", "key", "value", "out")}
-    without = convert_module(model, decide)
+    convert_module(model, decide)
     assert {path for path, _ in asked} == projections
     asked.clear()
     converted = convert_module(model, decide, attention=True)
     assert asked[0] == ("attn", "MultiHeadAttention")
     assert converted["attn"].attention_fn.path == "attn/attention_fn"
     assert model["attn"].attention_fn is nnx.dot_product_attention
-    found, expected = (each["attn"](X[None], is_causal=True) for each in (converted, without))
-    assert 1e-3 < relative_error(found, expected) < 0.1
     refused = convert_module(
         model, lambda path, _: None if path == "attn" else RECIPE, attention=True
     )

@@ -542,19 +542,19 @@ def test_a_model_without_products():
         ((nn.Dense(2), {"kernel": X}, X), "with 'params' in it; got dict"),
         ((nn.Dense, {}, X), "model must be a Flax Linen or NNX module, got the class Dense"),
         ((3,), "model must be a Flax Linen or NNX module, got int"),
+        (
+            (nn.Sequential([nn.Dense(2)]), {"params": {}}),
+            r"jfp8.report\(model, variables, x\).*missing 1 required .* 'inputs'",
+        ),
+        (
+            (nnx.Linear(2, 2, rngs=nnx.Rngs(0)),),
+            r"jfp8.report\(model, x\).*missing 1 required .* 'inputs'",
+        ),
     ],
 )
 def test_errors(arguments, words):
     with pytest.raises(TypeError, match=words):
         jfp8.report(*arguments)
-
-
-def test_forgotten_inputs_are_asked_for():
-    said = r"missing 1 required .* 'inputs'"
-    with pytest.raises(TypeError, match=rf"jfp8.report\(model, variables, x\).*{said}"):
-        jfp8.report(nn.Sequential([nn.Dense(2)]), {"params": {}})
-    with pytest.raises(TypeError, match=rf"jfp8.report\(model, x\).*{said}"):
-        jfp8.report(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError, match=r"^Dense\.__call__.* unexpected .* 'train'"):
         jfp8.report(nn.Dense(2), {"params": {}}, X, train=True)
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jfp8
 from support.devices import traced_for
+from support.doors import DOORS, original
 from support.models import Model, trained
 
 KEY = jax.random.key(0)
@@ -31,44 +32,32 @@ def what_is_fp8(report):
 LINEN = nn.Sequential([nn.Dense(8192), nn.Dense(64), nn.relu])
 
 
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        self.large = nnx.Linear(8192, 8192, rngs=rngs)
-        self.small = nnx.Linear(8192, 64, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.relu(self.small(self.large(x)))
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_linen(recipe):
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.representative(4)
+def test_sizes_decide(door, recipe):
+    run = lambda p, x: jax.nn.relu(p("small", jnp.tanh(p("large", x))))
+    weights = {"large": WIDE, "small": jax.ShapeDtypeStruct((8192, 64), jnp.bfloat16)}
     with traced_for("NVIDIA H100"):
-        model = jfp8.convert(LINEN, recipe, exempt="slower")
-    variables = jax.eval_shape(model.init, KEY, WIDE)
+        convert = lambda: jfp8.convert(
+            original(door, run, weights, weights), recipe, exempt="slower"
+        )
+        model = nnx.eval_shape(convert) if door == "nnx" else convert()
+    first = {
+        "function": lambda: (weights, jax.eval_shape(model.init, weights, WIDE)),
+        "linen": lambda: (jax.eval_shape(model.init, KEY, WIDE),),
+    }.get(door, lambda: ())()
+    if (door, recipe) == ("function", "delayed"):
+        assert first[1].keys() == weights.keys()  # for calls with more rows
     # Blocks have no kernels on this JAX: see `test_cost_model.py`.
     large = recipe == "delayed" or jax.__version_info__ >= (0, 11, 2)
     for few, expected in ((WIDE, large), (jax.ShapeDtypeStruct((16, 8192), jnp.bfloat16), False)):
         with traced_for("NVIDIA H100"), warnings.catch_warnings():
             warnings.filterwarnings("error", "On NVIDIA")
-            found = what_is_fp8(jfp8.report(model, variables, few))
-        assert found == {"layers_0": expected, "layers_1": False}
+            found = what_is_fp8(jfp8.report(model, *first, few))
+        assert found == {"large": expected, "small": False}
         # The GPU is that of the conversion, wherever the model is traced.
-        assert what_is_fp8(jfp8.report(model, variables, few)) == found
-
-
-def test_nnx_and_functions():
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(x @ w["large"]) @ w["small"])
-
-    weights = {"large": WIDE, "small": jax.ShapeDtypeStruct((8192, 64), jnp.bfloat16)}
-    with traced_for("NVIDIA H100"):
-        model = nnx.eval_shape(lambda: jfp8.convert(Nnx(nnx.Rngs(0)), exempt="slower"))
-        f = jfp8.convert(loss, "delayed", exempt="slower")
-    expected = {"large": True, "small": False}
-    assert what_is_fp8(jfp8.report(model, WIDE)) == expected
-    state = jax.eval_shape(f.init, weights, WIDE)
-    assert state.keys() == weights.keys()  # for calls with more rows
-    assert what_is_fp8(jfp8.report(f, weights, state, WIDE)) == expected
+        assert what_is_fp8(jfp8.report(model, *first, few)) == found
 
 
 def products(module, x):

@@ -53,7 +53,8 @@ class Weights:
 
 def _linen(run: Run, params: Params, layers: Collection[str]) -> nn.Module:
     def layer(name, w):
-        how = {"use_bias": False, "name": name, "kernel_init": lambda *_: w}
+        how = {"use_bias": False, "name": name}
+        how |= {"kernel_init": lambda *_: w} if isinstance(w, jax.Array) else {}
         conv = lambda: nn.Conv(w.shape[-1], w.shape[:-2], **how)
         return nn.Dense(w.shape[-1], **how) if w.ndim == 2 else conv()
 
@@ -78,7 +79,8 @@ class NnxModel(nnx.Module):
         how = {"use_bias": False, "rngs": nnx.Rngs(0)}
         conv = lambda: nnx.Conv(*w.shape[-2:], w.shape[:-2], **how)
         layer = nnx.Linear(*w.shape, **how) if w.ndim == 2 else conv()
-        layer.kernel[...] = w
+        if isinstance(w, jax.Array):
+            layer.kernel[...] = w
         return layer
 
     def __call__(self, x):
@@ -88,7 +90,7 @@ class NnxModel(nnx.Module):
 
 
 def original(door: str, run: Run, params: Params, layers: Collection[str] = ()) -> Any:
-    """Return the model of `run` before it is converted."""
+    """Return the model of `run` before it is converted; of layers alone also for shapes."""
     if door == "function":
         return lambda params, x: run(Weights(params), x)
     return {"linen": _linen, "nnx": NnxModel}[door](run, params, layers)
