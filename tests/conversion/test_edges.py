@@ -73,7 +73,7 @@ def test_layers_whose_result_a_model_returns_stay(end, door):
 
 def convolutions(p, x):
     """A stem of four channels, the most that an image has, and one of five: what is no image."""
-    y = jax.nn.relu(p("stem", x[..., :4]) + p("waves", x[..., :5]))
+    y = jax.nn.relu(p("stem", (x[..., :4] - x.mean()) / p["std"]) + p("waves", x[..., :5]))
     return p("head", p("body", p("four", y)).mean((1, 2)))
 
 
@@ -85,12 +85,15 @@ def test_convolutions_of_images_stay(door):
         "four": (3, 3, 8, 4),
         "body": (3, 3, 4, 8),
     }
-    params = {name: jnp.ones(shape) for name, shape in {**shapes, "head": (8, 5)}.items()}
-    names = lambda **options: set(
-        converted(door, convolutions, params, jnp.ones((2, 4, 4, 5)), "delayed", **options).states()
+    layers = {name: jnp.ones(shape) for name, shape in {**shapes, "head": (8, 5)}.items()}
+    params, x = {**layers, "std": jnp.ones((1, 1, 1, 4))}, jnp.ones((2, 4, 4, 5))
+    names = lambda run, given: set(
+        converted(door, run, params, x, "delayed", layers=given).states()
     )
-    assert names(layers=params) == {"waves", "four", "body"}  # four has four, but is not the first
-    assert names() == {"waves", "four", "body"}  # also by parameters of one's own
+    inside = lambda p, x: jax.checkpoint(jax.jit(lambda x: convolutions(p, x)))(x)
+    fp8 = {"waves", "four", "body"}  # "four" has four channels, but is not the first
+    assert names(convolutions, layers) == fp8
+    assert names(inside, ()) == fp8
 
 
 @every_door

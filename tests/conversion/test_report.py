@@ -110,6 +110,22 @@ def test_an_unconverted_model_has_no_fp8():
     }
 
 
+def test_results_in_an_object_that_is_no_pytree_are_differentiated():
+    @dataclasses.dataclass
+    class Output:
+        logits: jax.Array
+        name: str = "normal"
+
+    wrapped = Model(lambda module, x: {"out": Output(Mlp(name="mlp")(x)), "more": [None, 3.0]})
+    kinds = counted(report(wrapped, X), "path", "kind")
+    assert kinds == {
+        ("mlp/Dense_0", "forward"): 1,
+        ("mlp/Dense_0", "backward"): 1,
+        ("mlp/Dense_1", "forward"): 1,
+        ("mlp/Dense_1", "backward"): 2,
+    }
+
+
 def test_loops_in_loops_multiply():
     def scanned(run, length, name):
         stacked = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
