@@ -211,8 +211,8 @@ LINES_OF_ROOMS = {
     "optim": 2528,
     "training": 2874,
     "checkpoint": 3463,
-    "conversion": 4822,
-    "debug": 4124,
+    "conversion": 4844,
+    "debug": 4128,
     "plot": 1164,
     "command_line": 2085,
 }

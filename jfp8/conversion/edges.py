@@ -6,6 +6,7 @@ A function that calls a layer passes its input and its output through `mark_inpu
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,31 +47,43 @@ def mark_product(product: WeightMatmul, path: str) -> jax.Array:
     return mark_output(marked.plain(), path)
 
 
-def arrays_in(result: Any) -> list[Any]:
-    """List the arrays that a model returned, also those in objects that are no pytrees."""
-    found = []
-    for leaf in jax.tree.leaves(result):
-        if isinstance(leaf, (jax.Array, np.ndarray)):
-            found.append(leaf)
-        elif hasattr(leaf, "__dict__"):
-            found += [x for x in jax.tree.leaves(vars(leaf)) if isinstance(x, jax.Array)]
-    return found
+def arrays_apart(
+    tree: Any, *, in_objects: bool = False
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the arrays in `tree`, or their shapes, and a function that puts others in.
 
-
-def arrays_apart(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Return the arrays in `tree`, or their shapes, and a function that puts others in."""
+    Args:
+      in_objects: also those in the attributes of objects that are no pytrees, which are copied.
+    """
     leaves, structure = jax.tree.flatten(tree)
-    kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
-    arrays = [leaves[i] for i in places]
-    for i in places:  # the function holds no array, which may belong to a trace
-        leaves[i] = None
+    parts = [_of_leaf(leaf, in_objects) for leaf in leaves]
+    sizes, makes = [len(found) for found, _ in parts], [make for _, make in parts]
 
-    def together(arrays: Any) -> Any:
-        new = dict(zip(places, arrays, strict=True))
-        return structure.unflatten(new.get(i, leaf) for i, leaf in enumerate(leaves))
+    def together(arrays: Sequence[Any]) -> Any:
+        each = iter(arrays)
+        given = ([next(each) for _ in range(n)] for n in sizes)
+        return structure.unflatten(make(x) for make, x in zip(makes, given, strict=True))
 
-    return arrays, together
+    return [x for found, _ in parts for x in found], together
+
+
+def _of_leaf(leaf: Any, in_objects: bool) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return `arrays_apart` of a leaf. The function holds no array, which may be of a trace."""
+    if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return [leaf], lambda arrays: arrays[0]
+    found, together = (
+        arrays_apart(vars(leaf)) if in_objects and hasattr(leaf, "__dict__") else ([], None)
+    )
+    if not found:
+        return [], lambda _: leaf
+    blank = _with(leaf, together([None] * len(found)))
+    return found, lambda arrays: _with(blank, together(arrays))
+
+
+def _with(x: Any, attributes: dict[str, Any]) -> Any:
+    new = copy.copy(x)
+    vars(new).update(attributes)
+    return new
 
 
 def edge_layers(

@@ -34,7 +34,12 @@ from jfp8.conversion.selection import Decision, Edge
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.nnx.products import Product, histories_to_read, record, warn_inside_linen, why_lost
 from jfp8.products.operation import Observed, State
-from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
+from jfp8.recipes.in_effect import (
+    is_overridden,
+    recipe_in_effect,
+    why_disabled,
+    why_in_high_precision,
+)
 from jfp8.tracing.devices import Gpu
 
 TAG = "jfp8"  # names the context in which Flax follows what a call changes
@@ -103,9 +108,9 @@ class TracedCall:
         return plan_of(self.program, deciding, functools.partial(self._name, {}))
 
     def _name(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, _: int) -> Named:
-        """Name a matmul by its weight; of several that were joined, by all of these."""
-        path, nth = matmul.source.path, nth_kind(kinds, matmul)
-        module, weight = self.weights[path.split("+")[0]]
+        """Name a matmul by its weight; of several that were joined, by the first of these."""
+        path, nth = matmul.source.path.split("+")[0], nth_kind(kinds, matmul)
+        module, weight = self.weights[path]
         product = self.product(path) if nth == 1 else None
         loops, stacks = len(matmul.source.loops), 0
         if product is not None and product.fp8 is not None:
@@ -229,7 +234,9 @@ def _state(product: Product, planned: PlannedMatmul) -> State | None:
 
 def _warn(model: Any, plan: Plan) -> None:
     """Warn if nothing of the model becomes FP8, although the user did not ask for that."""
-    if any(planned.decision.recipe is not None for planned in plan.matmuls.values()):
+    if why_disabled() or any(
+        planned.decision.recipe is not None for planned in plan.matmuls.values()
+    ):
         return
     stayed = {p.named.path: (type(p.named.layer), p.decision) for p in plan.matmuls.values()}
     warn_if_unconverted(model, stayed)

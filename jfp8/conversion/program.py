@@ -58,7 +58,7 @@ class Program:
         def flat(*arrays: Any) -> list[Any]:
             weights = structure.unflatten(whole_weights(arrays[: len(given)]))
             result = function(weights, whole_others(arrays[len(given) :]))
-            found, together = arrays_apart(result)
+            found, together = arrays_apart(result, in_objects=True)
             made[:] = [together]
             return found
 

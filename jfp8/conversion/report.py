@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.edges import arrays_apart, arrays_in
+from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.flops import flops
 from jfp8.conversion.linen_attention import own_attention
 from jfp8.conversion.nnx_copy import with_notes
@@ -213,7 +213,9 @@ def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
 
 def total_of(y: Any) -> jax.Array:
     """Add up all numbers that a model returned."""
-    floats = [x for x in arrays_in(y) if jnp.issubdtype(x.dtype, jnp.floating)]
+    floats = [
+        x for x in arrays_apart(y, in_objects=True)[0] if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
     return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jfp8.conversion.edges import arrays_in
+from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.models import convert
 from jfp8.conversion.selection import Choice
 from jfp8.conversion.tables import Printed, Table, table_lines
@@ -332,7 +332,11 @@ def compare(
 
 
 def _half_mean_square(outputs: Any) -> jax.Array:
-    floats = [y for y in arrays_in(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+    floats = [
+        y
+        for y in arrays_apart(outputs, in_objects=True)[0]
+        if jnp.issubdtype(y.dtype, jnp.floating)
+    ]
     total = sum(jnp.sum(y.astype(jnp.float32) ** 2) for y in floats)
     return jnp.asarray(total) / max(2 * sum(y.size for y in floats), 1)
 

@@ -1,5 +1,6 @@
 """One model behind three doors, as a function, in Linen and in NNX: the same bits, by oracles."""
 
+import dataclasses
 import functools
 import re
 from functools import partial
@@ -305,6 +306,24 @@ def test_inputs_of_one_shape_have_scales_of_their_own(door):
         assert 0 < relative_error(case(X), case.plain(X)) < 0.06  # roundings of up to 2^-4
         case.step(X)
     assert moved(case) == {"q", "k"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A result that is no pytree."""
+
+    logits: jax.Array
+    name: str = "logits"
+
+
+@every_door
+def test_results_in_an_object_are_arrays(door):
+    run = lambda p, x: x @ p["q"]
+    in_object = lambda p, x: [Output(run(p, x)), None]
+    plain, case = (converted(door, f, PARAMS, X, exempt=()) for f in (run, in_object))
+    found, nothing = case(X)
+    np.testing.assert_array_equal(found.logits, plain(X))
+    assert (type(found), found.name, nothing) == (Output, "logits", None)
 
 
 def forces(p, x):
