@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,41 @@ from jfp8.products.ragged.experts import (
     observed_expert_dot,
     plain_expert_dot,
 )
-from jfp8.products.ragged.routing import Routing, largest
+from jfp8.products.ragged.routing import Routing, largest, route
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format
 from jfp8.tracing.caller import user_level
 
 Layer = Callable[..., jax.Array]  # of an array and `ExpertRows`
 Route = Callable[..., Routing]  # of logits and k, and maybe a bias
+
+
+# Modules inherit from this class, see `jfp8.layers.transformer_options`.
+@dataclass(eq=False, repr=False)
+class MoEOptions:
+    """All options of a mixture of experts; see `jfp8.linen.MoE`."""
+
+    num_experts: int
+    intermediate_dim: int
+    num_experts_per_token: int = 2
+    activation: str | transformer_math.ClampedSwiglu = "swiglu"
+    return_load_balancing_loss: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = jax.nn.initializers.lecun_normal()
+    router_init: Initializer = jax.nn.initializers.lecun_normal()
+    saved_activations: Format | None = None
+    recipe: RecipeLike | None = None
+    implementation: Implementation = None
+    _: KW_ONLY
+    expert_axis: str | None = None
+    data_axes: tuple[str, ...] = ("data", "fsdp")
+    tensor_axis: str | None = "tensor"
+    capacity_factor: float | None = None
+    route: Route = route
+    shared_intermediate_dim: int | None = None
+    bias_update_rate: float | None = None
 
 
 def expert_kernels(

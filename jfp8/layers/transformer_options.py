@@ -1,4 +1,4 @@
-"""Options of a Transformer layer, for Linen and NNX alike: names, defaults, checks."""
+"""Options of Transformer layers, for Linen and NNX alike: names, defaults, checks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,52 @@ from jfp8.scaling.formats import Format
 
 
 # Modules inherit from these classes, so they are neither frozen nor compared: Flax does both.
+@dataclass(eq=False, repr=False)
+class InFeatures:
+    """The first option of a block of NNX: features of its inputs, from which Linen reads them."""
+
+    in_features: int
+
+
+@dataclass(eq=False, repr=False)
+class FeedForward:
+    """Sizes of a feed-forward block; see `jfp8.linen.LayerNormMLP`."""
+
+    intermediate_dim: int
+    activation: str = "gelu"
+    intermediate_dropout_rate: float = 0.0
+
+
+@dataclass(eq=False, repr=False)
+class FeedForwardOptions(FeedForward):
+    """All options of a feed-forward block; see `jfp8.linen.LayerNormMLP`."""
+
+    layernorm_type: LayerNormType = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = jax.nn.initializers.lecun_normal()
+    bias_init: Initializer = jax.nn.initializers.zeros
+    return_layernorm_output: bool = False
+    saved_activations: Format | None = None
+    recipe: RecipeLike | None = None
+    implementation: Implementation = None
+
+
+@dataclass(eq=False, repr=False)
+class BiasOptions:
+    """All options of `jfp8.linen.RelativePositionBiases`."""
+
+    num_attention_heads: int
+    num_buckets: int = 32
+    max_distance: int = 128
+    embedding_init: Initializer = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+
 @dataclass(eq=False, repr=False)
 class Architecture:
     """Options of a Transformer layer; see `jfp8.linen.TransformerLayer` for each."""

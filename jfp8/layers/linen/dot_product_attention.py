@@ -13,6 +13,7 @@ from flax.linen.dtypes import promote_dtype
 from jfp8.layers.attention import attend_by, check_weights_stay_inside
 from jfp8.matmul.spec import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.tracing.devices import Gpu
 
@@ -55,10 +56,18 @@ class DotProductAttention(nn.Module):
           query, key, value, bias, mask: see `jfp8.scaled_dot_product_attention`.
           options: its others, but `recipe`, `state`, `sink` and `implementation`.
         """
-        own = None if self.recipe is None else check_recipe(self.recipe)
         arrays = query, key, value, bias, mask
         options["unless_slower_on"] = self.unless_slower_on
-        return attend_by(own, "/".join(self.path), self.implementation, *arrays, **options)
+        return attend_by(*self._own(), self.implementation, *arrays, **options)
+
+    @nn.nowrap
+    def _own(self) -> tuple[Recipe | None, str]:
+        own = None if self.recipe is None else check_recipe(self.recipe)
+        return own, "/".join(self.path)
+
+    @nn.nowrap
+    def _is_in_fp8(self) -> bool:
+        return recipe_in_effect(*self._own()) is not None
 
 
 def is_stock(attention_fn: Callable[..., jax.Array]) -> bool:
@@ -73,8 +82,7 @@ def attention_fn_by(
 
     def in_fp8(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
         attention = make(name="attention")
-        own = None if attention.recipe is None else check_recipe(attention.recipe)
-        if recipe_in_effect(own, "/".join(attention.path)) is None:
+        if not attention._is_in_fp8():
             return attention_fn(query, key, value, **given)
         rate = 0.0 if given.get("deterministic") else given.get("dropout_rate", 0.0)
         check_weights_stay_inside(rate, sown=given.get("module") is not None)

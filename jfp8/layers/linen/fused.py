@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.typing import Dtype, Initializer
+from flax.typing import Initializer
 
-from jfp8.layers import norm_math, transformer_math
+from jfp8.layers import norm_math
+from jfp8.layers.linen.blocks import block_in
 from jfp8.layers.linen.layers import DenseGeneral
 from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.layers.nnx import fused as nnx_fused
+from jfp8.layers.nnx.layers import LinearGeneral
 from jfp8.layers.norm_math import LayerNormType
-from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
-from jfp8.layers.transformer_math import Activation
-from jfp8.matmul.spec import Implementation
-from jfp8.products.mlp import through_both
+from jfp8.layers.options import NORM_OPTIONS, options_of
+from jfp8.layers.transformer_options import FeedForward, FeedForwardOptions
 from jfp8.recipes.in_effect import recipes_in_effect
-from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format
 
 
@@ -93,7 +91,13 @@ class LayerNormDense(DenseGeneral):
         return norm_math.normalize(x, scale, bias, axes=axes, dtype=dtype, **options)
 
 
-class LayerNormMLP(nn.Module):
+# A field of Linen's alone, at its place among those that may be given by position.
+@dataclass(eq=False, repr=False)
+class _Deterministic(FeedForward):
+    deterministic: bool | None = None
+
+
+class LayerNormMLP(FeedForwardOptions, _Deterministic, nn.Module):
     """Normalization and the two matmuls of a feed-forward block. ::
 
         y = dropout(activation(normalize(x) . wi)) . wo
@@ -128,22 +132,6 @@ class LayerNormMLP(nn.Module):
     ((2, 8), (8, 2, 32))
     """
 
-    intermediate_dim: int
-    activation: str = "gelu"
-    intermediate_dropout_rate: float = 0.0
-    deterministic: bool | None = None
-    layernorm_type: LayerNormType = "layernorm"
-    epsilon: float = 1e-6
-    zero_centered_gamma: bool = False
-    use_bias: bool = True
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    kernel_init: Initializer = nn.linear.default_kernel_init
-    bias_init: Initializer = nn.initializers.zeros
-    return_layernorm_output: bool = False
-    saved_activations: Format | None = None
-    recipe: RecipeLike | None = None
-    implementation: Implementation = None
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
 
@@ -158,36 +146,14 @@ class LayerNormMLP(nn.Module):
         Returns:
           ``[..., features]``; or a pair of arrays, see `return_layernorm_output`.
         """
-        dense = options_of(self, (*PRODUCT_OPTIONS, "state_collection"))
-        features = transformer_math.projections_of(self.activation), self.intermediate_dim
-        wi = LayerNormDense(
-            features,
-            return_layernorm_output=True,
-            **options_of(self, NORM_OPTIONS),
-            **dense,
-            name="wi",
-        )
-        wo = DenseGeneral(inputs.shape[-1], **dense, name="wo")
-        if self._is_one_operation(inputs):
-            make, shape = Activation(self.activation), (*inputs.shape[:-1], *features)
-            y, normalized = through_both(partial(wi, inputs), wo, make, shape)
-            return (y, normalized) if self.return_layernorm_output else y
-        hidden, normalized = wi(inputs)
-        hidden = transformer_math.activate(
-            hidden, self.activation, saved_activations=self.saved_activations
-        )
-        if self.intermediate_dropout_rate:
-            fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
-            hidden = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)(hidden)
-        y = wo(hidden)
-        return (y, normalized) if self.return_layernorm_output else y
-
-    @nn.nowrap
-    def _is_one_operation(self, inputs: jax.Array) -> bool:
-        between = self.saved_activations is not None or self.intermediate_dropout_rate > 0
+        rate, given = self.intermediate_dropout_rate, (self.deterministic, deterministic)
+        fixed = not rate or nn.merge_param("deterministic", *given)
+        block = block_in(self, nnx_fused.LayerNormMLP, KINDS, in_features=inputs.shape[-1])
+        paths = ["/".join((*self.path, name)) for name in ("wi", "wo")]
         # Users may take a loss of intermediates.
         captured = self.is_initializing() or self.is_mutable_collection("intermediates")
-        if between or captured:
-            return False
-        recipes = recipes_in_effect(self.recipe, ["/".join((*self.path, n)) for n in ("wi", "wo")])
-        return transformer_math.may_be_one_operation(recipes, inputs, self.variables)
+        recipes = [] if captured else recipes_in_effect(self.recipe, paths)
+        return block._apply(inputs, fixed, recipes, self.variables)
+
+
+KINDS = {LinearGeneral: DenseGeneral, nnx_fused.LayerNormLinear: LayerNormDense}

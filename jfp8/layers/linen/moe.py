@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -12,20 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8.layers import moe_math, transformer_math
+from jfp8.layers import moe_math
+from jfp8.layers.linen.blocks import block_in
 from jfp8.layers.linen.layers import Dense
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
-from jfp8.layers.options import options_of, pass_on
-from jfp8.layers.transformer_math import ClampedSwiglu
+from jfp8.layers.nnx import moe as nnx_moe
+from jfp8.layers.nnx.layers import Linear
+from jfp8.layers.options import pass_on
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
-from jfp8.products.ragged.expert_mesh import expert_mesh
 from jfp8.products.ragged.experts import ExpertRows
-from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.formats import Format
 
 
 class RaggedDot(ProductModule):
@@ -171,7 +169,7 @@ class Router(nn.Module):
 ROUTER_BIAS = "router_bias"
 
 
-class MoE(nn.Module):
+class MoE(moe_math.MoEOptions, nn.Module):
     """A feed-forward block in which each token uses a few experts out of many. ::
 
         p = softmax(x . router)              y = sum over the chosen e of  p_e * mlp_e(x)
@@ -246,27 +244,8 @@ class MoE(nn.Module):
     {'router': (8, 4), 'wi': (4, 8, 32), 'wo': (4, 16, 8)}
     """
 
-    num_experts: int
-    intermediate_dim: int
-    num_experts_per_token: int = 2
-    activation: str | ClampedSwiglu = "swiglu"
-    return_load_balancing_loss: bool = False
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    kernel_init: Initializer = nn.linear.default_kernel_init
-    router_init: Initializer = nn.linear.default_kernel_init
-    saved_activations: Format | None = None
-    recipe: RecipeLike | None = None
-    implementation: Implementation = None
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
-    expert_axis: str | None = None
-    data_axes: tuple[str, ...] = ("data", "fsdp")
-    tensor_axis: str | None = "tensor"
-    capacity_factor: float | None = None
-    route: moe_math.Route = routing.route
-    shared_intermediate_dim: int | None = None
-    bias_update_rate: float | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -278,45 +257,9 @@ class MoE(nn.Module):
         Returns:
           ``[..., features]``; or a pair, see `return_load_balancing_loss`.
         """
-        projections = transformer_math.projections_of(self.activation)
-        features = inputs.shape[-1]
-        tokens = inputs.reshape(-1, features)
-        routed = Router(
-            self.num_experts,
-            self.num_experts_per_token,
-            self.router_init,
-            self.param_dtype,
-            route=self.route,
-            bias_update_rate=self.bias_update_rate,
-            name="router",
-        )(tokens)
-        losses = moe_math.losses_of(routed, inputs.shape)
+        kinds = {nnx_moe.Router: Router, nnx_moe.ExpertDense: ExpertDense, Linear: Dense}
+        block = block_in(self, nnx_moe.MoE, kinds, in_features=inputs.shape[-1])
+        y, losses = block._apply(inputs, ["/".join((*self.path, name)) for name in ("wi", "wo")])
         for name, value in losses.items():
             self.sow("intermediates", name, value)
-        loss = losses["load_balancing_loss"]
-
-        names = ("dtype", "param_dtype", "kernel_init", "recipe", "implementation")
-        options = options_of(self, (*names, "state_collection"))
-        dense = partial(ExpertDense, self.num_experts, **options)
-        wi, wo = dense(projections * self.intermediate_dim, name="wi"), dense(features, name="wo")
-        y = moe_math.through_experts(
-            tokens,
-            routed,
-            wi,
-            wo,
-            intermediate_dim=self.intermediate_dim,
-            mesh=expert_mesh(self.expert_axis, self.data_axes, self.tensor_axis, self.num_experts),
-            recipes=recipes_in_effect(self.recipe, ["/".join(wi.path), "/".join(wo.path)]),
-            implementation=self.implementation,
-            activation=self.activation,
-            saved_activations=self.saved_activations,
-            capacity_factor=self.capacity_factor,
-        )
-        if self.shared_intermediate_dim is not None:
-            of_all, width = partial(Dense, use_bias=False, **options), self.shared_intermediate_dim
-            shared_wi = of_all(projections * width, name="shared_wi")
-            shared_wo = of_all(features, name="shared_wo")
-            how = self.activation, self.saved_activations
-            y += moe_math.through_shared_expert(tokens, shared_wi, shared_wo, *how)
-        y = y.reshape(inputs.shape)
-        return (y, loss) if self.return_load_balancing_loss else y
+        return y

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype, Initializer
 
-from jfp8.layers import position_math, transformer_math
-from jfp8.layers.attention import attend
 from jfp8.layers.kv_cache import KVCache
+from jfp8.layers.linen import fused
+from jfp8.layers.linen.blocks import block_in
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
-from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.kv_cache import read_cache, write_cache
-from jfp8.layers.linen.layers import DenseGeneral
 from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.layers.nnx import attention as nnx_attention
+from jfp8.layers.nnx import kv_cache as nnx_kv_cache
+from jfp8.layers.nnx import transformer as nnx_transformer
 from jfp8.layers.position_math import Rotary
-from jfp8.layers.transformer_options import Architecture, TransformerOptions
-from jfp8.recipes.in_effect import recipe_in_effect
-from jfp8.recipes.registry import check_recipe
+from jfp8.layers.transformer_options import Architecture, BiasOptions, TransformerOptions
 from jfp8.scaling.formats import FormatLike
 
 
-class RelativePositionBiases(nn.Module):
+class RelativePositionBiases(BiasOptions, nn.Module):
     """A learned bias of attention scores for each head and distance, as in T5.
 
     The ``params`` are ``rel_embedding``, ``[num_attention_heads, num_buckets]``. T5 shares one
@@ -39,13 +36,6 @@ class RelativePositionBiases(nn.Module):
       dtype: of the result; None means `param_dtype`.
       param_dtype: of the table.
     """
-
-    num_attention_heads: int
-    num_buckets: int = 32
-    max_distance: int = 128
-    embedding_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(
@@ -61,31 +51,12 @@ class RelativePositionBiases(nn.Module):
           bidirectional: whether keys after a query have separate distances.
           position: int32[], of the first query, if it is not 0.
         """
-        shape = (self.num_attention_heads, self.num_buckets)
-        table = self.param("rel_embedding", self.embedding_init, shape, self.param_dtype)
-        return position_math.relative_position_bias(
-            table.astype(self.dtype or self.param_dtype),
-            query_length,
-            key_length,
-            bidirectional=bidirectional,
-            max_distance=self.max_distance,
-            position=position,
-        )[None]
+        block = block_in(self, nnx_transformer.RelativePositionBiases, {})
+        return block(query_length, key_length, bidirectional, position)
 
 
 class LayerNormAttention(nn.Module):
-    """Normalisation, attention of grouped queries and its projections: a part of a layer.
-
-    Queries, keys and values of one input are one product, ``qkv``, with a kernel
-    ``[hidden_size, G, H / G + 2, depth]``: for each of ``G`` groups the queries that share a key
-    and a value, then these two. So the dimension of the groups can be sharded over devices. With
-    two inputs there are two products, ``query`` and ``kv``; only the queries' input is normalised.
-
-    Attributes:
-      norm: the arguments of `LayerNormDense` for the normalisation.
-      dense: the arguments of `DenseGeneral` for all products. For the others see
-        `TransformerLayer` and `projected_attention`.
-    """
+    """Attention with its projections; see `jfp8.layers.nnx.transformer.LayerNormAttention`."""
 
     num_attention_heads: int
     num_gqa_groups: int
@@ -95,56 +66,18 @@ class LayerNormAttention(nn.Module):
     attention_products: bool = False
     attention_sinks: bool = False
     rotary: Rotary | None = None
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
 
     @nn.compact
     def __call__(
-        self,
-        inputs: jax.Array,
-        encoded: jax.Array | None = None,
-        *,
-        cache: KVCache | None = None,
-        deterministic: bool = True,
-        **options: Any,
+        self, inputs: jax.Array, encoded: jax.Array | None = None, **options: Any
     ) -> tuple[jax.Array, KVCache | None]:
-        """Return ``[..., q, hidden_size]``, and the new `cache` of earlier positions, if any."""
-        hidden_size, heads, groups = inputs.shape[-1], self.num_attention_heads, self.num_gqa_groups
-        depth, shared_by = hidden_size // heads, heads // groups
-        projected = partial(LayerNormDense, **self.norm, **self.dense)
-        qkv = None
-        if encoded is None:
-            qkv = projected((groups, shared_by + 2, depth), name="qkv")(inputs)
-            query, keys_values = jnp.split(qkv, [shared_by], axis=-2)
-        else:
-            query = projected((groups, shared_by, depth), name="query")(inputs)
-            keys_values = DenseGeneral((groups, 2, depth), **self.dense, name="kv")(encoded)
-
-        dropout_key = None
-        if self.attention_dropout and not deterministic:
-            dropout_key = self.make_rng("dropout")
-        if self.attention_sinks:
-            zeros, dtype = nn.initializers.zeros, self.dense["param_dtype"]
-            options["sinks"] = self.param("sinks", zeros, (heads,), dtype)
-        how = {name: self.dense[name] for name in ("recipe", "implementation")}
-        own, path = how["recipe"], "/".join((*self.path, "attention"))
-        in_fp8 = self.attention_products and recipe_in_effect(own and check_recipe(own), path)
-        attention = partial(attend, recipe=None, implementation=how["implementation"])
-        if in_fp8:
-            attention = DotProductAttention(**how, name="attention")
-        context, cache = transformer_math.projected_attention(
-            query,
-            keys_values,
-            attention=attention,
-            in_fp8=bool(in_fp8),
-            qkv=qkv,
-            rotary=self.rotary,
-            cache=cache,
-            dropout_rate=self.attention_dropout,
-            dropout_key=dropout_key,
-            saved_activations=self.norm["saved_activations"],
-            **options,
-        )
-        out = DenseGeneral(hidden_size, axis=(-2, -1), **self.dense, name="out")
-        return out(context), cache
+        sizes = {"hidden_size": inputs.shape[-1]}
+        if encoded is not None:
+            sizes["encoded_features"] = encoded.shape[-1]
+        block = block_in(self, nnx_transformer.LayerNormAttention, KINDS, **sizes)
+        return block(inputs, encoded, **options)
 
 
 # A field of Linen's alone, at its place among those that may be given by position.
@@ -250,48 +183,20 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         Returns:
           Array of the shape and dtype of `inputs`.
         """
-        self.check_options()
-        self._check_inputs(inputs, encoded, encoder_decoder_mask)
+        block = block_in(self, nnx_transformer.TransformerLayer, KINDS)
         rates = (self.hidden_dropout, self.attention_dropout, self.intermediate_dropout)
         # Only asked for if there is any dropout.
         fixed = not any(rates) or nn.merge_param("deterministic", self.deterministic, deterministic)
-        where: dict[str, Any] = {"state_collection": self.state_collection}
-        options = self.attention_options()
-        attention = partial(LayerNormAttention, **options | {"dense": options["dense"] | where})
         cache = self._cache(inputs)
-        length, bias = inputs.shape[-2], attention_bias
-        seen = self._seen_keys(attention_mask, segment_ids, length, cache)
-        if self.enable_relative_embedding:
-            relative = RelativePositionBiases(
-                self.num_attention_heads,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                name="relpos_bias",
-            )
-            keys = length if cache is None else cache.max_length
-            first = None if cache is None else cache.index
-            relative = relative(length, keys, not self.is_causal, first)
-            bias = transformer_math.plus_bias(relative, bias)
-
-        def plus(x: jax.Array, y: jax.Array) -> jax.Array:
-            y = nn.Dropout(self.hidden_dropout, deterministic=fixed)(y)
-            return transformer_math.residual_sum(x, y)
-
-        x = inputs
-        y, cache = attention(rotary=self.rotary(), name="self_attention")(
-            x, bias=bias, cache=cache, deterministic=fixed, **seen
-        )
+        if cache is not None:
+            nnx_kv_cache.write_cache(block, cache)
+        arrays = {"attention_bias": attention_bias, "segment_ids": segment_ids}
+        how = {"decode": cache is not None, "deterministic": fixed}
+        y = block(inputs, encoded, attention_mask, encoder_decoder_mask, **arrays, **how)
+        cache = nnx_kv_cache.read_cache(block)
         if cache is not None:
             write_cache(self, cache)
-        x = plus(x, y)
-        if self.layer_type == "decoder":
-            y, _ = attention(name="encoder_decoder_attention")(
-                x, encoded, mask=encoder_decoder_mask, deterministic=fixed
-            )
-            x = plus(x, y)
-        options = self.mlp_options() | where
-        mlp = LayerNormMLP(self.mlp_hidden_size, deterministic=fixed, **options, name="mlp")
-        return plus(x, mlp(x))
+        return y
 
     @nn.nowrap
     def _cache(self, inputs: jax.Array) -> KVCache | None:
@@ -301,3 +206,12 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         self.check_decodes()
         dtype = self.cache_dtype or self.dtype or jnp.result_type(inputs, self.param_dtype)
         return read_cache(self, self.kv_cache_shape(inputs.shape), dtype)
+
+
+KINDS = {
+    **fused.KINDS,
+    nnx_attention.DotProductAttention: DotProductAttention,
+    nnx_transformer.LayerNormAttention: LayerNormAttention,
+    nnx_transformer.LayerNormMLP: fused.LayerNormMLP,
+    nnx_transformer.RelativePositionBiases: RelativePositionBiases,
+}

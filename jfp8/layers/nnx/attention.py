@@ -84,14 +84,16 @@ class DotProductAttention(PrintsRecipe):
           ValueError: dropout, or a `module` that keeps the weights: there are none to drop or keep.
         """
         dropped, kept = 0.0 if deterministic else dropout_rate, module is not None
-        in_fp8 = recipe_in_effect(self.recipe, self.path) is not None
-        if not (in_fp8 or options) and (dropped or kept):
+        if not (self._is_in_fp8() or options) and (dropped or kept):
             return pass_on(nnx.dot_product_attention, locals())
         check_weights_stay_inside(dropped, kept)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         return self._attend(query, key, value, bias, mask, is_causal=is_causal, **options)
 
     # Flax's `nnx.tabulate` has a row for each called method without an underscore.
+    def _is_in_fp8(self) -> bool:
+        return recipe_in_effect(self.recipe, self.path) is not None
+
     def _attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
         """Compute `jfp8.layers.attention.attend` by the recipe in effect, with one batch axis."""
         options["unless_slower_on"] = self.unless_slower_on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,17 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.nnx.layers import EMPTY, LinearGeneral
+from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_option, options_of, pass_on
 from jfp8.layers.transformer_math import Activation
+from jfp8.layers.transformer_options import FeedForwardOptions, InFeatures
 from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import through_both
 from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format
 
@@ -102,7 +106,8 @@ class LayerNormLinear(LinearGeneral):
         return norm_math.normalize(inputs, scale, bias, axes=self.axis, dtype=dtype, **options)
 
 
-class LayerNormMLP(ExplicitModule):
+@dataclass(eq=False, repr=False)
+class LayerNormMLP(FeedForwardOptions, InFeatures, ExplicitModule):
     """Normalization and the two matmuls of a feed-forward block. ::
 
         y = dropout(activation(normalize(x) . wi)) . wo
@@ -125,42 +130,19 @@ class LayerNormMLP(ExplicitModule):
     ((2, 8), (8, 2, 32))
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        intermediate_dim: int,
-        *,
-        activation: str = "gelu",
-        intermediate_dropout_rate: float = 0.0,
-        return_layernorm_output: bool = False,
-        layernorm_type: LayerNormType = "layernorm",
-        epsilon: float = 1e-6,
-        zero_centered_gamma: bool = False,
-        saved_activations: Format | None = None,
-        use_bias: bool = True,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
-        rngs: nnx.Rngs,
-    ) -> None:
-        given = locals()
-        norm = {name: given[name] for name in NORM_OPTIONS}
-        dense = {name: given[name] for name in PRODUCT_OPTIONS}
-        self.activation = activation
-        self.return_layernorm_output = return_layernorm_output
-        self.wi = LayerNormLinear(
-            in_features,
-            (transformer_math.projections_of(activation), intermediate_dim),
-            return_layernorm_output=True,
-            **norm,
-            **dense,
-            rngs=rngs,
-        )
-        self.dropout = dropout_or_none(intermediate_dropout_rate, rngs)
-        self.wo = LinearGeneral(intermediate_dim, in_features, **dense, rngs=rngs)
+    _: KW_ONLY
+    rngs: InitVar[nnx.Rngs]
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        parts, dense = Parts.of(rngs), options_of(self, PRODUCT_OPTIONS)
+        norm = {"return_layernorm_output": True, **options_of(self, NORM_OPTIONS)}
+        size, width = self.in_features, self.intermediate_dim
+        self.projections = transformer_math.projections_of(self.activation)
+        features = self.projections, width
+        self.wi = parts.layer(LayerNormLinear, "wi", size, features, **norm, **dense)
+        rate = self.intermediate_dropout_rate
+        self.dropout = parts.dropout(rate) if rate else nnx.data(None)
+        self.wo = parts.layer(LinearGeneral, "wo", width, size, **dense)
 
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> Any:
         """Apply the block.
@@ -172,43 +154,45 @@ class LayerNormMLP(ExplicitModule):
         Returns:
           ``[..., in_features]``; or a pair, see `return_layernorm_output`.
         """
-        if self._is_one_operation(inputs):
-            normalized, make = self.wi._normalize(inputs), Activation(self.activation)
-            first, second = partial(_product, self.wi, normalized), partial(_product, self.wo)
-            shape = (*inputs.shape[:-1], *self.wi.out_features)
-            y = through_both(first, second, make, shape)
+        return self._apply(inputs, deterministic, *self._unchanged_layers())
+
+    # Flax's `nnx.tabulate` has a row for each called method without an underscore.
+    def _apply(
+        self, inputs: jax.Array, deterministic: bool | None, recipes: Sequence[Recipe], weights: Any
+    ) -> Any:
+        """Apply the block, as one operation if `recipes` are those of two matmuls that may be."""
+        saved = self.wi.saved_activations
+        between = saved is not None or self.dropout is not None
+        if not between and transformer_math.may_be_one_operation(recipes, inputs, weights):
+            shape = (*inputs.shape[:-1], self.projections, self.intermediate_dim)
+            first, second = partial(_product, self.wi, inputs), partial(_product, self.wo)
+            y, normalized = through_both(first, second, Activation(self.activation), shape)
         else:
             hidden, normalized = self.wi(inputs)
-            saved = self.wi.saved_activations
             hidden = transformer_math.activate(hidden, self.activation, saved_activations=saved)
             if self.dropout is not None:
                 hidden = self.dropout(hidden, deterministic=deterministic)
             y = self.wo(hidden)
         return (y, normalized) if self.return_layernorm_output else y
 
-    def _is_one_operation(self, inputs: jax.Array) -> bool:
-        # Users may have replaced it.
+    def _unchanged_layers(self) -> tuple[list[Recipe], list[Any]]:
+        """Return recipes in effect and kernels of the layers that users have not replaced."""
         known = {LayerNormLinear: self.wi, LinearGeneral: self.wo}
         layers = [layer for kind, layer in known.items() if type(layer) is kind]
-        products: list[Any] = [layer.dot_general for layer in layers]
-        products = [product for product in products if isinstance(product, DotGeneral)]
-        if self.dropout is not None or len(products) < 2:
-            return False
+        products = [x.dot_general for x in layers if isinstance(x.dot_general, DotGeneral)]
         found = [recipe_in_effect(product.recipe, product.path) for product in products]
-        recipes = [] if self.wi.saved_activations is not None else [r for r in found if r]
-        kernels = [layer.kernel.get_value() for layer in layers]
-        return transformer_math.may_be_one_operation(recipes, inputs, kernels)
+        return [r for r in found if r], [layer.kernel.get_value() for layer in layers]
 
 
 def _product(layer: Any, x: jax.Array, multiply: Callable[..., Any]) -> Any:
-    """Multiply like `layer`, along the last axis; `multiply` adds the bias."""
+    """Apply `layer` with another `multiply`, which adds the bias."""
+    is_normed, is_ours = (isinstance(layer, kind) for kind in (LayerNormLinear, LinearGeneral))
+    if not is_ours:  # a layer of Linen
+        return layer(x, multiply=multiply)
+    normalized = layer._normalize(x) if is_normed else x
     bias = None if layer.bias is None else layer.bias.get_value()
-    operands = x, layer.kernel.get_value(), bias
+    operands = normalized, layer.kernel.get_value(), bias
     x, kernel, bias = layer.promote_dtype(operands, dtype=layer.dtype)
     numbers = (((x.ndim - 1,), (0,)), ((), ()))
-    return layer.dot_general(x, kernel, numbers, multiply=partial(multiply, bias=bias))
-
-
-def dropout_or_none(rate: float, rngs: nnx.Rngs) -> Any:
-    """Return an ``nnx.Dropout`` as an attribute; None without dropout, which needs no stream."""
-    return nnx.data(nnx.Dropout(rate, rngs=rngs) if rate else None)
+    y = layer.dot_general(x, kernel, numbers, multiply=partial(multiply, bias=bias))
+    return (y, normalized) if is_normed else y

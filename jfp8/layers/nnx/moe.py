@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,11 @@ from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.nnx.layers import Linear
+from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.signatures import ExplicitModule, SignatureOfClass
-from jfp8.layers.options import pass_on, promoted
-from jfp8.layers.transformer_math import ClampedSwiglu
+from jfp8.layers.options import options_of, pass_on, promoted
+from jfp8.layers.transformer_options import InFeatures
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.expert_mesh import expert_mesh
@@ -25,7 +27,6 @@ from jfp8.products.ragged.experts import ExpertRows
 from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.formats import Format
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
@@ -169,7 +170,8 @@ class Router(nnx.Module):
         return routed
 
 
-class MoE(ExplicitModule):
+@dataclass(eq=False, repr=False)
+class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
     """A feed-forward block in which each token uses a few experts out of many.
 
     It computes what `jfp8.linen.MoE` does, with the same parameters: ``router/kernel``,
@@ -195,62 +197,26 @@ class MoE(ExplicitModule):
     ((4, 8, 32), (2, 3, 8))
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        num_experts: int,
-        intermediate_dim: int,
-        num_experts_per_token: int = 2,
-        *,
-        activation: str | ClampedSwiglu = "swiglu",
-        return_load_balancing_loss: bool = False,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        router_init: Initializer = default_kernel_init,
-        saved_activations: Format | None = None,
-        recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
-        route: moe_math.Route = routing.route,
-        shared_intermediate_dim: int | None = None,
-        bias_update_rate: float | None = None,
-        expert_axis: str | None = None,
-        data_axes: tuple[str, ...] = ("data", "fsdp"),
-        tensor_axis: str | None = "tensor",
-        capacity_factor: float | None = None,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.recipe = recipe
-        self.implementation = implementation
-        self.expert_axis = expert_axis
-        self.data_axes = data_axes
-        self.tensor_axis = tensor_axis
-        self.capacity_factor = capacity_factor
-        self.intermediate_dim = intermediate_dim
-        self.activation = activation
-        self.return_load_balancing_loss = return_load_balancing_loss
-        self.saved_activations = saved_activations
-        self.projections = transformer_math.projections_of(activation)
-        self.router = Router(
-            in_features,
-            num_experts,
-            num_experts_per_token,
-            kernel_init=router_init,
-            param_dtype=param_dtype,
-            route=route,
-            bias_update_rate=bias_update_rate,
-            rngs=rngs,
-        )
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "recipe": recipe}
-        options |= {"kernel_init": kernel_init, "implementation": implementation, "rngs": rngs}
-        dense = partial(ExpertDense, num_experts, **options)
-        self.wi = dense(in_features, self.projections * intermediate_dim)
-        self.wo = dense(intermediate_dim, in_features)
+    _: KW_ONLY
+    rngs: InitVar[nnx.Rngs]
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        parts, features, width = Parts.of(rngs), self.in_features, self.intermediate_dim
+        projections = self.projections = transformer_math.projections_of(self.activation)
+        names = "num_experts", "num_experts_per_token", "param_dtype", "route", "bias_update_rate"
+        options = {"kernel_init": self.router_init, **options_of(self, names)}
+        self.router = parts.layer(Router, "router", features, **options)
+        names = "dtype", "param_dtype", "kernel_init", "recipe", "implementation"
+        options = options_of(self, names)
+        dense = partial(parts.layer, ExpertDense, num_experts=self.num_experts, **options)
+        self.wi = dense("wi", in_features=features, features=projections * width)
+        self.wo = dense("wo", in_features=width, features=features)
         self.shared_wi = self.shared_wo = nnx.data(None)
-        if shared_intermediate_dim is not None:
-            of_all = partial(Linear, use_bias=False, **options)
-            self.shared_wi = of_all(in_features, self.projections * shared_intermediate_dim)
-            self.shared_wo = of_all(shared_intermediate_dim, in_features)
+        width = self.shared_intermediate_dim
+        if width is not None:
+            of_all = partial(parts.layer, Linear, use_bias=False, **options)
+            self.shared_wi = of_all("shared_wi", features, projections * width)
+            self.shared_wo = of_all("shared_wo", width, features)
 
     def __call__(self, inputs: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Apply the block.
@@ -261,31 +227,33 @@ class MoE(ExplicitModule):
         Returns:
           ``[..., in_features]``; or a pair, see `return_load_balancing_loss`.
         """
-        tokens = inputs.reshape(-1, inputs.shape[-1])
-        routed = self.router(tokens)
-        losses = moe_math.losses_of(routed, inputs.shape)
+        paths = [layer.ragged_dot.path for layer in (self.wi, self.wo)]
+        y, losses = self._apply(inputs, paths)
         if hasattr(self, "__captures__"):  # in nnx.capture; elsewhere sow changes the module
             for name, value in losses.items():
                 self.sow(nnx.Intermediate, name, value)
-        loss = losses["load_balancing_loss"]
+        return y
 
+    # Flax's `nnx.tabulate` has a row for each called method without an underscore.
+    def _apply(self, inputs: jax.Array, paths: Sequence[str]) -> tuple[Any, dict[str, jax.Array]]:
+        """Return the result, and the losses to sow; `paths` of both matmuls choose recipes."""
+        tokens = inputs.reshape(-1, inputs.shape[-1])
+        routed = self.router(tokens)
+        losses = moe_math.losses_of(routed, inputs.shape)
         axes = (self.expert_axis, self.data_axes, self.tensor_axis)
-        paths = [layer.ragged_dot.path for layer in (self.wi, self.wo)]
+        names = "intermediate_dim", "implementation", "activation", "saved_activations"
         y = moe_math.through_experts(
             tokens,
             routed,
             self.wi,
             self.wo,
-            intermediate_dim=self.intermediate_dim,
-            mesh=expert_mesh(*axes, routed.probabilities.shape[1]),
+            mesh=expert_mesh(*axes, self.num_experts),
             recipes=recipes_in_effect(self.recipe, paths),
-            implementation=self.implementation,
-            activation=self.activation,
-            saved_activations=self.saved_activations,
-            capacity_factor=self.capacity_factor,
+            **options_of(self, (*names, "capacity_factor")),
         )
         if self.shared_wi is not None and self.shared_wo is not None:
             how = self.activation, self.saved_activations
             y += moe_math.through_shared_expert(tokens, self.shared_wi, self.shared_wo, *how)
         y = y.reshape(inputs.shape)
-        return (y, loss) if self.return_load_balancing_loss else y
+        loss = losses["load_balancing_loss"]
+        return (y, loss) if self.return_load_balancing_loss else y, losses

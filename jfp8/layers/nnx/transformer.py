@@ -10,48 +10,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, Initializer
 
 from jfp8.layers import position_math, transformer_math
 from jfp8.layers.attention import attend
 from jfp8.layers.kv_cache import NAMES, KVCache, init_kv_cache
 from jfp8.layers.nnx.attention import DotProductAttention
-from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP, dropout_or_none
+from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.nnx.layers import LinearGeneral
+from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.signatures import ExplicitModule
+from jfp8.layers.options import options_of
 from jfp8.layers.position_math import Rotary
-from jfp8.layers.transformer_options import TransformerOptions
-from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.layers.transformer_options import BiasOptions, TransformerOptions
 from jfp8.scaling.formats import FormatLike
 
-default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
-
-class RelativePositionBiases(ExplicitModule):
+@dataclass(eq=False, repr=False)
+class RelativePositionBiases(BiasOptions, ExplicitModule):
     """A learned bias of attention scores for each head and distance, as in T5.
 
     Args:
-      num_attention_heads, num_buckets, max_distance, embedding_init, dtype, param_dtype: as for
+      rngs: stream ``params`` for initial values. For the others see
         `jfp8.linen.RelativePositionBiases`, whose parameter it has.
-      rngs: stream ``params`` for initial values.
     """
 
-    def __init__(
-        self,
-        num_attention_heads: int,
-        *,
-        num_buckets: int = 32,
-        max_distance: int = 128,
-        embedding_init: Initializer = default_embedding_init,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.max_distance = max_distance
-        self.dtype = dtype or param_dtype
-        shape = (num_attention_heads, num_buckets)
-        self.rel_embedding = nnx.Param(embedding_init(rngs.params(), shape, param_dtype))
+    _: KW_ONLY
+    rngs: InitVar[nnx.Rngs]
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        shape = (self.num_attention_heads, self.num_buckets)
+        make = Parts.of(rngs).parameter
+        self.rel_embedding = make("rel_embedding", self.embedding_init, shape, self.param_dtype)
 
     def __call__(
         self,
@@ -62,7 +52,7 @@ class RelativePositionBiases(ExplicitModule):
     ) -> jax.Array:
         """See `jfp8.linen.RelativePositionBiases`."""
         return position_math.relative_position_bias(
-            self.rel_embedding.get_value().astype(self.dtype),
+            self.rel_embedding.get_value().astype(self.dtype or self.param_dtype),
             query_length,
             key_length,
             bidirectional=bidirectional,
@@ -71,13 +61,19 @@ class RelativePositionBiases(ExplicitModule):
         )[None]
 
 
-class LayerNormAttention(nnx.Module):
+class LayerNormAttention(ExplicitModule):
     """Normalisation, attention of grouped queries and its projections: a part of a layer.
 
-    See `jfp8.layers.linen.transformer.LayerNormAttention` for its parameters and arguments.
+    Queries, keys and values of one input are one product, ``qkv``, with a kernel
+    ``[hidden_size, G, H / G + 2, depth]``: for each of ``G`` groups the queries that share a key
+    and a value, then these two. So the dimension of the groups can be sharded over devices. With
+    two inputs there are two products, ``query`` and ``kv``; only the queries' input is normalised.
 
     Args:
-      encoded_features: features of the second input, or None if there is none.
+      norm: the arguments of `LayerNormLinear` for the normalisation.
+      dense: the arguments of `LinearGeneral` for all products.
+      encoded_features: features of the second input, or None if there is none. For the others see
+        `jfp8.linen.TransformerLayer` and `projected_attention`.
     """
 
     def __init__(
@@ -95,25 +91,29 @@ class LayerNormAttention(nnx.Module):
         encoded_features: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        heads, groups = num_attention_heads, num_gqa_groups
+        heads, groups, parts = num_attention_heads, num_gqa_groups, Parts.of(rngs)
         depth, shared_by = hidden_size // heads, heads // groups
-        projected = partial(LayerNormLinear, hidden_size, **norm, **dense, rngs=rngs)
+        projected = partial(parts.layer, LayerNormLinear, **norm, **dense)
+        linear = partial(parts.layer, LinearGeneral, **dense)
         self.shared_by = shared_by
         self.rotary = rotary
         if encoded_features is None:
-            self.qkv = projected((groups, shared_by + 2, depth))
+            self.qkv = projected("qkv", hidden_size, (groups, shared_by + 2, depth))
         else:
-            self.query = projected((groups, shared_by, depth))
-            self.kv = LinearGeneral(encoded_features, (groups, 2, depth), **dense, rngs=rngs)
+            self.query = projected("query", hidden_size, (groups, shared_by, depth))
+            self.kv = linear("kv", encoded_features, (groups, 2, depth))
         self.saved_activations = norm["saved_activations"]
-        self.dropout_rate = attention_dropout
-        self.dropout = dropout_or_none(attention_dropout, rngs)
+        rate = self.dropout_rate = attention_dropout
+        self.dropout = parts.dropout(rate) if rate else nnx.data(None)
         how: dict[str, Any] = {name: dense[name] for name in ("recipe", "implementation")}
-        self.attention = nnx.data(DotProductAttention(**how) if attention_products else None)
+        self.attention = self.sinks = nnx.data(None)
+        if attention_products:
+            self.attention = nnx.data(parts.bare(DotProductAttention, "attention", **how))
         self.implementation = dense["implementation"]
-        sinks = nnx.Param(jnp.zeros(heads, dense["param_dtype"])) if attention_sinks else None
-        self.sinks = nnx.data(sinks)
-        self.out = LinearGeneral((heads, depth), hidden_size, axis=(-2, -1), **dense, rngs=rngs)
+        if attention_sinks:
+            zeros, dtype = nnx.initializers.zeros, dense["param_dtype"]
+            self.sinks = parts.parameter("sinks", zeros, (heads,), dtype, draws=False)
+        self.out = linear("out", (heads, depth), hidden_size, axis=(-2, -1))
 
     def __call__(
         self,
@@ -124,7 +124,7 @@ class LayerNormAttention(nnx.Module):
         deterministic: bool | None = None,
         **options: Any,
     ) -> tuple[jax.Array, KVCache | None]:
-        """See `jfp8.layers.linen.transformer.LayerNormAttention.__call__`."""
+        """Return ``[..., q, hidden_size]``, and the new `cache` of earlier positions, if any."""
         qkv = None
         if encoded is None:
             qkv = self.qkv(inputs)
@@ -134,12 +134,12 @@ class LayerNormAttention(nnx.Module):
         if self.sinks is not None:
             options["sinks"] = self.sinks.get_value()
         own = self.attention
-        in_fp8 = own is not None and recipe_in_effect(own.recipe, own.path) is not None
+        in_fp8 = own is not None and own._is_in_fp8()
         plain = partial(attend, recipe=None, implementation=self.implementation)
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
-            attention=own._attend if in_fp8 else plain,
+            attention=getattr(own, "_attend", own) if in_fp8 else plain,
             in_fp8=in_fp8,
             qkv=qkv,
             rotary=self.rotary,
@@ -191,20 +191,19 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
             raise ValueError(
                 'encoded_features is for layer_type="decoder", which attends to an encoder.'
             )
-        self.relpos_bias = nnx.data(None)
+        size, parts = self.hidden_size, Parts.of(rngs)
+        self.relpos_bias = self.encoder_decoder_attention = nnx.data(None)
         if self.enable_relative_embedding:
-            self.relpos_bias = RelativePositionBiases(
-                self.num_attention_heads, param_dtype=self.param_dtype, dtype=self.dtype, rngs=rngs
-            )
-        size = self.hidden_size
-        attention = partial(LayerNormAttention, size, **self.attention_options(), rngs=rngs)
-        self.self_attention = attention(rotary=self.rotary())
-        self.encoder_decoder_attention = nnx.data(None)
+            options = options_of(self, ("num_attention_heads", "param_dtype", "dtype"))
+            self.relpos_bias = parts.layer(RelativePositionBiases, "relpos_bias", **options)
+        attention = partial(parts.layer, LayerNormAttention, **self.attention_options())
+        self.self_attention = attention("self_attention", size, rotary=self.rotary())
         if self.layer_type == "decoder":
-            features = size if encoded_features is None else encoded_features
-            self.encoder_decoder_attention = attention(encoded_features=features)
-        self.mlp = LayerNormMLP(size, self.mlp_hidden_size, **self.mlp_options(), rngs=rngs)
-        self.dropout = dropout_or_none(self.hidden_dropout, rngs)
+            other = {"encoded_features": size if encoded_features is None else encoded_features}
+            self.encoder_decoder_attention = attention("encoder_decoder_attention", size, **other)
+        options = self.mlp_options()
+        self.mlp = parts.layer(LayerNormMLP, "mlp", size, self.mlp_hidden_size, **options)
+        self.dropout = parts.dropout(self.hidden_dropout)
         self.decode = False
         for name in NAMES:
             setattr(self, name, nnx.data(None))
