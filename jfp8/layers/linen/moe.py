@@ -19,6 +19,7 @@ from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.nnx import moe as nnx_moe
 from jfp8.layers.nnx.layers import Linear
 from jfp8.layers.options import pass_on
+from jfp8.layers.site import multiply_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.experts import ExpertRows
@@ -57,7 +58,7 @@ class RaggedDot(ProductModule):
           multiply: see `observed_expert_dot`.
         """
         quantized, plain = pass_on(moe_math.grouped_products, locals())
-        return self._multiply(quantized, plain, lhs, rhs, "moe")
+        return multiply_at(self, quantized, plain, lhs, rhs, "moe")
 
 
 class ExpertDense(nn.Module):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -23,16 +22,16 @@ from jfp8.layers.linen.state_in_gradients import (
     StateCollection,
     check_state_collection,
 )
-from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, pass_on, promoted
+from jfp8.layers.options import pass_on, promoted
+from jfp8.layers.site import multiply_at
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.operation import Observed, Options, State
+from jfp8.products.operation import Observed, State
 from jfp8.products.shared_input import SharedInput
 from jfp8.products.vjp import multiply_quantized
-from jfp8.recipes.causality import Layer
-from jfp8.recipes.in_effect import is_overridden, recipe_of_matmul, why_in_high_precision
+from jfp8.recipes.in_effect import is_overridden, recipe_of_matmul
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
@@ -50,7 +49,6 @@ from jfp8.scaling.history import (
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
-from jfp8.tracing.notes import EXPLAINING, note
 
 
 class ProductModule(nn.Module):
@@ -71,61 +69,15 @@ class ProductModule(nn.Module):
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
     casts_kernel: bool = False
+    unless_slower_on = None  # no field
 
     @nn.nowrap
-    def _multiply(
-        self,
-        quantized: Callable[..., tuple[jax.Array, Observed]],
-        plain: Callable[..., jax.Array],
-        lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
-        layer: Layer = "dense",
-        shared_input: SharedInput | None = None,
-    ) -> jax.Array:
-        """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
-
-        Reports name the `layer` that the matmul belongs to.
-        """
+    def _in_effect(self) -> Recipe | None:
         own = None if self.recipe is None else check_recipe(self.recipe)
-        recipe = recipe_of_matmul(own, "/".join(self.path[:-1]))
-        rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
-        in_high_precision = lambda: plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
-        if recipe is None:
-            with note("reason", why_in_high_precision()):
-                return in_high_precision()
-        check_operand(lhs)
-        state, records = self.begin(recipe)
-        with self._noted(recipe, layer, state):
-            told = self.if_trained(recipe, state)
-            options = Options(recipe, self.implementation, rhs_dtype, if_trained=told)
-            read = state._replace(shared=shared_input)
-            y, observed = quantized(lhs, rhs, options=options, state=read)
-        if records:
-            self.end(state, observed)
-        return y
+        return recipe_of_matmul(own, "/".join(self.path[:-1]))
 
     @nn.nowrap
-    @contextlib.contextmanager
-    def _noted(self, recipe: Recipe, layer: Layer, state: State) -> Iterator[None]:
-        """Return a context that notes the layer of a matmul, while a report is being made."""
-        if EXPLAINING.value is None:
-            yield
-            return
-        has_histories = state.histories is not None
-        causal = recipe.is_causal(layer, history=has_histories)
-        needs = not has_histories and recipe.init_state() is not None
-        path, product = self._place_in_model()
-        with (
-            note("path", path),
-            note("product", product),
-            note("recipe", f"{recipe.name}, no histories" if needs else recipe.name),
-            note("ahead", "" if causal else "later positions"),
-        ):
-            yield
-
-    @nn.nowrap
-    def begin(self, recipe: Recipe) -> tuple[State, bool]:
-        """Return the state for one use of the matmul; and True if `end` is to record that use."""
+    def _begin(self, recipe: Recipe) -> tuple[State, bool, str | None]:
         if self.state_collection != "fp8":
             check_state_collection(self.state_collection)
         key = None
@@ -142,17 +94,16 @@ class ProductModule(nn.Module):
             step = resume_recorded if self._is_used_again() else end_recorded
             # The collection is returned next to the loss, and nobody trains it.
             histories = {r: step(lax.stop_gradient(amaxes)) for r, amaxes in histories.items()}
-        return State(histories, sink, key), records
+        needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
+        warning = messages.WITHOUT_HISTORIES if histories is None and not needless else None
+        return State(histories, sink, key), records, warning
 
     @nn.nowrap
-    def end(self, state: State, observed: Observed) -> None:
+    def _end(self, state: State, observed: Observed) -> None:
         """Write the amaxes of lhs and rhs into the mutable ``fp8`` collection.
 
         Without a sink this ``apply`` is the step; with one `advance` will end the step. If nothing
         was observed, since no derivative is taken, the collection keeps its values.
-
-        Args:
-          state: the state from `begin`.
         """
         assert state.histories is not None
         how = record if state.sink is None else observe
@@ -181,7 +132,7 @@ class ProductModule(nn.Module):
         return False
 
     @nn.nowrap
-    def _place_in_model(self) -> tuple[str, str]:
+    def _place(self) -> tuple[str, str]:
         """Return the path of the layer that has this matmul, and the path of the matmul in it."""
         module: Any = self
         depth = len(self.path)
@@ -215,12 +166,6 @@ class ProductModule(nn.Module):
         names = [*ROLES, CHECK] if (checks or is_mapped) and self._has_check() else ROLES
         found = {name: self._get("fp8", name) for name in names}
         return intact_states(found)
-
-    @nn.nowrap
-    def if_trained(self, recipe: Recipe, state: State) -> str | None:
-        """Return a warning if training cannot keep what the `recipe` needs; else None."""
-        needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
-        return messages.WITHOUT_HISTORIES if state.histories is None and not needless else None
 
     @nn.nowrap
     def _has_check(self) -> bool:
@@ -304,7 +249,7 @@ class DotGeneral(ProductModule):
         def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)
 
-        return self._multiply(quantized, plain, lhs, rhs, shared_input=shared_input)
+        return multiply_at(self, quantized, plain, lhs, rhs, shared_input=shared_input)
 
 
 class ConvGeneralDilated(ProductModule):
@@ -335,7 +280,7 @@ class ConvGeneralDilated(ProductModule):
           precision: of the convolution if FP8 is disabled (see `jfp8.autocast`).
         """
         quantized, plain = pass_on(convolutions, locals())
-        return self._multiply(quantized, plain, lhs, rhs, "conv")
+        return multiply_at(self, quantized, plain, lhs, rhs, "conv")
 
 
 @dataclass(frozen=True)

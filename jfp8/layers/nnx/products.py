@@ -15,17 +15,17 @@ from flax.nnx.bridge.wrappers import current_linen_module
 from jax import lax
 
 from jfp8.layers.nnx.signatures import PrintsRecipe, SignatureOfClass
-from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, pass_on
+from jfp8.layers.options import pass_on
+from jfp8.layers.site import multiply_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.operation import Observed, Options, State
+from jfp8.products.operation import Observed, State
 from jfp8.products.shared_input import SharedInput
-from jfp8.products.slower import why_slower
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
-from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
+from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
@@ -156,40 +156,30 @@ class Product(PrintsRecipe):
         rhs: jax.Array | ScaledArray,
         layer: Layer = "dense",
     ) -> jax.Array:
-        """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
-
-        Reports name the `layer` that the matmul belongs to.
-        """
+        """Compute `multiply_at`, in a scope named after the path."""
         warn_inside_linen(self.path)
-        recipe = recipe_in_effect(self.recipe, self.path)
-        rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
-        in_high_precision = lambda: plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         with scope, note("path", self.path):
-            if recipe is None:
-                with note("reason", why_in_high_precision()):
-                    return in_high_precision()
-            check_operand(lhs)
-            if self.unless_slower_on is not None:
-                slower = why_slower(self.unless_slower_on, recipe, in_high_precision, lhs, rhs)
-                if slower:
-                    with note("reason", slower):
-                        return in_high_precision()
-            histories, sink = self._read_state(recipe), None
-            if histories is not None and self.fp8_sink is not None:
-                sink = self.fp8_sink.get_value()
-            records = histories is not None and sink is None
-            lost = why_lost(self) if records else None
-            causal = recipe.is_causal(layer, history=histories is not None)
-            with note("recipe", recipe.name), note("ahead", "" if causal else "later positions"):
-                options = Options(recipe, self.implementation, rhs_dtype, if_trained=lost)
-                state = State(histories, sink, shared=self.shared_input)
-                y, observed = quantized(lhs, rhs, options=options, state=state)
-            if records and lost is None:
-                record(self, observed)
-            return y
+            return multiply_at(self, quantized, plain, lhs, rhs, layer, self.shared_input)
 
     # Flax's `nnx.tabulate` traces methods without an underscore as if they were layers.
+    def _begin(self, recipe: Recipe) -> tuple[State, bool, str | None]:
+        histories, sink = self._read_state(recipe), None
+        if histories is not None and self.fp8_sink is not None:
+            sink = self.fp8_sink.get_value()
+        records = histories is not None and sink is None
+        lost = why_lost(self) if records else None
+        return State(histories, sink), records and lost is None, lost
+
+    def _end(self, state: State, observed: Observed) -> None:
+        record(self, observed)
+
+    def _in_effect(self) -> Recipe | None:
+        return recipe_in_effect(self.recipe, self.path)
+
+    def _place(self) -> tuple[str, str]:
+        return self.path, ""
+
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         if self.fp8 is None or is_overridden():
             return None

@@ -1,0 +1,91 @@
+"""The matmul of a layer, in Linen or NNX: FP8 or not, with its state, and noted for reports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import jax
+
+from jfp8.layers.options import check_operand, kernel_dtype, kernel_values
+from jfp8.matmul.spec import Implementation
+from jfp8.products.operation import Observed, Options, State
+from jfp8.products.shared_input import SharedInput
+from jfp8.products.slower import why_slower
+from jfp8.recipes.causality import Layer
+from jfp8.recipes.in_effect import why_in_high_precision
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.devices import Gpu
+from jfp8.tracing.notes import EXPLAINING, note
+
+
+class Site(Protocol):
+    """A module that computes one matmul of a layer, in Linen or NNX.
+
+    `_in_effect` returns the recipe, None for high precision, and `_place` the path of the layer and
+    of the matmul in it. `_begin` returns the state for one use; True if `_end` is to record the
+    amaxes observed with it; and a warning for training that cannot keep what the recipe needs.
+    """
+
+    implementation: Implementation
+    casts_kernel: bool
+    unless_slower_on: Gpu | None
+
+    def _in_effect(self) -> Recipe | None: ...
+    def _place(self) -> tuple[str, str]: ...
+    def _begin(self, recipe: Recipe) -> tuple[State, bool, str | None]: ...
+    def _end(self, state: State, observed: Observed) -> None: ...
+
+
+def multiply_at(
+    site: Site,
+    quantized: Callable[..., tuple[jax.Array, Observed]],
+    plain: Callable[..., jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array | ScaledArray,
+    layer: Layer = "dense",
+    shared_input: SharedInput | None = None,
+) -> jax.Array:
+    """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
+
+    Reports name the `layer` that the matmul belongs to.
+    """
+    recipe, rhs_dtype = site._in_effect(), kernel_dtype(lhs, rhs, site.casts_kernel)
+    in_high_precision = lambda: plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
+    if recipe is None:
+        reason = why_in_high_precision()
+    else:
+        check_operand(lhs)
+        gpu = site.unless_slower_on
+        reason = why_slower(gpu, recipe, in_high_precision, lhs, rhs) if gpu is not None else ""
+    if recipe is None or reason:
+        with note("reason", reason):
+            return in_high_precision()
+    state, records, warning = site._begin(recipe)
+    options = Options(recipe, site.implementation, rhs_dtype, if_trained=warning)
+    with _noted(site, recipe, layer, state.histories is not None):
+        read = state._replace(shared=shared_input)
+        y, observed = quantized(lhs, rhs, options=options, state=read)
+    if records:
+        site._end(state, observed)
+    return y
+
+
+@contextlib.contextmanager
+def _noted(site: Site, recipe: Recipe, layer: Layer, has_histories: bool) -> Iterator[None]:
+    """Return a context that notes the layer of a matmul, while a report is being made."""
+    if EXPLAINING.value is None:
+        yield
+        return
+    needs = not has_histories and recipe.init_state() is not None
+    causal = recipe.is_causal(layer, history=has_histories)
+    path, product = site._place()
+    with (
+        note("path", path),
+        note("product", product),
+        note("recipe", f"{recipe.name}, no histories" if needs else recipe.name),
+        note("ahead", "" if causal else "later positions"),
+    ):
+        yield
