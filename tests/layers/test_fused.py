@@ -10,6 +10,7 @@ import pytest
 
 from jfp8.layers import norm_math
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.layers.linen.layers import DenseGeneral
 from support.arrays import cosine, relative_error
 from support.layers import (
     KEY,
@@ -133,6 +134,26 @@ def test_mlp_is_its_formula_with_rounded_operands(activation):
         return product("aj,jo->ao", FORMULAS[activation](hidden), wo["kernel"]) + wo["bias"][None]
 
     assert_as_written(mlp, written_out, params, x, dy)
+
+
+class WrittenOut(nn.Module):
+    """`LayerNormMLP` with a dropout, of layers of Linen."""
+
+    @nn.compact
+    def __call__(self, x):
+        how = {"bias_init": nn.initializers.normal()}
+        wi = LayerNormDense((1, 24), return_layernorm_output=True, name="wi", **how)
+        hidden = nn.Dropout(0.3, deterministic=False)(jax.nn.gelu(wi(x)[0][..., 0, :]))
+        return DenseGeneral(16, name="wo", **how)(hidden)
+
+
+def test_an_mlp_draws_as_layers_of_linen_do():
+    """From the keys of Linen's paths: initial values and dropout; with the names of their state."""
+    rngs = {"params": KEY, "dropout": jax.random.key(1)}
+    how = {"intermediate_dropout_rate": 0.3, "bias_init": nn.initializers.normal()}
+    ours = LayerNormMLP(24, deterministic=False, **how)
+    run = lambda layer: jax.jit(layer.init_with_output)(rngs, normal((8, 16)))
+    jax.tree.map(np.testing.assert_array_equal, run(ours), run(WrittenOut()))
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from support.arrays import assert_same, normal
 
 KEY = jax.random.key(4)
 FEATURES, EXPERTS, HIDDEN = 16, 5, 24
-RAW = functools.partial(jfp8.nnx.route, renormalize=False)
 OPTIONS = {
     "route": functools.partial(jfp8.nnx.route, scores="sigmoid"),
     "bias_update_rate": 0.125,
@@ -45,12 +44,12 @@ def params_of(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def assert_same_steps(options, steps):
+def test_steps_are_those_of_linen():
     """Outputs, gradients, histories and biases of each step, to the bit."""
-    linen, variables, ours = both(**options)
+    linen, variables, ours = both(**OPTIONS)
 
     def value(result):
-        y, balance = result if options.get("return_load_balancing_loss") else (result, 0.0)
+        y, balance = result
         return jnp.sum(y.astype(jnp.float32) * DY) + 0.01 * balance, y
 
     def linen_loss(variables, x):
@@ -71,7 +70,7 @@ def assert_same_steps(options, steps):
     state = jfp8.TrainState.create(
         apply_fn=linen.apply, variables=variables, tx=optax.set_to_zero()
     )
-    for step in range(steps):
+    for step in range(2):
         x = (1 + step) * X
         state, y, grads = linen_step(state, x)
         assert_same(our_step(ours, x), (y, grads))
@@ -80,28 +79,9 @@ def assert_same_steps(options, steps):
             for role, history in getattr(ours, layer).ragged_dot.histories().items():
                 np.testing.assert_array_equal(history, theirs[role]["amax_history"])
                 assert np.count_nonzero(history) == step + 1
-        if ours.router.bias is not None:
-            bias = state.collections["router_bias"]["router"]["bias"]
-            np.testing.assert_array_equal(ours.router.bias.get_value(), bias)
-            assert np.any(bias)
-
-
-def test_steps_are_those_of_linen():
-    assert_same_steps(OPTIONS, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_experts_per_token": 1, "activation": "gelu", "saved_activations": jfp8.E4M3FN},
-        {"num_experts_per_token": 3, "route": RAW, "param_dtype": jnp.bfloat16},
-        {"shared_intermediate_dim": 24, "activation": "clamped_swiglu"},
-    ],
-)
-def test_other_options_are_those_of_linen(options):
-    assert_same_steps(options, 1)
+        bias = state.collections["router_bias"]["router"]["bias"]
+        np.testing.assert_array_equal(ours.router.bias.get_value(), bias)
+        assert np.any(bias)
 
 
 @pytest.mark.slow

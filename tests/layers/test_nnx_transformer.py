@@ -10,7 +10,7 @@ from flax import nnx
 
 import jfp8
 import jfp8.nnx
-from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.layers.linen.fused import LayerNormDense
 from jfp8.layers.linen.transformer import TransformerLayer
 from support.arrays import keyed_normal as normal
 
@@ -67,30 +67,6 @@ def test_layer_norm_linear():
     )
     linen = LayerNormDense(4, axis=(1, -1), return_layernorm_output=True)
     assert_like_linen(ours, linen, x)
-
-
-@pytest.mark.slow
-def test_layer_norm_mlp():
-    options = {"activation": "geglu", "return_layernorm_output": True}
-    ours = jfp8.nnx.LayerNormMLP(D, 16, **options, rngs=nnx.Rngs(0))
-    assert_like_linen(ours, LayerNormMLP(16, **options), normal(0, (3, D)))
-    assert ours.dropout is None
-
-
-@pytest.mark.slow
-def test_transformer_layer():
-    options = {
-        "num_gqa_groups": 2,
-        "self_attn_mask_type": "causal",
-        "enable_rotary_pos_emb": True,
-        "layernorm_type": "rmsnorm",
-        "mlp_activation": "swiglu",
-        "use_bias": False,
-        "attention_products": True,
-    }
-    x, mask = normal(0, (2, 5, D)), normal(1, (2, 1, 5, 5)) > -1
-    ours = jfp8.nnx.TransformerLayer(D, 16, 4, **options, rngs=nnx.Rngs(0))
-    assert_like_linen(ours, TransformerLayer(D, 16, 4, **options), x, attention_mask=mask)
 
 
 @pytest.mark.slow
