@@ -206,7 +206,7 @@ LINES_OF_ROOMS = {
     "recipes": 1593,
     "products": 5002,
     "kernels": 8452,
-    "layers": 5061,
+    "layers": 5062,
     "collectives": 1023,
     "optim": 2528,
     "training": 2874,

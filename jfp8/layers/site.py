@@ -46,7 +46,7 @@ def multiply_at(
     lhs: jax.Array,
     rhs: jax.Array | ScaledArray,
     layer: Layer = "dense",
-    shared_input: SharedInput | None = None,
+    shared: SharedInput | None = None,
 ) -> jax.Array:
     """Compute `quantized` of the operands under the recipe in effect, or `plain` without one.
 
@@ -66,8 +66,7 @@ def multiply_at(
     state, records, warning = site._begin(recipe)
     options = Options(recipe, site.implementation, rhs_dtype, if_trained=warning)
     with _noted(site, recipe, layer, state.histories is not None):
-        read = state._replace(shared=shared_input)
-        y, observed = quantized(lhs, rhs, options=options, state=read)
+        y, observed = quantized(lhs, rhs, options=options, state=state._replace(shared=shared))
     if records:
         site._end(state, observed)
     return y

@@ -78,8 +78,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _begin(self, recipe: Recipe) -> tuple[State, bool, str | None]:
-        if self.state_collection != "fp8":
-            check_state_collection(self.state_collection)
+        check_state_collection(self.state_collection)
         key = None
         if recipe.products().stochastic and self.has_rng("fp8"):
             key = self.make_rng("fp8")
@@ -94,9 +93,13 @@ class ProductModule(nn.Module):
             step = resume_recorded if self._is_used_again() else end_recorded
             # The collection is returned next to the loss, and nobody trains it.
             histories = {r: step(lax.stop_gradient(amaxes)) for r, amaxes in histories.items()}
-        needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
-        warning = messages.WITHOUT_HISTORIES if histories is None and not needless else None
+        warning = self._warning(recipe) if histories is None else None
         return State(histories, sink, key), records, warning
+
+    @nn.nowrap
+    def _warning(self, recipe: Recipe) -> str | None:
+        needless = self.is_initializing() or is_overridden() or recipe.init_state() is None
+        return None if needless else messages.WITHOUT_HISTORIES
 
     @nn.nowrap
     def _end(self, state: State, observed: Observed) -> None:
@@ -249,7 +252,7 @@ class DotGeneral(ProductModule):
         def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)
 
-        return multiply_at(self, quantized, plain, lhs, rhs, shared_input=shared_input)
+        return multiply_at(self, quantized, plain, lhs, rhs, shared=shared_input)
 
 
 class ConvGeneralDilated(ProductModule):

@@ -255,5 +255,4 @@ class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
             how = self.activation, self.saved_activations
             y += moe_math.through_shared_expert(tokens, self.shared_wi, self.shared_wo, *how)
         y = y.reshape(inputs.shape)
-        loss = losses["load_balancing_loss"]
-        return (y, loss) if self.return_load_balancing_loss else y, losses
+        return (y, losses["load_balancing_loss"]) if self.return_load_balancing_loss else y, losses
