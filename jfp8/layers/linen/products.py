@@ -78,10 +78,10 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _begin(self, recipe: Recipe) -> tuple[State, bool, str | None]:
-        check_state_collection(self.state_collection)
-        key = None
-        if recipe.products().stochastic and self.has_rng("fp8"):
-            key = self.make_rng("fp8")
+        if self.state_collection != "fp8":
+            check_state_collection(self.state_collection)
+        draws = recipe.products().stochastic and self.has_rng("fp8")
+        key = self.make_rng("fp8") if draws else None
         if self.state_collection == OVERWRITTEN:
             histories, sink = self._read_overwritten(recipe)
         else:
