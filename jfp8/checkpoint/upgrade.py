@@ -24,6 +24,9 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.training.skipped import COUNTERS
 from jfp8.training.state import TrainState
 
+# Numbers of a training state, in older checkpoints also of examples in a batch, which is dropped.
+_NUMBERS = (*COUNTERS, "examples")
+
 
 def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     """Fit `saved` to the structure, the shapes and the dtypes of `target`.
@@ -138,7 +141,7 @@ def _model(
         given = {"params": given}
     # A model is taken out of a training state by leaving the rest where it is.
     if optimizer is None and "step" not in wanted:
-        given = {k: v for k, v in given.items() if k not in (*COUNTERS, "opt_state")}
+        given = {k: v for k, v in given.items() if k not in (*_NUMBERS, "opt_state")}
     if COLLECTION in given and COLLECTION not in wanted:
         state = given.pop(COLLECTION)
         given["fp8"] = as_fp8(state, wanted, (*path, COLLECTION), log)
@@ -165,7 +168,7 @@ def _with_counters(given: Nested, wanted: Nested) -> Nested:
     """Return a training state with the counters of the target; older states lack some."""
     if "step" not in given:
         return given
-    known = {name: wanted.get(name) for name in COUNTERS[1:]}
+    known = {name: wanted.get(name) for name in _NUMBERS[1:]}
     kept = {name: child for name, child in given.items() if known.get(name, child) is not None}
     if kept.keys() & known.keys():
         return kept
@@ -300,7 +303,7 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
     state = dict(state)
     left_out = {"fp8", "fp8_sink", COLLECTION}
     if "opt_state" in state:
-        left_out |= {"opt_state", *COUNTERS}
+        left_out |= {"opt_state", *_NUMBERS}
     collections = {
         name: tree.at(state, place)
         for name, place in _collections(state).items()

@@ -127,19 +127,13 @@ def add_recorded(sinks: Any, fp8: Any) -> Any:
     return {"amax": sinks["amax"] + lax.stop_gradient(rows)}
 
 
-def foresee(fp8: Collections, examples: jax.Array, now: float | None) -> Collections:
-    """Return the histories that a step of `now` examples reads, after one of f32[] `examples`.
-
-    Weights are `foreseen`, and the loss is assumed to be a mean. 0 or None if unknown.
-    """
-    ratio = jnp.maximum(examples / now, 1.0) if now else None
+def foresee(fp8: Collections) -> Collections:
+    """Return the histories that a step reads: those in `fp8`, of weights `foreseen`."""
 
     def next_of(product: Any) -> Any:
         old = {role: product[role] for role in ROLES}
-        lhs, rhs, grad = old.values()
-        history = foreseen(rhs["amax_history"], lhs["amax_history"])
-        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), grad)
-        new = {"lhs": lhs, "rhs": {**rhs, "amax_history": history}, "grad": grad}
+        history = foreseen(old["rhs"]["amax_history"], old["lhs"]["amax_history"])
+        new = {**old, "rhs": {**old["rhs"], "amax_history": history}}
         return {**new, CHECK: recheck(product[CHECK], old, new)} if CHECK in product else new
 
     return map_products(next_of, fp8)

@@ -11,7 +11,7 @@ from jfp8.optim.finite import all_squares_finite
 from jfp8.scaling.sink import decode_amax
 from jfp8.tracing.caller import user_level
 
-COUNTERS = ("step", "skipped_steps", "skipped_in_a_row", "examples")
+COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 """The counters of `TrainState`."""
 
 _MANY = 10

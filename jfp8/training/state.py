@@ -48,13 +48,11 @@ class Gradients:
       fp8_sink: gradient with respect to the ``fp8_sink`` collection: amaxes, under the scaled loss.
       collections: new values of the other collections, such as ``batch_stats``: a mapping, which
         `Carried` holds.
-      examples: f32[2], number of examples in a micro-batch, times a unit, and the unit; or None.
     """
 
     params: Any
     fp8_sink: Collections
     collections: Mapping[str, Any]
-    examples: jax.Array | None = None
 
     def __post_init__(self) -> None:
         given = self.collections
@@ -86,7 +84,6 @@ class TrainState(flax.struct.PyTreeNode):
       step: i32[], number of calls of `apply_gradients`, skipped ones included.
       skipped_steps: i32[], number of those that were skipped.
       skipped_in_a_row: i32[], number of the last ones that were.
-      examples: f32[], number of examples in the last micro-batch; 0 if unknown.
       params: the ``params`` collection.
       fp8: the ``fp8`` collection; ``{}`` for recipes without state.
       opt_state: state of `tx`.
@@ -98,7 +95,6 @@ class TrainState(flax.struct.PyTreeNode):
     step: jax.Array
     skipped_steps: jax.Array
     skipped_in_a_row: jax.Array
-    examples: jax.Array
     params: Any
     fp8: Collections
     opt_state: optax.OptState
@@ -149,7 +145,6 @@ class TrainState(flax.struct.PyTreeNode):
             step=jnp.zeros((), jnp.int32),
             skipped_steps=jnp.zeros((), jnp.int32),
             skipped_in_a_row=jnp.zeros((), jnp.int32),
-            examples=jnp.zeros((), jnp.float32),
             params=params,
             fp8=fp8,
             opt_state=opt_state,
@@ -263,13 +258,8 @@ class TrainState(flax.struct.PyTreeNode):
             kept = {name: collections[name] for name in carried}
             new = keep_unless(finite & ~carried.is_lost(), dict(carried), kept)
             collections = {**collections, **new}
-        examples = self.examples
-        if grads.examples is not None:
-            number = grads.examples[0] / grads.examples[1]
-            examples = jnp.where(finite & (number > 0), number, examples)
         return self.replace(
             step=self.step + 1,
-            examples=examples,
             skipped_steps=self.skipped_steps + jnp.where(finite, 0, 1),
             skipped_in_a_row=jnp.where(finite, 0, self.skipped_in_a_row + 1),
             params=params,

@@ -86,9 +86,7 @@ def value_and_grad(
         if state.has_stored_params:
             by_values, stored = has_master_weights(state.opt_state), state.params
             differentiated = (carriers if by_values else without_stored)(stored)
-        examples = number_of_examples((batch, named), batch_axes or {}, micro_batches)
-        fp8 = foresee(state.fp8, state.examples, examples)
-        known = (differentiated, init_sinks(state.fp8), fp8)
+        known = (differentiated, init_sinks(state.fp8), foresee(state.fp8))
         gradient = _gradient(partial(_scaled_loss, loss_fn, has_aux, loss_scale, stored))
         if micro_batches > 1:
             options = (loss_fn, micro_batches, batch_axes or {})
@@ -97,8 +95,7 @@ def value_and_grad(
             *known, state.collections, (batch, named)
         )
         sink = jax.tree.map(lambda rows: rows * SMALL, sink)
-        carried = SMALL * jnp.array([examples, 1.0]) if examples and state.fp8 else None
-        gradients = Gradients(unscaled(grads, loss_scale), sink, collections, carried)
+        gradients = Gradients(unscaled(grads, loss_scale), sink, collections)
         return ((loss, aux) if has_aux else loss), gradients
 
     return compute
@@ -108,19 +105,6 @@ def check_micro_batches(n: Any) -> None:
     """Raise ``ValueError`` unless `n` is an int of at least 1."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"micro_batches must be an int of at least 1, got {n!r}.")
-
-
-def number_of_examples(
-    batch: Any, batch_axes: Mapping[str, None], micro_batches: int
-) -> float | None:
-    """Return the length of the leading axes of `batch`, in a micro-batch; None if they differ."""
-    sizes = {
-        leaf.shape[0]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if getattr(leaf, "shape", ())
-        and not batch_axes.keys() & {str(getattr(key, "key", "")) for key in path}
-    }
-    return sizes.pop() / micro_batches if len(sizes) == 1 else None
 
 
 def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState as FlaxTrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jfp8
+from jfp8.checkpoint.files import restore, save
 from jfp8.checkpoint.upgrade import downgrade, upgrade
 from jfp8.optim.masters import master_weights
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -114,6 +115,16 @@ def adam_of(state):
     is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
     (found,) = filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam))
     return found
+
+
+def test_states_that_were_saved_with_a_number_of_examples(tmp_path):
+    """Older training states had it as a field next to the counters."""
+    state, saved = saved_of("plain")
+    older = {**saved, "examples": np.float32(256)}
+    save(tmp_path / "older.safetensors", older)
+    assert_same(restore(tmp_path / "older.safetensors", fresh(), strict=True), state)
+    assert_same(upgrade(older, state.variables, strict=True), state.variables)
+    assert set(downgrade(older)) == {"params"}
 
 
 def test_downgrade_keeps_other_collections():
