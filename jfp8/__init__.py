@@ -54,8 +54,8 @@ from jfp8.scaling.trees import dequantize_tree, is_scaled_array
 from jfp8.tracing.backends import backends
 from jfp8.tracing.device import for_platforms
 from jfp8.tracing.listing import listing
-from jfp8.training.advance import advance
 from jfp8.training.data_parallel import data_parallel
+from jfp8.training.end_of_step import advance
 from jfp8.training.gather_weights import gather_weights
 from jfp8.training.initialize import initialize
 from jfp8.training.state import Gradients, TrainState

@@ -195,23 +195,23 @@ def test_a_training_step_on_a_cpu_imports_no_kernel():
 # Budgets, so that no later feature makes the core hard to read again. A change that needs a larger
 # one says why in its message. `python benchmarks/weight.py --files` shows what counts.
 ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths=())
-ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=200, paths=())
+ENTERED_BY_A_STEP = weight.Entered(files=29, lines=6000, functions=200, paths=())
 LINES_OF_A_JAXPR = 250
 READERS_OF_EQUATIONS = 3  # files with ``.eqns``: others are a `Reader` of the one interpreter
 LINES_OF_ROOMS = {
     "tracing": 1130,
-    "scaling": 2761,
+    "scaling": 2789,
     "quantizers": 800,
-    "matmul": 962,
-    "recipes": 1593,
-    "products": 5002,
-    "kernels": 8452,
-    "layers": 5062,
+    "matmul": 1074,
+    "recipes": 1592,
+    "products": 4967,
+    "kernels": 8335,
+    "layers": 5030,
     "collectives": 1023,
     "optim": 2528,
-    "training": 2874,
-    "checkpoint": 3463,
-    "conversion": 4844,
+    "training": 2839,
+    "checkpoint": 3464,
+    "conversion": 4823,
     "debug": 4128,
     "plot": 1164,
     "command_line": 2085,

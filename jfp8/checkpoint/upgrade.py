@@ -24,8 +24,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.training.skipped import COUNTERS
 from jfp8.training.state import TrainState
 
-# Numbers of a training state, in older checkpoints also of examples in a batch, which is dropped.
-_NUMBERS = (*COUNTERS, "examples")
+_NUMBERS = (*COUNTERS, "examples")  # Older states have the last one, which is dropped.
 
 
 def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
@@ -170,10 +169,9 @@ def _with_counters(given: Nested, wanted: Nested) -> Nested:
         return given
     known = {name: wanted.get(name) for name in _NUMBERS[1:]}
     kept = {name: child for name, child in given.items() if known.get(name, child) is not None}
-    if kept.keys() & known.keys():
-        return kept
-    missing = {n: leaf for n, leaf in known.items() if leaf is not None}
-    return kept | {name: np.zeros((), leaf.dtype) for name, leaf in missing.items()}
+    if not kept.keys() & known.keys():
+        kept |= {n: np.zeros((), leaf.dtype) for n, leaf in known.items() if leaf is not None}
+    return kept
 
 
 def _fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:

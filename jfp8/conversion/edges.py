@@ -71,9 +71,7 @@ def _of_leaf(leaf: Any, in_objects: bool) -> tuple[list[Any], Callable[[list[Any
     """Return `arrays_apart` of a leaf. The function holds no array, which may be of a trace."""
     if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return [leaf], lambda arrays: arrays[0]
-    found, together = (
-        arrays_apart(vars(leaf)) if in_objects and hasattr(leaf, "__dict__") else ([], None)
-    )
+    found, together = arrays_apart(getattr(leaf, "__dict__", {}) if in_objects else {})
     if not found:
         return [], lambda _: leaf
     blank = _with(leaf, together([None] * len(found)))

@@ -18,17 +18,7 @@ from jfp8.conversion.run import Amaxes, States
 from jfp8.layers.linen import messages
 from jfp8.layers.linen.state_in_gradients import NAME, OVERWRITTEN, StateCollection
 from jfp8.products.operation import State
-from jfp8.scaling.history import (
-    CHECK,
-    as_dicts,
-    end_recorded,
-    intact_states,
-    observe,
-    record,
-    sealed,
-    seen,
-    state_shapes,
-)
+from jfp8.scaling.history import CHECK, as_dicts, end_recorded, intact_states, record, state_shapes
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.caller import user_level
 
@@ -103,22 +93,13 @@ def write_states(fp8: Any, states: States, observed: Amaxes) -> dict[str, Any]:
     Without a sink this ``apply`` is the step; with one `advance` will end the step. If nothing was
     observed, since no derivative is taken, the collection keeps its values.
     """
-    flat = dict(_flat(as_dicts(meta.unbox(fp8))))
+    new = as_dicts(meta.unbox(fp8))
     for name, amaxes in observed.items():
-        path, (histories, sink, *_) = tuple(name.split("/")), states[name]
+        path, (histories, sink, *_) = name.split("/"), states[name]
         assert histories is not None
-        how = record if sink is None else observe
-        new, largest = dict(histories), []
-        for role, amax in zip(amaxes._fields, amaxes, strict=True):
-            largest.append(seen(amax, new[role]["amax_history"]))
-            new[role] = how(new[role], amax)
-        has_check = (*path, CHECK) in flat
-        moves = jnp.maximum(*largest) > 0
-        for place, x in _flat(sealed(new) if has_check else new, path).items():
-            flat[place] = jnp.where(
-                lax.expand_dims(moves, range(moves.ndim, x.ndim)), x, flat[place]
-            )
-    return meta.replace_boxed(fp8, unflatten_dict(flat))
+        product = _at(new, path)
+        product.update(record(product, histories, amaxes._asdict(), at_once=sink is None))
+    return meta.replace_boxed(fp8, new)
 
 
 def _check_stacks(planned: PlannedMatmul, state: State) -> None:

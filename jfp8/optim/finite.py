@@ -1,4 +1,4 @@
-"""A test for finite gradients, and states that a step changes only if they are finite."""
+"""A test for finite gradients, and the one way to skip a step: `if_finite`."""
 
 from __future__ import annotations
 
@@ -56,14 +56,19 @@ def all_of(flags: Sequence[jax.Array]) -> jax.Array:
     return jnp.all(lax.optimization_barrier(jnp.stack(flags))) if flags else jnp.ones((), bool)
 
 
-def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Return `new` if `finite`, else `old` with only the numbers of the loss scale updated."""
+def nan_unless(finite: jax.Array, grads: Any) -> Any:
+    """Return `grads` if `finite`, else NaN: any loss scale that gets them sees an overflow."""
+    return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), grads)
+
+
+def if_finite(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Return `new` if `finite`, bool[], else `old` with only numbers of a loss scale updated."""
     is_loss_scale = lambda node: isinstance(node, LossScaleState)
 
     def select(new_node: Any, old_node: Any) -> Any:
         if not is_loss_scale(new_node):
             return jnp.where(finite, new_node, old_node)
-        inner_state = keep_unless(finite, new_node.inner_state, old_node.inner_state)
+        inner_state = if_finite(finite, new_node.inner_state, old_node.inner_state)
         return new_node._replace(inner_state=inner_state)
 
     return jax.tree.map(select, new, old, is_leaf=is_loss_scale)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled
+from jfp8.optim.finite import all_finite, all_squares_finite, if_finite, scaled
 from jfp8.optim.loss_scale_state import (
     LossScaleState,
     Mark,
@@ -112,10 +112,9 @@ def loss_scale(
         if wrapped is not None:
             finite &= all_squares_finite(updates)
             updates, new_inner = wrapped.update(updates, state.inner_state, params, **extra_args)
-            keep = lambda new, old: jnp.where(finite, new, old)
-            new_inner = jax.tree.map(keep, new_inner, state.inner_state)
+            new_inner = if_finite(finite, new_inner, state.inner_state)
         if on_overflow == "zero":
-            updates = _zero_unless(finite, updates)
+            updates = if_finite(finite, updates, optax.tree.zeros_like(updates))
         tracker = jnp.where(finite, state.growth_tracker + 1, 0)
         grow = tracker >= growth_interval
         grown = jnp.minimum(state.loss_scale * growth_factor, max_scale)
@@ -209,8 +208,8 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         finite = all_squares_finite(updates)
-        new_updates, new_state = inner.update(updates, state, params, **extra_args)
-        return _zero_unless(finite, new_updates), keep_unless(finite, new_state, state)
+        updates, new_state = inner.update(updates, state, params, **extra_args)
+        return if_finite(finite, (updates, new_state), (optax.tree.zeros_like(updates), state))
 
     return optax.GradientTransformationExtraArgs(inner.init, cast(Any, update_fn))
 
@@ -245,7 +244,3 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
             "optax.chain(jfp8.loss_scale(), optax.adam(1e-3))."
         )
     return scaled(jnp.asarray(loss), factor)
-
-
-def _zero_unless(finite: jax.Array, updates: Any) -> Any:
-    return jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)

@@ -1,6 +1,6 @@
 """The amax history of one tensor: its amaxes in earlier steps, from which delayed scales follow.
 
-A step is *under way* from the first amax that is seen in it until `end_step`. However often the
+A step is *under way* from the first amax that is seen in it until it is `ended`. However often the
 tensor is used in between, the step gets one entry, the largest amax. The scale covers that entry
 too: a step that is never ended costs precision, but values up to that amax do not saturate.
 
@@ -76,6 +76,12 @@ def fingerprint(histories: Any) -> jax.Array:
     return (hashed >> 8 | jnp.minimum(hashed, np.uint32(1))).astype(jnp.float32)
 
 
+def choose(flag: jax.Array, new: Any, old: Any) -> Any:
+    """Return `new` where `flag`, bool[...], is True, else `old`; all arrays begin with its axes."""
+    along = lambda x: lax.expand_dims(flag, range(flag.ndim, x.ndim)) if flag.ndim else flag
+    return jax.tree.map(lambda x, y: jnp.where(along(x), x, y), new, old)
+
+
 @jax.jit
 def intact(histories: Any, check: jax.Array) -> Any:
     """Return `histories` if `check` is their fingerprint, else empty ones: f32 zeros.
@@ -87,9 +93,7 @@ def intact(histories: Any, check: jax.Array) -> Any:
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), histories)
     if any(x.dtype != jnp.float32 for x in jax.tree.leaves(histories)):
         return empty
-    same = (fingerprint(histories) == check) | (check == 0)
-    along = lambda x: lax.expand_dims(same, range(same.ndim, x.ndim))
-    return jax.tree.map(lambda x, zeros: jnp.where(along(x), x, zeros), histories, empty)
+    return choose((fingerprint(histories) == check) | (check == 0), histories, empty)
 
 
 def intact_states(product: Mapping[str, Any]) -> dict[str, AmaxState]:
@@ -150,7 +154,7 @@ def running_amax(state: AmaxState) -> jax.Array:
     return jnp.abs(state["amax"])
 
 
-def ended_steps(state: AmaxState) -> jax.Array:
+def _without_running(state: AmaxState) -> jax.Array:
     """Return the history, f32[..., H], without an entry of the step under way."""
     history = state["amax_history"]
     older = jnp.concatenate([history[..., 1:], jnp.zeros_like(history[..., :1])], axis=-1)
@@ -159,11 +163,8 @@ def ended_steps(state: AmaxState) -> jax.Array:
 
 def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
     """Fold `amax` into the maximum of the step under way, if it is `seen`."""
-    amax = seen(amax, state["amax_history"])
-    return {
-        "amax_history": ended_steps(state),
-        "amax": jnp.maximum(running_amax(state), amax),
-    }
+    largest = jnp.maximum(running_amax(state), seen(amax, state["amax_history"]))
+    return {"amax_history": _without_running(state), "amax": largest}
 
 
 def seen(amax: jax.Array, history: jax.Array) -> jax.Array:
@@ -206,36 +207,63 @@ def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
-def record(state: AmaxState, amax: jax.Array) -> AmaxState:
-    """Observe in a loop that may never end a step: the maximum becomes an entry at once."""
-    history, largest = observe(state, amax).values()
-    return {"amax_history": push_amax(history, largest), "amax": -largest}
+def record(
+    product: Mapping[str, Any],
+    states: Mapping[str, AmaxState],
+    amaxes: Mapping[str, jax.Array],
+    *,
+    at_once: bool,
+) -> dict[str, Any]:
+    """Return the state of a matmul after a use of it.
+
+    Args:
+      product: the state as it is kept, which is returned if all `amaxes` are 0: nothing was seen.
+        Without a check, as before there were checks, it gets none.
+      states: the state as the use read it: ``{"lhs", "rhs", "grad"}``.
+      amaxes: f32[...] of some of these tensors, which are folded in if they are `seen`.
+      at_once: whether the maxima become entries at once, in a loop that may never end a step.
+    """
+    new, largest = dict(states), []
+    for role, amax in amaxes.items():
+        largest.append(seen(amax, states[role]["amax_history"]))
+        new[role] = observe(states[role], amax)
+        if at_once:
+            history, running = new[role].values()
+            new[role] = {"amax_history": push_amax(history, running), "amax": -running}
+    new = sealed(new) if CHECK in product else new
+    return choose(jnp.maximum(*largest) > 0, new, dict(product))
 
 
 def end_recorded(state: AmaxState) -> AmaxState:
-    """End the step if `record` has already written its maximum; otherwise it goes on."""
+    """End the step if its maximum is an entry already; otherwise it goes on."""
     return {**state, "amax": jnp.maximum(state["amax"], 0.0)}
 
 
 def resume_recorded(state: AmaxState) -> AmaxState:
-    """Return `state` with its step under way even if `record` has already written the maximum."""
-    return {"amax_history": ended_steps(state), "amax": running_amax(state)}
+    """Return `state` with its step under way even if its maximum is an entry already."""
+    return {"amax_history": _without_running(state), "amax": running_amax(state)}
+
+
+@jax.custom_batching.custom_vmap
+def largest_of_examples(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return `x`; under ``vmap`` of a `like` that all examples share, the largest of theirs."""
+    return x
+
+
+@largest_of_examples.def_vmap
+def _largest_of_examples(
+    axis_size: int, in_batched: list[bool], x: jax.Array, like: jax.Array
+) -> tuple[jax.Array, bool]:
+    is_batched, has_own = in_batched
+    x = jnp.max(x, axis=0) if is_batched and not has_own else x
+    return largest_of_examples(x, like), is_batched and has_own
 
 
 @jax.jit
-def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
-    """End the step under way: its maximum becomes the newest entry of the history.
-
-    Args:
-      state: an `AmaxState`.
-      amax: f32[...], folded in as by `observe` before, unless None.
-    """
-    if amax is None:
-        entry, history = running_amax(state), ended_steps(state)
-    else:
-        observed = observe(state, amax)
-        entry, history = observed["amax"], observed["amax_history"]
-    return {"amax_history": push_amax(history, entry), "amax": jnp.zeros_like(entry)}
+def ended(state: AmaxState) -> AmaxState:
+    """End the step under way, if there is one: its maximum becomes the newest entry."""
+    history, largest = resume_recorded(state).values()
+    return {"amax_history": push_amax(history, largest), "amax": jnp.zeros_like(largest)}
 
 
 @functools.cache

@@ -7,22 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jfp8.matmul.planner import planner_of
-from jfp8.optim.finite import all_of, keep_unless
-from jfp8.scaling.history import (
-    CHECK,
-    AmaxState,
-    end_step,
-    foreseen,
-    observe,
-    recheck,
-    running_amax,
-    sealed,
-)
-from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
+from jfp8.scaling.history import CHECK, foreseen, recheck, running_amax
+from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.device import current_device
 
 Collections = dict[str, Any]
@@ -32,51 +21,6 @@ def over_products(function: Callable[..., Any], arguments: Sequence[tuple[Any, .
     """Apply `function`, which supports leading axes, to the `arguments` of each matmul."""
     planner = planner_of(current_device(*jax.tree.leaves(arguments)[:1]))
     return planner.over_stacked(function, arguments)
-
-
-def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
-    """Decode every sink f32[..., 3, 2050] to amaxes f32[..., 3], and a flag of overflow."""
-    leaves, structure = jax.tree.flatten(sinks)
-    decoded = over_products(decode_amax, [(leaf,) for leaf in leaves])
-    overflow = ~all_of([jnp.all(~overflows) for _, overflows in decoded])
-    return structure.unflatten([amax for amax, _ in decoded]), overflow
-
-
-def close_step(
-    fp8: Any, amaxes: Any, finite: jax.Array | None = None, ends: jax.Array | None = None
-) -> Any:
-    """Advance `fp8` by decoded amaxes if the step `ends`, else keep its maxima, if `finite`."""
-
-    def closed(product: Any, amaxes: Any) -> Any:
-        ended = _ended({role: product[role] for role in ROLES}, amaxes.get("amax"), ends)
-        new = sealed(ended) if CHECK in product else ended
-        return new if finite is None else keep_unless(finite, new, product)
-
-    return map_products(closed, fp8, amaxes)
-
-
-@jax.jit
-def _ended(
-    states: dict[str, AmaxState], amaxes: jax.Array | None, ends: jax.Array | None
-) -> dict[str, AmaxState]:
-    """Return the states of a matmul after a step; `amaxes` are f32[..., 3], in order of `ROLES`.
-
-    All three at once, with a third of the operations and kernels. Shorter histories are padded.
-    """
-    lengths = {role: states[role]["amax_history"].shape[-1] for role in ROLES}
-    axis, longest = states[ROLES[0]]["amax"].ndim, max(lengths.values())
-    padding = lambda role: [(0, 0)] * axis + [(0, longest - lengths[role])]
-    padded = [jnp.pad(states[role]["amax_history"], padding(role)) for role in ROLES]
-    running = [states[role]["amax"] for role in ROLES]
-    state = {"amax_history": jnp.stack(padded, axis), "amax": jnp.stack(running, axis)}
-    new = end_step(state, amaxes)
-    if ends is not None:
-        new = keep_unless(ends, new, state if amaxes is None else observe(state, amaxes))
-    rows = {name: jnp.unstack(x, axis=axis) for name, x in new.items()}
-    return {
-        role: {"amax_history": rows["amax_history"][i][..., :length], "amax": rows["amax"][i]}
-        for i, (role, length) in enumerate(lengths.items())
-    }
 
 
 def is_product(node: Any) -> bool:
@@ -137,11 +81,3 @@ def foresee(fp8: Collections) -> Collections:
         return {**new, CHECK: recheck(product[CHECK], old, new)} if CHECK in product else new
 
     return map_products(next_of, fp8)
-
-
-def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Array:
-    """Multiply `amaxes` by `factor`, if any; they stay finite."""
-    if factor is None:
-        return amaxes
-    largest = np.float32(np.finfo(np.float32).max)
-    return jnp.minimum(amaxes * factor, largest).astype(amaxes.dtype)

@@ -14,17 +14,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import filterlib
-from jax import lax
 
 from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
-from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled, unscaled
+from jfp8.optim.finite import all_finite, all_squares_finite, if_finite, scaled, unscaled
 from jfp8.optim.fp8_params import carriers, with_carriers
-from jfp8.scaling.history import end_step, fingerprint, foreseen, intact, largest_of_devices
+from jfp8.scaling.history import (
+    choose,
+    fingerprint,
+    foreseen,
+    intact,
+    largest_of_devices,
+    largest_of_examples,
+)
 from jfp8.scaling.sink import ROLES
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.caller import user_level
-from jfp8.training.histories import decode_all, over_products, rescaled, zero_sink
+from jfp8.training.end_of_step import decode_all, end_together, rescaled
+from jfp8.training.histories import over_products, zero_sink
 from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.state import TrainState
 from jfp8.training.step import check_examples, check_micro_batches, warn_of_float16
@@ -167,7 +174,7 @@ def _put_back(kept: Sequence[tuple[nnx.Variable, Any]], failed: jax.Array) -> No
     """Give Variables the values that were kept, if bool[] `failed` on any device."""
     for variable, value in kept:
         anywhere = _on_any_device(failed, value)
-        variable.set_value(keep_unless(~anywhere, variable.get_value(), value))
+        variable.set_value(if_finite(~anywhere, variable.get_value(), value))
 
 
 def _gradient(f: Callable[..., Any], argnums: Any, sinks: list[jax.Array], *args: Any) -> Any:
@@ -253,69 +260,37 @@ def _end_step(products: Any, before: Any, seen: Any, failed: jax.Array, loss_sca
     ends = [_end_of(p, before[path], seen.get(path), failed) for path, p in products.items()]
     found = over_products(partial(_ended, loss_scale), ends)
     # Once more, so that what takes the histories apart is elementwise: one kernel, not one each.
-    kept = [(_kept(end[-1], new, end[0]), check) for end, (new, check) in zip(ends, found)]
+    kept = [(choose(end[-1], new, end[0]), check) for end, (new, check) in zip(ends, found)]
     _overwrite(products.values(), kept)
 
 
 def _end_of(product: Product, before: Any, amaxes: Any, failed: jax.Array) -> tuple[Any, ...]:
-    amaxes, failed = _of_all_examples(amaxes, failed, before)
-    after = product.histories() if amaxes is None else None
-    return before, after, amaxes, _on_any_device(failed, before["lhs"])
+    like = before["lhs"]
+    failed = _on_any_device(largest_of_examples(failed, like), like)
+    if amaxes is None:
+        return before, product.histories(), None, ~failed
+    return before, None, largest_of_examples(amaxes, like), ~failed
 
 
-def _ended(loss_scale: Any, before: Any, after: Any, amaxes: Any, failed: jax.Array) -> Any:
+def _ended(loss_scale: Any, before: Any, after: Any, amaxes: Any, finite: jax.Array) -> Any:
     """Return histories after a step, and the `fingerprint` of what is kept.
 
-    Without amaxes the histories are `after`, which calls recorded themselves.
+    Without amaxes f32[..., 3], of the scaled loss, calls recorded themselves what is in `after`.
     """
-    new = after if amaxes is None else _pushed(before, amaxes, loss_scale)
-    return new, fingerprint(_kept(failed, new, before))
-
-
-def _kept(failed: jax.Array, new: Any, before: Any) -> Any:
-    """Return histories `before` a step that failed, else the `new` ones."""
-    along = lambda x: lax.expand_dims(~failed, range(failed.ndim, x.ndim))
-    return jax.tree.map(lambda x, old: jnp.where(along(x), x, old), new, before)
+    new = after
+    if amaxes is not None:
+        one = jnp.float32(1.0)
+        units = jnp.stack([one, one, one if loss_scale is None else jnp.float32(loss_scale)])
+        none = jnp.zeros(amaxes.shape[:-1], jnp.float32)
+        states = {role: {"amax_history": before[role], "amax": none} for role in ROLES}
+        ended = end_together(states, amaxes / jnp.broadcast_to(units, amaxes.shape))
+        new = {role: state["amax_history"] for role, state in ended.items()}
+    return new, fingerprint(choose(finite, new, before))
 
 
 def _on_any_device(flag: jax.Array, like: jax.Array) -> jax.Array:
     """Return True if bool[] `flag` is, on any device that shares `like`."""
     return largest_of_devices(flag.astype(jnp.float32), like) > 0
-
-
-@jax.custom_batching.custom_vmap
-def _of_all_examples(amaxes: Any, failed: jax.Array, before: Any) -> tuple[Any, jax.Array]:
-    """Return `amaxes` and `failed`; under ``vmap`` of a shared model, the largest of all examples.
-
-    The model is shared if the histories `before` the step are not batched.
-    """
-    return amaxes, failed
-
-
-@_of_all_examples.def_vmap
-def _of_all_examples_vmap(
-    axis_size: int, in_batched: Any, amaxes: Any, failed: jax.Array, before: Any
-) -> tuple[Any, Any]:
-    batched = tuple(in_batched[:2])
-    if not any(jax.tree.leaves(in_batched[2])):
-        largest = lambda x, is_batched: jnp.max(x, axis=0) if is_batched else x
-        amaxes, failed = jax.tree.map(largest, (amaxes, failed), batched)
-        batched = jax.tree.map(lambda _: False, batched)
-    return _of_all_examples(amaxes, failed, before), batched
-
-
-def _pushed(
-    histories: dict[str, jax.Array], amaxes: jax.Array, loss_scale: jax.typing.ArrayLike | None
-) -> dict[str, jax.Array]:
-    """Put the amaxes f32[..., 3] of the scaled loss in front of the histories of a product."""
-    new: dict[str, jax.Array] = {}
-    for row, role in enumerate(ROLES):
-        amax = amaxes[..., row]
-        if role == "grad" and loss_scale is not None:
-            amax = amax / loss_scale
-        state = {"amax_history": histories[role], "amax": jnp.zeros_like(amax)}
-        new[role] = end_step(state, amax)["amax_history"]
-    return new
 
 
 def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:

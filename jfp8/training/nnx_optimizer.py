@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from jfp8.layers.nnx.signatures import SignatureOfClass
-from jfp8.optim.finite import all_squares_finite, keep_unless, unscaled
+from jfp8.optim.finite import all_squares_finite, if_finite, nan_unless, unscaled
 from jfp8.optim.fp8_params import apply_updates
 from jfp8.optim.loss_scale_state import find_loss_scale
 from jfp8.training.skipped import warn_of_skipped
@@ -81,11 +80,10 @@ class Optimizer(nnx.Optimizer):
         taken = nnx.as_pure(nnx.state(grads, self.wrt))
         scale = find_loss_scale(opt_state)
         finite = all_squares_finite(unscaled(taken, None if scale is None else scale.loss_scale))
-        # NaN signals to a loss scale in `tx` that a gradient is finite, but too large.
-        taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), taken)
-        updates, new = self.tx.update(taken, opt_state, params, **nnx.as_pure(kwargs))
-        nnx.update(model, keep_unless(finite, apply_updates(params, updates), params))
-        nnx.update(self.opt_state, nnx.state(keep_unless(finite, new, opt_state)))
+        given = nan_unless(finite, taken), opt_state, params
+        updates, new = self.tx.update(*given, **nnx.as_pure(kwargs))
+        nnx.update(model, if_finite(finite, apply_updates(params, updates), params))
+        nnx.update(self.opt_state, nnx.state(if_finite(finite, new, opt_state)))
         self.step[...] += 1
         self.skipped_steps[...] += jnp.where(finite, 0, 1)
         self.skipped_in_a_row[...] = jnp.where(finite, 0, self.skipped_in_a_row[...] + 1)

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
-from jfp8.optim.finite import all_squares_finite, keep_unless, scaled, unscaled
+from jfp8.optim.finite import all_squares_finite, if_finite, nan_unless, scaled, unscaled
 from jfp8.optim.fp8_params import apply_updates, without_stored
 from jfp8.optim.loss_scale_state import (
     find_loss_scale,
@@ -25,9 +25,9 @@ from jfp8.optim.loss_scale_state import (
 from jfp8.optim.wrapping import has_master_weights, states_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
-from jfp8.training.advance import rescale_grad_histories
 from jfp8.training.carried import Carried
-from jfp8.training.histories import Collections, close_step, decode_all, init_sinks
+from jfp8.training.end_of_step import decode_all, end_step, growth_of
+from jfp8.training.histories import Collections, init_sinks
 from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state
 from jfp8.training.skipped import paths_not_finite, warn_of_skipped
@@ -219,54 +219,49 @@ class TrainState(flax.struct.PyTreeNode):
           UserWarning: `grads` is not a `Gradients`, and nothing has multiplied the loss by the loss
             scale of the optimizer.
         """
-        if not isinstance(grads, Gradients):
-            if self.fp8:
-                raise TypeError(
-                    "apply_gradients needs the amaxes that belong to the gradients, to update the "
-                    f"fp8 histories, but got {type(grads).__name__}. Compute the gradients with "
-                    "loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)."
-                )
-            if (found := find_loss_scale(self.opt_state)) is not None:
-                warn_if_not_multiplied(found)
-            grads = Gradients(unscaled(grads, loss_scale_in(self.opt_state)), {}, {})
-        before = loss_scale_in(self.opt_state)
-        amaxes, overflow = decode_all(as_dicts(grads.fp8_sink))
+        grads = self._with_amaxes(grads)
+        amaxes, overflow = decode_all(grads.fp8_sink)
         finite = all_squares_finite(grads.params) & ~overflow
-
-        # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
-        # also of one that only the sink saw.
-        taken = grads.params
-        if before is not None:
-            taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled(taken, before))
-        tx = optax.with_extra_args_support(self.tx)
         trained, apply = self.params, optax.apply_updates
         if self.has_stored_params:
             apply = apply_updates
             trained = trained if has_master_weights(self.opt_state) else without_stored(trained)
+        tx = optax.with_extra_args_support(self.tx)
+        taken, scale = grads.params, loss_scale_in(self.opt_state)
+        if scale is not None:  # `tx` takes gradients of the scaled loss.
+            taken = nan_unless(finite, scaled(taken, scale))
         updates, opt_state = tx.update(taken, self.opt_state, trained, **extra_args)
-        opt_state = keep_unless(finite, opt_state, self.opt_state)
-        params = keep_unless(finite, apply(self.params, updates), self.params)
-
-        ends = _steps_end(self.opt_state, opt_state)
-        fp8 = close_step(self.fp8, amaxes, finite, ends)
-        after = loss_scale_in(opt_state)
-        if before is not None and after is not None and fp8:
-            fp8 = rescale_grad_histories(fp8, after / before)
-
+        new = apply(self.params, updates), opt_state
+        params, opt_state = if_finite(finite, new, (self.params, self.opt_state))
         collections, carried = self.collections, grads.collections
         if isinstance(carried, Carried):
             kept = {name: collections[name] for name in carried}
-            new = keep_unless(finite & ~carried.is_lost(), dict(carried), kept)
+            new = if_finite(finite & ~carried.is_lost(), dict(carried), kept)
             collections = {**collections, **new}
+        ends, growth = _steps_end(self.opt_state, opt_state), growth_of(self.opt_state, opt_state)
         return self.replace(
             step=self.step + 1,
             skipped_steps=self.skipped_steps + jnp.where(finite, 0, 1),
             skipped_in_a_row=jnp.where(finite, 0, self.skipped_in_a_row + 1),
             params=params,
-            fp8=fp8,
+            fp8=end_step(self.fp8, amaxes, finite, ends=ends, growth=growth),
             opt_state=opt_state,
             collections=collections,
         )
+
+    def _with_amaxes(self, grads: Any) -> Gradients:
+        """Return `grads` with the amaxes that belong to them, or raise if there are none."""
+        if isinstance(grads, Gradients):
+            return grads
+        if self.fp8:
+            raise TypeError(
+                "apply_gradients needs the amaxes that belong to the gradients, to update the "
+                f"fp8 histories, but got {type(grads).__name__}. Compute the gradients with "
+                "loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)."
+            )
+        if (found := find_loss_scale(self.opt_state)) is not None:
+            warn_if_not_multiplied(found)
+        return Gradients(unscaled(grads, loss_scale_in(self.opt_state)), {}, {})
 
 
 def _collections(variables: Any, unknown: Mapping[str, Any]) -> Collections:

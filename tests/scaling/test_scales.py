@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
 from jfp8.scaling.granularity import scale_shape
 from jfp8.scaling.history import (
-    end_step,
+    ended,
     foreseen,
     history_amax,
     init_amax_state,
@@ -354,7 +354,7 @@ def test_history_is_newest_first():
         for a in amaxes:
             state = observe(state, jnp.float32(a))
         assert values(state)[1] == max(amaxes)
-        state = end_step(state)
+        state = ended(state)
         assert values(state) == (history, 0)
 
 
@@ -368,10 +368,10 @@ def test_trap_bad_amax_stays_out_of_the_history(bad):
     state = {"amax_history": history, "amax": jnp.float32(0)}
     seen = observe(state, jnp.float32(bad))
     assert values(seen) == ([3, 2, 1], 0)
-    assert values(end_step(seen)) == ([3, 2, 1], 0)
+    assert values(ended(seen)) == ([3, 2, 1], 0)
     seen = observe(observe(seen, jnp.float32(4)), jnp.float32(bad))
     assert values(seen) == ([3, 2, 1], 4)
-    assert values(end_step(seen)) == ([4, 3, 2], 0)
+    assert values(ended(seen)) == ([4, 3, 2], 0)
 
 
 def test_history_amax():

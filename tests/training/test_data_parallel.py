@@ -17,8 +17,8 @@ import jfp8
 from jfp8 import collectives
 from jfp8.debug import assert_collectives, collective_bytes
 from jfp8.scaling.sink import decode_amax, encode_amax
-from jfp8.training.advance import rescale_grad_histories
 from jfp8.training.data_parallel import _max_of_sinks, data_parallel
+from jfp8.training.end_of_step import rescale_grad_histories
 from support.arrays import decibels
 
 N = 8

@@ -40,11 +40,8 @@ from jfp8.scaling.history import (
     AmaxState,
     end_recorded,
     intact_states,
-    observe,
     record,
     resume_recorded,
-    sealed,
-    seen,
 )
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
@@ -109,16 +106,10 @@ class ProductModule(nn.Module):
         was observed, since no derivative is taken, the collection keeps its values.
         """
         assert state.histories is not None
-        how = record if state.sink is None else observe
-        by_role = zip(Observed._fields, observed, strict=True)
-        new, amaxes = dict(state.histories), []
-        for role, amax in by_role:
-            amaxes.append(seen(amax, new[role]["amax_history"]))
-            new[role] = how(new[role], amax)
-        # State from before there were checks gets none.
-        for name, value in (sealed(new) if self._has_check() else new).items():
-            keep = partial(jnp.where, jnp.maximum(*amaxes) > 0)
-            self._put("fp8", name, jax.tree.map(keep, value, self._get("fp8", name)))
+        amaxes, at_once = observed._asdict(), state.sink is None
+        new = record(self._kept(), state.histories, amaxes, at_once=at_once)
+        for name, value in new.items():
+            self._put("fp8", name, value)
 
     @nn.nowrap
     def _is_used_again(self) -> bool:
@@ -165,14 +156,15 @@ class ProductModule(nn.Module):
         Trees that users have averaged, or that `nn.map_variables` maps, are checked. Training does
         not check: its next entry is right, and on a GPU the check takes five small kernels.
         """
+        product = self._kept()
         is_mapped = self.scope is not None and "map_variables(" in self.scope.path_text
-        names = [*ROLES, CHECK] if (checks or is_mapped) and self._has_check() else ROLES
-        found = {name: self._get("fp8", name) for name in names}
-        return intact_states(found)
+        return intact_states(product) if checks or is_mapped else {r: product[r] for r in ROLES}
 
     @nn.nowrap
-    def _has_check(self) -> bool:
-        return self.has_variable("fp8", CHECK)
+    def _kept(self) -> dict[str, Any]:
+        """Return the state as the collection has it; from before there were checks it has none."""
+        names = filter(partial(self.has_variable, "fp8"), (*ROLES, CHECK))
+        return {name: self._get("fp8", name) for name in names}
 
     @nn.nowrap
     def _read_sink(self, recipe: Recipe) -> jax.Array | None:

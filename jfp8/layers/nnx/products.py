@@ -33,8 +33,10 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import (
     CHECK,
     AmaxState,
+    choose,
     fingerprint,
     intact,
+    largest_of_examples,
     push_amax,
     seen,
 )
@@ -256,11 +258,14 @@ def why_lost(product: Product) -> str | None:
 
 def record(product: Product, observed: Observed) -> None:
     """Make the amaxes the newest entries of lhs and rhs, unless nothing was observed."""
-    fp8 = product.fp8
-    histories, check = lax.stop_gradient((_histories(fp8), _check(fp8)))
-    by_role = zip(Observed._fields, observed, strict=True)
-    amaxes = {role: seen(amax, histories[role]) for role, amax in by_role}
-    _overwrite(fp8, *_recorded(histories, check, amaxes))
+    histories, check = lax.stop_gradient((_histories(product.fp8), _check(product.fp8)))
+    new, largest = dict(intact(histories, check)), []
+    for role, amax in zip(Observed._fields, observed, strict=True):
+        amax = largest_of_examples(seen(amax, histories[role]), histories[role])
+        largest.append(amax)
+        new[role] = push_amax(new[role], amax)
+    kept = choose(jnp.maximum(*largest) > 0, (new, fingerprint(new)), (histories, check))
+    _overwrite(product.fp8, *kept)
 
 
 def _name(product: Product) -> str:
@@ -279,32 +284,6 @@ def warn_inside_linen(path: str) -> None:
             "jfp8.Dense, or nnx.bridge.to_linen(jfp8.nnx.Linear, 16, 8).",
             stacklevel=2,
         )
-
-
-@jax.custom_batching.custom_vmap
-def _recorded(
-    histories: dict[str, jax.Array], check: jax.Array, amaxes: dict[str, jax.Array]
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return histories with `amaxes` that were `seen`, and their check.
-
-    They are the given ones if all amaxes are 0. Under ``vmap`` one history gets the largest of
-    many amaxes.
-    """
-    new = dict(intact(histories, check))
-    for role, amax in amaxes.items():
-        new[role] = push_amax(new[role], amax)
-    any_seen = jnp.maximum(*amaxes.values()) > 0
-    kept = {role: jnp.where(any_seen[..., None], new[role], histories[role]) for role in new}
-    return kept, jnp.where(any_seen, fingerprint(new), check)
-
-
-@_recorded.def_vmap
-def _recorded_many(axis_size: int, in_batched: Any, *given: Any) -> tuple[Any, Any]:
-    many = any(jax.tree.leaves(in_batched[:2]))  # histories
-    for_each = lambda x, batched: x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-    largest = lambda x, batched: jnp.max(x, axis=0) if batched else x
-    new = _recorded(*jax.tree.map(for_each if many else largest, given, tuple(in_batched)))
-    return new, jax.tree.map(lambda _: many, new)
 
 
 class DotGeneral(Product):
