@@ -160,7 +160,7 @@ class LayerNormMLP(FeedForwardOptions, InFeatures, ExplicitModule):
     def _apply(
         self, inputs: jax.Array, deterministic: bool | None, recipes: Sequence[Recipe], weights: Any
     ) -> Any:
-        """Apply the block, as one operation if `recipes` are those of two matmuls that may be."""
+        """Apply the block, as one operation if `recipes` allow two matmuls to be one."""
         saved = self.wi.saved_activations
         between = saved is not None or self.dropout is not None
         if not between and transformer_math.may_be_one_operation(recipes, inputs, weights):

@@ -1,4 +1,4 @@
-"""How a block makes the layers and parameters in it."""
+"""Make the layers and parameters in a block: `Parts`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Parts:
         return rngs if isinstance(rngs, Parts) else Parts(rngs)
 
     def layer(self, kind: Callable[..., T], name: str, *sizes: Any, **options: Any) -> T:
-        """Return a layer or block. The first of its `sizes` is that of its input, if it has any."""
+        """Return a layer or block. `sizes` begin with the size of its input, if it has any."""
         return kind(*sizes, **options, rngs=self.rngs)
 
     def bare(self, kind: Callable[..., T], name: str, **options: Any) -> T:
