@@ -194,7 +194,7 @@ def test_a_training_step_on_a_cpu_imports_no_kernel():
 
 # Budgets, so that no later feature makes the core hard to read again. A change that needs a larger
 # one says why in its message. `python benchmarks/weight.py --files` shows what counts.
-ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths=())
+ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3520, functions=91, paths=())
 ENTERED_BY_A_STEP = weight.Entered(files=29, lines=6000, functions=200, paths=())
 LINES_OF_A_JAXPR = 250
 READERS_OF_EQUATIONS = 3  # files with ``.eqns``: others are a `Reader` of the one interpreter
@@ -204,9 +204,9 @@ LINES_OF_ROOMS = {
     "quantizers": 800,
     "matmul": 1074,
     "recipes": 1592,
-    "products": 4967,
+    "products": 5040,
     "kernels": 8335,
-    "layers": 5030,
+    "layers": 5077,
     "collectives": 1023,
     "optim": 2528,
     "training": 2839,

@@ -14,13 +14,14 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jfp8.layers import transformer_math
+from jfp8.layers.site import mlp_at
 from jfp8.matmul.spec import Implementation
-from jfp8.products.mlp import through_both
+from jfp8.products.mlp import hidden_like
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
+from jfp8.products.ragged.expert_rows import ExpertRows, FromExperts, ToExperts
 from jfp8.products.ragged.experts import (
-    ExpertRows,
     can_be_divided,
     height_for,
     observed_expert_dot,
@@ -32,7 +33,7 @@ from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format
 from jfp8.tracing.caller import user_level
 
-Layer = Callable[..., jax.Array]  # of an array and `ExpertRows`
+Layer = Any  # an ``ExpertDense`` of Linen or NNX
 Route = Callable[..., Routing]  # of logits and k, and maybe a bias
 
 
@@ -74,14 +75,12 @@ def grouped_products(
     group_sizes: jax.Array | ExpertRows,
     precision: Any,
     preferred_element_type: jax.typing.DTypeLike | None,
-    multiply: Callable[..., Any] | None,
 ) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
     """Return the products of a ``RaggedDot`` with these arguments, in FP8 and in high precision."""
     how: dict[str, Any] = {"preferred_element_type": preferred_element_type}
     if isinstance(group_sizes, ExpertRows):
         how |= {"rows": group_sizes}
-        in_fp8 = partial(observed_expert_dot, multiply=multiply, **how)
-        return in_fp8, partial(plain_expert_dot, **how)
+        return partial(observed_expert_dot, **how), partial(plain_expert_dot, **how)
     how |= {"group_sizes": group_sizes}
     return partial(observed_ragged_dot, **how), partial(lax.ragged_dot, precision=precision, **how)
 
@@ -212,19 +211,20 @@ def through_experts(
 
     n = transformer_math.projections_of(activation)
     divided = can_be_divided(intermediate_dim, mesh, recipes)
-    rows, back = ExpertRows(exchange, "lhs", divided, n), ExpertRows(exchange, "result", divided)
-    # By name, for Flax's `nnx.tabulate`, which shows a dataclass only so.
-    first = partial(wi, jnp.pad(tokens, [(0, more), (0, 0)]), group_sizes=rows)
+    rows, back = ToExperts(exchange, divided, n), FromExperts(exchange, divided)
+    padded = jnp.pad(tokens, [(0, more), (0, 0)])
     apart = divided or saved_activations is not None
     if apart or not transformer_math.may_be_one_operation(recipes, tokens):
-        parts, hidden = (mesh.tensor,) if divided else (), first()
+        # By name, for Flax's `nnx.tabulate`, which shows a dataclass only so.
+        parts, hidden = (mesh.tensor,) if divided else (), wi(padded, group_sizes=rows)
         hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
         hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
         y = wo(hidden.reshape(*hidden.shape[:2], intermediate_dim), group_sizes=back)
     else:
-        make, shape = transformer_math.Activation(activation), (n, intermediate_dim)
-        second = lambda hidden, **multiply: wo(hidden, group_sizes=back, **multiply)
-        y = through_both(first, second, make, (exchange.group.size, exchange.height, *shape))
+        shape = (exchange.group.size, exchange.height, n, intermediate_dim)
+        first = wi._begin(padded, rows)
+        second = wo._begin(hidden_like(first.planned, shape), back)
+        y = mlp_at(first, second, transformer_math.Activation(activation), shape)
     each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
     return jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)
 

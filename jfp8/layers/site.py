@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values
+from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
+from jfp8.products.mlp import observed_mlp
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.shared_input import SharedInput
 from jfp8.products.slower import why_slower
+from jfp8.products.vjp import Planned
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import why_in_high_precision
 from jfp8.recipes.recipe import Recipe
@@ -63,13 +66,58 @@ def multiply_at(
     if recipe is None or reason:
         with note("reason", reason):
             return in_high_precision()
-    state, records, warning = site._begin(recipe)
-    options = Options(recipe, site.implementation, rhs_dtype, if_trained=warning)
+    options, state, records = _begin(site, recipe, rhs_dtype)
     with _noted(site, recipe, layer, state.histories is not None):
         y, observed = quantized(lhs, rhs, options=options, state=state._replace(shared=shared))
     if records:
         site._end(state, observed)
     return y
+
+
+def _begin(site: Site, recipe: Recipe, rhs_dtype: Any) -> tuple[Options, State, bool]:
+    state, records, warning = site._begin(recipe)
+    return Options(recipe, site.implementation, rhs_dtype, if_trained=warning), state, records
+
+
+class Begun(NamedTuple):
+    """A matmul in FP8 of which all is decided: a part of an operation of several.
+
+    Attributes:
+      records: whether the site records what is observed.
+      bias: of the layer.
+    """
+
+    site: Site
+    planned: Planned
+    records: bool
+    bias: jax.Array | None
+
+
+def begin_at(
+    site: Site,
+    plan: Callable[..., Planned],
+    lhs: jax.Array,
+    rhs: jax.Array | ScaledArray,
+    bias: jax.Array | None = None,
+) -> Begun:
+    """Decide how the matmul is computed under the recipe in effect, of which there must be one."""
+    recipe = site._in_effect()
+    assert recipe is not None
+    check_operand(lhs)
+    options, state, records = _begin(site, recipe, kernel_dtype(lhs, rhs, site.casts_kernel))
+    options = options.on_device_of(lhs, rhs)
+    return Begun(site, plan(lhs, rhs, options=options, state=state), records, bias)
+
+
+def mlp_at(
+    first: Begun, second: Begun, make: Callable[..., jax.Array], shape: tuple[int, ...]
+) -> jax.Array:
+    """Compute two matmuls with `make` between them; for the arguments see `observed_mlp`."""
+    y, observed = observed_mlp(first.planned, second.planned, make, shape, first.bias)
+    for begun, amaxes in zip((first, second), observed, strict=True):
+        if begun.records:
+            begun.site._end(begun.planned.state, amaxes)
+    return plus_bias(y, second.bias)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from jfp8.products.operation import (
     dtypes_of,
 )
 from jfp8.products.quantized_rhs import values_of
-from jfp8.products.vjp import multiply_quantized
+from jfp8.products.vjp import Planned, multiply_quantized
 from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.registry import RecipeLike, check_recipe
@@ -174,7 +174,7 @@ def observed_convolution(
     options = options.on_device_of(lhs, rhs)
     spec = ConvSpec((lhs.shape, rhs.shape), dtypes, window, options)
     operation = allowed_planner(options.device, options.implementation).plan(spec)
-    return multiply_quantized(operation, lhs, rhs, options, state)
+    return multiply_quantized(Planned(operation, lhs, rhs, options, state))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from jfp8.products.operation import (
     dtypes_of,
 )
 from jfp8.products.quantized_rhs import rhs_as_matrices
-from jfp8.products.vjp import multiply_quantized
+from jfp8.products.vjp import Planned, multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
@@ -136,12 +135,11 @@ def observed_dot_general(
     out_sharding: Any = None,
     bias: jax.Array | None = None,
     specs: Specs | None = None,
-    multiply: Callable[..., tuple[jax.Array, Observed]] = multiply_quantized,
 ) -> tuple[jax.Array, Observed]:
     """Compute `scaled_dot_general`, and return the amaxes of its operands without gradients.
 
-    A `bias` ``[n]`` is added to the result, in the kernel if it supports that. The `specs` are the
-    shardings of `lhs`, `rhs` and the result on meshes with explicit axes; else `multiply` decides.
+    A `bias` ``[n]`` is added to the result, in the kernel if it supports that. For `specs` see
+    `planned_dot_general`.
     """
     lhs, rhs = as_operands(lhs, rhs)
     result = {"preferred_element_type": preferred_element_type}
@@ -160,6 +158,33 @@ def observed_dot_general(
         function = partial(observed_dot_general, **what, options=options, **result, specs=known)
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
         return with_result_like(given.y, inside, lhs, rhs, state, bias)
+    planned = planned_dot_general(
+        lhs, rhs, dimension_numbers, options, state, specs=specs, **result
+    )
+    if bias is not None:
+        biased = planned.operation.with_bias(lax.stop_gradient(bias), planned.options)
+        if biased is not None:
+            y, observed = multiply_quantized(planned._replace(operation=biased))
+            return with_gradient_of_sum(y, bias), observed
+    y, observed = multiply_quantized(planned)
+    return (y if bias is None else plus_bias(y, bias)), observed
+
+
+def planned_dot_general(
+    lhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike | ScaledArray,
+    dimension_numbers: lax.DotDimensionNumbers,
+    options: Options,
+    state: State,
+    *,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    specs: Specs | None = None,
+) -> Planned:
+    """Decide how a `scaled_dot_general` is computed.
+
+    The `specs` are the shardings of `lhs`, `rhs` and the result on meshes with explicit axes.
+    """
+    lhs, rhs = as_operands(lhs, rhs)
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     _, _, out_dtype = dtypes_of(lhs, rhs, options, preferred_element_type)
     shapes = lhs.shape, rhs.shape
@@ -179,14 +204,7 @@ def observed_dot_general(
         sharding,
     )
     operation = allowed_planner(options.device, options.implementation).plan(spec)
-    if bias is not None:
-        biased = operation.with_bias(lax.stop_gradient(bias), options)
-        if biased is not None:
-            y, observed = multiply(biased, lhs, rhs, options, state)
-            return with_gradient_of_sum(y.reshape(shape), bias), observed
-    restore = lambda y: y.reshape(shape)
-    y, observed = multiply(operation, lhs, rhs, options, state, restore=restore)
-    return (y if bias is None else plus_bias(y, bias)), observed
+    return Planned(operation, lhs, rhs, options, state, lambda y: y.reshape(shape))
 
 
 @jax.tree_util.register_static

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.bias import plus_bias
-from jfp8.products.vjp import backward, begin, forward, primals
+from jfp8.products.operation import Observed
+from jfp8.products.vjp import Planned, backward, begin, forward, primals
 from jfp8.tracing.compat import same_varying_axes
 
 
@@ -32,40 +31,33 @@ def make_all(make: Callable[..., jax.Array], h: jax.Array) -> jax.Array:
     return make(*(wide[..., p, :] for p in range(wide.shape[-2]))).astype(h.dtype)
 
 
-def through_both(
-    first: Callable[..., Any],
-    second: Callable[..., jax.Array],
+def observed_mlp(
+    first: Planned,
+    second: Planned,
     make: Callable[..., jax.Array],
     shape: tuple[int, ...],
-) -> Any:
-    """Return ``y`` from the operands that layers provide, and record the amaxes of both matmuls.
+    bias: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[Observed, Observed]]:
+    """Return ``y``, and the amaxes of the operands of both matmuls.
 
     Args:
-      first: ``first(multiply=...)`` of a layer that calls it instead of `multiply_quantized`, and
-        returns its result. A bias of the layer is a further argument, ``bias``.
-      second: ``second(x, multiply=...)`` likewise. It may use only the shape and dtype of `x`.
+      first: the first matmul.
+      second: the second one, planned for `hidden_like`.
       make: see `make_all`.
       shape: shape of ``h``.
+      bias: ``[projections, n]``, of the first matmul.
     """
-    begun: list[Any] = []  # of the first matmul; then the amaxes that it observed
+    (how, operands), (how_too, others) = begin(first), begin(second)
+    like = jax.ShapeDtypeStruct(second.lhs.shape, second.lhs.dtype)
+    arrays = (first.operation, second.operation), (operands, others._replace(lhs=None), bias)
+    both = make, shape, like, how, how_too
+    y, observed = _multiply(both, *same_varying_axes(arrays))
+    return second.restore(y), lax.stop_gradient(observed)
 
-    def multiply_first(operation, *given, restore=None, bias=None):
-        begun[:] = operation, bias, *begin(*given)
-        hidden = jnp.zeros((*shape[:-2], shape[-1]), operation.dtype_of("fprop"))
-        y = second(hidden, multiply=multiply_second)
-        return y, begun.pop()
 
-    def multiply_second(operation, lhs, *given, restore, bias=None):
-        first_operation, first_bias, first_how, operands = begun
-        how, others = begin(lhs, *given)
-        both = make, shape, jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), first_how, how
-        arrays = (first_operation, operation), (operands, others._replace(lhs=None), first_bias)
-        y, observed = _multiply(both, *same_varying_axes(arrays))
-        seen_first, seen = lax.stop_gradient(observed)
-        begun.append(seen_first)
-        return plus_bias(restore(y), bias), seen
-
-    return first(multiply=multiply_first)
+def hidden_like(first: Planned, shape: tuple[int, ...]) -> jax.Array:
+    """Return zeros of the shape and the dtype of the second matmul's lhs."""
+    return jnp.zeros((*shape[:-2], shape[-1]), first.operation.dtype_of("fprop"))
 
 
 def _plus(h: jax.Array, bias: jax.Array | None) -> jax.Array:

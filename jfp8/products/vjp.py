@@ -98,26 +98,30 @@ class Residuals(NamedTuple):
     operation: Operation
 
 
-def multiply_quantized(
-    operation: Operation,
-    lhs: jax.Array,
-    rhs: Operand,
-    options: Options,
-    state: State,
-    restore: Callable[[jax.Array], jax.Array] = lambda y: y,
-) -> tuple[jax.Array, Observed]:
-    """Return ``restore(y)`` of `operation` of `lhs` and `rhs`, and the amaxes of both operands.
+class Planned(NamedTuple):
+    """A product of which all is decided; its result is ``restore(y)``."""
+
+    operation: Operation
+    lhs: jax.Array
+    rhs: Operand
+    options: Options
+    state: State
+    restore: Callable[[jax.Array], jax.Array] = lambda y: y
+
+
+def multiply_quantized(planned: Planned) -> tuple[jax.Array, Observed]:
+    """Return the result of a product, and the amaxes of both operands.
 
     The amaxes have no gradient, and are zeros unless the product is differentiated. The gradient of
     an `rhs` that is a `ScaledArray` goes to its carrier, if it has one.
     """
-    how, operands = begin(lhs, rhs, options, state)
-    if state.shared is not None:
-        operands = _with_shared_lhs(state.shared, how, operation, operands)
+    operation, (how, operands), shared = planned.operation, begin(planned), planned.state.shared
+    if shared is not None:
+        operands = _with_shared_lhs(shared, how, operation, operands)
     if jax.sharding.get_abstract_mesh().manual_axes:
         operation, operands = same_varying_axes((operation, operands))
     y, observed = _multiply(how, operation, operands)
-    return restore(y), lax.stop_gradient(observed)
+    return planned.restore(y), lax.stop_gradient(observed)
 
 
 def _with_shared_lhs(
@@ -163,8 +167,9 @@ def _with_shared_lhs(
     return operands._replace(q_lhs=shared.once((*of_array, of_state, key), quantize))
 
 
-def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple[How, Operands]:
+def begin(planned: Planned) -> tuple[How, Operands]:
     """Check the operands and the state of a product, for `forward` and `backward`."""
+    _, lhs, rhs, options, state, _ = planned
     recipe, (histories, sink, key, _) = options.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories

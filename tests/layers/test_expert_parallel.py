@@ -16,7 +16,7 @@ from jfp8.debug import collective_bytes
 from jfp8.layers.linen.moe import MoE
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.experts import ExpertRows
+from jfp8.products.ragged.expert_rows import ToExperts
 from jfp8.training.hoist import split
 
 EXPERTS, FEATURES = 8, 128
@@ -250,7 +250,7 @@ def test_weights_are_quantized_once_for_all_micro_batches(recipe):
 def test_columns_are_sorted_with_their_scales():
     q = jfp8.quantize(normal(0, 1, 4, 8), granularity=jfp8.Block((1, 1, 2)))
     exchange = SimpleNamespace(mesh=SimpleNamespace(tensor=2))
-    rows = ExpertRows(exchange, "lhs", divided=True, projections=2)
+    rows = ToExperts(exchange, divided=True, projections=2)
     expected = np.asarray(q.dequantize())[..., [0, 1, 4, 5, 2, 3, 6, 7]]
     np.testing.assert_array_equal(rows.sort_columns(q), expected)
 

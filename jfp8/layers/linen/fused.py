@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from jfp8.layers.nnx import fused as nnx_fused
 from jfp8.layers.nnx.layers import LinearGeneral
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, options_of
+from jfp8.layers.site import Begun
 from jfp8.layers.transformer_options import FeedForward, FeedForwardOptions
 from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.scaling.formats import Format
@@ -64,20 +64,24 @@ class LayerNormDense(DenseGeneral):
     return_layernorm_output: bool = False
     saved_activations: Format | None = None
 
-    @nn.compact
-    def __call__(self, inputs: jax.Array, multiply: Callable[..., Any] | None = None) -> Any:
+    def __call__(self, inputs: jax.Array) -> Any:
         """Apply the layer.
 
         Args:
-          inputs, multiply: as for `DenseGeneral`.
+          inputs: as for `DenseGeneral`.
 
         Returns:
           The result of `DenseGeneral`; or a pair of arrays, see `return_layernorm_output`.
         """
         normalized: Any = self._normalize(inputs)
-        y = super().__call__(normalized, multiply)
+        y = super().__call__(normalized)
         return (y, normalized) if self.return_layernorm_output else y
 
+    def _begin_normalized(self, inputs: jax.Array) -> tuple[Begun, jax.Array]:
+        normalized = self._normalize(inputs)
+        return self._begin(normalized), normalized
+
+    @nn.compact
     def _normalize(self, x: jax.Array) -> jax.Array:
         axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
         shape = tuple(x.shape[axis] for axis in axes)

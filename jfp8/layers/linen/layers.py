@@ -21,8 +21,10 @@ from jfp8.layers.linen.products import (
 )
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.options import check_use_bias, kernel_dtype
+from jfp8.layers.site import Begun, begin_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
+from jfp8.products.dot_general import planned_dot_general
 from jfp8.recipes.registry import RecipeLike
 
 
@@ -123,19 +125,12 @@ class DenseGeneral(Fp8Layer, nn.DenseGeneral):
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, multiply: Callable[..., Any] | None = None) -> jax.Array:
-        """Apply the layer.
-
-        Args:
-          inputs: see ``flax.linen.DenseGeneral``.
-          multiply: see `jfp8.products.mlp.through_both`; after ``init``, and for ``axis=-1``.
-        """
-        if multiply is None:
-            return super().__call__(inputs)
+    def _begin(self, inputs: jax.Array) -> Begun:
+        """Decide how the layer is computed as a part of a larger operation, for ``axis=-1``."""
         features = (self.features,) if isinstance(self.features, int) else self.features
         inputs, kernel, bias, numbers = _operands(self, inputs, features)
-        product, multiply = product_of(self, DotGeneral)(), functools.partial(multiply, bias=bias)
-        return product(inputs, kernel, numbers, self.precision, multiply=multiply)
+        plan = functools.partial(planned_dot_general, dimension_numbers=numbers)
+        return begin_at(product_of(self, DotGeneral)(), plan, inputs, kernel, bias)
 
 
 class Conv(Fp8Layer, nn.Conv):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -19,10 +19,11 @@ from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.nnx import moe as nnx_moe
 from jfp8.layers.nnx.layers import Linear
 from jfp8.layers.options import pass_on
-from jfp8.layers.site import multiply_at
+from jfp8.layers.site import Begun, begin_at, multiply_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
-from jfp8.products.ragged.experts import ExpertRows
+from jfp8.products.ragged.expert_rows import ExpertRows
+from jfp8.products.ragged.experts import planned_expert_dot
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 
@@ -43,8 +44,6 @@ class RaggedDot(ProductModule):
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        multiply: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """Return ``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
 
@@ -55,7 +54,6 @@ class RaggedDot(ProductModule):
             `observed_expert_dot`.
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
-          multiply: see `observed_expert_dot`.
         """
         quantized, plain = pass_on(moe_math.grouped_products, locals())
         return multiply_at(self, quantized, plain, lhs, rhs, "moe")
@@ -84,21 +82,23 @@ class ExpertDense(nn.Module):
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
 
-    @nn.compact
-    def __call__(
-        self,
-        inputs: jax.Array,
-        group_sizes: jax.Array | ExpertRows,
-        *,
-        multiply: Callable[..., Any] | None = None,
-    ) -> jax.Array:
+    def __call__(self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows) -> jax.Array:
         """Apply the layer.
 
         Args:
           inputs: ``[tokens, in]``, sorted by expert.
           group_sizes: i32[num_experts], the tokens of each expert; or see `RaggedDot`.
-          multiply: likewise.
         """
+        product, *operands = self._operands(inputs)
+        return product(*operands, group_sizes, self.precision)
+
+    def _begin(self, inputs: jax.Array, rows: ExpertRows) -> Begun:
+        """Decide how the layer is computed as a part of a larger operation."""
+        product, *operands = self._operands(inputs)
+        return begin_at(product, partial(planned_expert_dot, rows=rows), *operands)
+
+    @nn.compact
+    def _operands(self, inputs: jax.Array) -> tuple[Any, ...]:
 
         def init(key: jax.Array) -> jax.Array:
             shape, dtype = (inputs.shape[-1], self.features), self.param_dtype
@@ -112,7 +112,7 @@ class ExpertDense(nn.Module):
         product = RaggedDot(
             self.recipe, self.implementation, state_collection=where, casts_kernel=True
         )
-        return product(x, kernel, group_sizes, self.precision, multiply=multiply)
+        return product, x, kernel
 
 
 class Router(nn.Module):

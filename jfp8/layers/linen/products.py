@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, State
 from jfp8.products.shared_input import SharedInput
-from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.in_effect import is_overridden, recipe_of_matmul
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
@@ -221,7 +220,6 @@ class DotGeneral(ProductModule):
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
         bias: jax.Array | None = None,
-        multiply: Callable[..., Any] = multiply_quantized,
         shared_input: SharedInput | None = None,
     ) -> jax.Array:
         """Compute ``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
@@ -232,14 +230,13 @@ class DotGeneral(ProductModule):
           precision: of the matmul if FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
           bias: ``[n]``, added to each row of the result.
-          multiply: see `jfp8.products.mlp.through_both`.
           shared_input: for layers with the same `lhs`; see `SharedInput`.
         """
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(observed_dot_general, **how, bias=bias, multiply=multiply)
+        quantized = partial(observed_dot_general, **how, bias=bias)
 
         def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,10 +20,11 @@ from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_option, options_of, pass_on
+from jfp8.layers.site import Begun, mlp_at
 from jfp8.layers.transformer_math import Activation
 from jfp8.layers.transformer_options import FeedForwardOptions, InFeatures
 from jfp8.matmul.spec import Implementation
-from jfp8.products.mlp import through_both
+from jfp8.products.mlp import hidden_like
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
@@ -98,6 +98,10 @@ class LayerNormLinear(LinearGeneral):
         return (y, normalized) if self.return_layernorm_output else y
 
     # Flax's `nnx.tabulate` has a row for each called method without an underscore.
+    def _begin_normalized(self, inputs: jax.Array) -> tuple[Begun, jax.Array]:
+        normalized = self._normalize(inputs)
+        return self._begin(normalized), normalized
+
     def _normalize(self, inputs: jax.Array) -> jax.Array:
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
@@ -165,8 +169,9 @@ class LayerNormMLP(FeedForwardOptions, InFeatures, ExplicitModule):
         between = saved is not None or self.dropout is not None
         if not between and transformer_math.may_be_one_operation(recipes, inputs, weights):
             shape = (*inputs.shape[:-1], self.projections, self.intermediate_dim)
-            first, second = partial(_product, self.wi, inputs), partial(_product, self.wo)
-            y, normalized = through_both(first, second, Activation(self.activation), shape)
+            first, normalized = self.wi._begin_normalized(inputs)
+            second = self.wo._begin(hidden_like(first.planned, shape))
+            y = mlp_at(first, second, Activation(self.activation), shape)
         else:
             hidden, normalized = self.wi(inputs)
             hidden = transformer_math.activate(hidden, self.activation, saved_activations=saved)
@@ -182,17 +187,3 @@ class LayerNormMLP(FeedForwardOptions, InFeatures, ExplicitModule):
         products = [x.dot_general for x in layers if isinstance(x.dot_general, DotGeneral)]
         found = [recipe_in_effect(product.recipe, product.path) for product in products]
         return [r for r in found if r], [layer.kernel.get_value() for layer in layers]
-
-
-def _product(layer: Any, x: jax.Array, multiply: Callable[..., Any]) -> Any:
-    """Apply `layer` with another `multiply`, which adds the bias."""
-    is_normed, is_ours = (isinstance(layer, kind) for kind in (LayerNormLinear, LinearGeneral))
-    if not is_ours:  # a layer of Linen
-        return layer(x, multiply=multiply)
-    normalized = layer._normalize(x) if is_normed else x
-    bias = None if layer.bias is None else layer.bias.get_value()
-    operands = normalized, layer.kernel.get_value(), bias
-    x, kernel, bias = layer.promote_dtype(operands, dtype=layer.dtype)
-    numbers = (((x.ndim - 1,), (0,)), ((), ()))
-    y = layer.dot_general(x, kernel, numbers, multiply=partial(multiply, bias=bias))
-    return (y, normalized) if is_normed else y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,9 +15,12 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike, PromoteDtypeFn
 
 from jfp8.layers.nnx.hooks import HookedConvTranspose, install
+from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.options import pass_on
+from jfp8.layers.site import Begun, begin_at
 from jfp8.matmul.spec import Implementation
+from jfp8.products.dot_general import planned_dot_general
 from jfp8.recipes.registry import RecipeLike
 
 EMPTY: Mapping[Any, Any] = MappingProxyType({})
@@ -90,6 +94,16 @@ class LinearGeneral(ExplicitModule, nnx.LinearGeneral):
     ) -> None:
         pass_on(super().__init__, locals())
         install(self, recipe=recipe, implementation=implementation)
+
+    def _begin(self, inputs: jax.Array) -> Begun:
+        """Decide how the layer is computed as a part of a larger operation, for ``axis=-1``."""
+        bias = None if self.bias is None else self.bias.get_value()
+        operands = inputs, self.kernel.get_value(), bias
+        x, kernel, bias = self.promote_dtype(operands, dtype=self.dtype)
+        numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        plan, product = partial(planned_dot_general, dimension_numbers=numbers), self.dot_general
+        assert isinstance(product, DotGeneral)
+        return begin_at(product, plan, x, kernel, bias)
 
 
 class Conv(ExplicitModule, nnx.Conv):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +19,13 @@ from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.signatures import ExplicitModule, SignatureOfClass
 from jfp8.layers.options import options_of, pass_on, promoted
+from jfp8.layers.site import Begun, begin_at
 from jfp8.layers.transformer_options import InFeatures
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.expert_mesh import expert_mesh
-from jfp8.products.ragged.experts import ExpertRows
+from jfp8.products.ragged.expert_rows import ExpertRows
+from jfp8.products.ragged.experts import planned_expert_dot
 from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
@@ -45,8 +47,6 @@ class RaggedDot(Product):
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        multiply: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """Return ``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
         quantized, plain = pass_on(moe_math.grouped_products, locals())
@@ -89,25 +89,25 @@ class ExpertDense(ExplicitModule):
         self.ragged_dot = RaggedDot(recipe=recipe, implementation=implementation)
         self.ragged_dot.casts_kernel = True
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        group_sizes: jax.Array | ExpertRows,
-        *,
-        multiply: Callable[..., Any] | None = None,
-    ) -> jax.Array:
+    def __call__(self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows) -> jax.Array:
         """Apply the layer.
 
         Args:
           inputs: ``[tokens, in]``, sorted by expert.
           group_sizes: i32[num_experts], the tokens of each expert; or the rows of experts, see
             `observed_expert_dot`.
-          multiply: likewise.
         """
+        x, kernel = self._operands(inputs)
+        return self.ragged_dot(x, kernel, group_sizes, self.precision)
+
+    def _begin(self, inputs: jax.Array, rows: ExpertRows) -> Begun:
+        """Decide how the layer is computed as a part of a larger operation."""
+        plan = partial(planned_expert_dot, rows=rows)
+        return begin_at(self.ragged_dot, plan, *self._operands(inputs))
+
+    def _operands(self, inputs: jax.Array) -> Sequence[Any]:
         promote = partial(dtypes.promote_dtype, dtype=self.dtype)
-        x, kernel = promoted(promote, (inputs, self.kernel.get_value()), casts_kernel=True)
-        how = {"group_sizes": group_sizes, "precision": self.precision, "multiply": multiply}
-        return self.ragged_dot(x, kernel, **how)
+        return promoted(promote, (inputs, self.kernel.get_value()), casts_kernel=True)
 
 
 class RouterBias(nnx.Variable):

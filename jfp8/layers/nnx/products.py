@@ -23,7 +23,6 @@ from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, State
 from jfp8.products.shared_input import SharedInput
-from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -307,7 +306,6 @@ class DotGeneral(Product):
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
         out_sharding: Any = None,
-        multiply: Callable[..., Any] = multiply_quantized,
     ) -> jax.Array:
         """Return ``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
@@ -319,7 +317,7 @@ class DotGeneral(Product):
             "preferred_element_type": preferred_element_type,
             "out_sharding": out_sharding,
         }
-        quantized = partial(observed_dot_general, **how, multiply=multiply)
+        quantized = partial(observed_dot_general, **how)
         plain = partial(lax.dot_general, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs)
 

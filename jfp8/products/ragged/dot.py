@@ -22,7 +22,7 @@ from jfp8.products.operation import Observed, Operand, Options, State, Use, as_o
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, quantized_by_group
 from jfp8.products.ragged.tiles import lay_out, take_rows
-from jfp8.products.vjp import multiply_quantized
+from jfp8.products.vjp import Planned, multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
@@ -129,7 +129,7 @@ def _observed(options, dtypes, lhs, rhs, sizes, state):
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     shapes = rows.shape, rhs.shape
     operation = found.operation(shapes, dtypes, tiles.group, tiles.padded_sizes)
-    y, observed = multiply_quantized(operation, rows, rhs, options, state)
+    y, observed = multiply_quantized(Planned(operation, rows, rhs, options, state))
     y = take_rows(y.reshape(tiles.rows.size, n), tiles.slots, tiles.rows.reshape(-1))
     return y, observed
 
