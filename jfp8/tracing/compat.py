@@ -52,9 +52,9 @@ def _varying_over(axes: frozenset[Any], x: jax.Array) -> jax.Array:
 
 
 def of_varying(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, in an enclosing ``shard_map``: its results vary over the axes that operands do.
+    """Return `kernel` for an enclosing ``shard_map``: results vary over the axes of operands.
 
-    Kernels of Pallas for TPUs would have to say that of each result, in words of one JAX version.
+    Pallas kernels for TPUs would have to say it of each result, in a spelling of one JAX version.
     """
 
     @functools.wraps(kernel)
@@ -70,7 +70,7 @@ def of_varying(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def axes_apart(x: jax.Array, other: jax.Array) -> tuple[Any, ...]:
-    """Mesh axes of an enclosing ``shard_map`` or ``pmap`` over which `x` may vary but not `other`.
+    """Return the axes of an enclosing ``shard_map`` or ``pmap`` over which `x` varies, not `other`.
 
     All of them where JAX does not track that (``check_vma=False``).
     """
