@@ -206,7 +206,7 @@ LINES_OF_ROOMS = {
     "recipes": 1592,
     "products": 5040,
     "kernels": 8335,
-    "layers": 5077,
+    "layers": 5078,
     "collectives": 1023,
     "optim": 2528,
     "training": 2839,

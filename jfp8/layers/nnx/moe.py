@@ -98,7 +98,8 @@ class ExpertDense(ExplicitModule):
             `observed_expert_dot`.
         """
         x, kernel = self._operands(inputs)
-        return self.ragged_dot(x, kernel, group_sizes, self.precision)
+        # By name, for Flax's `nnx.tabulate`, which shows a dataclass only so.
+        return self.ragged_dot(x, kernel, group_sizes=group_sizes, precision=self.precision)
 
     def _begin(self, inputs: jax.Array, rows: ExpertRows) -> Begun:
         """Decide how the layer is computed as a part of a larger operation."""
