@@ -58,10 +58,11 @@ Namer = Callable[[WeightMatmul, int], Named]
 def nth_kind(kinds: dict[str, list[Any]], matmul: WeightMatmul) -> int:
     """Count the kinds of matmuls of one weight, from 1.
 
-    All parts of a weight have one state, but not what sums over other dimensions of it.
+    All parts of a weight have one state, but not what sums over other dimensions of it. Weights
+    that were joined have the state of the first.
     """
     kind = [length for _, length in matmul.source.loops], matmul.summed
-    seen = kinds.setdefault(matmul.source.path, [])
+    seen = kinds.setdefault(matmul.source.path.split("+")[0], [])
     seen += [] if kind in seen else [kind]
     return 1 + seen.index(kind)
 

@@ -126,6 +126,21 @@ def test_matmuls_of_one_weight_share_its_state(door):
 
 
 @every_door
+def test_a_weight_that_is_scanned_and_joined_has_two_states(door):
+    """A state of the layers in a loop cannot serve a matmul outside of it."""
+
+    def run(p, x):
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["q"])
+        return x @ jnp.concatenate([p["q"][0], p["k"]], axis=1)
+
+    case = converted(door, run, {"q": W, "k": W[0]}, X, "delayed", exempt=())
+    case.step(X)
+    # NNX keeps no state for the second kind of matmul of a weight.
+    assert moved(case) == {"function": {"q", "q+k"}, "linen": {"q", "q_2"}, "nnx": {"q"}}[door]
+    assert 0 < relative_error(case(X), case.plain(X)) < 0.2
+
+
+@every_door
 def test_a_scan_of_no_layers(door):
     run = lambda p, x: lax.scan(lambda x, _: (x @ p["w"], None), x, None, length=0)[0]
     case = converted(door, run, {"w": W[0]}, X, "delayed", exempt=())
