@@ -14,6 +14,7 @@ from flax import nnx
 from jfp8.layers.nnx.parts import Parts
 
 Kinds = Mapping[Any, Callable[..., Any]]  # Linen's class for each class of NNX
+_INPUT_SIZES = {"in_features", "encoded_features"}
 
 
 def block_in(module: nn.Module, kind: Callable[..., Any], kinds: Kinds, **options: Any) -> Any:
@@ -41,10 +42,11 @@ class LinenParts(Parts):
 
     def layer(self, kind: Any, name: str, *sizes: Any, **options: Any) -> Any:
         made: Any = self.kinds[kind]
-        options |= {"name": name, "state_collection": getattr(self.module, "state_collection", "")}
-        known = made.__dataclass_fields__
         # Linen reads the sizes of inputs from the inputs.
-        return made(*sizes[1:], **{k: v for k, v in options.items() if k in known})
+        given = {k: v for k, v in options.items() if k not in _INPUT_SIZES}
+        if "state_collection" in made.__dataclass_fields__:
+            given["state_collection"] = self.module.state_collection  # pyrefly: ignore
+        return made(*sizes[1:], **given, name=name)
 
     bare = layer
 
