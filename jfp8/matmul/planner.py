@@ -46,8 +46,8 @@ NAMED = {
     "mosaic_tpu": "jfp8.kernels.tpu.dot.Mosaic",
 }
 
-# "one": one for each operand. "rows": none varies along the contraction, but others do. "blocks":
-# of 128 along the contraction. "mx": of 32. "nvfp4": of 16.
+# "one": one for each operand. "rows": none varies along the contraction, but others do. Along the
+# contraction "blocks" has blocks of 128, "mx" of 32, and "nvfp4" of 16.
 Scales = Literal["one", "rows", "blocks", "mx", "nvfp4"]
 
 Plan = TypeVar("Plan")
@@ -65,7 +65,7 @@ class Work(NamedTuple):
     """The work of a matmul."""
 
     multiplications: float  # m * n * k
-    elements: float  # of both operands and the result, m * k + k * n + m * n
+    elements: float  # both operands and the result: m * k + k * n + m * n
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Planner:
     """Compute by the reference. A chip overrides what it does better.
 
     To add a chip, write a subclass in `jfp8.kernels`, and name it in `jfp8.tracing.device.PLANNERS`
-    by JAX's name of the platform, or in `NAMED` by that of an implementation. Its results may
-    differ from those of ``super()`` in summation order only. A public name that this class lacks is
-    a ``TypeError``: a misspelt method would never be called.
+    by JAX's name of the platform, or in `NAMED` by the name of an implementation. Its results
+    may differ from the results of ``super()`` in summation order only. A public name that this
+    class lacks is a ``TypeError``: a misspelt method would never be called.
     """
 
     device: Device = None  # for which programs are traced

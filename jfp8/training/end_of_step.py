@@ -118,7 +118,7 @@ def end_step(
 
     Args:
       states: an ``fp8`` collection, with the amaxes that were recorded in it.
-      amaxes: those of its sinks, from `decode_all`; a matmul may be missing.
+      amaxes: the amaxes in its sinks, from `decode_all`; a matmul may be missing.
       finite: bool[], False to skip the step, so that states stay bit for bit; None for True.
       ends: bool[], False while gradients accumulate, so that the step goes on; None for True.
       growth: f32[], the factor on the loss scale, which histories of gradients follow, also in a

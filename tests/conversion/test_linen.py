@@ -1,4 +1,4 @@
-"""Converted Linen models: their parameters, collections and calls are those of the original."""
+"""Converted Linen models: parameters, collections and calls are the same as in the original."""
 
 import functools
 import pickle
@@ -402,7 +402,7 @@ def test_every_product_is_fp8_forward_and_backward(name):
 
 @pytest.mark.slow
 def test_a_stack_of_own_products_has_the_bits_of_jfp8s():
-    """Inside of remat and scan, with a first step that makes histories and a second one."""
+    """Inside remat and scan, with a first step that makes histories and a second one."""
     axes = dict.fromkeys(("params", "fp8", "fp8_sink"), 0)
     stack = nn.scan(nn.remat(Own), **{**SCAN, "variable_axes": axes})
     written = LiftOfLift(lambda _: partial(stack, DELAYED))

@@ -417,7 +417,7 @@ def test_a_report_has_a_reason_for_every_product():
         ("ours", "Linear"): {""},
         ("head", "Linear"): {LOGITS},
     }
-    # No layer are those with another product, and those of jfp8 itself.
+    # Layers with another product, and layers of jfp8, are left out.
     others = ["head", "mine", "transposed", "up"]
     assert [path for path, _ in layers_of(model)] == [*projections, *others]
     assert isinstance(converted.mine, Mine)

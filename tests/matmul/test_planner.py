@@ -60,7 +60,7 @@ def test_another_chip_is_one_class(on_the_chip):
     np.testing.assert_array_equal(dx_of_chip, 2 * dx)
     np.testing.assert_array_equal(difference, X - 3 * X)
     assert listed[0] == "made_up"
-    # What it does not override is the reference.
+    # The reference computes all that it does not override.
     on_a_cpu = jfp8.scaled_dot_product_attention(*[X.reshape(1, 16, 2, 16)] * 3)
     np.testing.assert_array_equal(attended, on_a_cpu)
 

@@ -33,7 +33,7 @@ class ExpertRows:
 
     sent: ClassVar[str]  # the operand that is sent to experts
     returned: ClassVar[Kind]  # the matmul whose result is sent back
-    axis: ClassVar[str]  # of the matrices, that a tensor axis may shard
+    axis: ClassVar[str]  # the dimension of the matrices that a tensor axis may shard
 
     exchange: Exchange  # destinations of the copies of tokens
     divided: bool = False  # a tensor axis shards `axis`
