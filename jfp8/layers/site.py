@@ -12,7 +12,7 @@ from jfp8.layers.options import check_operand, kernel_dtype, kernel_values
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import observed_mlp
-from jfp8.products.operation import Observed, Options, State
+from jfp8.products.operation import Observed, Options, State, as_operands
 from jfp8.products.shared_input import SharedInput
 from jfp8.products.slower import why_slower
 from jfp8.products.vjp import Planned
@@ -104,6 +104,7 @@ def begin_at(
     recipe = site._in_effect()
     assert recipe is not None
     check_operand(lhs)
+    lhs, rhs = as_operands(lhs, rhs)
     options, state, records = _begin(site, recipe, kernel_dtype(lhs, rhs, site.casts_kernel))
     options = options.on_device_of(lhs, rhs)
     return Begun(site, plan(lhs, rhs, options=options, state=state), records, bias)

@@ -158,6 +158,7 @@ def observed_dot_general(
         function = partial(observed_dot_general, **what, options=options, **result, specs=known)
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
         return with_result_like(given.y, inside, lhs, rhs, state, bias)
+    options = options.on_device_of(lhs, rhs)
     planned = planned_dot_general(
         lhs, rhs, dimension_numbers, options, state, specs=specs, **result
     )
@@ -171,8 +172,8 @@ def observed_dot_general(
 
 
 def planned_dot_general(
-    lhs: jax.typing.ArrayLike,
-    rhs: jax.typing.ArrayLike | ScaledArray,
+    lhs: jax.Array,
+    rhs: Operand,
     dimension_numbers: lax.DotDimensionNumbers,
     options: Options,
     state: State,
@@ -180,29 +181,21 @@ def planned_dot_general(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     specs: Specs | None = None,
 ) -> Planned:
-    """Decide how a `scaled_dot_general` is computed.
+    """Decide how a `scaled_dot_general` of `as_operands` is computed, on the options' device.
 
     The `specs` are the shardings of `lhs`, `rhs` and the result on meshes with explicit axes.
     """
-    lhs, rhs = as_operands(lhs, rhs)
-    dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    _, _, out_dtype = dtypes_of(lhs, rhs, options, preferred_element_type)
+    *_, out_dtype = dtypes_of(lhs, rhs, options, preferred_element_type)
     shapes = lhs.shape, rhs.shape
-    shape = layout_of(*shapes, dimension_numbers).shape
-    sharding = None if specs is None else (specs, shapes, dimension_numbers)
+    numbers = check_dimension_numbers(*shapes, dimension_numbers)
+    shape = layout_of(*shapes, numbers).shape
+    sharding = None if specs is None else (specs, shapes, numbers)
     if options.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the multiplied matrices, across
         # the borders of the dimensions that form them.
-        lhs, rhs, dimension_numbers = rhs_as_matrices(lhs, rhs, dimension_numbers, options.recipe)
-    options = options.on_device_of(lhs, rhs)
-    spec = DotSpec(
-        (lhs.shape, rhs.shape),
-        dtypes_of(lhs, rhs, options, out_dtype),
-        dimension_numbers,
-        options,
-        isinstance(rhs, ScaledArray),
-        sharding,
-    )
+        lhs, rhs, numbers = rhs_as_matrices(lhs, rhs, numbers, options.recipe)
+    quantized, dtypes = isinstance(rhs, ScaledArray), dtypes_of(lhs, rhs, options, out_dtype)
+    spec = DotSpec((lhs.shape, rhs.shape), dtypes, numbers, options, quantized, sharding)
     operation = allowed_planner(options.device, options.implementation).plan(spec)
     return Planned(operation, lhs, rhs, options, state, lambda y: y.reshape(shape))
 

@@ -197,8 +197,7 @@ def planned_expert_dot(
     state: State,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> Planned:
-    """Decide how an `observed_expert_dot` is computed; `options` include the device."""
-    lhs, rhs = as_operands(lhs, rhs)
+    """Decide how an `observed_expert_dot` of `as_operands` is computed, on the options' device."""
     dtypes = dtypes_of(lhs, rhs, options, preferred_element_type)
     exchange, recipe = rows.exchange, options.recipe
     lhs, rhs = same_varying_axes((lhs, rhs))
