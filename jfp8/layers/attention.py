@@ -45,7 +45,7 @@ def attend(
     Args:
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
       recipe: None quantizes nothing.
-      implementation: of the layer's matmuls; of these only ``"emulate"`` is for attention, too.
+      implementation: the matmuls'; attention itself takes only ``"emulate"`` of them.
       tokens, projections: see `attention_of_projections`; the latter with one batch dimension only.
       unless_slower_on: see `AttentionOptions`.
     """

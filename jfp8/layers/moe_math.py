@@ -34,7 +34,7 @@ from jfp8.scaling.formats import Format
 from jfp8.tracing.caller import user_level
 
 Layer = Any  # an ``ExpertDense`` of Linen or NNX
-Route = Callable[..., Routing]  # of logits and k, and maybe a bias
+Route = Callable[..., Routing]  # takes logits and k, and maybe a bias
 
 
 # Modules inherit from this class, see `jfp8.layers.transformer_options`.
@@ -200,11 +200,11 @@ def through_experts(
       tokens: ``[t, in]``.
       wi, wo: the matmuls with the matrices of all experts.
       intermediate_dim: features between both.
-      mesh: what divides tokens and experts over devices.
-      recipes: of both matmuls. For the others see `MoE`.
+      mesh: the mesh over which tokens and experts are sharded.
+      recipes: the recipes of both matmuls. For the others see `MoE`.
     """
     (count, k), groups = routed.experts.shape, routed.probabilities.shape[1]
-    more = -count % mesh.parts  # of no expert, so that tokens can be divided evenly
+    more = -count % mesh.parts  # rows without an expert, so that tokens can be divided evenly
     experts = jnp.pad(routed.experts, [(0, more), (0, 0)], constant_values=groups)
     height = height_for(recipes, implementation)
     exchange = plan_exchange(experts, groups, mesh, height, capacity_factor)

@@ -36,10 +36,10 @@ def normalize(
     ``gamma`` is `scale`, or ``1 + scale`` with `zero_centered_gamma`.
 
     Args:
-      scale, bias: of the shape of `axes`, in the order of `axes`.
+      scale, bias: arrays of the shape of `axes`, in the order of `axes`.
       axes: axes of `x` over which it is normalized.
       saved_activations: save `x` in this format for the backward pass; None for its own dtype.
-      dtype: of the result, which is computed at least in float32; None for that dtype.
+      dtype: dtype of the result, which is computed at least in float32; None for that dtype.
 
     References:
       arXiv 1607.06450 (LayerNorm), arXiv 1910.07467 (RMSNorm).

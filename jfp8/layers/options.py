@@ -14,7 +14,7 @@ import numpy as np
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 
-# Of a normalization, and of each matmul.
+# Options of a normalization, and of each matmul.
 NORM_OPTIONS = ("layernorm_type", "epsilon", "zero_centered_gamma", "saved_activations")
 PRODUCT_OPTIONS = (
     "use_bias",

@@ -45,7 +45,7 @@ def rotary_embedding(
       x: ``[..., length, heads, depth]``, with an even depth.
       positions: ``[length]``, or with leading dimensions of `x`; default: 0, 1, 2 ...
       windows: shortest and longest wavelength, in units of ``2 pi`` positions.
-      group_method: which features are pairs: ``"consecutive"`` ones, ``(2 i, 2 i + 1)``, or
+      group_method: the features that are pairs: ``"consecutive"`` ones, ``(2 i, 2 i + 1)``, or
         ``"alternate"``, ``(i, i + depth / 2)``, for which Llama's and GPT-NeoX's weights are.
 
     References:

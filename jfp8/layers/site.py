@@ -84,7 +84,7 @@ class Begun(NamedTuple):
 
     Attributes:
       records: whether the site records what is observed.
-      bias: of the layer.
+      bias: the layer's.
     """
 
     site: Site

@@ -203,14 +203,14 @@ def projected_attention(
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
       attention: `jfp8.layers.attention.attend` with some arguments; quantizes if `in_fp8`.
-      qkv: what both are parts of, one after the other; None: they are separate matmuls.
+      qkv: the array of which both are parts, one after the other; None if they are separate.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         of the next ones, and the mask is for all ``max_length`` keys. Returned with the new keys.
-      dropout_rate, dropout_key: as for `drop`, of the weights: only in high precision.
+      dropout_rate, dropout_key: see `drop`; for the weights, only in high precision.
       saved_activations: keep the values in this format for the backward pass, queries and keys as
         they are (an error in a score would be one in the exponent of a weight); in high precision.
-      options: of `attend`: the bias, sinks, and which keys a query sees. With a `cache` the mask
-        alone says that.
+      options: arguments of `attend`: the bias, sinks, and which keys a query sees. With a
+        `cache` the mask alone says that.
     """
     *leading, groups, shared_by, depth = query.shape
     query = query.reshape(*leading, groups * shared_by, depth)
@@ -270,7 +270,8 @@ def attention_by_weights(
     Args:
       query: ``[..., q, H, depth]``; head ``h`` reads head ``h // (H / G)`` of `key` and `value`.
       key, value: ``[..., k, G, depth]``, where ``G`` divides ``H``.
-      dropout: of the weights, ``[..., H, q, k]`` in float32, and of `dropout_args`, such as a key.
+      dropout: a function of the weights, ``[..., H, q, k]`` in float32, and of `dropout_args`,
+        such as a key.
     """
     *batch, q_length, heads, depth = query.shape
     k_length, groups = key.shape[-3:-1]

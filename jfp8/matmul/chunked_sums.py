@@ -105,8 +105,8 @@ def _merged_last(q: ScaledArray, batch: Sequence[int], contract: Sequence[int]) 
     scale = merged(jnp.broadcast_to(scale, full))
     run = math.prod(q.shape[d] for d in contract)
     if any(shape[d] != 1 for d in contract):
-        # As long as a block along the last dimension, and a divisor of that dimension: runs never
-        # cross rows.
+        # The length of a block along the last dimension, and a divisor of that dimension: runs
+        # never cross rows.
         run = math.gcd(q.block_sizes()[contract[-1]], q.shape[contract[-1]])
     scale = lax.slice_in_dim(scale, 0, None, max(run, 1), axis=-1)
     if isinstance(q.scale, ScaledArray):

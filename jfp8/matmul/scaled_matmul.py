@@ -31,7 +31,7 @@ def scaled_matmul(
 
     Args:
       lhs, rhs: quantized operands, of any two formats (e4m3 x e5m2 included), with any scales.
-      dimension_numbers: as for ``jax.lax.dot_general``:
+      dimension_numbers: see ``jax.lax.dot_general``:
         ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
       preferred_element_type: floating dtype of the result.
       accumulation: how the sum over the contraction is rounded. ``"f32"``: every addition in f32,

@@ -38,10 +38,10 @@ class MatmulSpec:
 
     Attributes:
       dimension_numbers: checked.
-      dtype: of the result.
+      dtype: the result's.
       accumulation, fast_accumulation, powers_of_two, implementation: see `scaled_matmul`.
       partial_dtype: dtype of the partial sums of devices; None means `dtype`.
-      device: that the program is traced for.
+      device: the one that the program is traced for.
     """
 
     dimension_numbers: Numbers = (((), ()), ((), ()))

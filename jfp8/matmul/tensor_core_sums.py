@@ -37,7 +37,7 @@ from jfp8.scaling.codes import decode
 from jfp8.scaling.formats import E4M3FN, E5M2, format_of
 
 BLOCK = 32  # products that are added together
-FRACTION_BITS = 13  # of the running sum
+FRACTION_BITS = 13  # the running sum's
 LOWEST = -19  # all terms are multiples of 2^-32 (e5m2's 2^-16, squared): no lower E cuts anything
 OF_ZERO = -64  # an exponent whose sum with any other is below LOWEST, and still fits an int8
 

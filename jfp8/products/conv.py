@@ -82,7 +82,7 @@ def scaled_conv_general_dilated(
       Array of the same shape as the result of ``jax.lax.conv_general_dilated``.
 
     Raises:
-      TypeError, ValueError: as for `scaled_dot_general`; shapes that are invalid for a convolution
+      TypeError, ValueError: see `scaled_dot_general`; shapes that are invalid for a convolution
         raise the same error as in ``jax.lax.conv_general_dilated``.
 
     >>> import jax.numpy as jnp, jfp8
@@ -181,8 +181,8 @@ def observed_convolution(
 class ConvSpec:
     """The static description of a convolution, from which it is planned."""
 
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of lhs and rhs
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]  # of lhs, rhs and y
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # lhs and rhs
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]  # lhs, rhs and y
     window: Window
     options: Options  # including the device
 

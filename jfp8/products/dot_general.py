@@ -63,7 +63,7 @@ def scaled_dot_general(
         only stored in FP8. It has no gradient, unless it has a `ScaledArray.carrier`. Its bytes are
         used unchanged if they have the format and the scales that `recipe` requires: one scale, or
         one for each row or block of this matmul. Otherwise its values are quantized.
-      dimension_numbers: as for ``jax.lax.dot_general``.
+      dimension_numbers: see ``jax.lax.dot_general``.
       recipe: how each operand of each product is quantized; an object or its name.
       state: amax histories of this matmul, ``{"lhs", "rhs", "grad"}`` from `Recipe.init_state`;
         they are read, never written. Without a state, scales are current.
@@ -111,8 +111,8 @@ def scaled_dot_general(
 class DotSpec:
     """The static description of a `scaled_dot_general`, from which it is planned."""
 
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of lhs and rhs
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]  # of lhs, rhs and y
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # lhs and rhs
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]  # lhs, rhs and y
     dimension_numbers: Numbers  # validated
     options: Options  # including the device
     has_quantized_rhs: bool = False

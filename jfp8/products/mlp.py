@@ -92,7 +92,7 @@ def _backward(both, residuals, cotangents):
     second = backward(hows[1], kept_too, cotangents[0])
     assert second.lhs is not None
     h, d_made = y.reshape(shape), second.lhs.astype(y.dtype).reshape(*shape[:-2], shape[-1])
-    # As in `jax.checkpoint`: cheap values are recomputed, not saved for the backward pass.
+    # `jax.checkpoint` does so, too: cheap values are recomputed, not saved for the backward pass.
     again, dy = lax.optimization_barrier((h, d_made))
     (dh,) = jax.vjp(partial(make_all, make), again)[1](dy)
     made_of, d_bias = (make, h, d_made), None

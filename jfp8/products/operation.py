@@ -56,7 +56,7 @@ class Options:
         that computes in bf16 would cast its kernel itself, and the gradient of a bf16 array is
         bf16: a rounding, and a pass over memory. Where the operation casts the kernel, its f32 sums
         are the gradient.
-      device: that the program is traced for; operations find it out, see `on_device_of`.
+      device: the one that the program is traced for; operations find it out, see `on_device_of`.
       if_trained: a warning for programs that differentiate with respect to rhs.
     """
 
@@ -84,7 +84,7 @@ def sums(options: Options, kind: Kind) -> MatmulSpec:
     recipe = options.recipe
     product: Product = getattr(recipe.resolved(), kind)
     accumulation: str = recipe.accumulation
-    # What the hardware does: promote where fast sums are not allowed.
+    # The hardware promotes where fast sums are not allowed.
     if recipe.accumulation == "hopper" and not product.fast_accumulation:
         accumulation = "hopper_every_128"
     return MatmulSpec(
@@ -114,9 +114,9 @@ class Use(NamedTuple):
 
     kind: Kind
     product: Product  # the recipe's settings for it
-    quantizer: Quantizer | None  # of the tensor; None leaves it in high precision
+    quantizer: Quantizer | None  # the tensor's; None leaves it in high precision
     contracting: tuple[int, ...]  # the dimensions of the tensor that the matmul sums over
-    other: Operand | None = None  # of a gradient: kernels write the product of both scales
+    other: Operand | None = None  # set for a gradient: kernels write the product of both scales
     rotation_seed: jax.Array | None = None  # if the other operand was rotated before this one
 
     @property
@@ -150,8 +150,8 @@ class Operation:
     it has any, are further arrays that it needs, neither quantized nor differentiated.
 
     Attributes:
-      shapes: of lhs and rhs.
-      dtypes: of lhs, rhs and y.
+      shapes: shapes of lhs and rhs.
+      dtypes: dtypes of lhs, rhs and y.
       lhs_of_layers: equal for operations that may share a quantized lhs; last, its shape then.
     """
 
@@ -189,7 +189,7 @@ class Operation:
 
         Args:
           role: ``lhs``, which is `jfp8.products.mlp.make_all` of ``h``; or ``grad``, its gradient.
-          x: as `arrange` returns it.
+          x: the result of `arrange`.
           parts: ``h``; or ``h`` and the gradient of lhs.
         """
         del role, make, parts
@@ -221,7 +221,7 @@ class Operation:
         quantized for one matmul after the other. Without a backward pass there is no second one.
 
         Args:
-          x: as `arrange` or `made` returned it.
+          x: the result of `arrange` or `made`.
           dtype: to which `x` is cast first; None: to none.
         """
         del role, x, first, second, state, dtype
@@ -253,12 +253,12 @@ class QuantizedOperand:
     """One tensor, ``"lhs"``, ``"rhs"`` or ``"grad"``, that takes part in two of the matmuls."""
 
     role: str
-    x: Operand  # as `Operation.arrange` returns it
+    x: Operand  # returned by `Operation.arrange`
     state: AmaxState | None
     seed: jax.Array | None  # the user's
     operation: Operation
     dtype: np.dtype | None = None  # to which it is cast first
-    made: Any = None  # as `Operation.made` returns it
+    made: Any = None  # returned by `Operation.made`
 
     def quantized(
         self, first: Use, second: Use | None
@@ -299,7 +299,7 @@ class QuantizedOperand:
         if product.rotation is not None:
             (axis,) = contracting
             rotated_by = use.rotation_seed
-            if rotated_by is None:  # of the two operands this is the first
+            if rotated_by is None:  # this operand comes first
                 rotated_by = rotation_seed(product, use.kind, of_tensor, self.seed)
             with jax.named_scope(ROTATION_NAME):
                 x = product.rotation(x, axis, rotated_by)

@@ -79,7 +79,7 @@ class Operands(NamedTuple):
 
     lhs: jax.Array | None
     rhs: Operand | None
-    carrier: jax.Array | None = None  # of an rhs that is only kept in FP8; receives its gradient
+    carrier: jax.Array | None = None  # receives the gradient of an rhs that is only kept in FP8
     histories: dict[str, AmaxState] | None = None
     sink: jax.Array | None = None
     seed: jax.Array | None = None  # uint32[2] for stochastic rounding, if a key was given
@@ -89,12 +89,12 @@ class Operands(NamedTuple):
 class Residuals(NamedTuple):
     """The inputs of the backward pass besides the gradient."""
 
-    lhs: Kept  # as wgrad takes it; None if there is none
-    rhs: Kept  # as dgrad takes it
+    lhs: Kept  # wgrad's operand; None if there is none
+    rhs: Kept  # dgrad's operand
     history: AmaxState | None  # the gradient's; None: its scale comes from its own amax
     seen: Observed | None  # in the forward pass, or in parts of it, if there is a sink
     seed: jax.Array | None
-    rotation_seeds: tuple[jax.Array | None, jax.Array | None]  # of dgrad and wgrad
+    rotation_seeds: tuple[jax.Array | None, jax.Array | None]  # dgrad's and wgrad's
     operation: Operation
 
 

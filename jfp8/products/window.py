@@ -22,7 +22,7 @@ class Window:
     lhs_dilation: tuple[int, ...]
     rhs_dilation: tuple[int, ...]
     dimension_numbers: lax.ConvDimensionNumbers
-    groups: int  # of features
+    groups: int  # groups of features
 
     def convolve(self, lhs: jax.Array, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Convolve plain arrays, with f32 sums."""

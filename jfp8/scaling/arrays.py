@@ -373,7 +373,7 @@ def _refusal(name: str, what: str) -> TypeError:
 
 def _primitive_of(x: Any) -> str | None:
     """Return the operation that made the tracer `x`, such as ``"mul"``; None if unknown."""
-    for name in ("val", "primal"):  # what `vmap` and `jvp` wrap
+    for name in ("val", "primal"):  # the array that `vmap` and `jvp` wrap
         inner = getattr(x, name, None)
         x = inner if isinstance(inner, jax.core.Tracer) else x
     return getattr(getattr(getattr(x, "parent", None), "primitive", None), "name", None)

@@ -82,15 +82,15 @@ def round_to_format(
     Args:
       x: ``f32 | bf16 | f16`` array of any shape.
       fmt: target format; or its name, such as ``"e4m3"``, or its dtype.
-      rounding: as for `cast`.
-      key: as for `cast`.
+      rounding: see `cast`.
+      key: see `cast`.
 
     Returns:
       Array of the dtype and shape of `x` that holds only values of `fmt`.
 
     Raises:
-      TypeError: as for `cast`; also E8M0FNU from float16, which cannot hold 2^-127 or 2^16.
-      ValueError: as for `cast`.
+      TypeError: see `cast`; also E8M0FNU from float16, which cannot hold 2^-127 or 2^16.
+      ValueError: see `cast`.
 
     >>> import jax.numpy as jnp, jfp8
     >>> jfp8.round_to_format(jnp.array([0.3, 500.0]), jfp8.E5M2).tolist()

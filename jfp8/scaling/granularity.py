@@ -54,8 +54,8 @@ def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ..
     """Return the shape of the scales of an array of `shape`.
 
     Args:
-      granularity: which elements share a scale.
-      shape: of the array.
+      granularity: the elements that share a scale.
+      shape: the array's shape.
 
     Returns:
       ``()`` for `PerTensor`; else a tuple of the length of `shape`.

@@ -188,7 +188,7 @@ def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
 
     Args:
       history: f32[..., H], newest first, of the weight.
-      other: of lhs, with as many entries unless the weight was zero.
+      other: the state of lhs, with as many entries unless the weight was zero.
     """
     if min(history.shape[-1], other.shape[-1]) < 2:
         return history

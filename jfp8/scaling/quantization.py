@@ -46,7 +46,7 @@ def quantize(
     Args:
       x: ``f32 | bf16 | f16`` array of any shape.
       fmt: format of the data; or its name, such as ``"e4m3"``, or its dtype.
-      granularity: which elements share a scale: ``PerTensor()``, ``PerAxis(axis)`` or
+      granularity: the elements that share a scale: ``PerTensor()``, ``PerAxis(axis)`` or
         ``Block(shape)``.
       scale: use this scale instead (a "static" or "delayed" one): a positive number, or an f32 or
         e8m0 array that is 0-d or has ``x.ndim`` dimensions dividing those of `x`.

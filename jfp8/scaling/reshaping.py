@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 class Reshaped(NamedTuple):
     """Describe scales after their data was reshaped."""
 
-    scale: Shape  # of the scales
+    scale: Shape  # the shape of the scales
     sizes: Shape  # elements that share a scale along each dimension
 
 

@@ -45,7 +45,7 @@ def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax
 
     Args:
       x: real floating array of any shape.
-      granularity: which elements share a maximum; default `PerTensor`.
+      granularity: the elements that share a maximum; default `PerTensor`.
 
     Returns:
       f32 array of the shape that ``scale_shape(granularity, x.shape)`` gives.

@@ -38,7 +38,7 @@ _SMALLEST_NORMAL, _INF = np.uint32(0x00800000), np.uint32(0x7F800000)
 # count there. Sinks of `Gradients`, times `SMALL`, count in no norm: the square is 0 in f32.
 SINK_UNIT, SMALL = np.float32(2.0**-20), np.float32(2.0**-64)
 
-# What `decode_amax` notes of a row, above its other bits.
+# Facts that `decode_amax` notes of a row, above its other bits.
 _POSITIVE, _NEGATIVE, _NAN = (np.uint32(1 << bit) for bit in (29, 30, 31))
 
 

@@ -41,7 +41,7 @@ def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any
       Pytree with an array for each `ScaledArray`; all other leaves as they are.
 
     Raises:
-      TypeError, ValueError: as `dequantize`.
+      TypeError, ValueError: see `dequantize`.
 
     >>> import jax.numpy as jnp, jfp8
     >>> jfp8.dequantize_tree({"kernel": jfp8.quantize(jnp.array([1.0, 2.0])), "step": 3})

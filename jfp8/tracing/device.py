@@ -62,8 +62,8 @@ def current_device(*arrays: Any) -> Device:
 
     That is on a CPU, on a device of no known kind, and inside ``backends("emulate")``.
 
-    The first of these that there is: what `for_platforms` says; the device that the abstract mesh
-    in effect describes, or the mesh in the types of `arrays`; the device that holds `arrays`;
+    The first of these that there is: the platforms of `for_platforms`; the device that the abstract
+    mesh in effect describes, or the mesh in the types of `arrays`; the device that holds `arrays`;
     ``jax.default_device``; the default backend. An abstract mesh describes a device for programs
     that are compiled on a machine without one::
 
@@ -119,7 +119,7 @@ def _described(platform: str, kind: str, here: AbstractMesh, mesh: Any) -> Devic
 def platform_of(arrays: Any) -> str:
     """Return JAX's name of the platform that holds `arrays`, or of the default device."""
     for x in arrays:
-        while isinstance(x, jax.core.Tracer):  # what `grad` and `vmap` wrap, outside `jit`
+        while isinstance(x, jax.core.Tracer):  # wraps values outside `jit`
             x = getattr(x, "primal", getattr(x, "val", None))
         if isinstance(x, jax.Array) and getattr(x, "committed", False):
             return next(iter(x.devices())).platform

@@ -43,7 +43,7 @@ def notes_of(name_stack: str) -> dict[str, str]:
     found: dict[str, str] = {}
     kinds = "|".join(get_args(Kind))
     for kind, text in re.findall(rf"\b({kinds})=(.*?);", name_stack):
-        if kind == "path" and text != found.get("path"):  # what follows is about this layer
+        if kind == "path" and text != found.get("path"):  # further notes are about this layer
             found = {}
         found[kind] = text
     return found

@@ -18,7 +18,7 @@ from jax import lax
 
 from jfp8.scaling.sink import SMALL
 
-_LEAST, _MOST = 2.0**-40, 2.0**40  # of factors
+_LEAST, _MOST = 2.0**-40, 2.0**40  # bounds of factors
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["numbers", "units"], meta_fields=["dtypes"])

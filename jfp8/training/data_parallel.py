@@ -278,7 +278,7 @@ class _OfModel(NamedTuple):
 
     params: Any  # gradients
     histories: Any  # the new `Fp8State`, the same on all devices
-    others: Any  # of other Variables the change, or the new value if it is not floating
+    others: Any  # for other Variables the change, or the new value if it is not floating
 
 
 def _on_arrays(

@@ -279,13 +279,13 @@ _carrier.defvjp(
 class _ByCollectives:
     """Gather over axes of the mesh in ``jax.shard_map``, where arrays are this device's shards."""
 
-    axis: int  # of the array
+    axis: int  # the array's
     gradients_as: Format | np.dtype | None
     names: tuple[str, ...]
 
     def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
         """Take the maximum of f32[n], none of them negative."""
-        # As integers, since XLA:CPU drops NaN from the maximum of floats over devices.
+        # Integers, since XLA:CPU drops NaN from the maximum of floats over devices.
         bits = lax.pmax(lax.bitcast_convert_type(amaxes, jnp.uint32), self.names)
         return lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -61,8 +61,8 @@ def value_and_grad(
     passes through them, as under ``nnx.grad``; no backward pass is added for them.
 
     Args:
-      f: as for ``nnx.value_and_grad``; left out, a decorator is returned.
-      argnums: as for ``nnx.value_and_grad``: which arguments to differentiate with respect to; in
+      f: see ``nnx.value_and_grad``; left out, a decorator is returned.
+      argnums: see ``nnx.value_and_grad``: the arguments to differentiate with respect to; in
         models among them, to the ``nnx.Param`` or what ``nnx.DiffState`` says; also those in FP8.
       has_aux: whether `f` returns ``(loss, aux)``.
       loss_scale: a factor for the loss, a scalar that may change from step to step. The returned

@@ -53,7 +53,7 @@ class Optimizer(nnx.Optimizer):
         Args:
           model: an NNX module.
           tx: an Optax optimizer.
-          wrt: which Variables of `model` are trained.
+          wrt: filter of the Variables of `model` that are trained.
         """
         super().__init__(model, tx, wrt=wrt)
         self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))

@@ -119,7 +119,7 @@ class TrainState(flax.struct.PyTreeNode):
 
         Args:
           apply_fn: ``model.apply``.
-          variables: what ``model.init`` returned.
+          variables: the result of ``model.init``.
           tx: optimizer; it sees nothing but ``params``, and of those only what is trained.
           unknown: refused, with the call to write.
 
@@ -161,8 +161,8 @@ class TrainState(flax.struct.PyTreeNode):
         start empty, with current scaling until they fill. A compiled step is traced again.
 
         Args:
-          model: of the same parameters, such as ``jfp8.convert(base, recipe)``.
-          args, kwargs: as for ``model.init``, arrays or their shapes.
+          model: a model with the same parameters, such as ``jfp8.convert(base, recipe)``.
+          args, kwargs: see ``model.init``, arrays or their shapes.
 
         Raises:
           ValueError: `model` has other parameters or collections.
@@ -207,7 +207,7 @@ class TrainState(flax.struct.PyTreeNode):
         last micro-step and get the largest amax of all.
 
         Args:
-          grads: what `value_and_grad` returned, averaged over devices or not. Without histories
+          grads: the result of `value_and_grad`, averaged over devices or not. Without histories
             (``fp8`` is ``{}``) also plain gradients with respect to ``params``, of the loss times
             its loss scale if there is one.
           extra_args: passed on to `tx`, such as ``value=loss`` for ``optax.polyak_sgd``.
@@ -266,7 +266,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 def _collections(variables: Any, unknown: Mapping[str, Any]) -> Collections:
     """Return what `TrainState.create` takes as `variables`, or raise: see there."""
-    parts = variables if isinstance(variables, tuple) else (variables,)  # of nnx.split
+    parts = variables if isinstance(variables, tuple) else (variables,)  # nnx.split's
     for part in (*unknown.values(), *parts):
         if isinstance(part, nnx.Module | nnx.State | nnx.GraphDef):
             raise TypeError(

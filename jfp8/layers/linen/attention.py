@@ -50,9 +50,9 @@ class EinsumProduct(ProductModule):
         """Return ``jnp.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.scaled_dot_general`.
 
         Args:
-          equation: of two operands, with a result: ``"...qhd,...khd->...hqk"``.
+          equation: two operands and a result: ``"...qhd,...khd->...hqk"``.
           lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
-          precision: of the matmul if FP8 is disabled (see `jfp8.autocast`).
+          precision: the matmul's if FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
 
         Raises:
@@ -84,8 +84,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       attention_products: also compute attention itself in FP8, by `DotProductAttention`: no array
         of ``[queries, keys]``, and 0 for a query that sees no key, instead of the mean of all
         values as in Flax. Errors of the scores affect the softmax: try it, and compare.
-      cache_dtype: of the cache of ``decode=True``; see `TransformerLayer`. Flax's layer accepts one
-        position per call, this layer any number.
+      cache_dtype: dtype of the cache of ``decode=True``; see `TransformerLayer`. Flax's layer
+        accepts one position per call, this layer any number.
 
     Raises:
       ValueError: a hook for matmuls; or `attention_products` with `precision`, with an
@@ -179,7 +179,7 @@ def cached(
     """Return attributes with which Flax's `layer` attends to all positions so far.
 
     Args:
-      dtype: of its cache, see `init_kv_cache`; None for the dtype of the keys.
+      dtype: dtype of its cache, see `init_kv_cache`; None for the dtype of the keys.
     """
 
     @functools.wraps(attention_fn)  # Flax passes the arguments in the signature

@@ -68,7 +68,7 @@ class LayerNormDense(DenseGeneral):
         """Apply the layer.
 
         Args:
-          inputs: as for `DenseGeneral`.
+          inputs: see `DenseGeneral`.
 
         Returns:
           The result of `DenseGeneral`; or a pair of arrays, see `return_layernorm_output`.
@@ -119,7 +119,7 @@ class LayerNormMLP(FeedForwardOptions, _Deterministic, nn.Module):
         ``dropout``.
       deterministic: disable dropout; may be given to the call instead.
       layernorm_type, epsilon, zero_centered_gamma: see `LayerNormDense`.
-      use_bias, dtype, param_dtype, kernel_init, bias_init: of both matmuls; see
+      use_bias, dtype, param_dtype, kernel_init, bias_init: for both matmuls; see
         ``flax.linen.Dense``.
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
       saved_activations: save the inputs of the normalization and of the activation in this format

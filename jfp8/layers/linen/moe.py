@@ -52,7 +52,7 @@ class RaggedDot(ProductModule):
           rhs: the same of shape ``[g, k, n]``, or a `ScaledArray`.
           group_sizes: integers of shape ``[g]``; or the rows of experts on many devices, see
             `observed_expert_dot`.
-          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
+          precision: the matmul's where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
         """
         quantized, plain = pass_on(moe_math.grouped_products, locals())
@@ -65,7 +65,7 @@ class ExpertDense(nn.Module):
     The ``params`` are ``kernel``, ``[num_experts, in, features]``, which may be a `ScaledArray`.
 
     Attributes:
-      num_experts, features: what the kernel is made for.
+      num_experts, features: sizes of the kernel.
       dtype, param_dtype, precision: see ``flax.linen.Dense``.
       kernel_init: makes the kernel of one expert, ``[in, features]``.
       recipe, implementation, state_collection: see `jfp8.Dense`.
@@ -201,11 +201,11 @@ class MoE(moe_math.MoEOptions, nn.Module):
       num_experts: the experts there are.
       intermediate_dim: features between the two products of an expert.
       num_experts_per_token: the experts each token uses.
-      activation: as for `LayerNormMLP`.
+      activation: see `LayerNormMLP`.
       return_load_balancing_loss: return ``(y, loss)``.
       dtype, param_dtype: see ``flax.linen.Dense``.
-      kernel_init: of the kernels of each expert.
-      router_init: of the router's kernel.
+      kernel_init: for the kernels of each expert.
+      router_init: for the router's kernel.
       saved_activations: see `LayerNormMLP`; of the activation's input.
       recipe, implementation, state_collection: see `jfp8.Dense`.
       expert_axis: axis of the mesh in effect (``jax.set_mesh``) that divides experts, and tokens;

@@ -226,8 +226,8 @@ class DotGeneral(ProductModule):
 
         Args:
           lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
-          dimension_numbers: as for ``jax.lax.dot_general``.
-          precision: of the matmul if FP8 is disabled (see `jfp8.autocast`).
+          dimension_numbers: see ``jax.lax.dot_general``.
+          precision: the matmul's if FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
           bias: ``[n]``, added to each row of the result.
           shared_input: for layers with the same `lhs`; see `SharedInput`.
@@ -269,7 +269,7 @@ class ConvGeneralDilated(ProductModule):
 
         Args:
           lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
-          precision: of the convolution if FP8 is disabled (see `jfp8.autocast`).
+          precision: the convolution's if FP8 is disabled (see `jfp8.autocast`).
         """
         quantized, plain = pass_on(convolutions, locals())
         return multiply_at(self, quantized, plain, lhs, rhs, "conv")

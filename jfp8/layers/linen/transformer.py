@@ -32,9 +32,9 @@ class RelativePositionBiases(BiasOptions, nn.Module):
     Attributes:
       num_attention_heads: heads of the query.
       num_buckets, max_distance: see `jfp8.layers.position_math.relative_position_buckets`.
-      embedding_init: of the table.
-      dtype: of the result; None means `param_dtype`.
-      param_dtype: of the table.
+      embedding_init: initializer of the table.
+      dtype: dtype of the result; None means `param_dtype`.
+      param_dtype: dtype of the table.
     """
 
     @nn.compact
@@ -123,7 +123,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
       rotary_pos_emb_windows, rotary_pos_emb_group_method: see
         `jfp8.layers.position_math.rotary_embedding`.
       enable_relative_embedding: add `RelativePositionBiases` to the scores of the self attention.
-      use_bias, dtype, param_dtype, kernel_init, bias_init: of all products; see
+      use_bias, dtype, param_dtype, kernel_init, bias_init: for all matmuls; see
         ``flax.linen.Dense``.
       deterministic: no dropout; may be given to the call instead.
       attention_products: also compute attention itself in FP8, by `DotProductAttention`.
@@ -140,7 +140,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
       decode: the self attention keeps keys and values in the collection ``cache``. ``init`` with
         inputs of the longest length makes it; ``apply(..., mutable=["cache"])`` then takes the next
         positions, one or several. Past that length results are NaN.
-      cache_dtype: of these keys and values: a wide dtype, or an FP8 format such as
+      cache_dtype: dtype of these keys and values: a wide dtype, or an FP8 format such as
         ``jnp.float8_e4m3fn``, with an f32 scale for each token and head. None means the layer's.
 
     Raises:

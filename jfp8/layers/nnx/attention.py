@@ -78,7 +78,7 @@ class DotProductAttention(PrintsRecipe):
         """See ``flax.nnx.dot_product_attention`` for the arguments.
 
         Args:
-          options: what `jfp8.scaled_dot_product_attention` takes besides, but a `state` and `sink`.
+          options: further ones of `jfp8.scaled_dot_product_attention`, but a `state` and `sink`.
 
         Raises:
           ValueError: dropout, or a `module` that keeps the weights: there are none to drop or keep.
@@ -110,11 +110,11 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
 
     Args:
       recipe, implementation: see `Linear`.
-      attention_products: as for `jfp8.linen.MultiHeadDotProductAttention`. For the others see
+      attention_products: see `jfp8.linen.MultiHeadDotProductAttention`. For the others see
         ``nnx.MultiHeadAttention``.
 
     Attributes:
-      cache_dtype: of what `init_cache` makes, whatever it is told; None: what it is told.
+      cache_dtype: dtype of every cache of `init_cache`; None means the dtype that it is given.
 
     Raises:
       ValueError: an argument for a product, or `attention_products` with an ``attention_fn``.
@@ -186,7 +186,7 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
             each token and head.
         """
         dtype = dtype if self.cache_dtype is None else self.cache_dtype
-        heads = getattr(self, "num_kv_heads", self.num_heads)  # of keys and values
+        heads = getattr(self, "num_kv_heads", self.num_heads)  # for keys and values
         write_cache(self, init_kv_cache((*input_shape[:-1], heads, self.head_dim), dtype))
 
     def __call__(

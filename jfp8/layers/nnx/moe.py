@@ -59,7 +59,7 @@ class ExpertDense(ExplicitModule):
     The parameter is ``kernel``, ``[num_experts, in, features]``, which may be a `ScaledArray`.
 
     Args:
-      num_experts, in_features, features: what the kernel is made for.
+      num_experts, in_features, features: sizes of the kernel.
       dtype, param_dtype, precision: see ``flax.nnx.Linear``.
       kernel_init: makes the kernel of one expert, ``[in, features]``.
       recipe, implementation: see `Product`.

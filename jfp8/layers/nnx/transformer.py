@@ -251,7 +251,7 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
         Args:
           inputs: ``[..., length, hidden_size]``.
           encoded: ``[..., encoded_length, encoded_features]``; for a decoder only.
-          attention_mask, encoder_decoder_mask, attention_bias, segment_ids: as for
+          attention_mask, encoder_decoder_mask, attention_bias, segment_ids: see
             `jfp8.linen.TransformerLayer`.
           decode: `inputs` are the next positions after those in the cache (see `init_cache`); None:
             what ``model.set_attributes(decode=...)`` has set, or else False.

@@ -82,7 +82,7 @@ class Exchange:
 
         This and `back` are called on one device, with its own shard; see `here`.
         """
-        if x.dtype == E8M0FNU.dtype:  # which has no zero to pad tiles with
+        if x.dtype == E8M0FNU.dtype:  # E8M0 has no zero to pad tiles with
             return codes_to_format(self.send(codes_of(x)), E8M0FNU)
         each = self.copies // x.shape[0] if x.shape[0] else 1  # copies of a row
         if self.mesh.experts == 1:
@@ -167,7 +167,7 @@ def _plan_here(
     before = _exclusive(counts, 0)
     kept = counts if capacity is None else jnp.clip(capacity - before, 0, counts)
     before, sizes = _exclusive(kept, 0), jnp.sum(kept, 0)
-    starts = _exclusive(counts, 1)  # of each expert among the sorted copies of a device
+    starts = _exclusive(counts, 1)  # each expert's, among the sorted copies of a device
 
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     indices = jnp.arange(copies, dtype=jnp.int32)

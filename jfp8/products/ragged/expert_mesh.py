@@ -22,9 +22,9 @@ class ExpertMesh:
     """
 
     mesh: Mesh | AbstractMesh | None = None
-    expert_axis: str = "expert"  # of experts, and of tokens
-    data_axes: tuple[str, ...] = ()  # of tokens, too; each part of them has all experts
-    tensor_axis: str | None = None  # of the matrices of each expert
+    expert_axis: str = "expert"  # shards experts and tokens
+    data_axes: tuple[str, ...] = ()  # shards tokens, too; each part of them has all experts
+    tensor_axis: str | None = None  # shards the matrices of each expert
 
     @property
     def token_axes(self) -> tuple[str, ...]:

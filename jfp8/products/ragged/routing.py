@@ -72,7 +72,7 @@ def route(
       n_group: consecutive experts form so many groups of equal size.
       topk_group: how many groups a token may choose from: those whose two largest ``s + bias`` have
         the largest sum.
-      routed_scaling_factor: of all weights.
+      routed_scaling_factor: factor of all weights.
 
     Returns:
       A `Routing`.
