@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import results_file
+from equivalence import equivalence
 from results_file import ROOT
 
 import jfp8
@@ -85,7 +86,7 @@ def table(runs: dict[str, dict[str, float]]) -> str:
         "|---|---|---|",
     ]
     for name, gaps in rows.items():
-        found = jfp8.debug.equivalence(gaps)
+        found = equivalence(gaps)
         lines.append(f"| {name} | {found.mean:+.3f} | {found.low:+.3f} to {found.high:+.3f} |")
     return "\n".join(lines).replace("-0.", "−0.")
 

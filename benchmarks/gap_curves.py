@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+from equivalence import t_quantile
 
-from jfp8.debug.equivalence import t_quantile
 from jfp8.plot.loss_curves import label_of
 from jfp8.plot.style import GREY, line, tidy
 
@@ -26,7 +26,7 @@ def gap_curve(
     """Draw the mean gap of paired runs in percent, in a band that is its confidence interval. ::
 
         gap  = 100 (loss / reference - 1)            of two runs from the same seed, in every step
-        band = mean(gap) -+ t std(gap) / sqrt(n)     as in `jfp8.debug.equivalence`, of n seeds
+        band = mean(gap) -+ t std(gap) / sqrt(n)     as in `equivalence.equivalence`, of n seeds
 
     The curve ends with a cross before the first step in which a run is no longer finite.
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+from equivalence import equivalence
 
-from jfp8.debug.equivalence import equivalence
 from jfp8.plot.style import BLUE, GREEN, GREY, VERMILION, legend_above, tidy
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ def gap_rows(
     """Draw gaps of paired runs, a row for each recipe: every pair, their mean, and its interval.
 
     The mean is in the middle of its interval; its marker and colour show the verdict of
-    `jfp8.debug.equivalence`. The grey dots below are the pairs. Between the dashed lines, at
+    `equivalence.equivalence`. The grey dots below are the pairs. Between the dashed lines, at
     ``-margin`` and ``margin``, a gap would not matter.
 
     Args:
       ax: axes to draw on.
       runs: ``{name: f64[n_pairs]}``, two or more pairs each, drawn from top to bottom.
-      margin, confidence: see `jfp8.debug.equivalence`.
+      margin, confidence: see `equivalence.equivalence`.
       limit: end the axes at ``-limit`` and ``limit``. An arrow at the end stands for values
         beyond, with the number next to it if it is a mean.
     """

@@ -46,6 +46,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 from adam_under_stress import POINTS, STRESSES, compared, updates  # noqa: E402
 from common import environment  # noqa: E402
+from equivalence import equivalence  # noqa: E402
 
 REFERENCE = "float32"
 LOT = Blocks(transform="expand", rounding="stochastic")
@@ -182,7 +183,7 @@ def gaps(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, An
         values = [100 * (of_seeds[s]["loss"] / reference[s]["loss"] - 1) for s in paired]
         found[name] = {"seeds": {s: round(v, 3) for s, v in zip(paired, values, strict=True)}}
         if len(values) > 2:
-            result = jfp8.debug.equivalence(values)
+            result = equivalence(values)
             found[name] |= {k: round(getattr(result, k), 3) for k in ("mean", "low", "high")}
             found[name]["verdict"] = result.verdict
     return found

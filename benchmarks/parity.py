@@ -8,7 +8,7 @@
 
 Gaps are between runs with the same seed, hence the same initial parameters and batches: seeds alone
 differ by more. A recipe is equivalent within 0.25 (percent of the loss, points of accuracy) only if
-the 90 % interval of its mean gap lies inside, see `jfp8.debug.equivalence`; finding no difference
+the 90 % interval of its mean gap lies inside, see benchmarks/equivalence.py; finding no difference
 does not count. Every run is written to the results file when it ends, and is not repeated by the
 next command, which must train as long, with the same versions and on as many cores. Runs are made
 seed by seed, so that all recipes have the same seeds whenever it is interrupted.
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import results_file
 import training_curves
+from equivalence import equivalence
 from gap_rows import gap_rows
 from results_file import ROOT
 from side_by_side import CORES, side_by_side
@@ -259,7 +260,7 @@ def gaps(runs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def compared(of_seeds: dict[str, float], diverged: list[str]) -> dict[str, Any]:
-    """Return gaps, with results of `jfp8.debug.equivalence`, unless runs diverged."""
+    """Return gaps, with results of `equivalence`, unless runs diverged."""
     values = list(of_seeds.values())
     told: dict[str, Any] = {"seeds": {s: round(value, 4) for s, value in of_seeds.items()}}
     if diverged:
@@ -267,7 +268,7 @@ def compared(of_seeds: dict[str, float], diverged: list[str]) -> dict[str, Any]:
     told |= {"n": len(values), "mean": round(statistics.fmean(values), 4)}
     told["median"] = round(statistics.median(values), 4)
     if len(values) > 1:
-        found = jfp8.debug.equivalence(values, margin=MARGIN, confidence=CONFIDENCE)
+        found = equivalence(values, margin=MARGIN, confidence=CONFIDENCE)
         numbers = {name: round(getattr(found, name), 4) for name in ("low", "high")}
         needed = found.pairs_needed if math.isfinite(found.pairs_needed) else None
         told |= {**numbers, "margin": MARGIN, "confidence": CONFIDENCE, "verdict": found.verdict}

@@ -6,12 +6,15 @@ python benchmarks/clients/table.py
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jfp8 import debug
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from equivalence import equivalence
 
 RESULTS = Path(__file__).parents[1] / "results" / "clients.json"
 RECIPES = ("delayed", "current", "mxfp8")
@@ -22,7 +25,7 @@ HEAD = ("client", "projections in FP8", *SHOWN)
 def gap(record: dict[str, Any], recipe: str) -> str:
     """Return the gap of the loss to f32, in %, with the 90 % interval of the mean."""
     f32, fp8 = (np.array(record[name]["losses"]) for name in ("f32", recipe))
-    found = debug.equivalence(100 * (fp8 / f32 - 1), margin=1.0)
+    found = equivalence(100 * (fp8 / f32 - 1), margin=1.0)
     return f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
 
 

@@ -12,7 +12,6 @@ from jfp8.debug.audit import Audit, Matmuls, audit
 from jfp8.debug.causality import LooksAhead, looks_ahead
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
 from jfp8.debug.decoding import DecodingMismatch, decoding_mismatch, mismatch
-from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.evidence import Finding
 from jfp8.debug.program import ProgramCheck, Quantized, check_program
 from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend
@@ -32,7 +31,6 @@ __all__ = [
     "ComparedProduct",
     "Comparison",
     "DecodingMismatch",
-    "Equivalence",
     "Finding",
     "LooksAhead",
     "Matmuls",
@@ -54,7 +52,6 @@ __all__ = [
     "collective_bytes",
     "compare",
     "decoding_mismatch",
-    "equivalence",
     "looks_ahead",
     "mismatch",
     "read_jsonl",

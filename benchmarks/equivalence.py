@@ -1,24 +1,28 @@
-"""`equivalence`: decide if paired runs differ by less than a margin, or are too few to tell."""
+"""Decide if paired runs differ by less than a margin, or are too few to tell.
+
+Give one gap for each pair of runs with the same seed, for example 100 * (loss / float32's - 1):
+
+    python benchmarks/equivalence.py 0.060 0.148 0.149 -0.016 0.109 0.030 --margin 0.25
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import numpy as np
-
-from jfp8.conversion.tables import Printed
+from numpy.typing import ArrayLike
 
 Verdict = Literal["equivalent", "different", "cannot be told"]
 
-MOST_PAIRS = 1000  # that `Equivalence.pairs_needed` counts up to
+MOST_PAIRS = 1000  # the upper limit of `Equivalence.pairs_needed`
 
 
-@dataclass(frozen=True, repr=False)
-class Equivalence(Printed):
-    """Result of `equivalence`; prints as one line.
+@dataclass(frozen=True)
+class Equivalence:
+    """Hold the result of `equivalence`; ``str`` is one line.
 
     Attributes:
       n: number of pairs.
@@ -53,9 +57,7 @@ class Equivalence(Printed):
         return f"{interval} {of}, margin {self.margin:g}: {told}"
 
 
-def equivalence(
-    gaps: jax.typing.ArrayLike, *, margin: float = 0.25, confidence: float = 0.9
-) -> Equivalence:
+def equivalence(gaps: ArrayLike, *, margin: float = 0.25, confidence: float = 0.9) -> Equivalence:
     """Decide if runs in FP8 are as good as runs in high precision, to within a margin. ::
 
         low, high = mean(gaps) -+ t * std(gaps) / sqrt(n)     t: quantile (1 + confidence) / 2 of
@@ -82,12 +84,6 @@ def equivalence(
     Raises:
       ValueError: fewer than two gaps, or some that are not finite; `margin` not above 0;
         `confidence` not between 0 and 1.
-
-    >>> import jfp8
-    >>> jfp8.debug.equivalence([0.06, 0.15, 0.15, -0.02, 0.11, 0.03])
-    +0.08 [+0.0235, +0.137] (90 %, 6 pairs), margin 0.25: equivalent
-    >>> jfp8.debug.equivalence([-0.53, 0.16, 0.25]).verdict
-    'cannot be told'
 
     References:
       D. J. Schuirmann, A comparison of the two one-sided tests procedure and the power approach for
@@ -128,8 +124,23 @@ def equivalence(
     return Equivalence(n, mean, low, high, margin, confidence, verdict, needed)
 
 
-def t_quantile(p: float, degrees: np.typing.ArrayLike) -> np.ndarray:
+def t_quantile(p: float, degrees: ArrayLike) -> np.ndarray:
     """Return the quantile `p` of Student's distribution with so many degrees of freedom."""
-    from scipy import special  # which JAX requires, and imports late as well
+    from scipy import special  # JAX requires it, and imports it late, too
 
     return special.stdtrit(degrees, p)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("gaps", type=float, nargs="+")
+    parser.add_argument("--margin", type=float, default=0.25, help="the gap that does not matter")
+    parser.add_argument("--confidence", type=float, default=0.9)
+    given = parser.parse_args()
+    print(equivalence(given.gaps, margin=given.margin, confidence=given.confidence))
+
+
+if __name__ == "__main__":
+    main()

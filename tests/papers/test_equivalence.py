@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 from scipy import special
 
-import jfp8
+from support.scripts import imported, run_script
+
+equivalence = imported("equivalence", "benchmarks").equivalence
 
 
 def test_the_interval_is_that_of_students_paper():
     """Hours of sleep that ten patients gained by one drug more than by another (1908): the mean is
     1.58, and its interval of 95 % that of any textbook, [0.70, 2.46]."""
     gained = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
-    found = jfp8.debug.equivalence(gained, margin=0.5, confidence=0.95)
+    found = equivalence(gained, margin=0.5, confidence=0.95)
     assert found.n == 10
     assert found.mean == pytest.approx(1.58)
     assert (found.low, found.high) == pytest.approx((0.7001142, 2.4598858), abs=1e-7)
@@ -38,28 +40,28 @@ WIDE = 2.919986 / math.sqrt(3)
     ],
 )
 def test_verdicts(middle, margin, verdict):
-    found = jfp8.debug.equivalence([middle - 1, middle, middle + 1], margin=margin)
+    found = equivalence([middle - 1, middle, middle + 1], margin=margin)
     assert found.verdict == verdict
     assert (found.low, found.high) == pytest.approx((middle - WIDE, middle + WIDE), abs=1e-6)
     assert (found.pairs_needed <= found.n) == (verdict != "cannot be told")
 
 
 def test_gaps_without_spread():
-    found = jfp8.debug.equivalence([0.1, 0.1])
+    found = equivalence([0.1, 0.1])
     assert (found.low, found.high, found.verdict) == (0.1, 0.1, "equivalent")
-    at_the_margin = jfp8.debug.equivalence([0.25, 0.25])
+    at_the_margin = equivalence([0.25, 0.25])
     assert (at_the_margin.verdict, at_the_margin.pairs_needed) == ("cannot be told", math.inf)
 
 
 def test_pairs_needed_tell_if_nothing_changes():
     """Of gaps m - a and m + a in equal numbers, mean and spread are known for any number."""
-    found = jfp8.debug.equivalence([-0.4, 0.6] * 2)
+    found = equivalence([-0.4, 0.6] * 2)
     assert found.verdict == "cannot be told"
     spread, needed = np.std([-0.4, 0.6] * 2, ddof=1), int(found.pairs_needed)
     half = lambda n: special.stdtrit(n - 1, 0.95) * spread / math.sqrt(n)
     assert half(needed) < 0.25 - 0.1 <= half(needed - 1)
-    assert jfp8.debug.equivalence([-50.0, 50.0]).pairs_needed == math.inf
-    many = jfp8.debug.equivalence([-3.0, 3.0] * 600)  # the error of the mean is 3 / sqrt(1199)
+    assert equivalence([-50.0, 50.0]).pairs_needed == math.inf
+    many = equivalence([-3.0, 3.0] * 600)  # the error of the mean is 3 / sqrt(1199)
     assert (many.verdict, many.pairs_needed <= 1200) == ("equivalent", True)
 
 
@@ -67,21 +69,20 @@ def test_errors_are_as_rare_as_promised():
     """Runs whose true gap is the margin are called equivalent in 5 % of cases, of 400 in 20 +- 4.4;
     the interval holds the true mean in 90 %, of 400 in 360 +- 6."""
     draws = np.random.default_rng(0).normal(0.25, 0.1, (400, 6))
-    found = [jfp8.debug.equivalence(gaps) for gaps in draws]
+    found = [equivalence(gaps) for gaps in draws]
     assert 20 - 13 <= sum(f.verdict == "equivalent" for f in found) <= 20 + 13
     assert 20 - 13 <= sum(f.verdict == "different" for f in found) <= 20 + 13
     assert 360 - 18 <= sum(f.low < 0.25 < f.high for f in found) <= 360 + 18
 
 
 def test_one_line_says_it():
-    found = jfp8.debug.equivalence([-0.53, 0.16, 0.25])
-    assert repr(found) == str(found)
+    found = equivalence([-0.53, 0.16, 0.25])
     assert str(found) == (
         "-0.04 [-0.759, +0.679] (90 %, 3 pairs), margin 0.25: cannot be told; about 14 pairs might "
         "tell"
     )
-    assert str(jfp8.debug.equivalence([-9.0, 9.0])).endswith("more than 1,000 pairs might tell")
-    different = jfp8.debug.equivalence([1.0, 1.1, 1.2], confidence=0.95)
+    assert str(equivalence([-9.0, 9.0])).endswith("more than 1,000 pairs might tell")
+    different = equivalence([1.0, 1.1, 1.2], confidence=0.95)
     assert str(different) == "+1.1 [+0.852, +1.35] (95 %, 3 pairs), margin 0.25: different"
 
 
@@ -98,4 +99,11 @@ def test_one_line_says_it():
 )
 def test_what_it_cannot_judge_it_refuses(gaps, options, message):
     with pytest.raises(ValueError, match=message):
-        jfp8.debug.equivalence(gaps, **options)
+        equivalence(gaps, **options)
+
+
+def test_the_command_prints_the_verdict(tmp_path):
+    gaps = ["-0.53", "0.16", "0.25", "--margin", "3", "--confidence", "0.8"]
+    printed = run_script("benchmarks/equivalence.py", *gaps, cwd=tmp_path)
+    assert printed.rstrip() == str(equivalence([-0.53, 0.16, 0.25], margin=3, confidence=0.8))
+    assert printed.rstrip().endswith("(80 %, 3 pairs), margin 3: equivalent")
