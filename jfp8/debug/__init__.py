@@ -7,7 +7,6 @@ from jfp8.collectives.sent import (
     collective_bytes,
 )
 from jfp8.debug.advice import Advice, advice, report
-from jfp8.debug.attention_error import AttentionError, attention_error
 from jfp8.debug.audit import Audit, Matmuls, audit
 from jfp8.debug.causality import LooksAhead, looks_ahead
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
@@ -18,12 +17,10 @@ from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend
 from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
 from jfp8.debug.stats import Stats, stats
-from jfp8.debug.tensorboard import TensorBoardWriter, write_tensorboard
 from jfp8.tracing.listing import listing
 
 __all__ = [
     "Advice",
-    "AttentionError",
     "Audit",
     "Collective",
     "CollectiveBytes",
@@ -42,11 +39,9 @@ __all__ = [
     "Recommendation",
     "Recorder",
     "Stats",
-    "TensorBoardWriter",
     "TensorStats",
     "advice",
     "assert_collectives",
-    "attention_error",
     "audit",
     "check_program",
     "collective_bytes",
@@ -59,7 +54,6 @@ __all__ = [
     "report",
     "stats",
     "write_jsonl",
-    "write_tensorboard",
 ]
 
 __dir__ = listing(__all__)

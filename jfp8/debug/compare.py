@@ -262,7 +262,7 @@ def compare(
     computed under both recipes on the same inputs, so that errors do not add up from layer to
     layer. In addition, the whole model runs under each recipe, for its loss and its gradients.
     Scales follow from the tensors themselves, without histories. Attention in FP8 takes part in
-    loss and gradients, and has no rows: `attention_error` measures it.
+    loss and gradients, and has no rows: `stats` measures its operands.
 
     Args:
       model: a Linen or NNX module: plain Flax, converted, or with layers of jfp8. Flax's layers

@@ -14,7 +14,6 @@ from flax import nnx
 from jfp8.conversion.product_report import Report
 from jfp8.debug.records import TensorStats, write_jsonl
 from jfp8.debug.stats import Stats, has_nnx, stats
-from jfp8.debug.tensorboard import TensorBoardWriter
 
 
 class Recorder:
@@ -39,7 +38,7 @@ class Recorder:
         *,
         every: int = 10,
         jsonl: str | Path | None = None,
-        tensorboard: str | Path | None = None,
+        write: Callable[[tuple[TensorStats, ...]], object] | None = None,
         start: int = 0,
         keep: int = 200,
         static_argnums: int | Sequence[int] = (),
@@ -51,7 +50,7 @@ class Recorder:
           train_step: what ``jax.jit`` or ``nnx.jit`` returned, or a function that is compiled here.
           every: calls whose number is a multiple of this are sampled; so is the first, number 0.
           jsonl: a file that rows are appended to, one JSON object per line; see `read_jsonl`.
-          tensorboard: a folder that scalars and histograms are written to; needs tensorboardX.
+          write: a function that is called with the rows of each sample, for TensorBoard and others.
           start: number of the first call, when training is resumed.
           keep: how many of the latest samples `rows` keeps. Files get all.
           static_argnums, donate_argnums: of ``jax.jit`` for the program with statistics, and for
@@ -67,8 +66,8 @@ class Recorder:
         self._options = {"static_argnums": static_argnums, "donate_argnums": donate_argnums}
         self._programs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._every = every
-        self._jsonl = jsonl
-        self._tensorboard = None if tensorboard is None else TensorBoardWriter(tensorboard)
+        to_file = None if jsonl is None else functools.partial(write_jsonl, jsonl)
+        self._writers = [each for each in (to_file, write) if each is not None]
         self._pending: tuple[int, Stats] | None = None
         self._samples: collections.deque[tuple[TensorStats, ...]] = collections.deque(maxlen=keep)
         self.step = start
@@ -103,10 +102,8 @@ class Recorder:
         self._pending = None
         rows = seen.rows(step)
         self._samples.append(rows)
-        if self._jsonl is not None:
-            write_jsonl(self._jsonl, rows)
-        if self._tensorboard is not None:
-            self._tensorboard.write(rows)
+        for write in self._writers:
+            write(rows)
 
     @property
     def rows(self) -> list[TensorStats]:
