@@ -6,11 +6,11 @@ from jfp8.collectives.sent import (
     assert_collectives,
     collective_bytes,
 )
-from jfp8.debug.advice import Advice, advice, report
+from jfp8.debug.advice import Advice, advice
 from jfp8.debug.audit import Audit, Matmuls, audit
 from jfp8.debug.causality import LooksAhead, looks_ahead
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
-from jfp8.debug.decoding import DecodingMismatch, decoding_mismatch, mismatch
+from jfp8.debug.decoding import DecodingMismatch, mismatch
 from jfp8.debug.faults.evidence import Finding
 from jfp8.debug.program import ProgramCheck, Quantized, check_program
 from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend
@@ -46,12 +46,10 @@ __all__ = [
     "check_program",
     "collective_bytes",
     "compare",
-    "decoding_mismatch",
     "looks_ahead",
     "mismatch",
     "read_jsonl",
     "recommend",
-    "report",
     "stats",
     "write_jsonl",
 ]

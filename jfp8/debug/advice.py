@@ -112,6 +112,3 @@ def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
         len(run.tensors),
         (min(steps), max(steps)) if steps else None,
     )
-
-
-report = advice  # its former name

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import jax
 import numpy as np
-
-LogProbs: TypeAlias = jax.typing.ArrayLike | str | os.PathLike[str] | Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -23,8 +18,6 @@ class DecodingMismatch:
       kl: ``mean(-d)``, the plain estimate of the Kullback-Leibler divergence; it may be negative.
       k3: ``mean(exp(d) - 1 - d)``, an estimate with less noise; never negative.
       probability_mean, probability_max: of ``|p_train - p_decode|``.
-      unquantized: the mismatch without quantization, if it was given. Per token, quantization adds
-        ``kl - unquantized.kl`` and ``k3 - unquantized.k3``.
     """
 
     tokens: int
@@ -35,30 +28,21 @@ class DecodingMismatch:
     k3: float
     probability_mean: float
     probability_max: float
-    unquantized: DecodingMismatch | None = None
 
     def __str__(self) -> str:
-        other, split = self.unquantized, ""
-        if other is not None:
-            split = (
-                f" Without quantization, KL {other.kl:.2g} and k3 {other.k3:.2g}; quantization "
-                f"adds {self.kl - other.kl:.2g} and {self.k3 - other.k3:.2g}."
-            )
         return (
             f"|log p| differs by {self.mean:.2g} on average, {self.p99:.2g} at the 99th percentile "
             f"and at most {self.max:.2g} ({self.tokens:,} tokens). "
             f"KL(decode || train): {self.kl:.2g}, k3 {self.k3:.2g}. "
             f"Probabilities differ by {self.probability_mean:.2g} on average, at most "
-            f"{self.probability_max:.2g}.{split}"
+            f"{self.probability_max:.2g}."
         )
 
 
 def mismatch(
-    train: LogProbs,
-    decode: LogProbs,
+    train: jax.typing.ArrayLike,
+    decode: jax.typing.ArrayLike,
     mask: jax.typing.ArrayLike | None = None,
-    *,
-    unquantized: tuple[LogProbs, LogProbs] | None = None,
 ) -> DecodingMismatch:
     """Compare training and decoding by the log-probabilities of sampled tokens. ::
 
@@ -73,10 +57,7 @@ def mismatch(
         sequence, in nats:
         ``jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]``.
       decode: the same from decoding step by step, or from another engine with the exported weights.
-        Both may also be the path of an ``.npy`` file, or a function that returns the array.
       mask: bool array of this shape, True or 1 where a token counts; None counts all.
-      unquantized: both for the same tokens and the weights before quantization, in bf16. Kernels
-        and summation order cause their mismatch, and quantization adds the rest.
 
     Returns:
       A `DecodingMismatch`, computed in f64.
@@ -94,7 +75,7 @@ def mismatch(
     >>> round(found.max, 3), round(found.k3, 4), round(found.probability_max, 3)
     (0.223, 0.0116, 0.05)
     """
-    one, other = (_read(x) for x in (train, decode))
+    one, other = np.asarray(train, np.float64), np.asarray(decode, np.float64)
     counts = np.ones(one.shape, bool) if mask is None else np.asarray(mask).astype(bool)
     if not one.shape == other.shape == counts.shape:
         raise ValueError(
@@ -123,13 +104,4 @@ def mismatch(
         k3=float(np.mean(np.expm1(d) - d)),
         probability_mean=float(probability.mean()),
         probability_max=float(probability.max()),
-        unquantized=None if unquantized is None else mismatch(*unquantized, counts),
     )
-
-
-decoding_mismatch = mismatch  # its older name
-
-
-def _read(given: LogProbs) -> np.ndarray:
-    x = given() if callable(given) else given
-    return np.asarray(np.load(x) if isinstance(x, (str, os.PathLike)) else x, np.float64)

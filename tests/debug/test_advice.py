@@ -19,8 +19,7 @@ import support.rows
 from jfp8 import recipes
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.product_rows import ProductRow
-from jfp8.debug import stats
-from jfp8.debug.advice import report
+from jfp8.debug import advice, stats
 
 CONTEXT = 32
 
@@ -91,29 +90,29 @@ HEALTHY = ("delayed", "current", "rowwise", "mxfp8", "nvfp4", "hybrid", "direct_
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_wrong_with_a_good_training(name):
     rows = train(TOOLKIT if name == "hybrid" else recipes.get(name), 30)
-    advice = report(rows)
-    assert advice.findings == (), str(advice)
-    assert str(advice).startswith("Nothing is wrong (")
+    found = advice(rows)
+    assert found.findings == (), str(found)
+    assert str(found).startswith("Nothing is wrong (")
     # Nor with its first step alone, nor with every tenth.
-    assert report([row for row in rows if row.step == 0]).findings == ()
-    assert report([row for row in rows if row.step % 10 == 0]).findings == ()
+    assert advice([row for row in rows if row.step == 0]).findings == ()
+    assert advice([row for row in rows if row.step % 10 == 0]).findings == ()
 
 
-def first(advice):
-    assert advice.findings, "nothing was found"
-    return advice.findings[0]
+def first(found):
+    assert found.findings, "nothing was found"
+    return found.findings[0]
 
 
 @pytest.mark.slow
 def test_a_branch_whose_gradient_dies():
     """Layer scale: the gradient of one branch is tiny, that of the others is not."""
-    advice = report(train(TOOLKIT, 5, branch=2.0**-30))
-    finding = first(advice)
+    found = advice(train(TOOLKIT, 5, branch=2.0**-30))
+    finding = first(found)
     assert (finding.fault, finding.tensor) == ("vanishing_gradient", "Dense_1 grad")
     assert finding.remedy.startswith("Use a recipe with scales for gradients")
-    assert {f.tensor for f in advice.findings} == {"Dense_1 grad"}
+    assert {f.tensor for f in found.findings} == {"Dense_1 grad"}
     mended = train(recipes.Float8CurrentScaling(), 5, branch=2.0**-30)
-    assert report(mended).findings == ()
+    assert advice(mended).findings == ()
 
 
 def test_a_history_that_is_never_put_back():
@@ -123,14 +122,14 @@ def test_a_history_that_is_never_put_back():
         return new if i < 5 else new.replace(fp8=old.fp8)
 
     rows = train(recipes.DelayedScaling(), after=keep_old, data=lambda i, x: x * 1.3**i)
-    advice = report(rows)
-    finding = first(advice)
+    found = advice(rows)
+    finding = first(found)
     assert (finding.fault, finding.tensor) == ("stale_history", "Dense_0 lhs")
     assert "the fp8 collection" in finding.remedy
     assert "jfp8.TrainState" in finding.remedy
-    assert {f.fault for f in advice.findings} == {"stale_history"}
+    assert {f.fault for f in found.findings} == {"stale_history"}
     # All that move are named, and of each the steps in which its scale is the same.
-    assert {"Dense_1 lhs", "Dense_1 grad"} <= {f.tensor for f in advice.findings}
+    assert {"Dense_1 lhs", "Dense_1 grad"} <= {f.tensor for f in found.findings}
     assert min(finding.steps) in (5, 6)
     assert max(finding.steps) == 19
 
@@ -142,16 +141,16 @@ def test_an_empty_history():
         after=lambda i, old, new: new.replace(fp8=old.fp8),
         data=lambda i, x: x * 1.1**i / 1000,
     )
-    advice = report(rows)
-    assert {f.fault for f in advice.findings} == {"empty_history"}
-    assert {f.severity for f in advice.findings} == {"note"}
-    assert {"Dense_0 lhs", "Dense_1 lhs"} <= {f.tensor for f in advice.findings}
+    found = advice(rows)
+    assert {f.fault for f in found.findings} == {"empty_history"}
+    assert {f.severity for f in found.findings} == {"note"}
+    assert {"Dense_0 lhs", "Dense_1 lhs"} <= {f.tensor for f in found.findings}
 
 
 def test_values_that_outgrow_their_history():
     recipe = recipes.DelayedScaling()
     rows = train(recipe, 20, data=lambda i, x: x * 3.0**i)
-    finding = next(f for f in report(rows).findings if f.tensor == "Dense_0 lhs")
+    finding = next(f for f in advice(rows).findings if f.tensor == "Dense_0 lhs")
     assert finding.fault == "short_history"
     assert "margin=2" in finding.remedy  # 3 is more than 1 bit
 
@@ -159,7 +158,7 @@ def test_values_that_outgrow_their_history():
 def test_a_spike_that_stays_in_the_history():
     """One batch is 2^20 times as large, and 16 steps pay for it."""
     rows = train(recipes.DelayedScaling(), data=lambda i, x: x * (2.0**20 if i == 8 else 1.0))
-    finding = first(report(rows))
+    finding = first(advice(rows))
     assert (finding.fault, finding.tensor) == ("long_history", "Dense_0 lhs")
     assert "lower amax_history_len" in finding.remedy
     assert set(finding.steps) == set(range(9, 20))
@@ -182,7 +181,7 @@ def test_what_is_not_finite_first(bad, told, remedy, steps):
         for step in range(steps)
         for i, (path, tensor) in enumerate(places)
     ]
-    (finding,) = report(rows).findings
+    (finding,) = advice(rows).findings
     assert (finding.fault, finding.severity, finding.steps) == ("non_finite", "error", (1,))
     assert finding.tensor == "{} {}".format(*places[min(bad)])
     assert finding.evidence.startswith("50 % of its elements are NaN or Inf")
@@ -194,10 +193,10 @@ def test_what_is_not_finite_first(bad, told, remedy, steps):
 def test_gradients_that_overflow():
     """Once is what a dynamic loss scale does."""
     of = lambda bad: [row(step=i, tensor="grad", nonfinite=0.1 * bad(i)) for i in range(20)]
-    (finding,) = report(of(lambda i: i == 11)).findings
+    (finding,) = advice(of(lambda i: i == 11)).findings
     assert (finding.fault, finding.severity, finding.steps) == ("non_finite", "note", (11,))
     assert "nothing to do" in finding.remedy
-    (finding,) = report(of(lambda i: i > 17)).findings  # and it did not help
+    (finding,) = advice(of(lambda i: i > 17)).findings  # and it did not help
     assert (finding.severity, finding.steps) == ("error", (18,))
     assert "lower the loss scale" in finding.remedy
 
@@ -215,7 +214,7 @@ def report_of(**choice):
     ],
 )
 def test_a_choice_of_layers_that_leaves_little(choice, told):
-    (finding,) = report((), report_of(**choice)).of("little_in_fp8")
+    (finding,) = advice((), report_of(**choice)).of("little_in_fp8")
     assert finding.evidence.startswith(told)
     assert f": {finding.tensor}" in finding.evidence  # the first of the layers
 
@@ -224,7 +223,7 @@ def test_small_models_whose_logits_are_most_of_them():
     """What is exempt by default is no mistake, however much it is."""
     good = report_of()
     assert good.fp8_fraction < 0.5
-    assert report((), good).findings == ()
+    assert advice((), good).findings == ()
 
 
 # The rest, on statistics made up
@@ -258,7 +257,7 @@ def test_saturation_now_and_then_is_what_delayed_scaling_does(times, faults):
         )
         for i in range(40)
     ]
-    assert [f.fault for f in report(rows).findings] == faults
+    assert [f.fault for f in advice(rows).findings] == faults
 
 
 def test_what_comes_back_after_a_history_has_forgotten_it():
@@ -267,11 +266,11 @@ def test_what_comes_back_after_a_history_has_forgotten_it():
     rows = [
         row(step=i, history=4, scale_max=1.0 + i, **(usual if i % 6 else spike)) for i in range(24)
     ]
-    (finding,) = report(rows).findings
+    (finding,) = advice(rows).findings
     assert (finding.fault, finding.steps) == ("short_history", (0, 6, 12, 18))
     assert "grows faster than a history can tell" in finding.remedy
     rows[6] = dataclasses.replace(rows[6], headroom=-6.0)
-    (finding,) = report(rows).findings
+    (finding,) = advice(rows).findings
     assert "longer ago than 4 steps: raise amax_history_len, to 32, say." in finding.remedy
 
 
@@ -279,7 +278,7 @@ def test_what_comes_back_after_a_history_has_forgotten_it():
 def test_a_tenth_of_the_elements_is_many(lost, faults):
     spread = {1: 100 - round(100 * lost), -30: round(100 * lost)}
     rows = [row(step=i, underflow=lost, exponents=spread) for i in range(5)]
-    assert [f.fault for f in report(rows).findings] == faults
+    assert [f.fault for f in advice(rows).findings] == faults
 
 
 @pytest.mark.parametrize(
@@ -292,7 +291,7 @@ def test_a_power_of_two_serves_amaxes_that_differ(scale, steps, faults):
         row(step=i, history=16, amax=4.0 + i % 2, scale_min=scale, scale_max=scale, headroom=0.5)
         for i in range(steps)
     ]
-    assert [f.fault for f in report(rows).findings] == faults
+    assert [f.fault for f in advice(rows).findings] == faults
 
 
 def test_one_tensor_that_repeats_itself():
@@ -307,30 +306,30 @@ def test_one_tensor_that_repeats_itself():
         for i in range(40)
         for path in ("other", "third")
     ]
-    assert report(data + others).findings == ()
+    assert advice(data + others).findings == ()
 
 
 def test_noise_without_another_reason():
     bad = [row(step=i, sqnr=8.0 + i / 2) for i in range(4)]
-    advice = report([*bad, row(step=4)])
-    (finding,) = advice.findings
-    assert advice.steps == (0, 4)
+    found = advice([*bad, row(step=4)])
+    (finding,) = found.findings
+    assert found.steps == (0, 4)
     assert (finding.fault, finding.tensor) == ("noise", "layer lhs")
     assert "SQNR 8.0 dB" in finding.evidence
-    assert report([bad[0], *(row(step=i) for i in range(1, 5))]).findings == ()
+    assert advice([bad[0], *(row(step=i) for i in range(1, 5))]).findings == ()
 
 
 def test_outliers_of_gradients_and_under_fine_scales():
     """1 of 4 elements is 2^-26 of the largest: beyond E4M3, within E5M2."""
     bad = row(underflow=0.25, exponents={1: 750, -24: 250}, scale_min=1e-4)
     gradient = dataclasses.replace(bad, tensor="grad", scale_min=bad.scale_max)
-    (finding,) = report([gradient]).findings
+    (finding,) = advice([gradient]).findings
     assert finding.fault == "outliers"
     assert "75 % of its elements are within 2^8 of it" in finding.evidence
     assert 'fp8_format="HYBRID"' in finding.remedy
-    (finding,) = report([bad]).findings
+    (finding,) = advice([bad]).findings
     assert finding.remedy.startswith("Try MXFP8BlockScaling()")
-    (finding,) = report([dataclasses.replace(bad, recipe="mxfp8")]).findings
+    (finding,) = advice([dataclasses.replace(bad, recipe="mxfp8")]).findings
     assert finding.remedy.startswith("No recipe has finer scales with this range: exempt")
 
 
@@ -339,19 +338,19 @@ def test_a_tensor_of_zeros_is_dead(tensor):
     """In one sample that may be how a training begins; in several it is not."""
     nothing = {"amax": 0.0, "exponents": {}, "sqnr": math.nan, "scale_min": 1.0, "scale_max": 1.0}
     zeros = [row(step=i, tensor=tensor, **nothing) for i in range(3)]
-    (finding,) = report(zeros).findings
+    (finding,) = advice(zeros).findings
     assert (finding.fault, finding.severity, finding.steps) == ("dead", "warning", (0, 1, 2))
     both = [dataclasses.replace(zeros[0], products=name) for name in ("fprop", "wgrad")]
-    assert [f.severity for f in report(both).findings] == ["note"]  # of one tensor, in one sample
-    assert report([*zeros, row(step=3, tensor=tensor)]).findings == ()
+    assert [f.severity for f in advice(both).findings] == ["note"]  # of one tensor, in one sample
+    assert advice([*zeros, row(step=3, tensor=tensor)]).findings == ()
 
 
 def test_stacked_layers_are_told_apart_and_steps_may_be_unknown():
     spread = {1: 750, -24: 250}
     rows = [row(step=None, index=(i,), underflow=(i == 2) / 4, exponents=spread) for i in range(4)]
-    advice = report(rows)
-    assert [(f.tensor, f.steps) for f in advice.findings] == [("layer[2] lhs", ())]
-    assert "step" not in str(advice)
+    found = advice(rows)
+    assert [(f.tensor, f.steps) for f in found.findings] == [("layer[2] lhs", ())]
+    assert "step" not in str(found)
 
 
 def test_a_step_that_is_not_finite_tells_nothing_else():
@@ -360,7 +359,7 @@ def test_a_step_that_is_not_finite_tells_nothing_else():
     other = row(step=3, path="other", order=1, underflow=0.9, exponents={1: 10, -30: 90})
     paths = ("layer", "other")
     good = [row(step=i, path=path, order=path == "other") for i in (0, 1, 2, 4) for path in paths]
-    (finding,) = report([inf, other, *good]).findings
+    (finding,) = advice([inf, other, *good]).findings
     assert (finding.fault, finding.tensor) == ("non_finite", "layer lhs")
 
 
@@ -369,7 +368,7 @@ def test_the_text():
         row(path=f"layer_{i}", order=i, underflow=0.6, exponents={1: 400, -24: 600})
         for i in range(9)
     ]
-    text = str(report(bad))
+    text = str(advice(bad))
     lines = text.splitlines()
     assert lines[0] == "9 errors (9 tensors, steps 0 to 0)."
     assert lines[2] == "error: layer_0 lhs (outliers)"
@@ -380,20 +379,19 @@ def test_the_text():
 
 
 def test_jupyter_shows_the_same_text():
-    found = report([row(path="<layer>", underflow=0.6, exponents={1: 400, -24: 600})])
+    found = advice([row(path="<layer>", underflow=0.6, exponents={1: 400, -24: 600})])
     assert repr(found) == str(found)
     assert "&lt;layer&gt; lhs (outliers)" in found._repr_html_()
     assert html.unescape(re.sub("</?pre.*?>", "", found._repr_html_())) == str(found)
-    assert str(report([])) == "No tensor in FP8 was recorded."
+    assert str(advice([])) == "No tensor in FP8 was recorded."
 
 
 @pytest.mark.parametrize("rows", [None, "log.jsonl", 3, [1, 2], [{"step": 0}]])
 def test_errors_say_what_to_pass(rows):
-    assert jfp8.debug.report is jfp8.debug.advice
     with pytest.raises(TypeError, match=r"rows of statistics.*jfp8\.debug\.read_jsonl\(path\)"):
-        report(rows)
+        advice(rows)
     with pytest.raises(TypeError, match=r"products must be what jfp8\.report"):
-        report([], products="model")
+        advice([], products="model")
 
 
 @pytest.mark.parametrize(("later", "faults"), [(16, ["stale_history"]), (17, [])])
@@ -404,7 +402,7 @@ def test_a_history_forgets_what_saturated_when_it_is_over(later, faults):
         row(step=0, amax=7.0, headroom=-1.0, overflow=1e-3, **same),
         row(step=later, amax=3.0, headroom=0.2, **same),
     ]
-    assert [f.fault for f in report(rows).findings] == faults
+    assert [f.fault for f in advice(rows).findings] == faults
 
 
 def test_the_edges_are_told_with_their_worst_sample():
@@ -426,7 +424,7 @@ def test_the_edges_are_told_with_their_worst_sample():
         for tensor in ("lhs", "rhs", "grad")
         for step in (0, 1)
     ]
-    found = report(rows, products).of("edge_in_fp8")
+    found = advice(rows, products).of("edge_in_fp8")
     assert "first convolution of an image model" in found[0].evidence
     assert "logits" in found[1].evidence
     assert "jfp8.EDGES" in found[0].remedy
@@ -434,6 +432,6 @@ def test_the_edges_are_told_with_their_worst_sample():
         ("stem", (0, 1), "lhs has an SQNR of 29 dB at worst."),
         ("logits", (0, 1), "grad has an SQNR of 27 dB at worst."),
     ]
-    assert {f.fault for f in report((), Report(products.rows[1:])).findings} == {"edge_in_fp8"}
+    assert {f.fault for f in advice((), Report(products.rows[1:])).findings} == {"edge_in_fp8"}
     five = dataclasses.replace(products.rows[0], lhs="e4m3fn[8,28,28,5]")
-    assert [f.tensor for f in report((), Report((five, *products.rows[1:]))).findings] == ["logits"]
+    assert [f.tensor for f in advice((), Report((five, *products.rows[1:]))).findings] == ["logits"]

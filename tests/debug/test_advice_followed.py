@@ -10,7 +10,7 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
-from jfp8.debug.advice import report
+from jfp8.debug import advice
 
 ROWS, IN, OUT = 64, 256, 32
 RNG = np.random.default_rng(0)
@@ -86,7 +86,7 @@ FAULTS = {
 def test_a_recipe_that_is_advised_helps(fault):
     recipe, inputs, product, factor = FAULTS[fault]
     rows, errors = measured(recipe, *inputs)
-    finding = report(rows).findings[0]
+    finding = advice(rows).findings[0]
     other = advised(finding.remedy)
     assert (other is None) == (recipe == recipes.MXFP8BlockScaling())  # nothing is finer
     better_rows, better = measured(other, *inputs)
@@ -99,7 +99,7 @@ def test_a_recipe_that_is_advised_helps(fault):
 def test_a_loss_scale_that_is_advised_helps(size, verb):
     """The factor that the remedy names leaves the error of gradients around 1: of rounding."""
     rows, errors = measured(recipes.DirectE5M2(), X, W, DY * np.float32(size))
-    remedy = report(rows).findings[0].remedy
+    remedy = advice(rows).findings[0].remedy
     found = re.match(rf"{verb} the loss scale by a factor of 2\^(\d+)", remedy)
     assert found, remedy
     factor = np.float32(2.0 ** (int(found[1]) if verb == "Raise" else -int(found[1])))

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from scipy import special
 
-import jfp8
 from jfp8.debug import mismatch
 
 
@@ -38,29 +37,6 @@ def test_numbers_by_hand():
     assert "at most 0.22 (3 tokens)" in str(masked)
     d = np.linspace(0, 1, 101)
     assert mismatch(-d, np.zeros(101)).p99 == pytest.approx(0.99)
-
-
-def test_the_mismatch_is_split_into_what_is_there_without_quantization_and_the_rest(tmp_path):
-    """Of an engine whose kernels move log-probabilities by 0.001, and whose weights by 0.1."""
-    rng = np.random.default_rng(0)
-    train = -1 - rng.random((4, 50))
-    engine = train + 1e-3 * rng.choice([-1, 1], train.shape)
-    quantized = engine + 0.1 * rng.choice([-1, 1], train.shape)
-    np.save(tmp_path / "quantized.npy", quantized)
-    found = mismatch(train, tmp_path / "quantized.npy", unquantized=(train, lambda: engine))
-    assert found.k3 - found.unquantized.k3 == pytest.approx(0.1**2 / 2, rel=0.05)
-    assert found.unquantized.k3 == pytest.approx(1e-6 / 2, rel=1e-3)
-    assert found.kl - found.unquantized.kl == pytest.approx((quantized - engine).mean())
-    assert f"k3 {found.k3:.2g}" in str(found)
-    assert "Without quantization, KL" in str(found)
-    assert "k3 5e-07; quantization adds" in str(found)
-    assert mismatch(train, quantized).unquantized is None
-    with pytest.raises(ValueError, match=r"one shape.*\(4, 49\), \(4, 49\) and \(4, 50\)"):
-        mismatch(train, engine, unquantized=(train[:, 1:], engine[:, 1:]))
-
-
-def test_the_older_name():
-    assert jfp8.debug.decoding_mismatch is mismatch
 
 
 def test_equal_bits_are_zeros():
