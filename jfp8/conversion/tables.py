@@ -31,3 +31,9 @@ def table_lines(table: Table, *, numbers: bool = False) -> list[str]:
         "  ".join([cells[0].ljust(widths[0]), *map(side, cells[1:], widths[1:])]).rstrip()
         for cells in table
     ]
+
+
+def ruled_lines(table: Table, *, numbers: bool = False) -> list[str]:
+    """Return `table_lines` with a rule below the head."""
+    head, *rows = table_lines(table, numbers=numbers)
+    return [head, "-" * len(head), *rows]

@@ -21,8 +21,8 @@ Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
 """The factors of each dimension, outermost first; sizes of 1 are left out."""
 
 _REDUCTIONS = ("reduce_", "argmax", "argmin")
-_KEEPING = {"rev", "pad", "sort", "cumsum", "cummax", "cumprod", "cumlogsumexp"}
-_PARTS = {"slice", "split", "dynamic_slice", "concatenate"}
+_RESIZED = {"rev", "pad", "sort", "cumsum", "cummax", "cumprod", "cumlogsumexp"}
+_RESIZED |= {"slice", "split", "dynamic_slice", "concatenate"}
 
 
 def plain_axes(shape: Sequence[int]) -> Axes:
@@ -37,18 +37,13 @@ def size_of(axes: Axes, role: Role) -> int:
 
 def moved_axes(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
     """Return the axes of a result of `eqn` from its operands' axes, or None if unknown."""
-    name = primitive_name(eqn)
     if not ins or ins[0] is None:
         return None
-    rule = _RULES.get(name)
-    if rule is not None:
-        return rule(eqn, ins, shape)
-    if name.startswith(_REDUCTIONS):
-        gone = set(eqn.params["axes"])
-        return tuple(dim for i, dim in enumerate(ins[0]) if i not in gone)
-    if name in _KEEPING | _PARTS:
-        return _resized(ins[0], shape)
-    return together(ins, shape)
+    name = primitive_name(eqn)
+    rule = _RULES.get(name) or (_reduced if name.startswith(_REDUCTIONS) else _elementwise)
+    axes = rule(eqn, ins, shape)
+    fits = axes is not None and [math.prod(n for _, n in dim) for dim in axes] == list(shape)
+    return axes if fits else None
 
 
 def together(ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
@@ -66,10 +61,18 @@ def together(ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
     return tuple(dims)
 
 
-def _resized(axes: Axes, shape: Sequence[int]) -> Axes:
+def _elementwise(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
+    return together(ins, shape)
+
+
+def _reduced(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
+    return tuple(dim for i, dim in enumerate(ins[0]) if i not in eqn.params["axes"])
+
+
+def _resized(_: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
     """Return the axes of parts of an array: a dimension of another size keeps its role."""
     dims = []
-    for dim, n in zip(axes, shape, strict=True):
+    for dim, n in zip(ins[0], shape, strict=True):
         roles = [role for role, _ in dim]
         same = math.prod(m for _, m in dim) == n
         dims.append(dim if same else ((roles[0] if roles else None, n),) if n > 1 else ())
@@ -164,10 +167,12 @@ def _stack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
 
 
 _RULES: dict[str, Any] = {
+    **dict.fromkeys(_RESIZED, _resized),
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _conv,
     "dot_general": _dot,
     "gather": _gather,
+    "reduce_precision": _elementwise,
     "reshape": _reshape,
     "squeeze": _reshape,
     "stack": _stack,

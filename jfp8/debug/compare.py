@@ -17,7 +17,7 @@ from flax import nnx
 from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.models import convert
 from jfp8.conversion.selection import Choice
-from jfp8.conversion.tables import Printed, Table, table_lines
+from jfp8.conversion.tables import Printed, Table, ruled_lines
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.reading import by_layer
 from jfp8.debug.records import OPERANDS
@@ -122,8 +122,7 @@ class Comparison(Printed):
     def __str__(self) -> str:
         lines = [f"a = {self.recipe_a!r}", f"b = {self.recipe_b!r}", ""]
         for table in self._tables():
-            head, *rows = table_lines(table)
-            lines += [head, "-" * len(head), *rows, ""]
+            lines += [*ruled_lines(table), ""]
         losses = f"a {self.loss_a:.6g}, b {self.loss_b:.6g}"
         return "\n".join([*lines, f"loss: {self.loss:.6g} in high precision, {losses}"])
 

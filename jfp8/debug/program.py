@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.product_report import Report
@@ -134,29 +132,8 @@ def check_program(
     >>> check.later, check.is_batch_invariant
     (('w',), False)
     """
-    arrays, together, is_input, is_weight = _arguments(args, inputs % len(args), sequence_axis)
-    weights = [x for x, mine in zip(arrays, is_weight, strict=True) if mine]
-    others = [x for x, mine in zip(arrays, is_weight, strict=True) if not mine]
-
-    def total(weights: Sequence[Any], others: Sequence[Any]) -> jax.Array:
-        given = iter(weights), iter(others)
-        return total_of(f(*together([next(given[0 if mine else 1]) for mine in is_weight])))
-
-    with explaining():
-        forward = jax.make_jaxpr(total)(weights, others)
-        whole = jax.make_jaxpr(jax.value_and_grad(total))(weights, others) if weights else forward
-    values = [
-        _input_value(x, sequence_axis if mine else -1)
-        for keep in (True, False)
-        for x, mine, weight in zip(arrays, is_input, is_weight, strict=True)
-        if weight is keep
-    ]
-    return _read(forward, values, report_of(whole, args))
-
-
-def _arguments(args: Any, inputs: int, sequence_axis: int | None) -> Any:
-    """Return the arrays in `args`, what puts others there, and which are inputs and weights."""
     arrays, together = arrays_apart(args)
+    inputs %= len(args)
     of_inputs = [i == inputs for i, arg in enumerate(args) for _ in arrays_apart(arg)[0]]
     n_axes = 1 + (sequence_axis or 0)
     is_input = [mine and np.ndim(x) >= n_axes for mine, x in zip(of_inputs, arrays, strict=True)]
@@ -167,13 +144,16 @@ def _arguments(args: Any, inputs: int, sequence_axis: int | None) -> Any:
             "positions. Set inputs= or sequence_axis=."
         )
     wide = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
-    is_weight = [not mine and wide(x) for mine, x in zip(of_inputs, arrays, strict=True)]
-    return arrays, together, is_input, is_weight
-
-
-def _read(closed: ClosedJaxpr, notes: Sequence[_Note], report: Report) -> ProgramCheck:
+    weights = tuple(i for i, x in enumerate(arrays) if not of_inputs[i] and wide(x))
+    total = lambda *arrays: total_of(f(*together(arrays)))
+    with explaining():
+        forward = jax.make_jaxpr(total)(*arrays)
+        gradient = jax.value_and_grad(total, weights) if weights else total
+        report = report_of(jax.make_jaxpr(gradient)(*arrays), args)
     reading = _Reading()
-    interpreter.run(reading, closed.jaxpr, closed.consts, without_arrays(notes))
+    axes = [sequence_axis if mine else -1 for mine in is_input]
+    notes = without_arrays(map(_note_of_argument, arrays, axes))
+    interpreter.run(reading, forward.jaxpr, forward.consts, notes)
     once = lambda paths: tuple(dict.fromkeys(paths))
     later, sequences = (once(reading.shared[role]) for role in _ROLES)
     return ProgramCheck(report, reading.tensors(), later, sequences, once(reading.unknown))
@@ -192,8 +172,8 @@ class _Note:
     over: tuple[Factor, ...] = ()  # the first dimension of the array that a loop takes slices of
 
 
-def _input_value(x: Any, sequence_axis: int | None) -> _Note:
-    """Return the value of an argument; with an axis of -1 it has no batch."""
+def _note_of_argument(x: Any, sequence_axis: int | None) -> _Note:
+    """Return the note of an argument; with an axis of -1 it has no batch."""
     axes, casts = list(plain_axes(np.shape(x))), (dtype_name(x),)
     if sequence_axis == -1:
         return _Note(tuple(axes), casts=casts)
@@ -281,19 +261,19 @@ class _Reading(Reader):
     def result(self, eqn: Any, ins: list[_Note], v: Any) -> _Note:
         """Return what is known of a result of an equation without a body."""
         name = primitive_name(eqn)
-        axes = _fitting(moved_axes(eqn, [value.axes for value in ins], v.aval.shape), v)
-        value = _joined(ins, axes)
-        if not value.depends:
-            value = dataclasses.replace(value, axes=plain_axes(v.aval.shape))
+        axes = moved_axes(eqn, [note.axes for note in ins], v.aval.shape)
+        known: dict[str, Any] = {}
+        note = _joined(ins, axes)
+        if not note.depends:
+            known["axes"] = plain_axes(v.aval.shape)
         elif name == "reduce_max":
-            value = dataclasses.replace(value, mixed=value.mixed | _lost(ins[0].axes, axes, v))
+            known["mixed"] = note.mixed | _lost(ins[0].axes, axes, v)
         if name in _SAME | {"convert_element_type"} and ins:
             cast = () if name in _SAME else (dtype_name(v.aval),)
-            kept = {"root": ins[0].root, "casts": (*ins[0].casts, *cast)}
-            value = dataclasses.replace(value, **kept)
+            known |= {"root": ins[0].root, "casts": (*ins[0].casts, *cast)}
         is_number = jnp.issubdtype(v.aval.dtype, jnp.floating)
-        kept = value.was_fp8 and (name in _SAME | _OF_BYTES or not is_number)
-        return dataclasses.replace(value, was_fp8=kept or v.aval.dtype in F8_NAMES)
+        kept = note.was_fp8 and (name in _SAME | _OF_BYTES or not is_number)
+        return dataclasses.replace(note, **known, was_fp8=kept or v.aval.dtype in F8_NAMES)
 
     def product(self, eqn: Any, ins: list[_Note], stack: str) -> None:
         """Note the operands of an FP8 matmul, and what the scale of the first depends on."""
@@ -349,11 +329,3 @@ def _lost(before: Axes | None, after: Axes | None, v: Any) -> frozenset[Role]:
     if before is None or after is None:
         return frozenset()
     return frozenset(r for r in _ROLES if size_of(before, r) > 1 and size_of(after, r) == 1)
-
-
-def _fitting(axes: Axes | None, v: Any) -> Axes | None:
-    """Return `axes` if they fit the shape of `v`, or None."""
-    if axes is None or len(axes) != len(v.aval.shape):
-        return None
-    same = all(math.prod(m for _, m in dim) == n for dim, n in zip(axes, v.aval.shape))
-    return axes if same else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jfp8.conversion.product_report import Report
-from jfp8.conversion.tables import Printed, Table, table_lines
+from jfp8.conversion.tables import Printed, Table, ruled_lines
 from jfp8.debug.records import OPERANDS, TensorStats, check_report, check_rows
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -54,6 +54,11 @@ class Proposed:
     in_few: Predicted
     otherwise: Predicted
 
+    @property
+    def chosen(self) -> Predicted:
+        """Return its errors under the recipe that it gets."""
+        return self.in_few if self.few else self.otherwise
+
 
 @dataclass(frozen=True, repr=False)
 class Recommendation(Printed):
@@ -84,7 +89,7 @@ class Recommendation(Printed):
     def noise(self) -> float:
         """Return ``E |dW' - dW|^2`` of all layers, relative to `few` everywhere."""
         before = sum(row.in_few.noise for row in self.layers)
-        return sum(_chosen(row).noise for row in self.layers) / before if before else 0.0
+        return sum(row.chosen.noise for row in self.layers) / before if before else 0.0
 
     def __str__(self) -> str:
         few, otherwise = _name(self.few), _name(self.otherwise)
@@ -93,19 +98,17 @@ class Recommendation(Printed):
             f"Rounding adds {100 * self.noise:.3g} % of the noise that {few} everywhere would add "
             "to the gradients of weights.",
         ]
-        head, *lines = table_lines(self._table(), numbers=True)
-        return "\n".join([*said, "", head, "-" * len(head), *lines])
+        return "\n".join([*said, "", *ruled_lines(self._table(), numbers=True)])
 
     def _table(self) -> Table:
         head = ("layer", "recipe", "FLOPs", *OPERANDS, f"of the noise, in {_name(self.few)}")
         total = sum(row.in_few.noise for row in self.layers) or 1.0
-        percent = lambda x: f"{100 * x:.3g} %"
         table: list[tuple[str, ...]] = [head]
         for row in self.layers:
-            of, chosen = self.few if row.few else self.otherwise, _chosen(row)
-            errors = (getattr(chosen, kind) for kind in OPERANDS)
-            noise = percent(row.in_few.noise / total)
-            table.append((row.path, _name(of), percent(row.share), *map(percent, errors), noise))
+            errors = (getattr(row.chosen, kind) for kind in OPERANDS)
+            numbers = (row.share, *errors, row.in_few.noise / total)
+            name = _name(self.few if row.few else self.otherwise)
+            table.append((row.path, name, *(f"{100 * x:.3g} %" for x in numbers)))
         return table
 
 
@@ -186,10 +189,6 @@ def recommend(
         for path in paths
     )
     return Recommendation(tuple(layers), few, otherwise)
-
-
-def _chosen(row: Proposed) -> Predicted:
-    return row.in_few if row.few else row.otherwise
 
 
 def _name(recipe: Recipe | None) -> str:

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jfp8.conversion.tables import Printed, Table, table_lines
+from jfp8.conversion.tables import Printed, Table, ruled_lines
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
@@ -102,8 +102,7 @@ class Summary(Printed):
         return tuple(found.values())
 
     def __str__(self) -> str:
-        head, *rows, total = table_lines(self._table(), numbers=True)
-        rule = "-" * max(map(len, (head, *rows, total)))
+        head, rule, *rows, total = ruled_lines(self._table(), numbers=True)
         return "\n".join([self._headline(), "", head, rule, *rows, rule, total])
 
     def _headline(self) -> str:

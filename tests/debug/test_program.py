@@ -111,6 +111,13 @@ def test_embedded_tokens_keep_sequences_and_positions_apart():
         assert check.is_causal == check.is_batch_invariant == (recipe == "rowwise")
 
 
+def test_rounded_values_keep_their_axes():
+    rounded = lambda w, x: jax.lax.reduce_precision(x, 8, 7) @ w
+    check = jfp8.debug.check_program(jfp8.convert(rounded, "rowwise", exempt=()), jnp.eye(32), X)
+    assert check.is_causal
+    assert check.is_batch_invariant
+
+
 def qkv(params, x):
     """Three products of one input, an f32 one that nobody asked for, and a product by itself."""
     q, k, v = (x @ params[name] for name in "qkv")
