@@ -1,4 +1,4 @@
-"""`advice`: which tensors break under FP8, and what to do about each, in a sentence."""
+"""Name the tensors that break under FP8, and a remedy for each, in a sentence."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
     Args:
       rows: statistics of one or more steps, from ``Stats.rows(step)``, ``Recorder.rows``, or
         `read_jsonl`.
-      products: what ``jfp8.report(model, variables, x)`` returns for the same model. Rows describe
+      products: the result of ``jfp8.report(model, variables, x)`` for the same model. Rows describe
         tensors in FP8; the report adds the products that are not.
 
     Returns:

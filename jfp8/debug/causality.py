@@ -1,4 +1,4 @@
-"""`looks_ahead`: test if later tokens, or other sequences, change the results of a model."""
+"""Test if later tokens, or other sequences, change the results of a model."""
 
 from __future__ import annotations
 

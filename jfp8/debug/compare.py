@@ -1,4 +1,4 @@
-"""`compare`: the error of every product under two recipes, on the same inputs."""
+"""Compare the errors of every matmul under two recipes, on the same inputs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.scales import amax
-from jfp8.tracing.notes import notes_of, product_path
 
-_PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
+_PARTS = ("total", "cast", "product")  # fields of `ProductError`
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class ComparedProduct:
     """One product of a layer under both recipes.
 
     Attributes:
-      path, index: of the layer; see `TensorStats`.
+      path, index: place of the layer; see `TensorStats`.
       product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
       a, b: its errors.
     """
@@ -83,7 +82,7 @@ class ComparedGradient:
     """Gradient of the whole model with respect to one parameter, under each recipe.
 
     Attributes:
-      path: of the parameter, ``"Dense_0/kernel"``.
+      path: place of the parameter, ``"Dense_0/kernel"``.
       error_a, error_b: relative Frobenius error against the gradient in high precision.
       cosine_a, cosine_b: cosine of the angle between the two.
     """
@@ -102,7 +101,7 @@ class Comparison(Printed):
     Attributes:
       recipe_a, recipe_b: the recipes.
       products: every product on its inputs in high precision, in program order.
-      gradients: of the whole model, in which errors of all layers add up.
+      gradients: gradients of the whole model, in which errors of all layers add up.
       loss, loss_a, loss_b: in high precision and under each recipe.
     """
 
@@ -196,7 +195,7 @@ class _Errors(Measurement):
     powers: ClassVar = ("signal", *(f"{part}_{i}" for i in range(2) for part in _PARTS))
     maxima: ClassVar[tuple[str, ...]] = ("amax",)
 
-    structure: jax.tree_util.PyTreeDef  # of the operation
+    structure: jax.tree_util.PyTreeDef  # the operation's
     kind: Kind
     recipes: tuple[Recipe, Recipe]
 
@@ -370,7 +369,7 @@ def _function_of_params(
 ) -> tuple[Callable[[Any], Any], Any]:
     """Return the outputs of `model` under `recipe` as a function of its parameters, and these."""
     if isinstance(model, nnx.Module):
-        name_products([model])  # of the copy that `convert` made
+        name_products([model])  # `convert` made this copy
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         call = lambda params: nnx.merge(graph, params, rest, copy=True)(*arguments, **kwargs)
     else:
@@ -388,14 +387,14 @@ def _function_of_params(
 
 
 def _compared_products(seen: Stats) -> Iterator[ComparedProduct]:
-    for place, index, vector in by_layer(seen.places, seen.vectors):
-        measure = cast(_Errors, place.measure)
+    for tapped, index, vector in by_layer(seen.places, seen.vectors):
+        measure = cast(_Errors, tapped.measure)
         value = measure.named(vector)
         errors = [
             ProductError(*(_relative(value[f"{part}_{i}"], value["signal"]) for part in _PARTS))
             for i in range(2)
         ]
-        yield ComparedProduct(product_path(notes_of(place.stack)), index, measure.kind, *errors)
+        yield ComparedProduct(tapped.path, index, measure.kind, *errors)
 
 
 def _relative(noise: float, signal: float) -> float:

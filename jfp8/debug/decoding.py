@@ -1,4 +1,4 @@
-"""`mismatch`: compare the probabilities of decoding, or of another engine, with training's."""
+"""Compare the probabilities of decoding, or of another engine, with training's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DecodingMismatch:
       mean, p99, max: mean, 99th percentile and maximum of ``|d|``, in nats.
       kl: ``mean(-d)``, the plain estimate of the Kullback-Leibler divergence; it may be negative.
       k3: ``mean(exp(d) - 1 - d)``, an estimate with less noise; never negative.
-      probability_mean, probability_max: of ``|p_train - p_decode|``.
+      probability_mean, probability_max: mean and maximum of ``|p_train - p_decode|``.
     """
 
     tokens: int

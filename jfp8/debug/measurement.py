@@ -25,7 +25,7 @@ class Measurement:
       maxima: the largest counts; none is negative, except those that start with ``"minus_"``.
       bins: number of counts at the end, added up.
       weight: number of the tapped array that is the weight of a layer, if one is.
-      forward: whether it belongs to the forward pass, even where that is computed again.
+      forward: True for the forward pass, even where that is computed again.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()

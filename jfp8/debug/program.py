@@ -1,4 +1,4 @@
-"""`check_program`: the tensors that a program quantizes, how often, and their scales' sources."""
+"""Find the tensors that a program quantizes, how often, and the sources of their scales."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Quantized:
     """Hold a tensor that becomes an operand of FP8 matmuls.
 
     Attributes:
-      paths: of the layers that multiply by it.
+      paths: places of the layers that multiply by it.
       casts: its dtypes, from the value that was computed to FP8: ``("f32", "bf16", "e4m3fn")``.
       times: how often it is quantized to this format in the trace, once if its layers share the
         result. XLA may merge equal ones.
@@ -59,7 +59,7 @@ class ProgramCheck:
 
     Attributes:
       report: every matmul, in FP8 or why not.
-      tensors: what is quantized.
+      tensors: all tensors that are quantized.
       later: layers in which a later position reaches an earlier result through a scale.
       others: layers in which another sequence of the batch does.
       unknown: layers for which the program does not tell.

@@ -38,17 +38,33 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a tap in a program."""
+class Tap:
+    """A tap in a program: what it measures, and where."""
 
     measure: Measurement
-    stack: str  # names of the scopes that it is in, with the notes for `jfp8.report`
+    stack: str  # named scopes around it, with the notes for `jfp8.report`
     number: int  # counts taps in the order of the program
     loops: tuple[Loop, ...]  # around it, outermost first: leading axes of the measurement
-    origins: Origins  # of the weight, if one is tapped; empty in what `read` returns
+    origins: Origins  # the tapped weight's, if there is one; empty in what `read` returns
+
+    @property
+    def path(self) -> str:
+        """Return the path of the layer, and of the matmul in it."""
+        return product_path(notes_of(self.stack))
+
+    @property
+    def recipe(self) -> str:
+        """Return the name of the recipe, or ""."""
+        return notes_of(self.stack).get("recipe", "")
+
+    @property
+    def is_repeated(self) -> bool:
+        """Recognize a part of the forward pass that the backward pass computes again."""
+        again = "transpose(" in self.stack or "rematted_computation" in self.stack
+        return again and self.measure.forward
 
 
-Found = list[tuple[Place, jax.Array]]
+Found = list[tuple[Tap, jax.Array]]
 
 
 def read(closed: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Any], Found]:
@@ -57,8 +73,8 @@ def read(closed: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Any], Foun
     ins = [Value(x, reader.constant(x)) for x in arguments]
     outs, found = interpreter.run(reader, closed.jaxpr, closed.consts, ins)
     numbered = [
-        (replace(place, number=i, origins=frozenset()), vector)
-        for i, (place, vector) in enumerate(found)
+        (replace(tap, number=i, origins=frozenset()), vector)
+        for i, (tap, vector) in enumerate(found)
     ]
     return arrays(outs), numbered
 
@@ -69,7 +85,7 @@ def _has_taps(eqn: Any) -> bool:
 
 
 class _Taps(Reader):
-    """Emit what is measured at taps, by `Place`. Results may depend on all operands."""
+    """Emit what is measured at taps, by `Tap`. Results may depend on all operands."""
 
     emits = True
     inlines_rules = True
@@ -88,7 +104,7 @@ class _Taps(Reader):
         for _ in range(batched):
             vector = measure.merged(vector)
         origins = frozenset() if measure.weight is None else ins[measure.weight].note
-        return ins[:1], [(Place(measure, at.stack, 0, (), origins), vector)]
+        return ins[:1], [(Tap(measure, at.stack, 0, (), origins), vector)]
 
     def closed_to(self, eqn: Any, ins: Sequence[Value], at: Any) -> Sequence[Value]:
         raise NotImplementedError(
@@ -111,70 +127,56 @@ class _Taps(Reader):
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> list[Origins]:
         return [frozenset().union(*inside)] * len(eqn.outvars)
 
-    def leave_scan(self, key: Place, x: Any, eqn: Any, at: Any) -> tuple[Place, Any]:
+    def leave_scan(self, key: Tap, x: Any, eqn: Any, at: Any) -> tuple[Tap, Any]:
         over_inputs = (at.path, False) in key.origins and (at.path, True) not in key.origins
         loops = (Loop(eqn.params["length"], over_inputs), *key.loops)
         return replace(key, loops=loops), x
 
-    def merge(self, key: Place, stacked: Any) -> jax.Array:
+    def merge(self, key: Tap, stacked: Any) -> jax.Array:
         return key.measure.merged(stacked)
 
-    def nothing(self, key: Place, like: Any) -> jax.Array:
+    def nothing(self, key: Tap, like: Any) -> jax.Array:
         return jnp.broadcast_to(key.measure.nothing(), like.shape)
 
-    def merge_devices(self, key: Place, x: Any, axes: tuple[Any, ...]) -> jax.Array:
+    def merge_devices(self, key: Tap, x: Any, axes: tuple[Any, ...]) -> jax.Array:
         return key.measure.merged_over_devices(x, axes)
 
 
 def by_layer(
-    places: Sequence[Place], vectors: Sequence[jax.Array]
-) -> Iterator[tuple[Place, tuple[int, ...], np.ndarray]]:
-    """Yield place, index among stacked layers, and measurement ``f64[W]``, in program order.
+    taps: Sequence[Tap], vectors: Sequence[jax.Array]
+) -> Iterator[tuple[Tap, tuple[int, ...], np.ndarray]]:
+    """Yield tap, index among stacked layers, and measurement ``f64[W]``, in program order.
 
     Several uses of a layer, and iterations of loops, become one. Iterations of a loop over stacked
-    layers stay apart: the index counts them. `vectors` are ``f32[*loops, W]`` for each of `places`.
+    layers stay apart: the index counts them. `vectors` are ``f32[*loops, W]`` for each of `taps`.
     """
     on_host = [np.asarray(x, np.float64) for x in jax.device_get(vectors)]
-    stacked = _stacked_loops(places)
-    found: dict[tuple[Any, ...], tuple[Place, np.ndarray]] = {}
-    for place, vector in zip(places, on_host, strict=True):
-        if _is_computed_again(place):
-            continue
-        notes = notes_of(place.stack)
-        path = product_path(notes)
-        vector = _without_other_loops(vector, place, stacked.get(path, ()))
-        key = (path or place.number, notes.get("recipe"), place.measure, vector.shape)
+    measured = [pair for pair in zip(taps, on_host, strict=True) if not pair[0].is_repeated]
+    # The lengths of the loops over a layer's weights, which differ, by its path.
+    stacked: dict[str, list[int]] = {}
+    for tap, _ in measured:
+        if tap.measure.weight is not None:
+            lengths = [loop.length for loop in tap.loops if loop.over_inputs]
+            stacked.setdefault(tap.path, lengths)
+    found: dict[tuple[Any, ...], tuple[Tap, np.ndarray]] = {}
+    for tap, vector in measured:
+        vector = _without_other_loops(vector, tap, stacked.get(tap.path, ()))
+        key = (tap.path or tap.number, tap.recipe, tap.measure, vector.shape)
         if key in found:
-            place, before = found[key]
-            vector = place.measure.merged(np.stack([before, vector]), np)
-        found[key] = (place, vector)
-    for place, vector in found.values():
+            tap, before = found[key]
+            vector = tap.measure.merged(np.stack([before, vector]), np)
+        found[key] = (tap, vector)
+    for tap, vector in found.values():
         for index in np.ndindex(vector.shape[:-1]):
-            yield place, index, vector[index]
+            yield tap, index, vector[index]
 
 
-def _is_computed_again(place: Place) -> bool:
-    """Recognize a part of the forward pass that the backward pass repeats."""
-    again = "transpose(" in place.stack or "rematted_computation" in place.stack
-    return again and place.measure.forward
-
-
-def _stacked_loops(places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
-    """Return, for each path, the lengths of the loops over its layers, whose weights differ."""
-    found: dict[str, tuple[int, ...]] = {}
-    for place in places:
-        if place.measure.weight is not None and not _is_computed_again(place):
-            path = product_path(notes_of(place.stack))
-            found.setdefault(path, tuple(loop.length for loop in place.loops if loop.over_inputs))
-    return found
-
-
-def _without_other_loops(vector: np.ndarray, place: Place, layers: tuple[int, ...]) -> np.ndarray:
+def _without_other_loops(vector: np.ndarray, tap: Tap, layers: Sequence[int]) -> np.ndarray:
     """Merge `vector` along all loops but those over layers, the innermost of each length."""
     wanted = list(layers)
-    for axis in reversed(range(len(place.loops))):  # axes in front keep their places
-        if wanted and place.loops[axis].length == wanted[-1]:
+    for axis in reversed(range(len(tap.loops))):  # axes in front keep their places
+        if wanted and tap.loops[axis].length == wanted[-1]:
             wanted.pop()
         else:
-            vector = place.measure.merged(np.moveaxis(vector, axis, 0), np)
+            vector = tap.measure.merged(np.moveaxis(vector, axis, 0), np)
     return vector

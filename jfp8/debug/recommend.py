@@ -1,4 +1,4 @@
-"""`recommend`: which layers to compute in few bits, from statistics of a short run."""
+"""Recommend layers to compute in few bits, from statistics of a short run."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Proposed:
     """Proposal for one layer, or for stacked layers.
 
     Attributes:
-      path: of the layer.
-      share: of the FLOPs of all layers here.
-      few: whether it gets the recipe with the fewest bits.
+      path: place of the layer.
+      share: fraction of the FLOPs of all layers here.
+      few: True if it gets the recipe with the fewest bits.
       in_few, otherwise: its errors under that recipe, and under the other one.
     """
 
@@ -131,7 +131,7 @@ def recommend(
     with the other one. For example::
 
         model, wide = jfp8.convert(plain, "nvfp4"), jfp8.convert(plain, "mxfp8")
-        rows = [*statistics(model), *statistics(wide)]  # of `jfp8.debug.stats`, or a `Recorder`
+        rows = [*statistics(model), *statistics(wide)]  # by `jfp8.debug.stats` or a `Recorder`
         found = jfp8.debug.recommend(rows, jfp8.report(model, variables, x), share=0.75)
         model = jfp8.convert(plain, found.recipes)
 
@@ -203,7 +203,7 @@ def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Gr
         group.update({(row.tensor, kind): row for kind in row.products.split("+")})
     layers: dict[str, dict[str, dict[object, _Group]]] = {}
     for (recipe, path, *step), group in found.items():
-        if {role for role, _ in group} >= {"lhs", "rhs", "grad"}:  # of a product with a weight
+        if {role for role, _ in group} >= {"lhs", "rhs", "grad"}:  # a product with a weight
             layers.setdefault(recipe, {}).setdefault(path, {})[tuple(step)] = group
     if not layers:
         raise ValueError(

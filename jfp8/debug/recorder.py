@@ -1,4 +1,4 @@
-"""`Recorder`: take statistics of a training step every n calls."""
+"""Record statistics of a training step every n calls."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Recorder:
         """Wrap a training step; nothing is compiled before it is called.
 
         Args:
-          train_step: what ``jax.jit`` or ``nnx.jit`` returned, or a function that is compiled here.
+          train_step: the result of ``jax.jit`` or ``nnx.jit``, or a function to compile here.
           every: calls whose number is a multiple of this are sampled; so is the first, number 0.
           jsonl: a file that rows are appended to, one JSON object per line; see `read_jsonl`.
           write: a function that is called with the rows of each sample, for TensorBoard and others.
           start: number of the first call, when training is resumed.
           keep: how many of the latest samples `rows` keeps. Files get all.
-          static_argnums, donate_argnums: of ``jax.jit`` for the program with statistics, and for
-            the one without where `train_step` is not compiled yet.
+          static_argnums, donate_argnums: options of ``jax.jit`` for the program with statistics,
+            and for the other one if `train_step` is not compiled yet.
 
         Raises:
           ValueError: `every` or `keep` is not a positive int.

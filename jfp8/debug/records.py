@@ -25,16 +25,16 @@ class TensorStats:
     in `amax`, `mse` and `sqnr`.
 
     Attributes:
-      step: of the training run; None if not given.
-      path: of the layer, ``"decoder/mlp/Dense_0"``.
-      index: which of several stacked layers (``nn.scan``): ``(3,)``; ``()`` for others.
+      step: number of the training step; None if not given.
+      path: place of the layer, ``"decoder/mlp/Dense_0"``.
+      index: number among several stacked layers (``nn.scan``): ``(3,)``; ``()`` for others.
       tensor: ``"lhs"`` (the activation), ``"rhs"`` (the weight), ``"grad"`` (the gradient with
         respect to the result); or a result that the recipe quantizes: ``"y"``, ``"d_lhs"``,
         ``"d_rhs"``.
-      products: which of the three used it: ``"fprop"``, ``"dgrad"``, ``"wgrad"``, or two of them,
+      products: the products that use it: ``"fprop"``, ``"dgrad"``, ``"wgrad"``, or two of them,
         ``"fprop+wgrad"``, if both use the same bytes.
       recipe: its name, ``"delayed"``.
-      format: of the data, ``"E4M3FN"``.
+      format: format of the data, ``"E4M3FN"``.
       order: position in the program: what comes earlier is computed earlier.
       count: number of elements, of all uses in the step (micro-batches, devices, repeated calls).
       amax: the largest ``|x|``.
@@ -122,7 +122,7 @@ def write_jsonl(path: str | Path, rows: Iterable[TensorStats]) -> None:
     """Append `rows` to a file, one JSON object per line. NaN and Inf are written as strings.
 
     Args:
-      path: of the file, which is made if there is none.
+      path: name of the file, which is made if there is none.
       rows: statistics of one or more steps.
     """
     with Path(path).open("a", encoding="utf-8") as file:
@@ -138,7 +138,7 @@ def read_jsonl(path: str | Path) -> tuple[TensorStats, ...]:
     """Return the rows that `write_jsonl` wrote.
 
     Args:
-      path: of the file.
+      path: name of the file.
 
     Returns:
       The rows, in the order of the file.

@@ -1,4 +1,4 @@
-"""`summary`: count parameters and FP8 state of a model separately."""
+"""Count parameters and FP8 state of a model separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`stats`: what quantizing did to every operand of every product of a program."""
+"""Measure the effect of quantizing on every operand of every matmul of a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.report import report_of
 from jfp8.debug.measurement import Measurement
-from jfp8.debug.reading import Place, by_layer, read
+from jfp8.debug.reading import Tap, by_layer, read
 from jfp8.debug.records import TensorStats
 from jfp8.layers.nnx.products import Product
 from jfp8.products.observers import Observer, observing, tap
@@ -28,7 +28,7 @@ from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.formats import Format
 from jfp8.scaling.parts import apply_scale
 from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.notes import explaining, notes_of, product_path
+from jfp8.tracing.notes import explaining
 
 SAMPLE = 16384  # the most elements that a histogram counts
 
@@ -131,7 +131,7 @@ class Stats:
     """
 
     vectors: tuple[jax.Array, ...]
-    places: tuple[Place, ...] = field(metadata={"static": True})
+    places: tuple[Tap, ...] = field(metadata={"static": True})
     products: Report = field(metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -155,8 +155,8 @@ class Stats:
                 "the function, and call rows() outside jax.jit."
             )
         return tuple(
-            _row(place, index, vector, step)
-            for place, index, vector in by_layer(self.places, self.vectors)
+            _row(tapped, index, vector, step)
+            for tapped, index, vector in by_layer(self.places, self.vectors)
             if vector[0] > 0  # the count
         )
 
@@ -265,8 +265,8 @@ def name_products(objects: list[Any]) -> None:
                 node.path = "/".join(map(str, path[:-1]))
 
 
-def _row(place: Place, index: tuple[int, ...], v: np.ndarray, step: int | None) -> TensorStats:
-    notes, measure = notes_of(place.stack), cast(_Losses, place.measure)
+def _row(tapped: Tap, index: tuple[int, ...], v: np.ndarray, step: int | None) -> TensorStats:
+    measure = cast(_Losses, tapped.measure)
     value = measure.named(v)
     count, amax = value["count"], value["amax"]
     finite = max(count - value["nonfinite"], 1.0)
@@ -274,13 +274,13 @@ def _row(place: Place, index: tuple[int, ...], v: np.ndarray, step: int | None) 
     histogram = v[-measure.bins :]
     return TensorStats(
         step=step,
-        path=product_path(notes),
+        path=tapped.path,
         index=index,
         tensor=measure.role,
         products=measure.kinds,
-        recipe=notes.get("recipe", ""),
+        recipe=tapped.recipe,
         format=measure.fmt.name,
-        order=place.number,
+        order=tapped.number,
         count=int(count),
         amax=amax,
         scale_min=-value["minus_scale_min"],

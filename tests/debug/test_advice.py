@@ -341,7 +341,7 @@ def test_a_tensor_of_zeros_is_dead(tensor):
     (finding,) = advice(zeros).findings
     assert (finding.fault, finding.severity, finding.steps) == ("dead", "warning", (0, 1, 2))
     both = [dataclasses.replace(zeros[0], products=name) for name in ("fprop", "wgrad")]
-    assert [f.severity for f in advice(both).findings] == ["note"]  # of one tensor, in one sample
+    assert [f.severity for f in advice(both).findings] == ["note"]
     assert advice([*zeros, row(step=3, tensor=tensor)]).findings == ()
 
 

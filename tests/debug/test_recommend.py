@@ -40,7 +40,7 @@ def run():
         results[name], seen = jax.jit(jfp8.debug.stats(step))(params, X, GRADS)
         rows += seen.rows(step=0)
         _, seen = jax.jit(jfp8.debug.stats(model.apply))({"params": params}, X)
-        rows += seen.rows(step=1)  # which has no gradients
+        rows += seen.rows(step=1)  # a step without gradients
     model = jfp8.convert(plain, "nvfp4", exempt=())
     kernels = {name: layer["kernel"] for name, layer in params.items()}
     return rows, jfp8.report(model, {"params": params}, X), results, kernels

@@ -13,7 +13,7 @@ import jfp8
 from jfp8.debug.sizes import Amount, SummaryRow, summary
 
 KEY = jax.random.key(0)
-# Of a product with histories of 16: for each of 3 tensors 16 amaxes and one more, and 2050 zeros
+# A product with histories of 16: for each of 3 tensors 16 amaxes and one more, and 2050 zeros
 # whose gradient carries its amax.
 HISTORIES, SINK = 3 * (16 + 1) + 1, 3 * 2050
 

@@ -23,7 +23,7 @@ class Finding:
         or will), or ``"note"``.
       fault: its name, ``"outliers"``.
       tensor: `TensorStats.name` of the tensor, or the path of a layer.
-      steps: those in which it was seen; empty if the statistics have no steps.
+      steps: the steps in which it was seen; empty if the statistics have no steps.
       evidence: a sentence with the numbers that say so.
       remedy: a sentence that says what to do.
     """
@@ -41,7 +41,7 @@ class Run:
     """The statistics of a training run."""
 
     tensors: tuple[tuple[TensorStats, ...], ...]  # in program order; of each its rows by step
-    products: Report | None = None  # what `jfp8.report` says of the model, if it was asked
+    products: Report | None = None  # the model's, if `jfp8.report` was asked
 
     @staticmethod
     def of(rows: Iterable[TensorStats], products: Report | None = None) -> Run:

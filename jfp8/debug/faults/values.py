@@ -220,7 +220,7 @@ def _bits_to_keep(row: TensorStats) -> int:
     return max(0, format_called(row.format).min_exponent - exponent_at(0.01, row))
 
 
-# What is finer than the scales of a recipe with several.
+# Remedies for recipes with several scales, which are finer.
 _FINER = {
     "rowwise": "Its scales serve whole rows: use block scales, so that the largest elements cost "
     "only their neighbours: MXFP8BlockScaling() (32 of them) or Float8BlockScaling() (128)",
