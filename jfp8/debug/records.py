@@ -96,21 +96,6 @@ class TensorStats:
         parts = [f"{self.format}, amax {self.amax:.4g}", *lost, f"SQNR {self.sqnr:.1f} dB"]
         return f"{step}{self.name}: {', '.join(parts)}, headroom {self.headroom:.2f} bits"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain data."""
-        return {**dataclasses.asdict(self), "exponents": dict(self.exponents)}
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> TensorStats:
-        """Return the row of `given`, a result of `to_dict`, or its JSON."""
-        row = dict(given)
-        row["index"] = tuple(row["index"])
-        row["exponents"] = {int(e): int(n) for e, n in row["exponents"].items()}
-        for key, value in row.items():
-            if value in ("NaN", "Infinity", "-Infinity"):
-                row[key] = float(value)
-        return cls(**row)
-
 
 NUMBERS: tuple[str, ...] = tuple(
     field.name for field in dataclasses.fields(TensorStats) if field.type == "float"
@@ -127,11 +112,9 @@ def write_jsonl(path: str | Path, rows: Iterable[TensorStats]) -> None:
     """
     with Path(path).open("a", encoding="utf-8") as file:
         for row in rows:
-            plain = row.to_dict()
-            for name in NUMBERS:
-                if not math.isfinite(plain[name]):
-                    plain[name] = json.dumps(plain[name])  # "NaN", "Infinity"
-            file.write(json.dumps(plain, allow_nan=False) + "\n")
+            plain = dataclasses.asdict(row)
+            extreme = {k: json.dumps(plain[k]) for k in NUMBERS if not math.isfinite(plain[k])}
+            file.write(json.dumps(plain | extreme, allow_nan=False) + "\n")
 
 
 def read_jsonl(path: str | Path) -> tuple[TensorStats, ...]:
@@ -150,12 +133,18 @@ def read_jsonl(path: str | Path) -> tuple[TensorStats, ...]:
     with Path(path).open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                rows.append(TensorStats.from_dict(json.loads(line)))
+                rows.append(_row_of(json.loads(line)))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not a row that jfp8.debug.write_jsonl wrote ({error})."
                 ) from error
     return tuple(rows)
+
+
+def _row_of(plain: dict[str, Any]) -> TensorStats:
+    numbers = {k: float(x) for k, x in plain.items() if x in ("NaN", "Infinity", "-Infinity")}
+    exponents = {int(e): int(n) for e, n in plain["exponents"].items()}
+    return TensorStats(**plain | numbers | {"index": tuple(plain["index"]), "exponents": exponents})
 
 
 def check_rows(rows: Any, function: str) -> list[TensorStats]:
