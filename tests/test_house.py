@@ -211,8 +211,8 @@ LINES_OF_ROOMS = {
     "optim": 2528,
     "training": 2839,
     "checkpoint": 3464,
-    "conversion": 4824,
-    "debug": 4128,
+    "conversion": 4829,
+    "debug": 3712,
     "plot": 1164,
     "command_line": 2085,
 }

@@ -22,7 +22,7 @@ from jfp8.conversion.product_rows import (
     slower_message,
     times_message,
 )
-from jfp8.conversion.tables import Printed, Table, preformatted, table_lines
+from jfp8.conversion.tables import Printed, Table, preformatted, ruled_lines, table_lines
 
 _WIDTH = 100  # columns of text
 _NAMED = 8  # layers listed under one reason
@@ -96,9 +96,8 @@ class Report(Printed):
 
     def verbose(self) -> str:
         """Return a line for each product; with times if traced for a GPU of known rates."""
-        head, *lines = table_lines(product_table(self.rows))
         times = _wrapped(times_message(self.rows))
-        return "\n".join([head, "-" * len(head), *lines, *times, *self._said()])
+        return "\n".join([*ruled_lines(product_table(self.rows)), *times, *self._said()])
 
     def __str__(self) -> str:
         layers = _lines_of(self.rows)

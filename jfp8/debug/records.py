@@ -142,9 +142,12 @@ def read_jsonl(path: str | Path) -> tuple[TensorStats, ...]:
 
 
 def _row_of(plain: dict[str, Any]) -> TensorStats:
-    numbers = {k: float(x) for k, x in plain.items() if x in ("NaN", "Infinity", "-Infinity")}
-    exponents = {int(e): int(n) for e, n in plain["exponents"].items()}
-    return TensorStats(**plain | numbers | {"index": tuple(plain["index"]), "exponents": exponents})
+    changed: dict[str, Any] = {
+        k: float(x) for k, x in plain.items() if x in ("NaN", "Infinity", "-Infinity")
+    }
+    changed["index"] = tuple(plain["index"])
+    changed["exponents"] = {int(e): int(n) for e, n in plain["exponents"].items()}
+    return TensorStats(**plain | changed)
 
 
 def check_rows(rows: Any, function: str) -> list[TensorStats]:
