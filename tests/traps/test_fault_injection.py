@@ -99,7 +99,7 @@ def test_trap_two_spikes_in_one_product_do_not_stop_training():
 
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["direct_e5m2", "hybrid"])
-def test_what_saturates_is_finite_but_the_report_tells(recipe):
+def test_what_saturates_is_finite_but_advice_names_it(recipe):
     """Without a scale for gradients, 2^40 for the loss cuts all of them, and nothing is Inf."""
     recipe = recipes.get(recipe, quantize_outputs=False)
     model = jfp8.Dense(4, recipe=recipe)
