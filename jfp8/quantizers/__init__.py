@@ -1,7 +1,6 @@
 """Quantizers: how one operand of a matmul is quantized. Recipes are made of them."""
 
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
-from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
@@ -14,7 +13,6 @@ __all__ = [
     "Context",
     "Current",
     "Delayed",
-    "Eden",
     "FromForward",
     "Quantizer",
     "Rowwise",

@@ -82,8 +82,32 @@ class Blockwise(ScalesFromData, _InBlocks):
 
 
 @dataclass(frozen=True, repr=False)
-class TwoLevelScales(_InBlocks):
-    """Base class: a narrow scale for every block, and an f32 scale above them; see `TwoLevel`."""
+class TwoLevel(_InBlocks):
+    """A narrow scale for every block, and one f32 scale for the tensor, or for each row. ::
+
+        S = reach / amax                          of the tensor, or the row; multiplying
+        s = cast(amax_block / t * S, scale_fmt)   for a target t
+        q = cast(x / (s / S), fmt)                by the rounded s
+        x ~= q * s / S
+
+    With one target, ``fmt.max``, and a reach of ``scale_fmt.max * fmt.max``, this is NVFP4. With
+    several, each block takes the one whose values, rounded to nearest, have the smallest sum of
+    squared errors, and of equal ones the first. The choice does not depend on random bits: with
+    it, stochastic rounding stays unbiased.
+
+    Attributes:
+      block_size: as for `Blockwise`.
+      scale_fmt: format of ``s``.
+      targets: to what the largest value of a block may be scaled; ``()``: to ``fmt.max``.
+      reach: to what the largest value of all is scaled, before ``s`` divides it; None:
+        ``scale_fmt.max`` times the first target. No larger than ``scale_fmt.max`` times the
+        smallest, or ``s`` would saturate.
+      outer: unit that shares an ``S``: the ``"tensor"``, or each ``"row"`` that a matmul sums over.
+
+    References:
+      arXiv 2509.25149 appendix B; Transformer Engine, ``common/cast/nvfp4``. Several targets: arXiv
+      2512.02010.
+    """
 
     scale_fmt: Format = E4M3FN
     targets: tuple[float, ...] = ()
@@ -144,9 +168,9 @@ class TwoLevelScales(_InBlocks):
         del history
         return frozenset(("contracting",)) if self.outer == "row" else EVERYWHERE
 
-    def scales(self, x: jax.Array, context: Context) -> tuple[ScaledArray, jax.Array]:
-        """Return the scales of `x`, and what to multiply it by; see `two_level_scale`."""
+    def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         granularity = self.granularity(x.ndim, context)
+        block = ragged_block(granularity, x.shape)
         largest = amax(x, granularity)
         targets = self.targets or (self.fmt.max,)
         reach = self.scale_fmt.max * targets[0] if self.reach is None else self.reach
@@ -156,41 +180,7 @@ class TwoLevelScales(_InBlocks):
             reach=reach,
             axis=context.contracting[0] if self.outer == "row" else None,
         )
-        return with_least_error(x, [scales(target=t) for t in targets], granularity)
-
-
-@dataclass(frozen=True, repr=False)
-class TwoLevel(TwoLevelScales):
-    """A narrow scale for every block, and one f32 scale for the tensor, or for each row. ::
-
-        S = reach / amax                          of the tensor, or the row; multiplying
-        s = cast(amax_block / t * S, scale_fmt)   for a target t
-        q = cast(x / (s / S), fmt)                by the rounded s
-        x ~= q * s / S
-
-    With one target, ``fmt.max``, and a reach of ``scale_fmt.max * fmt.max``, this is NVFP4. With
-    several, each block takes the one whose values, rounded to nearest, have the smallest sum of
-    squared errors, and of equal ones the first. The choice does not depend on random bits: with
-    it, stochastic rounding stays unbiased.
-
-    Attributes:
-      block_size: as for `Blockwise`.
-      scale_fmt: format of ``s``.
-      targets: to what the largest value of a block may be scaled; ``()``: to ``fmt.max``.
-      reach: to what the largest value of all is scaled, before ``s`` divides it; None:
-        ``scale_fmt.max`` times the first target. No larger than ``scale_fmt.max`` times the
-        smallest, or ``s`` would saturate.
-      outer: unit that shares an ``S``: the ``"tensor"``, or each ``"row"`` that a matmul sums over.
-
-    References:
-      arXiv 2509.25149 appendix B; Transformer Engine, ``common/cast/nvfp4``. Several targets: arXiv
-      2512.02010.
-    """
-
-    def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
-        granularity = self.granularity(x.ndim, context)
-        block = ragged_block(granularity, x.shape)
-        scale, inverse = self.scales(x, context)
+        scale, inverse = with_least_error(x, [scales(target=t) for t in targets], granularity)
         return self.data_for(x, scale, context, block=block, inverse=inverse)
 
 

@@ -13,7 +13,6 @@ from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import *
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.qat import *
-from jfp8.recipes.quartet_ii import *
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RECIPES, get
 from jfp8.recipes.rowwise import *

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jfp8.recipes import blocks, intel, mxfp4, nvfp4, per_tensor, qat, quartet_ii, rowwise, unscaled
+from jfp8.recipes import blocks, intel, mxfp4, nvfp4, per_tensor, qat, rowwise, unscaled
 from jfp8.recipes.recipe import Recipe
 
 # Each family exports its recipes.
-_FAMILIES = (per_tensor, rowwise, blocks, mxfp4, nvfp4, quartet_ii, qat, intel, unscaled)
+_FAMILIES = (per_tensor, rowwise, blocks, mxfp4, nvfp4, qat, intel, unscaled)
 RECIPES: tuple[type[Recipe], ...] = tuple(
     getattr(family, name) for family in _FAMILIES for name in family.__all__
 )
 # The names of `RECIPES`, for type checkers and completion.
 RecipeName = Literal[
     Literal["delayed", "current", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_4over6"],
-    Literal["nvfp4_row", "quartet_ii", "qat", "direct_e5m2", "hybrid", "unscaled"],
+    Literal["nvfp4_row", "qat", "direct_e5m2", "hybrid", "unscaled"],
 ]
 RecipeLike = Recipe | RecipeName
 

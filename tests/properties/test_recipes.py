@@ -99,7 +99,6 @@ any_quantizer = st.one_of(
         outer=st.sampled_from(["tensor", "row"]),
         **rounding,
     ),
-    st.builds(quantizers.Eden, signed, st.just((16, 1)), group=st.sampled_from([16, 128])),
 )
 rotations = (
     st.builds(Hadamard)
@@ -222,7 +221,6 @@ QUANTIZERS = (
     quantizers.Blockwise,
     quantizers.Current,
     quantizers.Delayed,
-    quantizers.Eden,
     quantizers.Rowwise,
     quantizers.TwoLevel,
     quantizers.Unit,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jfp8 import E2M1FN, recipes, scaled_dot_general
-from jfp8.quantizers import Blockwise, Eden, TwoLevel
+from jfp8.quantizers import Blockwise, TwoLevel
 from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.recipes.product import Product, Products
 
@@ -52,32 +52,7 @@ def test_mxfp4(stochastic, hadamard):
     assert products.fprop.powers_of_two
 
 
-def test_quartet_ii():
-    """The largest value of a block is scaled to 6 / 0.988125, and the tensor's scale to 256."""
-    target = 6 / 0.988125
-    eden = Eden(E2M1FN, (16, 1), targets=(target,), reach=256 * target, group=128)
-    found = recipes.QuartetII().products()
-    assert found.fprop == Product(FOUR_OVER_SIX, FOUR_OVER_SIX, fast_accumulation=True)
-    assert found.dgrad == found.wgrad
-    assert found.dgrad.rotation == RandomHadamard(128)
-    quantizer = found.dgrad.lhs
-    assert quantizer == found.dgrad.rhs
-    assert quantizer.targets == pytest.approx(eden.targets, rel=1e-12)
-    assert quantizer.reach == pytest.approx(eden.reach, rel=1e-12)
-    assert dataclasses.replace(quantizer, targets=eden.targets, reach=eden.reach) == eden
-    assert found.stochastic
-
-
 M, K, N, KEYS = 96, 80, 160, 64
-
-unbiased = pytest.mark.parametrize(
-    ("recipe", "error"),
-    [
-        (recipes.QuartetII(), 0.14),
-        pytest.param(recipes.MXFP4BlockScaling(), 0.235, marks=pytest.mark.slow),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
 
 
 @partial(jax.jit, static_argnames="recipe")
@@ -92,10 +67,9 @@ def products_of_keys(x, w, g, *, recipe):
     return jax.lax.map(one, jax.random.split(jax.random.key(0), KEYS), batch_size=16)
 
 
-@unbiased
-def test_the_mean_gradient_is_exact(recipe, error):
+def test_the_mean_gradient_is_exact():
     """The mean of 64 keys is 8 times as close as one; both rotations are padded."""
-    rng = np.random.default_rng(0)
+    rng, recipe = np.random.default_rng(0), recipes.MXFP4BlockScaling()
     x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((M, K), (K, N), (M, N)))
     drawn = [np.asarray(y, np.float64) for y in products_of_keys(x, w, g, recipe=recipe)]
     x, w, g = (a.astype(np.float64) for a in (x, w, g))
@@ -103,7 +77,7 @@ def test_the_mean_gradient_is_exact(recipe, error):
     assert (drawn[0] == drawn[0][0]).all()  # forward nothing is drawn
     for samples, exact in zip(drawn[1:], (g @ w.T, x.T @ g), strict=True):
         single = np.mean([relative(y, exact) for y in samples[:8]])
-        assert single == pytest.approx(error, rel=0.15)
+        assert single == pytest.approx(0.235, rel=0.15)
         # The noise of 7680 elements and more has a norm that is known to 1 %.
         assert relative(samples.mean(0), exact) == pytest.approx(single / 8, rel=0.15)
 
@@ -114,12 +88,13 @@ def test_without_a_key_rotations_follow_from_the_data():
     x, w, g = (np.random.default_rng(i).normal(size=(128, 128)) for i in range(3))
     x, w, g = (a.astype(np.float32) for a in (x, w, g))
     dot = partial(scaled_dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+    recipe = recipes.MXFP4BlockScaling(stochastic_rounding=False)
 
     @jax.jit
     def gradients(x, w, g):
-        return jax.vjp(partial(dot, recipe=recipes.QuartetII()), x, w)[1](g)
+        return jax.vjp(partial(dot, recipe=recipe), x, w)[1](g)
 
-    once, again, doubled = gradients(x, w, g), gradients(x, w, g), gradients(1.01 * x, 1.01 * w, g)
+    once, again, doubled = gradients(x, w, g), gradients(x, w, g), gradients(2 * x, 2 * w, g)
     for a, b, c in zip(once, again, doubled, strict=True):
         np.testing.assert_array_equal(a, b)
-        assert np.mean(np.isclose(c, 1.01 * a, rtol=1e-3)) < 0.5
+        assert np.mean(np.isclose(c, 2 * a, rtol=1e-3)) < 0.5

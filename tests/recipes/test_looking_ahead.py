@@ -27,7 +27,6 @@ CROSSES = {
     "nvfp4": True,
     "nvfp4_4over6": True,
     "nvfp4_row": False,
-    "quartet_ii": True,
     "qat": False,
     "direct_e5m2": False,
     "hybrid": True,

@@ -25,7 +25,6 @@ from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.qat import QuantizationAware
-from jfp8.recipes.quartet_ii import QuartetII
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeName
 from jfp8.recipes.rowwise import RowwiseScaling
@@ -41,7 +40,6 @@ NAMES = {
     "nvfp4": NVFP4BlockScaling,
     "nvfp4_4over6": NVFP4FourOverSix,
     "nvfp4_row": NVFP4RowScaling,
-    "quartet_ii": QuartetII,
     "qat": QuantizationAware,
     "direct_e5m2": DirectE5M2,
     "hybrid": Hybrid,
@@ -97,7 +95,6 @@ OTHER = {
     NVFP4BlockScaling: NVFP4_OTHER,
     NVFP4FourOverSix: NVFP4_OTHER,
     NVFP4RowScaling: NVFP4_OTHER,
-    QuartetII: {"accumulation": "f32_every_128"},
     QuantizationAware: {
         "weights": Blockwise(E4M3FN, (128, 128)),
         "activations": "rowwise",
@@ -234,9 +231,9 @@ def test_what_holds_for_every_recipe():
         assert products == recipe.products()
         assert hash(products) == hash(recipe.products())
         nvfp4 = (NVFP4BlockScaling, NVFP4FourOverSix, NVFP4RowScaling)
-        in_blocks = (Float8BlockScaling, MXFP8BlockScaling, MXFP4BlockScaling, QuartetII, *nvfp4)
+        in_blocks = (Float8BlockScaling, MXFP8BlockScaling, MXFP4BlockScaling, *nvfp4)
         assert products.matrices == isinstance(recipe, (*in_blocks, QuantizationAware))
-        at_random = getattr(recipe, "stochastic_rounding", isinstance(recipe, QuartetII))
+        at_random = getattr(recipe, "stochastic_rounding", False)
         at_random |= isinstance(recipe, MXFP4BlockScaling) and recipe.random_hadamard
         assert products.stochastic == getattr(recipe, "stochastic_gradients", at_random)
         assert (recipe.init_state() is not None) == isinstance(recipe, DelayedScaling)

@@ -140,7 +140,6 @@ NAMES = {
         "Rowwise(E4M3FN)",
         "TwoLevel(E2M1FN, rounding='stochastic', block_size=(16, 1), scale_fmt=E5M2)",
         "TwoLevel(E2M1FN, block_size=(16, 1), targets=(6.0, 4.0), reach=1536.0, outer='row')",
-        "Eden(E2M1FN, block_size=(16, 1), group=64)",
         "Hadamard()",
         "Blocks(transform='expand')",
         "Float(dtype='bfloat16')",

@@ -21,7 +21,6 @@ import numpy as np
 from jax import lax
 
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
-from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.recipe import Recipe
@@ -31,7 +30,7 @@ from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import SMALLEST_SCALE, reciprocal, scale_from_amax
 from jfp8.tracing.device import current_device
 
-_KNOWN = (Current, Delayed, Rowwise, Blockwise, TwoLevel, Eden, Unit)
+_KNOWN = (Current, Delayed, Rowwise, Blockwise, TwoLevel, Unit)
 
 
 class Quantized(NamedTuple):
