@@ -22,10 +22,15 @@ class CheckpointChange(UserWarning):
 
 @dataclass(frozen=True)
 class Log:
-    """The changes and problems that an upgrade has found so far."""
+    """The changes and problems that an upgrade has found so far.
 
+    `optimizers` are the paths of optimizer states, in which no stored array is converted.
+    """
+
+    optimizers: frozenset[tuple[str, ...]] = frozenset()
     changes: dict[str, list[str]] = field(default_factory=dict)  # the paths by kind of change
     problems: dict[str, str] = field(default_factory=dict)  # mismatches by path
+    hints: set[str] = field(default_factory=set)  # remedies for the problems
 
     def change(self, what: str, path: tuple[str, ...]) -> None:
         """Note that `what` happened to the entry at `path`."""
@@ -34,6 +39,11 @@ class Log:
     def problem(self, path: tuple[str, ...], what: str) -> None:
         """Note that `path`, which holds `what`, does not fit."""
         self.problems.setdefault(spelled(path), what)
+        self.hints.add(_OPTIMIZER if self.in_optimizer(path) else _MODEL)
+
+    def in_optimizer(self, path: tuple[str, ...]) -> bool:
+        """Return True if `path` belongs to an optimizer state."""
+        return any(path[: len(place)] == place for place in self.optimizers)
 
     def close(self, strict: bool) -> None:
         """Raise ``ValueError`` of problems, or else warn of changes, which raise if `strict`."""
@@ -42,8 +52,7 @@ class Log:
             shown = found[: 2 * _MOST_NAMED]
             if len(found) > len(shown):
                 shown.append(f"  and {len(found) - len(shown)} more")
-            in_optimizer = {"opt_state" in path.split("/") for path in self.problems}
-            hints = [hint for place, hint in _HINTS.items() if place in in_optimizer]
+            hints = sorted(self.hints)
             raise ValueError("\n".join(["The checkpoint does not fit the target.", *shown, *hints]))
         changes = [f"{what}{_listed(paths)}." for what, paths in self.changes.items()]
         if strict and changes:
@@ -57,15 +66,16 @@ class Log:
             warnings.warn(message, CheckpointChange, stacklevel=user_level())
 
 
-# Remedies for problems in an optimizer state, and for others.
-_HINTS = {
-    True: "Only the FP8 parts of an optimizer state are converted. Restore with the optimizer that "
-    "was saved, or begin with a fresh one from the parameters alone: "
-    'upgrade({"params": saved["params"]}, target).',
-    False: "Only FP8 state is added, dropped or converted. Restore into the model that was saved, "
+_OPTIMIZER = (
+    "An optimizer state is restored into the optimizer that was saved, with the same wrappers and "
+    "storages. To continue with another optimizer, start it from the parameters alone: "
+    'upgrade({"params": saved["params"]}, target), for saved = load(path).'
+)
+_MODEL = (
+    "Only FP8 state is added, dropped or converted. Restore into the model that was saved, "
     "or rename and reshape in the state dict first: saved = load(path); "
-    'saved["params"]["new"] = saved["params"].pop("old").',
-}
+    'saved["params"]["new"] = saved["params"].pop("old").'
+)
 
 
 def spelled(path: tuple[str, ...]) -> str:

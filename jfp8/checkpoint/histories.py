@@ -131,6 +131,17 @@ def filled(target: Mapping[str, Any], fp8: Any, log: Log) -> dict[str, Any]:
     return found
 
 
+def without_gradients(state: Any, log: Log) -> Any:
+    """Empty the histories of gradients in nested dicts: their loss scale is not known."""
+    for product in product_paths(state):
+        for place, history in walk(at(state, product)["grad"], (*product, "grad")):
+            if np.any(np.asarray(history)):
+                what = "Amax histories of gradients start empty: their loss scale is not known"
+                log.change(what, place[:-1])
+            state = put(state, place, np.zeros_like(history))
+    return state
+
+
 def newest_first(history: np.ndarray) -> np.ndarray:
     """Move empty slots and invalid amaxes, as zeros, to the end of `history`."""
     kept = _possible(history)

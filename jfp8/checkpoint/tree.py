@@ -1,9 +1,8 @@
 """Pytrees as nested dicts of names, as in ``flax.serialization.to_state_dict``, and back.
 
 A checkpoint has names, not types. This file gives both sides of an upgrade the same form: names of
-dict entries, fields and positions as keys, and arrays as leaves, or objects that stand for an array
-(`ScaledArray` and the forms of stored moments). Empty containers are omitted, because not every
-file format stores them.
+dict entries, fields and positions as keys, and arrays and instances of `ScaledArray` as leaves.
+Empty containers are omitted, because not every file format stores them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from flax import nnx
 
 from jfp8.checkpoint.changes import spelled
 from jfp8.checkpoint.state_dict import MOST_DEPTH
-from jfp8.optim.stored_state import is_stored
+from jfp8.optim.stored_state import StoredState
+from jfp8.scaling.arrays import ScaledArray
 
 Path: TypeAlias = tuple[str, ...]
 Nested: TypeAlias = dict[str, Any]
@@ -35,7 +35,7 @@ def nested(tree: Any, path: Path = ()) -> Any:
         )
     if isinstance(tree, nnx.Variable):
         tree = tree.get_value()
-    if is_stored(tree):
+    if isinstance(tree, ScaledArray):
         return tree
     if isinstance(tree, Mapping):
         children = list(tree.items())
@@ -93,17 +93,17 @@ def put(tree: Any, path: Path, value: Any) -> Any:
     return {**entries, path[0]: put(entries.get(path[0]), path[1:], value)}
 
 
-def optimizer_states(target: Any) -> set[Path]:
-    """Return the paths of optimizer states: the outermost tuples, and every ``opt_state``."""
+def optimizer_states(target: Any) -> frozenset[Path]:
+    """Return the paths of optimizer states: every ``opt_state``, and every `StoredState`."""
     found = set()
-    is_leaf = lambda x: _is_leaf(x) or isinstance(x, tuple)
+    is_leaf = lambda x: _is_leaf(x) or isinstance(x, StoredState)
     for keys, leaf in jax.tree_util.tree_flatten_with_path(target, is_leaf=is_leaf)[0]:
         path = tuple(map(_name, keys))
         if "opt_state" in path:
             found.add(path[: path.index("opt_state") + 1])
-        elif isinstance(leaf, tuple) and not _is_leaf(leaf):
+        elif isinstance(leaf, StoredState):
             found.add(path)
-    return found
+    return frozenset(found)
 
 
 def described(x: Any) -> str:
@@ -111,7 +111,7 @@ def described(x: Any) -> str:
     if isinstance(x, dict):
         names = sorted(x)[:3]
         return f"a dict with {', '.join(map(repr, names))}{', ...' if len(x) > 3 else ''}"
-    if is_stored(x):
+    if isinstance(x, ScaledArray):
         return f"{described(x.data)} with scales"
     if hasattr(x, "dtype"):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
@@ -119,7 +119,7 @@ def described(x: Any) -> str:
 
 
 def _is_leaf(node: Any) -> bool:
-    return isinstance(node, nnx.Variable) or is_stored(node)
+    return isinstance(node, nnx.Variable | ScaledArray)
 
 
 def _name(key: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,18 +13,15 @@ from flax.training.train_state import TrainState as FlaxTrainState
 from jfp8.checkpoint import histories, tree, values
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.flax_fp8_ops import COLLECTION, as_fp8
-from jfp8.checkpoint.optimizers import arranged, rescaled, unmastered
 from jfp8.checkpoint.tree import Nested, Path
 from jfp8.layers.linen.state_in_gradients import NAME
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
+from jfp8.optim.loss_scale_state import LossScaleState
 from jfp8.optim.masters import init_masters
-from jfp8.optim.stored_state import is_stored
-from jfp8.optim.wrapping import has_master_weights
+from jfp8.optim.wrapping import has_master_weights, states_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.training.skipped import COUNTERS
 from jfp8.training.state import TrainState
-
-_NUMBERS = (*COUNTERS, "examples")  # Older states have the last one, which is dropped.
 
 
 def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
@@ -41,21 +38,18 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     ``_overwrite_with_gradient``, Flax's FP8 state  it becomes ``fp8``, see `from_flax_fp8_ops`
     parameters in f32 or bf16, in FP8               they are quantized with scales like those of
                                                     the target, or dequantized
-    `master_weights`                                masters start from the parameters as they were
-                                                    saved, or take their place
-    moments in f32, in few bits                     they are encoded, rounding to nearest, or
-                                                    decoded
-    `loss_scale`                                    a new one begins, or it is dropped, and
-                                                    histories of gradients follow
-    parameters alone, for a `TrainState`            the step is 0, the optimizer starts afresh
+    parameters alone, for a `TrainState`            the step is 0, the optimizer starts afresh, with
+                                                    masters from the parameters as they were saved;
+                                                    with a loss scale, so do gradients' histories
     ==============================================  ===============================================
 
     What is not FP8 state has to be there, under the same names and with the same shapes. Floating
     dtypes may differ. A training state can be the target of another one, also between
     `jfp8.TrainState` and Flax's; variables can be taken out of one.
 
-    A moment in `Blocks` does not say whether it was stored with ``transform="sqrt"``; it is read as
-    a plain one. Convert moments stored that way with their storage's own ``decode``.
+    An optimizer state is restored into the optimizer that was saved, with the same wrappers and
+    storages. For another optimizer, upgrade the parameters alone: ``{"params":
+    saved["params"]}``.
 
     Args:
       saved: a state dict, such as `jfp8.checkpoint.load` returns, or any pytree.
@@ -69,7 +63,8 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
 
     Raises:
       ValueError: something that is not FP8 state is missing, is extra, or has another shape or kind
-        of dtype; with `strict`, also instead of every warning. The message names the paths.
+        of dtype; another optimizer was saved; with `strict`, also instead of every warning. The
+        message names the paths.
 
     Warns:
       CheckpointChange: once for each kind of change.
@@ -86,38 +81,27 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     >>> str(told[0].message).split(" (")[0]
     'Amax histories that the checkpoint lacks start empty'
     """
-    state, wanted, log = tree.nested(saved), tree.nested(target), Log()
+    state, wanted = tree.nested(saved), tree.nested(target)
+    log = Log(tree.optimizer_states(target))
     # A checkpoint that says nothing about the optimizer, for a training state.
     afresh = isinstance(target, TrainState | FlaxTrainState) and isinstance(state, dict)
     afresh = afresh and not {"step", "opt_state"} & set(state)
-    state_like_target = _arranged(wanted, state, tree.optimizer_states(target), afresh, log)
     if afresh:
+        log.change("Parameters alone: the step is 0, the optimizer starts afresh", ())
         wanted = {name: child for name, child in wanted.items() if name != "opt_state"}
-    leaves = _fitted(wanted, state_like_target, (), log)
+    arranged = state
+    for path in _models(wanted, ()):
+        model = tree.at(state, path)
+        if model is None or isinstance(model, dict):
+            model = _model(tree.at(wanted, path), model or {}, afresh, path, log)
+            arranged = tree.put(arranged, path, model)
+    if afresh and states_of(LossScaleState, target.opt_state):
+        arranged = histories.without_gradients(arranged, log)
+    leaves = _fitted(wanted, arranged, (), log)
     log.close(strict)
     if afresh:
         return _with_fresh_optimizer(target, leaves, state.get("params", state))
     return tree.rebuilt(target, leaves)
-
-
-def _arranged(target: Any, saved: Any, optimizers: Iterable[Path], afresh: bool, log: Log) -> Any:
-    """Arrange a checkpoint like the target: collections, and the parts of optimizer states.
-
-    `optimizers` are the paths of the optimizer states in the target. `afresh`: it is a training
-    state that gets a new optimizer state afterwards.
-    """
-    models = list(_models(target, ()))
-    names = {path[:-1]: path[-1] for path in optimizers if path[:-1] in models}
-    for path in models:
-        model = tree.at(saved, path)
-        if model is None or isinstance(model, dict):
-            pair = tree.at(target, path), model or {}
-            saved = tree.put(saved, path, _model(*pair, names.get(path), afresh, path, log))
-    for path in optimizers:
-        before, after = tree.at(saved, path), tree.at(target, path) or {}
-        if path[:-1] not in models and before is not None:
-            saved = tree.put(saved, path, arranged(after, before, path, {}, log))
-    return saved
 
 
 def _models(target: Any, path: Path) -> Iterator[Path]:
@@ -129,35 +113,23 @@ def _models(target: Any, path: Path) -> Iterator[Path]:
             yield from _models(child, (*path, name))
 
 
-def _model(
-    target: Nested, saved: Nested, optimizer: str | None, afresh: bool, path: Path, log: Log
-) -> Nested:
-    """Arrange a saved model or training state; `optimizer` is the name of the target's state."""
+def _model(target: Nested, saved: Nested, afresh: bool, path: Path, log: Log) -> Nested:
+    """Arrange a saved model or training state like the target: its collections and counters.
+
+    `afresh`: the target is a training state, and the checkpoint has parameters alone.
+    """
     places, sources = _collections(target), _collections(saved)
-    wanted = {name: tree.at(target, place) for name, place in places.items()}
     given = {name: tree.at(saved, place) for name, place in sources.items()}
-    if not set(given) & {"params", *wanted}:
+    if not set(given) & {"params", *places}:
         given = {"params": given}
     # A model is taken out of a training state by leaving the rest where it is.
-    if optimizer is None and "step" not in wanted:
-        given = {k: v for k, v in given.items() if k not in (*_NUMBERS, "opt_state")}
-    if COLLECTION in given and COLLECTION not in wanted:
-        state = given.pop(COLLECTION)
-        given["fp8"] = as_fp8(state, wanted, (*path, COLLECTION), log)
-    if afresh:
-        log.change("Parameters alone: the step is 0, the optimizer starts afresh", path)
-        given = {"step": 0, **given}
-    given = _with_counters(given, wanted)
-    if optimizer is not None:
-        before, after = given.pop(optimizer, {}), wanted.get(optimizer, {})
-        if not afresh:
-            params, place = given.get("params", {}), (*path, *places["params"])
-            given["params"] = unmastered(wanted["params"], params, before, after, place, log)
-            given[optimizer] = arranged(after, before, (*path, optimizer), params, log)
-        if "fp8" in places:
-            place = (*path, *places["fp8"])
-            given["fp8"] = rescaled(given.get("fp8"), before, after, afresh, place, log)
+    if not {"step", "opt_state"} & set(places):
+        given = {k: v for k, v in given.items() if k not in (*COUNTERS, "opt_state")}
+    if COLLECTION in given and COLLECTION not in places:
+        wanted = {name: tree.at(target, place) for name, place in places.items()}
+        given["fp8"] = as_fp8(given.pop(COLLECTION), wanted, (*path, COLLECTION), log)
     new: Nested = {}
+    given = _with_counters({"step": 0, **given} if afresh else given, target)
     for name, value in given.items():
         new = tree.put(new, (sources | places).get(name, (name,)), value)
     return new
@@ -167,7 +139,7 @@ def _with_counters(given: Nested, wanted: Nested) -> Nested:
     """Return a training state with the counters of the target; older states lack some."""
     if "step" not in given:
         return given
-    known = {name: wanted.get(name) for name in _NUMBERS[1:]}
+    known = {name: wanted.get(name) for name in COUNTERS[1:]}
     kept = {name: child for name, child in given.items() if known.get(name, child) is not None}
     if not kept.keys() & known.keys():
         kept |= {n: np.zeros((), leaf.dtype) for n, leaf in known.items() if leaf is not None}
@@ -252,7 +224,7 @@ def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> A
     opt_state = type(target).create(apply_fn=target.apply_fn, tx=target.tx, **given).opt_state
     if not is_flax and has_master_weights(opt_state):
         wide = {
-            place: values.decoded(tree.at(saved, place)) if is_stored(leaf) else leaf
+            place: values.decoded(tree.at(saved, place)) if isinstance(leaf, ScaledArray) else leaf
             for place, leaf in tree.walk(tree.nested(new.params))
         }
         opt_state = init_masters(opt_state, tree.rebuilt(new.params, wide))
@@ -263,9 +235,7 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
     """Return the variables of the same model without jfp8: no FP8 state, no parameters in FP8.
 
     Parameters that are stored in FP8 become the values that matmuls used, ``data * scale``; all
-    others stay as they are, bit for bit. To go on training in high precision, from the master
-    weights and with the moments of the optimizer, create the training state of the plain model, and
-    call `jfp8.checkpoint.upgrade` with it as the target.
+    others stay as they are, bit for bit.
 
     Args:
       state: a `jfp8.TrainState`, the variables of a model, a state dict of either, or an NNX state.
@@ -301,7 +271,7 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
     state = dict(state)
     left_out = {"fp8", "fp8_sink", COLLECTION}
     if "opt_state" in state:
-        left_out |= {"opt_state", *_NUMBERS}
+        left_out |= {"opt_state", *COUNTERS}
     collections = {
         name: tree.at(state, place)
         for name, place in _collections(state).items()

@@ -1,12 +1,6 @@
-"""The hub of all conversions: decode one array to f32, and encode it like another one. ::
+"""The two forms of an array in a checkpoint, plain and `ScaledArray`, converted into each other.
 
-    plain array        f32, bf16, f16, integers, random keys
-    `ScaledArray`      FP8 parameters, moments in `Blocks`
-    `HalfArray`        moments in `ScaledFloat16`
-    `ExpandedArray`    moments in ``Blocks(transform="expand")``
-
-The form of both sides follows from their structure: in a state dict ``{"data", "scale"}`` and
-``{"data", "amax", "power"}`` stand for one array each.
+In a state dict ``{"data", "scale"}`` stands for a `ScaledArray`.
 """
 
 from __future__ import annotations
@@ -21,9 +15,6 @@ from jax.sharding import AbstractMesh
 
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.tree import Path, described
-from jfp8.optim.blocks import Blocks, ExpandedArray
-from jfp8.optim.storage import HalfArray, ScaledFloat16, Storage
-from jfp8.optim.stored_state import is_stored
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 from jfp8.scaling.formats import E8M0FNU, FORMATS, format_of
 from jfp8.scaling.granularity import Block, PerTensor
@@ -34,18 +25,19 @@ _DATA = tuple(fmt.dtype for fmt in FORMATS if fmt is not E8M0FNU)
 
 
 def fitted(target: Any, saved: Any, path: Path, log: Log) -> Any:
-    """Return `saved`, of any form, in the form, shape and dtype of `target`, and on its devices.
+    """Return `saved` in the form, shape and dtype of `target`, and on its devices.
 
-    `log` records changes. A ``ValueError`` gives the reason why `saved` cannot fit, not the path.
+    `log` records changes, and knows where forms may not change. A ``ValueError`` gives the reason
+    why `saved` cannot fit, not the path.
     """
     saved = stored_form(saved)
     if isinstance(target, ScaledArray):
         target = replace(target, carrier=None)
-    if not is_stored(target) and not hasattr(target, "dtype"):
+    elif not hasattr(target, "dtype"):
         return _number(target, saved)
-    if not is_stored(saved):
+    if not isinstance(saved, ScaledArray):
         saved = _array(target, saved)
-    wanted = tuple(target.data.shape if is_stored(target) else target.shape)
+    wanted = tuple(target.shape)
     if wanted != tuple(saved.shape):
         raise ValueError(f"the target has shape {wanted}, the checkpoint {tuple(saved.shape)}")
     if not _same_form(target, saved):
@@ -55,18 +47,19 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> Any:
 
 
 def _converted(target: Any, saved: Any, path: Path, log: Log) -> Any:
-    new = None
-    if is_stored(target) or _is_wide_float(target.dtype):
-        values = decoded(saved, path, log)
-        new = None if values is None else _encoded(target, values, path, log)
-    elif not is_stored(saved) and {saved.dtype.kind, target.dtype.kind} <= set("iu"):
+    new, plain = None, not isinstance(target, ScaledArray) and not isinstance(saved, ScaledArray)
+    if not plain and log.in_optimizer(path):
+        raise _other_kind(target, saved)
+    if isinstance(target, ScaledArray) or _is_wide_float(target.dtype):
+        values = decoded(saved)
+        new = None if values is None else _encoded(target, values)
+    elif plain and {saved.dtype.kind, target.dtype.kind} <= set("iu"):
         host = np.asarray(saved)
         new = host.astype(target.dtype)
         if np.any((new.astype(host.dtype) != host) | ((new < 0) != (host < 0))):
             raise _too_large(saved, target)
     if new is None:
         raise _other_kind(target, saved)
-    plain = not (is_stored(target) or is_stored(saved))
     exact = plain and (
         saved.dtype.kind in "iu" or jnp.promote_types(saved.dtype, target.dtype) == target.dtype
     )
@@ -75,33 +68,28 @@ def _converted(target: Any, saved: Any, path: Path, log: Log) -> Any:
     return new
 
 
-def decoded(saved: Any, path: Path = (), log: Log | None = None) -> np.ndarray | None:
+def decoded(saved: Any) -> np.ndarray | None:
     """Return the values of an array of a checkpoint in any form; None if they are not floats."""
     saved = stored_form(saved)
     if isinstance(saved, ScaledArray):
         return np.asarray(jax.tree.map(jnp.asarray, saved).dequantize())
-    if is_stored(saved):
-        storage = _storage(saved, path, log or Log())
-        return np.asarray(storage.decode(jax.tree.map(jnp.asarray, saved)))
     return np.asarray(saved) if _is_wide_float(saved.dtype) else None
 
 
-def _encoded(target: Any, values: np.ndarray, path: Path, log: Log) -> Any:
+def _encoded(target: Any, values: np.ndarray) -> Any:
     """Encode `values` in the form of `target`, rounding to nearest."""
-    if not is_stored(target):
+    if not isinstance(target, ScaledArray):
         with np.errstate(over="ignore"):
             new = values.astype(target.dtype)
         if np.any(np.isfinite(values) & ~np.isfinite(new)):
             raise _too_large(values, target)
         return new
     x = jnp.asarray(values.astype(np.float32))
-    if isinstance(target, ScaledArray):
-        return replace(_quantized(target, x), block=target.block)
-    return _storage(target, path, log).encode(x, jnp.zeros((2,), jnp.uint32))
+    return replace(_quantized(target, x), block=target.block)
 
 
 def stored_form(saved: Any) -> Any:
-    """Return the stored array with the state dict `saved`; ``ValueError`` for other dicts."""
+    """Return the `ScaledArray` with the state dict `saved`; ``ValueError`` for other dicts."""
     if isinstance(saved, ScaledArray):
         return replace(saved, carrier=None)
     if not isinstance(saved, dict):
@@ -109,23 +97,18 @@ def stored_form(saved: Any) -> Any:
     found = from_fields(saved)
     if found is None:
         raise ValueError(f"the target has an array here, the checkpoint {described(saved)}")
-    if isinstance(found, ScaledArray):
-        check_scale_shape(found)
+    check_scale_shape(found)
     return found
 
 
-def from_fields(node: Any) -> Any:
-    """Return the stored array with the state dict `node`; None for other dicts."""
+def from_fields(node: Any) -> ScaledArray | None:
+    """Return the `ScaledArray` with the state dict `node`; None for other dicts."""
     if not isinstance(node, dict) or "data" not in node:
         return None
     dtypes = {name: _dtype(leaf) for name, leaf in node.items()}
     data = dtypes.pop("data")
-    if dtypes == {"amax": jnp.bfloat16, "power": jnp.bfloat16} and data in (*_DATA, E8M0FNU.dtype):
-        return ExpandedArray(node["data"], node["amax"], node["power"])
-    if dtypes == {"scale": jnp.float32} and data == jnp.float16 and node["scale"].ndim == 0:
-        return HalfArray(node["data"], node["scale"])
     if set(dtypes) in ({"scale"}, {"scale", "block"}) and data in _DATA:
-        scale = from_fields(node["scale"]) if dtypes["scale"] is None else node["scale"]
+        scale: Any = from_fields(node["scale"]) if dtypes["scale"] is None else node["scale"]
         inner = scale.scale if isinstance(scale, ScaledArray) else scale
         if _dtype(inner) in (jnp.float32, E8M0FNU.dtype):
             return ScaledArray(node["data"], scale, _block(node.get("block")))
@@ -139,13 +122,6 @@ def _block(block: Any) -> tuple[int, ...] | None:
     if sizes.dtype.kind not in "iu" or sizes.ndim != 1 or not np.all(sizes > 0):
         raise ValueError(f"blocks of an array are {described(sizes)}, not sizes above 0")
     return tuple(sizes.tolist())
-
-
-def _storage(stored: HalfArray | ExpandedArray, path: Path, log: Log) -> Storage:
-    if isinstance(stored, HalfArray):
-        return ScaledFloat16()
-    block = _only_block(stored, path, log)
-    return Blocks(format_of(stored.data.dtype), block, transform="expand")
 
 
 def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
@@ -169,30 +145,6 @@ def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
     largest = amax(values, granularity)
     scales, inverse = two_level_scale(largest, fmt, format_of(scale.data.dtype))
     return quantize_with_scale(values, scales, fmt, block=target.block, inverse=inverse)
-
-
-def _only_block(stored: ExpandedArray, path: Path, log: Log) -> int | None:
-    """Return the elements per scale, or else the only power of two that gives as many scales."""
-    shape, scales = tuple(stored.data.shape), tuple(stored.amax.shape)
-    if not scales:
-        return None
-    if scales[:-1] != shape[:-1] or stored.power.shape != scales or len(scales) != len(shape):
-        raise ValueError(f"data of shape {shape} cannot have an amax of shape {scales}")
-    n, m = shape[-1], scales[-1]
-    if n == 0 or m == 1:
-        return max(n, 1)
-    powers = (1 << i for i in range(n.bit_length()))
-    possible = {b for b in (n // max(m, 1), *powers) if b and -(-n // b) == m}
-    if len(possible) != 1:
-        choices = " or ".join(map(str, sorted(possible))) or "no number"
-        raise ValueError(
-            f"{m} scales for {n} elements may belong to blocks of {choices}, and a checkpoint does "
-            "not say which. Restore into a target with the optimizer that was saved, and decode "
-            "the moments by its storage: Blocks(block=..., transform='expand').decode(moment)"
-        )
-    (block,) = possible
-    log.change(f"Moments are taken to be in blocks of {block}", path)
-    return block
 
 
 def _same_form(target: Any, saved: Any) -> bool:
@@ -253,12 +205,8 @@ def placed(value: Any, like: Any) -> Any:
 
 def _kind(stored: Any) -> str:
     """Name the form of an array."""
-    if not is_stored(stored):
+    if not isinstance(stored, ScaledArray):
         return str(stored.dtype)
-    if isinstance(stored, HalfArray):
-        return "float16 with one scale"
-    if isinstance(stored, ExpandedArray):
-        return f"{stored.data.dtype} in expanded blocks"
     scale = stored.scale
     if isinstance(scale, ScaledArray):
         return f"{stored.data.dtype} with scales of two levels"

@@ -16,7 +16,7 @@ from jfp8.optim.storage import Storage
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import codes_of, codes_to_format, decode, encode
-from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, as_format, format_of
+from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, as_format
 from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import (
@@ -163,8 +163,7 @@ class Blocks(Storage):
 
     def decode(self, stored: ScaledArray | ExpandedArray) -> jax.Array:
         if isinstance(stored, ExpandedArray):
-            of_levels = stored.data.dtype == E8M0FNU.dtype
-            return (self._from_levels if of_levels else self._contract)(stored)
+            return (self._contract if self.fmt.signed else self._from_levels)(stored)
         values = scaled_values(stored)
         return values * jnp.abs(values) if self.transform == "sqrt" else values
 
@@ -215,8 +214,7 @@ class Blocks(Storage):
     def _contract(self, stored: ExpandedArray) -> jax.Array:
         y, block = decode(stored.data), self._block_of(stored.data)
         largest, power = stored.amax.astype(jnp.float32), stored.power.astype(jnp.float32)
-        # The format of the data itself: in an older state it may be another one.
-        relative = jnp.abs(y) * np.float32(1 / format_of(stored.data.dtype).max)
+        relative = jnp.abs(y) * np.float32(1 / self.fmt.max)
         relative = jnp.exp2(apply_scale(jnp.log2(relative), np.float32(1.0) / power, block))
         return jnp.copysign(apply_scale(relative, largest, block), y)
 

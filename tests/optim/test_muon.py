@@ -175,7 +175,7 @@ def test_each_device_takes_its_share(products):
 
 
 def test_checkpoints_of_optax_and_of_other_devices(tmp_path):
-    """A state goes on as if it had not been saved; one of optax is rounded."""
+    """A state goes on as if it had not been saved; one of optax is another storage's."""
     tx, start = muon(0.02), normal(99, {"w": (64, 64)})
     whole, _ = train(tx, 4, params=start)
     params, state = train(tx, 2, params=start)
@@ -189,11 +189,8 @@ def test_checkpoints_of_optax_and_of_other_devices(tmp_path):
     assert_same(params, whole)
 
     _, theirs = train(optax.contrib.muon(0.02), 2, params=start)
-    with pytest.warns(jfp8.checkpoint.CheckpointChange, match="become float8_e4m3fn in expanded"):
-        upgraded = jfp8.checkpoint.upgrade(theirs, state)
-    expected = theirs.inner_states["muon"].inner_state[0].mu["w"]
-    decoded = DEFAULT.mu.decode(momentum_of(upgraded)["w"])
-    np.testing.assert_allclose(decoded, expected, rtol=0.07, atol=2e-4)
+    with pytest.raises(ValueError, match="with the same wrappers and storages"):
+        jfp8.checkpoint.upgrade(theirs, state)
 
 
 def test_o2_stores_the_momentum_of_optax():

@@ -317,14 +317,6 @@ def test_what_has_no_level_shows(bad):
     assert round_trip(LOT, x)[2, 130] == 0
 
 
-def test_a_moment_of_before_is_read_in_its_own_format():
-    """States of E4M3, expanded or not, go on in levels."""
-    x = moments() ** 2
-    for before in (Blocks(transform="expand"), Blocks()):
-        kept = encode(before, x)
-        np.testing.assert_array_equal(decoded(kept), np.asarray(jax.jit(before.decode)(kept)))
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
