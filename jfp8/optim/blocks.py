@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,13 +25,12 @@ from jfp8.scaling.scales import (
     SMALLEST_SCALE,
     ScaleRounding,
     quantize_with_scale,
-    reciprocal_factors,
     scale_from_amax,
 )
 
-Transform = Literal[None, "sqrt", "expand"]
+Transform = Literal[None, "expand"]
 ROUNDINGS = ("nearest_even", "stochastic")
-TRANSFORMS: tuple[str | None, ...] = (None, "sqrt", "expand")
+TRANSFORMS: tuple[str | None, ...] = (None, "expand")
 
 # Limits of "expand". Squares of gradients that span more than 48 binades come from gradients that
 # f32 could not even add. To represent them would cost the other elements of the block their
@@ -65,7 +64,6 @@ class Blocks(Storage):
     """FP8 with one scale for every block of elements along the last axis. ::
 
         None:       data = fmt(x / scale)               scale = amax / fmt.max
-        "sqrt":     data = fmt(sqrt|x| / scale)         scale = sqrt(amax) / fmt.max
         "expand":   data = fmt(fmt.max * (|x| / amax)^power)
 
     all with the sign of ``x``. The power of ``"expand"`` stretches the range of the block, from its
@@ -86,9 +84,9 @@ class Blocks(Storage):
     Data has the shape of the array and scales have its leading dimensions, so that a sharding of
     the array applies to both. The last block of a row may be shorter.
 
-    With ``rounding="stochastic"`` the decoded value is unbiased: one of the two neighbours, which a
-    transform spaces unevenly, is drawn with probabilities given by the distances of the values. In
-    E8M0 the logarithm is unbiased instead, since ``1 / sqrt(v)`` then nearly is.
+    With ``rounding="stochastic"`` the decoded value is unbiased: one of the two neighbours, which
+    ``"expand"`` spaces unevenly, is drawn with probabilities given by the distances of the values.
+    In E8M0 the logarithm is unbiased instead, since ``1 / sqrt(v)`` then nearly is.
 
     Attributes:
       fmt: format of the data.
@@ -164,28 +162,14 @@ class Blocks(Storage):
     def decode(self, stored: ScaledArray | ExpandedArray) -> jax.Array:
         if isinstance(stored, ExpandedArray):
             return (self._contract if self.fmt.signed else self._from_levels)(stored)
-        values = scaled_values(stored)
-        return values * jnp.abs(values) if self.transform == "sqrt" else values
+        return scaled_values(stored)
 
     def _scale(self, x: jax.Array, largest: jax.Array, bits: jax.Array | None) -> ScaledArray:
         fmt, block = self.fmt, self._block_of(x)
         if block is not None and x.shape[-1] % block[-1] == 0:
             block = None  # which the shape of the scales says as well
-        root = self.transform == "sqrt"
-        scale = scale_from_amax(
-            jnp.sqrt(largest) if root else largest,
-            fmt,
-            scale_rounding=self.scale_rounding,
-            poison=True,
-        )
-        source = jnp.copysign(jnp.sqrt(jnp.abs(x)), x) if root else x
-        if not root or bits is None:
-            return quantize_with_scale(source, scale, fmt, self.rounding, bits, block)
-        y = jnp.abs(source)
-        for factor in reciprocal_factors(scale):
-            y = apply_scale(y, factor, block)
-        q = ScaledArray(source, scale, block)
-        return replace(q, data=self._drawn(x, y, q, bits))
+        scale = scale_from_amax(largest, fmt, scale_rounding=self.scale_rounding, poison=True)
+        return quantize_with_scale(x, scale, fmt, self.rounding, bits, block)
 
     def _expand(
         self, x: jax.Array, measured: tuple[jax.Array, ...], bits: jax.Array | None
@@ -232,22 +216,14 @@ class Blocks(Storage):
         top, per_binade = stored.amax.astype(jnp.float32), stored.power.astype(jnp.float32)
         return levels.values(codes_of(stored.data), top, per_binade, self._block_of(stored.data))
 
-    def _drawn(
-        self, x: jax.Array, y: jax.Array, q: ScaledArray | ExpandedArray, bits: jax.Array
-    ) -> jax.Array:
+    def _drawn(self, x: jax.Array, y: jax.Array, q: ExpandedArray, bits: jax.Array) -> jax.Array:
         """Round `x`, whose transformed magnitudes are `y`, stochastically.
 
         The probability comes from the distances of the decoded values:
         ``P(up) = (|x| - low) / (high - low)``. Distances of the ``y`` would decode to too large a
         mean, as roots are concave.
         """
-
-        def value(codes: jax.Array) -> jax.Array:
-            data = codes_to_format(codes, self.fmt)
-            return self.decode(
-                q._replace(data=data) if isinstance(q, ExpandedArray) else replace(q, data=data)
-            )
-
+        value = lambda codes: self._contract(q._replace(data=codes_to_format(codes, self.fmt)))
         below = encode(y, self.fmt, "toward_zero")
         below = jnp.minimum(below, np.uint8(self.fmt.max_code - 1))
         low, high = value(below), value(below + np.uint8(1))

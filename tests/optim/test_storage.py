@@ -21,7 +21,7 @@ BLOCKS = [
     for fmt in FORMATS
     for block in ((128, None) if fmt is E4M3FN else (128,))
     for rounding in ("nearest_even", "stochastic")
-    for transform in (None, "sqrt", "expand")
+    for transform in (None, "expand")
 ]
 STORAGES = [
     Float(),
@@ -125,9 +125,6 @@ def largest_error(storage: Blocks, x: np.ndarray) -> np.ndarray:
         a = np.abs(part)
         if storage.transform is None:
             bound[here] = np.maximum(half * a, subnormal * a.max())
-        elif storage.transform == "sqrt":
-            step = np.maximum(half * np.sqrt(a), subnormal * np.sqrt(a.max()))
-            bound[here] = (np.sqrt(a) + step) ** 2 - a
         else:
             # The smallest element is 2.28 of the smallest codes: the next one is 44 % away.
             k = coat(part, fmt)[2]
@@ -330,7 +327,7 @@ def test_what_has_no_level_shows(bad):
         (lambda: Blocks(block=0), ValueError, "block=0.*number of elements along the last axis"),
         (lambda: Blocks(block=(1, 128)), ValueError, "or None for one scale"),
         (lambda: Blocks(rounding="up"), ValueError, "'up'.*Allowed: 'nearest_even', 'stochastic'"),
-        (lambda: Blocks(transform="log"), ValueError, "'log'.*Allowed: None, 'sqrt', 'expand'"),
+        (lambda: Blocks(transform="log"), ValueError, "'log'.*Allowed: None, 'expand'"),
         (lambda: Blocks(scale_rounding="up"), ValueError, "'up'.*Allowed: None, 'power_of_two'"),
         (
             lambda: Blocks(transform="expand", scale_rounding="power_of_two"),
