@@ -31,7 +31,7 @@ import numpy as np
 
 from jfp8.checkpoint import histories
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.tree import Nested, Path, described, nested
+from jfp8.checkpoint.tree import Nested, Path, described, nested, walk
 from jfp8.layers.linen.state_in_gradients import NAME, histories_in
 
 COLLECTION = "_overwrite_with_gradient"
@@ -87,25 +87,18 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
 
 def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
     """Convert Flax's `collection`, at `path`, to the layout of ``fp8`` in the nested `target`."""
-    return histories.renamed(_products(collection, path, (), log), target.get("fp8", {}), path, log)
-
-
-def _products(node: Any, path: Path, at: Path, log: Log) -> dict[Path, histories.Tensors]:
-    """Return the histories of every matmul in Flax's collection, newest first, by their paths."""
-    if not isinstance(node, dict):
-        log.problem((*path, *at), f"{described(node)}, which is no state of Flax's FP8 layers")
-        return {}
-    if set(node) >= _NAMES and at:
-        tensors = {role: node[f"{name}_amax_history"] for role, name in _ROLES.items()}
-        if histories.are_alike(tensors):
-            return {at: {role: histories.unrolled(ring) for role, ring in tensors.items()}}
-        shapes = ", ".join(map(described, tensors.values()))
-        log.problem((*path, *at), f"histories are {shapes}, not f32 arrays of one shape")
-        return {}
-    if set(node) == {NAME}:  # of a jfp8 model with this `state_collection`
-        tensors = histories_in(node)
-        return {at: {role: np.asarray(tensors[role]["amax_history"]) for role in _ROLES}}
     found: dict[Path, histories.Tensors] = {}
-    for name, child in node.items():
-        found |= _products(child, path, (*at, name), log)
-    return found
+    for at, node in walk(collection, until=lambda node: set(node) >= _NAMES or set(node) == {NAME}):
+        if not isinstance(node, dict):
+            log.problem((*path, *at), f"{described(node)}, which is no state of Flax's FP8 layers")
+        elif NAME in node:  # A jfp8 model with this `state_collection`
+            tensors = histories_in(node)
+            found[at] = {role: np.asarray(tensors[role]["amax_history"]) for role in _ROLES}
+        else:
+            rings = {role: node[f"{name}_amax_history"] for role, name in _ROLES.items()}
+            if histories.are_alike(rings):
+                found[at] = {role: histories.unrolled(ring) for role, ring in rings.items()}
+            else:
+                shapes = ", ".join(map(described, rings.values()))
+                log.problem((*path, *at), f"histories are {shapes}, not f32 arrays of one shape")
+    return histories.renamed(found, target.get("fp8", {}), path, log)

@@ -189,13 +189,9 @@ def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Ne
     return fp8
 
 
-def product_paths(fp8: Any, path: Path = ()) -> list[Path]:
+def product_paths(fp8: Any) -> list[Path]:
     """Return the paths of the histories of each matmul in nested dicts."""
-    if not isinstance(fp8, dict):
-        return []
-    if is_product(fp8):
-        return [path]
-    return [p for name, child in fp8.items() for p in product_paths(child, (*path, name))]
+    return [path for path, node in walk(fp8, until=is_product) if is_product(node)]
 
 
 def _natural(path: Path) -> list[list[int | str]]:

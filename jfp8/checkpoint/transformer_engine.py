@@ -39,7 +39,7 @@ import numpy as np
 
 from jfp8.checkpoint import histories
 from jfp8.checkpoint.changes import Log, spelled
-from jfp8.checkpoint.tree import Nested, Path, described, nested
+from jfp8.checkpoint.tree import Nested, Path, described, nested, walk
 from jfp8.scaling.sink import ROLES
 
 # Names of histories; the rest of the name tells the matmuls of a layer apart.
@@ -85,7 +85,7 @@ def from_transformer_engine(meta: Mapping[str, Any], target: Mapping[str, Any]) 
     """
     log, wanted = Log(), nested(target)
     found = {}
-    for path, node in _layers(nested(meta), (), log):
+    for path, node in _layers(nested(meta), log):
         for name, product in _products(node, path, log).items():
             tensors = {role: histories.unrolled(product[role]) for role in ROLES}
             found[_place(path, name, wanted)] = tensors
@@ -95,23 +95,24 @@ def from_transformer_engine(meta: Mapping[str, Any], target: Mapping[str, Any]) 
     return new
 
 
-def _layers(node: Any, path: Path, log: Log) -> Iterator[tuple[Path, Nested]]:
-    """Yield the dicts in `node` that hold the state of a layer, and their paths."""
-    if not isinstance(node, dict):
-        if isinstance(node, _PICKLED) or getattr(node, "dtype", None) == np.uint8:
+def _layers(meta: Any, log: Log) -> Iterator[tuple[Path, Nested]]:
+    """Yield the dicts in `meta` that hold the state of a layer, and the paths of their modules."""
+    for path, node in walk(meta, until=_is_layer):
+        modules = [name for name in path if not name.startswith("_extra_state")]
+        if isinstance(node, dict):
+            yield tuple(part for name in modules for part in name.split(".")), node
+        elif (
+            len(modules) < len(path)
+            or isinstance(node, _PICKLED)
+            or getattr(node, "dtype", None) == np.uint8
+        ):
             _refuse(path)
-        log.problem(path, f"{described(node)}, which is no state of Transformer Engine")
-        return
-    if any("amax" in name and not isinstance(child, dict) for name, child in node.items()):
-        yield path, node
-        return
-    for name, child in node.items():
-        if not name.startswith("_extra_state"):
-            yield from _layers(child, (*path, *name.split(".")), log)
-        elif isinstance(child, dict):
-            yield from _layers(child, path, log)
         else:
-            _refuse((*path, name))
+            log.problem(path, f"{described(node)}, which is no state of Transformer Engine")
+
+
+def _is_layer(node: Nested) -> bool:
+    return any("amax" in name and not isinstance(child, dict) for name, child in node.items())
 
 
 def _refuse(path: Path) -> None:

@@ -7,7 +7,7 @@ Empty containers are omitted, because not every file format stores them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -20,6 +20,8 @@ from jfp8.scaling.arrays import ScaledArray
 
 Path: TypeAlias = tuple[str, ...]
 Nested: TypeAlias = dict[str, Any]
+Entry: TypeAlias = tuple[Path, Any]
+Until: TypeAlias = Callable[[Nested], bool]
 
 
 def nested(tree: Any, path: Path = ()) -> Any:
@@ -67,13 +69,13 @@ def rebuilt(target: Any, values: Mapping[Path, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(leaf_at, target, is_leaf=_is_leaf)
 
 
-def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of nested dicts, with their paths."""
-    if not isinstance(tree, dict):
+def walk(tree: Any, path: Path = (), until: Until = lambda node: False) -> Iterator[Entry]:
+    """Yield the leaves of nested dicts, and in their place the outermost dicts that are `until`."""
+    if not isinstance(tree, dict) or until(tree):
         yield path, tree
         return
     for name, child in tree.items():
-        yield from walk(child, (*path, name))
+        yield from walk(child, (*path, name), until)
 
 
 def at(tree: Any, path: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -90,11 +90,11 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
         log.change("Parameters alone: the step is 0, the optimizer starts afresh", ())
         wanted = {name: child for name, child in wanted.items() if name != "opt_state"}
     arranged = state
-    for path in _models(wanted, ()):
-        model = tree.at(state, path)
-        if model is None or isinstance(model, dict):
-            model = _model(tree.at(wanted, path), model or {}, afresh, path, log)
-            arranged = tree.put(arranged, path, model)
+    for path, model in tree.walk(wanted, until=lambda node: "params" in node):
+        theirs = tree.at(state, path)
+        if isinstance(model, dict) and (theirs is None or isinstance(theirs, dict)):
+            new = _model(model, theirs or {}, afresh, path, log)
+            arranged = tree.put(arranged, path, new)
     if afresh and states_of(LossScaleState, target.opt_state):
         arranged = histories.without_gradients(arranged, log)
     leaves = _fitted(wanted, arranged, (), log)
@@ -102,15 +102,6 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     if afresh:
         return _with_fresh_optimizer(target, leaves, state.get("params", state))
     return tree.rebuilt(target, leaves)
-
-
-def _models(target: Any, path: Path) -> Iterator[Path]:
-    """Yield the paths of the outermost dicts with ``params``: training states, or collections."""
-    if isinstance(target, dict) and "params" in target:
-        yield path
-    elif isinstance(target, dict):
-        for name, child in target.items():
-            yield from _models(child, (*path, name))
 
 
 def _model(target: Nested, saved: Nested, afresh: bool, path: Path, log: Log) -> Nested:
@@ -188,13 +179,12 @@ def _zeros(target: Any, path: Path) -> dict[Path, Any]:
 
 def _drop(saved: Any, path: Path, log: Log) -> None:
     """Drop FP8 state that only the checkpoint has; anything else is a problem."""
-    if histories.is_product(saved):
-        log.change(histories.DROPPED, path)
-    elif isinstance(saved, dict) and not histories.is_sink(saved):
-        for name, child in saved.items():
-            _drop(child, (*path, name), log)
-    elif not isinstance(saved, dict):
-        log.problem(path, f"the checkpoint has {tree.described(saved)}, the target nothing")
+    is_ours = lambda node: histories.is_product(node) or histories.is_sink(node)
+    for place, node in tree.walk(saved, path, is_ours):
+        if histories.is_product(node):
+            log.change(histories.DROPPED, place)
+        elif not isinstance(node, dict):
+            log.problem(place, f"the checkpoint has {tree.described(node)}, the target nothing")
 
 
 def _collections(state: Nested) -> dict[str, Path]:
