@@ -69,7 +69,8 @@ class Log:
 _OPTIMIZER = (
     "An optimizer state is restored into the optimizer that was saved, with the same wrappers and "
     "storages. To continue with another optimizer, start it from the parameters alone: "
-    'upgrade({"params": saved["params"]}, target), for saved = load(path).'
+    'upgrade({"params": saved["params"]}, target), or in NNX with the state of the model, '
+    'upgrade(saved["0"], nnx.state(model)), for saved = load(path).'
 )
 _MODEL = (
     "Only FP8 state is added, dropped or converted. Restore into the model that was saved, "

@@ -83,7 +83,7 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     """
     state, wanted = tree.nested(saved), tree.nested(target)
     log = Log(tree.optimizer_states(target))
-    # A checkpoint that says nothing about the optimizer, for a training state.
+    # The target is a training state, and the checkpoint says nothing about its optimizer.
     afresh = isinstance(target, TrainState | FlaxTrainState) and isinstance(state, dict)
     afresh = afresh and not {"step", "opt_state"} & set(state)
     if afresh:
