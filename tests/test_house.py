@@ -210,7 +210,7 @@ LINES_OF_ROOMS = {
     "collectives": 1023,
     "optim": 2502,
     "training": 2839,
-    "checkpoint": 3171,
+    "checkpoint": 3172,
     "conversion": 4824,
     "debug": 4128,
     "plot": 1164,
