@@ -29,9 +29,9 @@ from jfp8.command_line.quantize_checks import (
     check_row_and_column_amax,
     check_tensor_amax,
 )
-from jfp8.command_line.tune import check_large
 from jfp8.scaling.formats import E4M3FN, E5M2
 from on_gpu.cases import Case, Group, Settings
+from on_gpu.kernels import check_large
 from on_gpu.records import Record
 from on_gpu.shapes import name_of, shapes
 

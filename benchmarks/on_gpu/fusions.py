@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 import jfp8
-from jfp8.command_line import tune
 from jfp8.kernels.hopper.tiles import ranked
 from jfp8.scaling.formats import E4M3FN
 from on_gpu.cases import Case, Group, Settings, Timed
 from on_gpu.experts import layer_timed
+from on_gpu.kernels import product, scales_of
 from on_gpu.timing import chained, copies, random
 from on_gpu.training import QUANTIZE_BYTES
 
@@ -129,14 +129,13 @@ def _tiles(kind: Any, size: int, settings: Settings) -> Iterator[Case]:
 
     def make(seed: int) -> tuple[jax.Array, ...]:
         a, b = (random((size, size), E4M3FN.dtype, seed=2 * seed + i) for i in range(2))
-        return a, b, *tune.scales_of(kind, size, size, size)
+        return a, b, *scales_of(kind, size, size, size)
 
     inputs = copies(make, settings)
 
     def timed(tiles: Any) -> Timed:
-        product = functools.partial(tune.product, kind, tiles)
         work = {"flops_f8": 2 * size**3, "bytes": 4 * size**2}
-        return chained(product, inputs(), settings, **work)
+        return chained(functools.partial(product, kind, tiles), inputs(), settings, **work)
 
     kernels = ("block_matmul" if kind == "block" else "matmul",)
     for name, tiles in list(best.items())[: 2 if settings.smoke else 6]:

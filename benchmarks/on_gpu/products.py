@@ -17,11 +17,11 @@ from flax.linen import fp8_ops
 from jax import lax
 
 import jfp8
-from jfp8.command_line.exactness import kernel
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.granularity import Block, PerAxis
 from on_gpu.cases import Case, Group, Settings, Timed
 from on_gpu.harness import running
+from on_gpu.kernels import kernel
 from on_gpu.records import Record
 from on_gpu.shapes import Shape, name_of, shapes
 from on_gpu.timing import chained, copies, described, random

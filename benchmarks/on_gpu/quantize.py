@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 
 import jfp8
-from jfp8.command_line.exactness import kernel
-from jfp8.command_line.quantize_checks import from_amax
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.granularity import Block
 from jfp8.scaling.scales import amax
 from on_gpu.cases import Case, Group, Settings
+from on_gpu.kernels import from_amax, kernel
 from on_gpu.timing import chained, copies, random
 
 

@@ -2,14 +2,13 @@
 
 ``python -m jfp8 check`` finds kernels that compute wrong results, and ``bench`` times layers. Each
 kind of card, with each version of jfp8, JAX and CUDA, has JSON files of both in the user's cache
-directory. ``tune`` times tiles of kernels, and fills ``tuned.json`` of this package:
-``{device kind: {kernel: {shape class: {"tiles": fields, ...}}}}``.
+directory.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.resources
+import importlib
 import json
 import math
 import os
@@ -20,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jfp8.tracing.devices import Device, Gpu
@@ -129,22 +127,3 @@ def measured_gain(kind: str, scales: str, multiplications: float) -> float | Non
     at = [3 * math.log(n) for n in sizes]
     of = [float(np.mean(gains[n])) for n in sizes]
     return float(np.interp(math.log(max(multiplications, 1.0)), at, of))
-
-
-def measured(kernel: str, *shape: int) -> dict[str, Any] | None:
-    """Return the fastest measured tiles for such arrays on the current GPU, if any."""
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    kind = jax.devices()[0].device_kind if described is None else described.device_kind
-    entry = _table().get(kind, {}).get(kernel, {}).get(shape_class(shape))
-    return None if entry is None else entry["tiles"]
-
-
-def shape_class(shape: tuple[int, ...]) -> str:
-    """Round each size up to a power of two: ``(15872, 16384, 4096)`` is ``16384x16384x4096``."""
-    return "x".join(str(1 << max(size - 1, 0).bit_length()) for size in shape)
-
-
-@functools.cache
-def _table() -> dict[str, Any]:
-    text = importlib.resources.files("jfp8.kernels.hopper").joinpath("tuned.json").read_text()
-    return json.loads(text)

@@ -9,7 +9,7 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
 from jfp8.kernels.hopper import matmul
-from jfp8.kernels.hopper.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
+from jfp8.kernels.hopper.tiles import SHARED_MEMORY, Tiles, candidates, ranked
 from support.arrays import along, f64, scales
 from support.arrays import standard_normal as normal
 from support.interpreter import no_races
@@ -169,10 +169,10 @@ def test_a_tile_that_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["running", "promoted", "block", "block_columns"])
-def test_default_tiles_are_candidates(kind):
+def test_the_best_tiles_are_candidates(kind):
     allowed = {(t.tile_m, t.tile_n, t.stages) for t in candidates(kind)}
-    wide = default_tiles(kind, 8192, 8192, 8192)
-    narrow = default_tiles(kind, 128, 512, 8192)
+    wide = ranked(kind, 8192, 8192, 8192)[0]
+    narrow = ranked(kind, 128, 512, 8192)[0]
     assert {(t.tile_m, t.tile_n, t.stages) for t in (wide, narrow)} <= allowed
     assert narrow.tile_n < wide.tile_n  # rather more blocks than large ones
     for t in candidates(kind):

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.flash.ring import copy_each, drain
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, default_tiles, store
+from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, ranked, store
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, scaled, slices
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, release, staging, tile
 
@@ -60,7 +60,7 @@ def matmul(
         "rows" if row_scale.ndim else "row": row_scale,
         "columns" if column_scale.ndim else "column": column_scale,
     }
-    tiles = tiles or default_tiles("promoted" if promote else "running", len(a), *b.shape)
+    tiles = tiles or ranked("promoted" if promote else "running", len(a), *b.shape)[0]
     return _product(a, b, scales, out_dtype, promote, tiles)
 
 
@@ -83,7 +83,7 @@ def block_matmul(
     """
     by_tile = b_scale.shape[1] == pl.cdiv(b.shape[0], BLOCK)
     scales = {"a_blocks": a_scale, "b_tiles" if by_tile else "b_blocks": b_scale}
-    tiles = tiles or default_tiles("block" if by_tile else "block_columns", len(a), *b.shape)
+    tiles = tiles or ranked("block" if by_tile else "block_columns", len(a), *b.shape)[0]
     return _product(a, b, scales, out_dtype, True, tiles)
 
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper import sweep
-from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Sweep, Walk, both_ways, fastest
+from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Sweep, Walk, both_ways
 from jfp8.kernels.hopper.tiles import multiprocessors
 from jfp8.kernels.scales_in_kernels import bitcast, scale_and_inverse
 from jfp8.kernels.shared_memory import along, padded, swizzled
@@ -91,7 +91,7 @@ def _tensor_amax(arrays: Any, history: Any, entries: int, dtype: Any, make: Any)
 
 def row_and_column_amax(x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array]:
     """Return ``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
-    walk = Walk.over(x, fastest("row_and_column_amax", x, both_ways(x, stages=3)), **how)
+    walk = Walk.over(x, both_ways(x, stages=3), **how)
 
     def kernel(x: Sequence[Ref], rows: Ref, columns: Ref) -> None:
         def body(i, j, tile):
@@ -152,7 +152,7 @@ def quantize_tensor(
 
     out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
     out += [jax.ShapeDtypeStruct((sweep.parts(),), jnp.int32)] if with_amax else []
-    walk = Walk.over(x, fastest("quantize_tensor", x, both_ways(x)), **how)
+    walk = Walk.over(x, both_ways(x), **how)
     return _quantize("quantize_tensor", walk, known, prepare, fmt, out, with_amax)
 
 
@@ -163,7 +163,7 @@ def quantize_lines(
 
     Finite values saturate; Inf and NaN become NaN. The inverses are f32[M] and f32[N].
     """
-    walk = Walk.over(x, fastest("quantize_lines", x, both_ways(x)), **how)
+    walk = Walk.over(x, both_ways(x), **how)
     rows, columns = walk.sweep.rows, walk.sweep.columns
     inverses = padded(row_inverse, rows), padded(column_inverse, columns)
     take = lambda known, results: tuple(known)
@@ -241,9 +241,7 @@ def quantize_rows_in_blocks(
       The scales are f32, or uint8 E8M0 codes if the rounding gives E8M0. If several matrices are
       computed, their number is a dimension before N, and before the one of the blocks along N.
     """
-    tiles = in_blocks(x, block)
-    tiles = fastest("quantize_rows_in_blocks", x, tiles) if block == 128 else tiles
-    walk = Walk.over(x, tiles, **how)
+    walk = Walk.over(x, in_blocks(x, block), **how)
     in_row, in_column = walk.sweep.columns // block, walk.sweep.rows // block  # blocks of a tile
 
     def kernel(x, q, q_t, s, s_t, staged, staged_t) -> None:
@@ -291,7 +289,7 @@ def quantize_tiles(
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)]. If several
       matrices are computed, see `quantize_rows_in_blocks`.
     """
-    walk = Walk.over(x, fastest("quantize_tiles", x, in_blocks(x, 128)), **how)
+    walk = Walk.over(x, in_blocks(x, 128), **how)
     assert (walk.sweep.rows, walk.sweep.columns) == (128, 128)
 
     def kernel(x, q, q_t, s, staged, staged_t) -> None:

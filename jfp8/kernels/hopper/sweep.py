@@ -30,7 +30,6 @@ from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper.tiles import multiprocessors
 from jfp8.kernels.scales_in_kernels import bitcast
 from jfp8.kernels.shared_memory import load, padded, swizzled, tile
-from jfp8.kernels.verdicts import measured
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 
@@ -76,14 +75,6 @@ def both_ways(x: Input, stages: int = 2) -> Sweep:
     """Return tiles with which two blocks fit a multiprocessor, each with `stages`, and results."""
     read = bytes_read(x)
     return Sweep(rows=128 if read == 2 else 64, stages=stages if read <= 4 else 2)
-
-
-def fastest(kernel: str, x: Input, otherwise: Sweep) -> Sweep:
-    """Return the fastest measured tiles for 16-bit elements; else `otherwise`."""
-    first, *others = arrays_of(x)
-    itself = first.dtype.itemsize == first.ndim == 2 and not others
-    found = measured(kernel, *first.shape) if itself else None
-    return otherwise if found is None else Sweep(**found)
 
 
 @dataclass(frozen=True)

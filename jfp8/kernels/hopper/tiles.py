@@ -1,4 +1,4 @@
-"""Choose tiles of matmuls: by measurement, or by a model of the device."""
+"""Choose tiles of matmuls by a model of the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.shared_memory import SHARED_MEMORY
-from jfp8.kernels.verdicts import measured
 
 # For kernels of matmuls. Pallas puts barriers of a warpgroup around each store to shared memory
 # and before each copy, in case a thread reads data of others. Here none does: only copies write
@@ -148,12 +147,6 @@ def candidates(kind: Kind) -> list[Tiles]:
         Tiles(m, n, _stages(kind, m, n), group, cluster)
         for (m, n), cluster, group in itertools.product(shapes, clusters, groups)
     ]
-
-
-def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
-    """Return the fastest measured tiles; else the tiles that a model predicts."""
-    found = measured(kind, m, n, k)
-    return ranked(kind, m, n, k)[0] if found is None else Tiles(**found)
 
 
 def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:

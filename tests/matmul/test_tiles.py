@@ -1,50 +1,12 @@
-"""The table of measured tiles."""
+"""Tiles of matmuls: ranked as an H100 runs them, and swizzled for the width of their rows."""
 
 import itertools
 
 import jax.numpy as jnp
 import pytest
 
-from jfp8.kernels import verdicts as module
 from jfp8.kernels.shared_memory import tile
-from jfp8.kernels.verdicts import measured, shape_class
 from support.devices import needs_mosaic, traced_for
-
-TABLE = {
-    "NVIDIA H200": {
-        "block": {
-            "4096x4096x4096": {"tiles": {"tile_m": 64, "tile_n": 128, "stages": 5, "group": 8}}
-        }
-    }
-}
-
-
-@pytest.fixture(autouse=True)
-def _table(monkeypatch):
-    monkeypatch.setattr(module, "_table", lambda: TABLE)
-
-
-def test_by_device_kernel_and_shape():
-    assert shape_class((1, 2, 3, 129)) == "1x2x4x256"
-    with traced_for("NVIDIA H200"):
-        assert measured("block", 4096, 4000, 2049)["tile_n"] == 128
-        assert measured("block", 4096, 4097, 4096) is None
-        assert measured("running", 4096, 4096, 4096) is None
-    with traced_for("NVIDIA H100"):
-        assert measured("block", 4096, 4096, 4096) is None
-    assert measured("block", 4096, 4096, 4096) is None  # no GPU is known
-
-
-@needs_mosaic
-def test_products_are_cut_as_was_measured():
-    from jfp8.kernels.hopper.tiles import Tiles, candidates, default_tiles
-
-    with traced_for("NVIDIA H200"):
-        found = default_tiles("block", 4096, 4096, 4096)
-        assert found == Tiles(64, 128, stages=5, group=8)
-        by_model = default_tiles("block", 8192, 8192, 8192)
-    assert by_model in candidates("block")
-
 
 # TFLOP/s of an H100, medians of 20 runs in turn, by `tile_n`, `group` and `cluster`.
 RATES = {
