@@ -203,10 +203,10 @@ LINES_OF_ROOMS = {
     "scaling": 2789,
     "quantizers": 687,
     "matmul": 1074,
-    "recipes": 1549,
-    "products": 5031,
-    "kernels": 8335,
-    "layers": 5082,
+    "recipes": 1592,
+    "products": 5040,
+    "kernels": 8286,
+    "layers": 5080,
     "collectives": 1023,
     "optim": 2502,
     "training": 2839,
@@ -214,7 +214,7 @@ LINES_OF_ROOMS = {
     "conversion": 4829,
     "debug": 3712,
     "plot": 1164,
-    "command_line": 2085,
+    "command_line": 1420,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

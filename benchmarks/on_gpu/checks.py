@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,22 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jfp8
-from jfp8.command_line.exactness import awkward, normal, on_cpu, poisoned_runs, run
-from jfp8.command_line.product_checks import (
-    check_block_matmul,
-    check_grouped_matmul,
-    check_grouped_outer,
+from jfp8.command_line.cases import (
+    MOSAIC,
+    Scales,
+    check_grouped,
     check_matmul,
+    check_quantizing,
 )
-from jfp8.command_line.quantize_checks import (
-    check_quantize_lines,
-    check_quantize_rows_in_blocks,
-    check_quantize_tensor,
-    check_quantize_tiles,
-    check_row_and_column_amax,
-    check_tensor_amax,
-)
-from jfp8.scaling.formats import E4M3FN, E5M2
+from jfp8.command_line.exactness import awkward, normal, on_cpu, poisoned_runs, run
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.quantizer import Delayed, Quantizer
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.scaling.formats import E4M3FN, E5M2, Format
 from on_gpu.cases import Case, Group, Settings
 from on_gpu.kernels import check_large
 from on_gpu.records import Record
@@ -46,7 +42,16 @@ def check_poison() -> Record:
     return {"poisoned": min(found)}
 
 
-# Quantize kernels.
+# Quantizing.
+
+# The kernel for the blocks of a quantizer.
+KERNELS = {
+    None: "quantize_tensor",
+    (128, 1): "quantize_rows_in_blocks",
+    (32, 1): "quantize_rows_in_blocks",
+    (128, 128): "quantize_tiles",
+}
+ROUNDINGS = ("floor", "ceil", "even")
 
 
 def quantize_cases(settings: Settings) -> list[list[Case]]:
@@ -57,76 +62,69 @@ def quantize_cases(settings: Settings) -> list[list[Case]]:
     else:
         ragged, large = (1000, 1544), (4096, 8192)
         inputs = [(ragged, bf16), (large, bf16), (ragged, f32), (ragged, f16)]
-    found = []
-    for index, (shape, dtype) in enumerate(inputs):
-        where = f"{shape[0]}x{shape[1]} {np.dtype(dtype).name}"
-        x = functools.cache(functools.partial(awkward, shape, dtype, 1))
-        every = index == 0 and not settings.smoke
-        found.append(list(_quantize_cases_of(x, where, every)))
-    return found
+    more = [*_quantizers(E5M2), Blockwise(E4M3FN, (128, 1)), Blockwise(E4M3FN, (128, 128))]
+    more += [Blockwise(E4M3FN, (32, 1), rounding) for rounding in ROUNDINGS]
+    return [
+        [
+            _quantize_case(quantizer, shape, dtype)
+            for quantizer in (
+                *_quantizers(E4M3FN),
+                *(more if index == 0 and not settings.smoke else ()),
+            )
+        ]
+        for index, (shape, dtype) in enumerate(inputs)
+    ]
 
 
-def _quantize_cases_of(x: Callable[[], jax.Array], where: str, every: bool) -> Iterator[Case]:
-    def case(function: Callable[..., Record], what: str, *arguments: Any) -> Case:
-        name = function.__name__.removeprefix("check_")
-        label = ", ".join(part for part in (what, where) if part)
-        return Case(f"{name}: {label}", lambda: function(x(), *arguments), (name,))
+def _quantizers(fmt: Format) -> Iterator[Quantizer]:
+    yield from (Delayed(fmt, length=2), Rowwise(fmt), Blockwise(fmt, (128, 1), "power_of_two"))
+    yield from (Blockwise(fmt, (32, 1), "rceil"), Blockwise(fmt, (128, 128), "power_of_two"))
 
-    yield case(check_tensor_amax, "")
-    yield case(check_row_and_column_amax, "")
-    for fmt in (E4M3FN, E5M2):
-        yield case(check_quantize_tensor, fmt.name, fmt, True)
-        yield case(check_quantize_lines, fmt.name, fmt)
-        yield case(check_quantize_rows_in_blocks, f"{fmt.name}, 1x128", fmt, 128, "power_of_two")
-        yield case(check_quantize_rows_in_blocks, f"{fmt.name}, 1x32 rceil", fmt, 32, "rceil")
-        yield case(check_quantize_tiles, f"{fmt.name}", fmt, "power_of_two")
-        if every:
-            yield case(check_quantize_tensor, f"{fmt.name}, no amax", fmt, False)
-            yield case(check_quantize_rows_in_blocks, f"{fmt.name}, 1x128 f32", fmt, 128, None)
-            yield case(check_quantize_tiles, f"{fmt.name}, f32", fmt, None)
-            for mode in ("floor", "ceil", "even"):
-                yield case(check_quantize_rows_in_blocks, f"{fmt.name}, {mode}", fmt, 32, mode)
-        else:
-            return  # one format is enough there
+
+def _quantize_case(quantizer: Quantizer, shape: tuple[int, int], dtype: Any) -> Case:
+    def check() -> Record:
+        return check_quantizing(quantizer, awkward(shape, dtype, 1), history=3.7)
+
+    where = f"{shape[0]}x{shape[1]} {np.dtype(dtype).name}"
+    kernel = "quantize_lines" if isinstance(quantizer, Rowwise) else KERNELS[quantizer.block]
+    return Case(f"{kernel}: {quantizer}, {where}", check, (kernel,))
 
 
 # Products.
 
+# Scales of operands, and the kernel that multiplies them.
+SCALES = {
+    "one": (Scales(None, None), "matmul"),
+    "rows": (Scales((1, 1 << 20), (1, 1 << 20)), "matmul"),
+    "128x128": (Scales((1, 128), (128, 128)), "block_matmul"),
+    "1x128": (Scales((1, 128), (1, 128)), "block_matmul"),
+}
+
 
 def product_cases(settings: Settings) -> Iterator[Case]:
-    four, five = E4M3FN.dtype, E5M2.dtype
-    # The last is about as large as is quick in float64 on a CPU.
-    shapes = [(1000, 1544, 1096), (512, 768, 1024), (2048, 2048, 2048)]
+    ragged = (1000, 1544, 1096)
+    # The last is about as large as is quick on a CPU.
+    shapes = [ragged, (512, 768, 1024), (2048, 2048, 2048)]
     if settings.smoke:
         shapes = [(72, 136, 200)]
-
-    def case(name: str, what: str, check: Callable[[], Record]) -> Case:
-        return Case(f"{name}: {what}", check, (name,))
-
-    mixes = [((four, four), jnp.bfloat16), ((four, five), jnp.float32), ((five, four), jnp.float16)]
+    mixes = [
+        ((E4M3FN, E4M3FN), jnp.bfloat16),
+        ((E4M3FN, E5M2), jnp.float32),
+        ((E5M2, E4M3FN), jnp.float16),
+    ]
     for shape in shapes:
-        size = "x".join(map(str, shape))
-        for dtypes, out in mixes[: 3 if shape == (1000, 1544, 1096) else 1]:
-            what = f"{'x'.join(np.dtype(d).name.removeprefix('float8_') for d in dtypes)}, {size}"
-            for promote, rows in ((False, False), (True, True), (False, True), (True, False)):
-                if not settings.smoke or promote == rows:
-                    label = f"{'promoted' if promote else 'running'} sum, {what}"
-                    label += ", rows" if rows else ""
-                    check = functools.partial(check_matmul, *shape, dtypes, out, promote, rows)
-                    yield case("matmul", label, check)
-            for by_tile in (True,) if settings.smoke else (True, False):
-                label = f"b in {'128x128' if by_tile else '1x128'}, {what}"
-                check = functools.partial(check_block_matmul, *shape, dtypes, out, by_tile)
-                yield case("block_matmul", label, check)
+        for formats, out in mixes[: 3 if shape == ragged else 1]:
+            what = f"{'x'.join(f.name for f in formats)}, {'x'.join(map(str, shape))}"
+            for name, (scales, kernel) in SCALES.items():
+                for fast in (False, True) if kernel == "matmul" else (False,):
+                    check = functools.partial(
+                        check_matmul, MOSAIC, shape, formats, scales, out, fast
+                    )
+                    label = f"{kernel}: {'running' if fast else 'promoted'} sum, {name}, {what}"
+                    yield Case(label, check, (kernel,))
     n, k = (128, 256) if settings.smoke else (1544, 1096)
-    for scaled in (True,) if settings.smoke else (True, False):
-        label = "scaled" if scaled else "not scaled"
-        yield case(
-            "grouped_matmul", label, functools.partial(check_grouped_matmul, 3, 4, n, k, scaled)
-        )
-        yield case(
-            "grouped_outer", label, functools.partial(check_grouped_outer, 3, 4, 136, n, scaled)
-        )
+    check = functools.partial(check_grouped, 500, (200, 0, 260), k, n)
+    yield Case("grouped_matmul: and gradients", check, ("grouped_matmul", "grouped_outer"))
 
 
 def large_cases(settings: Settings) -> Iterator[Case]:

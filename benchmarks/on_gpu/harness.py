@@ -23,14 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jfp8.command_line import child
 from on_gpu.cases import Case, Group, Settings, Timed
 from on_gpu.clocks import Watch
 from on_gpu.records import Record
 
 Key = tuple[str, str, str]  # section, group, name
 _MARK = "@@case "  # before a worker's messages; libraries print other lines
-running = child.compiled  # says that from now on silence means that a kernel hangs
 _LOST = 3  # exit code of a worker whose device was lost in a case that it did report
 
 
@@ -169,6 +167,11 @@ def _failure(error: Exception) -> Record:
 def _function(name: str) -> Callable[..., Any]:
     module, function = name.split(":")
     return getattr(importlib.import_module(module), function)
+
+
+def running() -> None:
+    """Say that all is compiled, so that from now on silence means that a kernel hangs."""
+    _say("running")
 
 
 def _say(event: str, **what: Any) -> None:
@@ -352,8 +355,6 @@ class _Worker:
                 return
             if line.startswith(_MARK):
                 yield json.loads(line.removeprefix(_MARK))
-            elif line.startswith(child.MARK):
-                yield {"event": "running"}
             else:
                 self.log.write(line)
 

@@ -1,4 +1,4 @@
-"""Every kernel that a planner may choose, with a small case of each: the table of ``check``."""
+"""The table of ``check``: a small case of each operation that a planner may leave to a kernel."""
 
 from __future__ import annotations
 
@@ -10,30 +10,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.command_line.exactness import Record, as_f32, awkward, normal, on_cpu, powers_of_two, run
-from jfp8.command_line.product_checks import (
-    check_block_matmul,
-    check_grouped_matmul,
-    check_grouped_outer,
-    check_matmul,
-    check_product,
+from jfp8.command_line.exactness import (
+    Record,
+    as_f32,
+    awkward,
+    check_bits,
+    check_sums,
+    normal,
+    on_cpu,
+    powers_of_two,
+    run,
 )
-from jfp8.command_line.quantize_checks import (
-    check_quantize_heads,
-    check_quantize_lines,
-    check_quantize_rows_in_blocks,
-    check_quantize_tensor,
-    check_quantize_tiles,
-    check_row_and_column_amax,
-    check_tensor_amax,
-)
-from jfp8.kernels.blackwell.backend import MX, NVFP4, Kind, scaled_matmul
-from jfp8.matmul.scaled_matmul import scaled_matmul as by_implementation
+from jfp8.kernels.backend import REFERENCE, Backend
+from jfp8.kernels.blackwell.backend import MX_BACKEND, NVFP4_BACKEND
+from jfp8.kernels.hopper.backend import BACKEND as MOSAIC
+from jfp8.kernels.quantize_and_transpose import quantize_both_ways
+from jfp8.kernels.xla.f8_dot import BACKEND as XLA
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.flash.dot_product import scaled_dot_product_attention
+from jfp8.products.ragged.dot import scaled_ragged_dot
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.quantizer import Context, Delayed, Quantizer
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.recipes import Float8BlockScaling
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.formats import E4M3FN, E5M2
+from jfp8.scaling.casts import cast
+from jfp8.scaling.formats import E2M1FN, E4M3FN, E5M2, E8M0FNU, Format
+from jfp8.scaling.scales import amax
+from jfp8.tracing.device import current_device
 
 ATTENTION_ERROR = 0.5  # of FP8's own: sums in another order round some of P to the next code
+LAST = (((1,), (1,)), ((), ()))  # contracting the last dimension of both
 Capability = tuple[int, int]
 
 
@@ -60,33 +67,79 @@ class Case(NamedTuple):
         return self.gpus[0] <= capability < self.gpus[1]
 
 
-def check_cublaslt() -> Record:
-    """Check an FP8 matmul by XLA with one scale for each operand."""
+class Scales(NamedTuple):
+    """Describe the scales of both operands: blocks of rows and of k (None: one), and a dtype."""
 
-    def ours(a, b):
-        lhs, rhs = ScaledArray(a, jnp.float32(2)), ScaledArray(b, jnp.float32(0.25))
-        return by_implementation(lhs, rhs, (((1,), (1,)), ((), ())), implementation="xla")
-
-    def whole(a, b):
-        yield ..., 2 * a, b / 4
-
-    dtypes = E4M3FN.dtype, E4M3FN.dtype
-    return check_product(ours, ((80, 256), (144, 256)), dtypes, (), whole, None, jnp.float32)
+    lhs: tuple[int, int] | None
+    rhs: tuple[int, int] | None
+    dtype: Any = np.dtype(np.float32)
 
 
-def check_block_scaled(kind: Kind) -> Record:
-    """Check a product whose tensor cores apply the scales of blocks."""
-    m, n, k = 128, 256, 512
-    shapes = (m, k // kind.block), (n, k // kind.block)
-    scales = [powers_of_two(shape, 3 + i).astype(kind.scale) for i, shape in enumerate(shapes)]
-    ours = lambda a, b, s, t: scaled_matmul(a, b, s, t, jnp.float32)
+def check_quantizing(quantizer: Quantizer, x: np.ndarray, history: float = 0.0) -> Record:
+    """Check a matrix quantized for both directions of contraction in one read."""
+    state = None
+    if isinstance(quantizer, Delayed):
+        state = {"amax_history": jnp.float32([history, 0]), "amax": jnp.float32(0)}
 
-    def whole(a, b):
-        s, t = (np.repeat(as_f32(scale), kind.block, 1) for scale in scales)
-        yield ..., a * s, b * t
+    def ours(x):
+        straight, transposed, largest = quantize_both_ways(quantizer, None, x, state)
+        return straight.dequantize(), transposed.dequantize(), jnp.max(largest)
 
-    dtypes = kind.data, kind.data
-    return check_product(ours, ((m, k), (n, k)), dtypes, tuple(scales), whole, None, jnp.float32)
+    def reference(x):
+        largest = amax(x)
+        rows, columns = (quantizer(x, Context((d,), largest, state)) for d in (1, 0))
+        return rows.dequantize(), columns.dequantize().T, largest
+
+    return check_bits(ours, reference, x)
+
+
+def check_matmul(
+    backend: Backend,
+    sizes: tuple[int, int, int],
+    formats: tuple[Format, Format],
+    scales: Scales,
+    out: Any,
+    fast: bool = False,
+) -> Record:
+    """Check ``y[i, j] = sum_k a[i, k] b[j, k]``, of dtype `out`; `sizes` are m, n, k."""
+    m, n, k = sizes
+
+    def draw(make):
+        lhs, rhs = (make((size, k), f.dtype, i) for i, (size, f) in enumerate(zip((m, n), formats)))
+        return _scaled(lhs, scales.lhs, scales.dtype), _scaled(rhs, scales.rhs, scales.dtype)
+
+    spec = MatmulSpec(LAST, np.dtype(out), fast_accumulation=fast, device=current_device())
+    return check_sums(
+        lambda lhs, rhs: backend.multiply(lhs, rhs, spec),
+        lambda lhs, rhs: REFERENCE.multiply(lhs, rhs, spec),
+        draw,
+        terms=128 if backend is MOSAIC and not fast else k,
+    )
+
+
+def _scaled(data: np.ndarray, block: tuple[int, int] | None, dtype: Any) -> ScaledArray:
+    """Return `data` with powers of two as the scales of its blocks."""
+    if block is not None:
+        block = min(block[0], data.shape[0]), min(block[1], data.shape[1])
+    counts = () if block is None else tuple(np.ceil(np.divide(data.shape, block)).astype(int))
+    return ScaledArray(data, powers_of_two(counts, len(data)).astype(dtype), block)
+
+
+def check_grouped(rows: int, sizes: tuple[int, ...], k: int, n: int) -> Record:
+    """Check the matmuls of `rows`, in groups of `sizes`, with a matrix each, and the gradients."""
+
+    def draw(make):
+        shapes = (rows, k), (len(sizes), k, n), (rows, n)
+        return tuple(make(shape, jnp.bfloat16, seed) for seed, shape in enumerate(shapes))
+
+    def products(x, w, dy, implementation):
+        how = {"recipe": Float8BlockScaling(), "implementation": implementation}
+        grouped = lambda x, w: scaled_ragged_dot(x, w, jnp.int32(sizes), **how)
+        y, vjp = jax.vjp(grouped, x, w)
+        return y, *vjp(dy)
+
+    ours, reference = (partial(products, implementation=i) for i in ("mosaic_gpu", "emulate"))
+    return check_sums(ours, reference, draw, terms=128)
 
 
 def check_attention(implementation: str) -> Record:
@@ -116,34 +169,57 @@ def check_attention(implementation: str) -> Record:
     return record
 
 
+def check_quantize_heads(x: jax.Array, fmt: Format) -> Record:
+    """Check the second and third head of each group of `x`, see the kernel."""
+    batch, tokens, groups, *_ = x.shape
+    inverse = np.random.default_rng(5).uniform(0.5, 300, (batch, groups, 2, tokens))
+
+    def ours(x, inverse):
+        from jfp8.kernels.hopper.quantize import quantize_heads
+
+        return quantize_heads(x, inverse, first=1, fmt=fmt)
+
+    def reference(x, inverse):
+        heads = x.transpose(0, 2, 3, 1, 4)[:, :, 1:3].astype(jnp.float32)
+        q = cast(heads * inverse[..., None], fmt)
+        return q, q.swapaxes(-1, -2)
+
+    return check_bits(ours, reference, x, jnp.asarray(inverse, jnp.float32))
+
+
 HOPPER, BOTH = (((9, 0), (10, 0)), "pallas"), (((9, 0), (11, 0)), "pallas")
 BLACKWELL, WITH_F8, WITH_MX = ((10, 0), (11, 0)), ((8, 9), (99, 0)), ((10, 0), (13, 0))
-X = awkward((72, 136), jnp.bfloat16, 1)
+X, FINITE = (make((72, 136), jnp.bfloat16, 1) for make in (awkward, normal))
 HEADS = normal((1, 128, 2, 3, 64), jnp.bfloat16, 1)  # three heads of each of two groups
 IN_BLACKWELL = "mosaic_gpu_blackwell"
-SIZES, E4, POWERS = (72, 136, 200), E4M3FN, "power_of_two"
-F8, F32, BF16 = (E4M3FN.dtype, E5M2.dtype), jnp.float32, jnp.bfloat16
+E4, F4, PAIR, SAME = E4M3FN, (E2M1FN, E2M1FN), (E4M3FN, E5M2), (E4M3FN, E4M3FN)
+DELAYED, BY_LINE = Delayed(E4, length=2), Rowwise(E4)
+IN_128, IN_TILES = (Blockwise(E4, block, "power_of_two") for block in ((128, 1), (128, 128)))
+ODD, EVEN, BF16, F32 = (72, 136, 200), (128, 256, 512), jnp.bfloat16, jnp.float32
+TENSOR, ROWS, BLOCKS = Scales(None, None), Scales((1, 200), (1, 200)), Scales((1, 128), (128, 128))
+OF_MX, OF_F4 = Scales((1, 32), (1, 32), E8M0FNU.dtype), Scales((1, 16), (1, 16), E4M3FN.dtype)
 
 # fmt: off
 TABLE = (
     # kernel, task, GPUs, by what, check, its arguments
-    ("tensor_amax",     "quantizing", *BOTH, check_tensor_amax, (X,)),
-    ("line_amaxes",     "quantizing", *BOTH, check_row_and_column_amax, (X,)),
-    ("quantize_tensor", "quantizing", *BOTH, check_quantize_tensor, (X, E4, True)),
-    ("quantize_lines",  "quantizing", *BOTH, check_quantize_lines, (X, E4)),
-    ("quantize_rows",   "quantizing", *BOTH, check_quantize_rows_in_blocks, (X, E4, 128, POWERS)),
-    ("quantize_tiles",  "quantizing", *BOTH, check_quantize_tiles, (X, E4, POWERS)),
-    ("matmul",          "products", *HOPPER, check_matmul, (*SIZES, F8, BF16, True, True)),
-    ("matmul, fast",    "products", *HOPPER, check_matmul, (*SIZES, F8, BF16, False, False)),
-    ("block_matmul",    "products", *HOPPER, check_block_matmul, (*SIZES, F8, F32, True)),
-    ("grouped_matmul",  "grouped products", *HOPPER, check_grouped_matmul, (3, 4, 128, 256, True)),
-    ("grouped_outer",   "grouped products", *HOPPER, check_grouped_outer, (3, 4, 136, 128, True)),
+    ("tensor_amax",     "quantizing", *BOTH, check_quantizing, (DELAYED, FINITE)),
+    ("quantize_tensor", "quantizing", *BOTH, check_quantizing, (DELAYED, X, 3.7)),
+    ("quantize_lines",  "quantizing", *BOTH, check_quantizing, (BY_LINE, X)),
+    ("quantize_rows",   "quantizing", *BOTH, check_quantizing, (IN_128, X)),
+    ("quantize_tiles",  "quantizing", *BOTH, check_quantizing, (IN_TILES, X)),
+    ("matmul",          "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, ROWS, BF16)),
+    ("matmul, fast",    "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, TENSOR, BF16, True)),
+    ("block_matmul",    "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, BLOCKS, F32)),
+    ("grouped_matmul",  "grouped products", *HOPPER, check_grouped, (300, (150, 0, 130), 256, 136)),
     ("quantize_heads",  "attention", *BOTH, check_quantize_heads, (HEADS, E4)),
     ("attention_sm90",  "attention", *HOPPER, check_attention, ("mosaic_gpu",)),
     ("attention_sm100", "attention", BLACKWELL, "tcgen05", check_attention, (IN_BLACKWELL,)),
-    ("cublaslt_f8",     "cuBLASLt products", WITH_F8, "xla", check_cublaslt, ()),
-    ("cudnn_mx",        "MX products", WITH_MX, "cudnn", check_block_scaled, (MX,)),
-    ("cudnn_nvfp4",     "NVFP4 products", BLACKWELL, "cudnn", check_block_scaled, (NVFP4,)),
+    ("cublaslt_f8",     "cuBLASLt products", WITH_F8, "xla",
+     check_matmul, (XLA, EVEN, SAME, TENSOR, F32)),
+    ("cudnn_mx",        "MX products", WITH_MX, "cudnn",
+     check_matmul, (MX_BACKEND, EVEN, SAME, OF_MX, F32)),
+    ("cudnn_nvfp4",     "NVFP4 products", BLACKWELL, "cudnn",
+     check_matmul, (NVFP4_BACKEND, EVEN, F4, OF_F4, F32)),
 )
 # fmt: on
 CASES = tuple(Case(*line) for line in TABLE)

@@ -1,7 +1,8 @@
-"""``python -m jfp8 check``: run a small case of each kernel in a separate process.
+"""``python -m jfp8 check``: check each kernel in a separate process, and time layers.
 
-Its result is held to a reference. Planners leave out the kernels that are wrong, hang or crash: the
-verdict is stored in the user's cache directory, for this kind of card and these versions.
+A small case of each kernel is held to a reference. Planners leave out the kernels that are wrong,
+hang or crash, and choose between FP8 and bf16 by the times of layers. Both are stored in the user's
+cache directory, for this kind of card and these versions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -19,65 +21,73 @@ import jax
 from jfp8.checkpoint.atomic import replace_file
 from jfp8.command_line.child import ask
 from jfp8.command_line.exactness import rehearsed
+from jfp8.command_line.layer_times import BF16, layer, microseconds
 from jfp8.conversion.tables import table_lines
-from jfp8.kernels.verdicts import verdict_file, versions
+from jfp8.kernels.verdicts import RECIPES, verdict_file, versions
 
-CASES = "jfp8.command_line.cases:CASES"
+HERE = "jfp8.command_line"
+# Layers that are timed: recipes and numbers of features.
+LAYERS, SIZES = (BF16, *itertools.chain(*RECIPES.values())), (1024, 8192)
 Result = dict[str, Any]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "--kernels", nargs="+", metavar="NAME", help="only these; nothing is stored"
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, help="for a kernel to run (60)")
+    add = parser.add_argument
+    add("--kernels", nargs="+", metavar="NAME", help="only these; nothing is timed or stored")
+    add("--seconds", type=float, default=300.0, help="for each, to compile and run (300)")
 
 
-def run(options: argparse.Namespace, cases: str = CASES) -> tuple[Result, list[str], bool]:
-    """Return the verdicts, the lines to print, and whether all kernels that ran are right."""
-    card = ask("jfp8.command_line.check:this_card", cases, starting=120)
+def run(
+    options: argparse.Namespace, cases: str = f"{HERE}.cases:CASES"
+) -> tuple[Result, list[str], bool]:
+    """Return verdicts and times, the lines to print, and whether nothing is wrong."""
+    card = ask(f"{HERE}.check:this_card", cases, limit=120)
     if card.failure:
         text = f"JAX does not start: {card.failure}. Run `python -m jfp8 doctor`."
         return {"failure": text}, [text], False
-    found = card.result
-    names = _chosen(found.pop("kernels"), options.kernels)
+    result = {**card.result, "versions": versions()}
+    result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    tasks = _chosen(result.pop("kernels"), options.kernels)
     with tempfile.TemporaryDirectory() as empty:  # without verdicts, which they would obey
-        kernels = {n: _verdict(n, task, cases, options.seconds, empty) for n, task in names}
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = {**found, "versions": versions(), "date": now, "kernels": kernels}
-    failed = [name for name, kernel in kernels.items() if kernel["failure"]]
-    trouble = None if options.kernels or not kernels else _store(result)
-    is_right = bool(kernels) and not failed and not trouble
-    return {**result, "not_stored": trouble}, list(lines(result, failed, trouble)), is_right
+        answers = {
+            name: _answer("checked", {"cases": cases, "kernel": name}, options, empty)
+            for name in tasks
+        }
+    result["kernels"] = {name: {"task": tasks[name], **answers[name]} for name in tasks}
+    stores = bool(tasks) and not options.kernels
+    trouble = _store(result) if stores else None
+    if stores and not trouble and not result["interpreted"]:
+        result["layers"] = {
+            recipe: _answer("timed", {"recipe": recipe, "sizes": SIZES}, options)
+            for recipe in LAYERS
+        }
+        trouble = _store(result)
+    found = [*result["kernels"].values(), *result.get("layers", {}).values()]
+    is_right = bool(tasks) and not trouble and not any(each["failure"] for each in found)
+    return {**result, "not_stored": trouble}, list(lines(result, trouble)), is_right
 
 
-def _chosen(known: list[list[str]], wanted: list[str] | None) -> list[list[str]]:
-    names = [name for name, _ in known]
-    if unknown := [name for name in wanted or () if name not in names]:
+def _chosen(known: dict[str, str], wanted: list[str] | None) -> dict[str, str]:
+    if unknown := [name for name in wanted or () if name not in known]:
         raise SystemExit(
-            f"This card has no kernel {', '.join(unknown)}; it has {', '.join(names)}."
+            f"This card has no kernel {', '.join(unknown)}; it has {', '.join(known)}."
         )
-    return [pair for pair in known if wanted is None or pair[0] in wanted]
+    return {name: task for name, task in known.items() if wanted is None or name in wanted}
 
 
-def _verdict(name: str, task: str, cases: str, seconds: float, cache: str) -> Result:
-    argument = {"cases": cases, "kernel": name}
-    environment = {"XDG_CACHE_HOME": cache}
-    answer = ask(
-        "jfp8.command_line.check:checked", argument, running=seconds, environment=environment
-    )
-    return {
-        "task": task,
-        "failure": answer.failure,
-        "kind": answer.kind,
-        "seconds": answer.seconds,
-        **(answer.result or {}),
-    }
+def _answer(
+    function: str, argument: Result, options: argparse.Namespace, cache: str | None = None
+) -> Result:
+    environment = {} if cache is None else {"XDG_CACHE_HOME": cache}
+    function = f"{HERE}.check:{function}"
+    found = ask(function, argument, limit=options.seconds, environment=environment)
+    how = {"failure": found.failure, "kind": found.kind, "seconds": found.seconds}
+    return {**how, **(found.result or {})}
 
 
 def _store(result: Result) -> str | None:
-    """Write the verdicts to the file that planners read; returns why not, if that fails."""
+    """Write the file that planners read; returns why not, if that fails."""
     path = verdict_file(result["card"])
     try:
         if not path.is_absolute():
@@ -102,47 +112,60 @@ def _table(cases: str) -> Any:
 
 
 def this_card(cases: str) -> Result:
-    """Return the first device, and the kernels that it has: on a CPU those that it rehearses."""
+    """Return the first device, and its kernels with their tasks; on a CPU all that it rehearses."""
     table, device = _table(cases), jax.devices()[0]
     is_gpu = device.platform == "gpu"
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     capability = (int(major), int(minor)) if is_gpu else None
-    found = [case for case in table if case.is_for(capability)]
-    return {
-        "card": device.device_kind,
-        "interpreted": not is_gpu,
-        "kernels": [[case.kernel, case.task] for case in found],
-    }
+    found = {case.kernel: case.task for case in table if case.is_for(capability)}
+    return {"card": device.device_kind, "interpreted": not is_gpu, "kernels": found}
 
 
 def checked(argument: Result) -> Result:
     """Check one kernel, interpreted on a CPU; raises if it is wrong."""
     (case,) = (c for c in _table(argument["cases"]) if c.kernel == argument["kernel"])
     with rehearsed():
-        measured = case.check(*case.arguments)
-    return {"measured": measured}
+        return {"measured": case.check(*case.arguments)}
 
 
-def lines(result: Result, failed: list[str], trouble: str | None) -> Iterator[str]:
+def timed(argument: Result) -> Result:
+    """Time layers of one recipe, of several sizes."""
+    return {"us": {n: microseconds(*layer(argument["recipe"], n)) for n in argument["sizes"]}}
+
+
+def lines(result: Result, trouble: str | None) -> Iterator[str]:
     """Yield the lines to print."""
+    kernels, layers = result["kernels"], result.get("layers", {})
     how = ", where kernels are interpreted" if result["interpreted"] else ""
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
     yield from [f"{result['card']}{how}; {versions}", ""]
     table = [("kernel", "for", "seconds", "verdict")]
-    for name, kernel in result["kernels"].items():
-        verdict = f"WRONG ({kernel['kind']}): {kernel['failure']}" if kernel["failure"] else "right"
-        table.append((name, kernel["task"], f"{kernel['seconds']:.1f}", verdict[:200]))
+    for name, found in kernels.items():
+        row = name, found["task"], f"{found['seconds']:.1f}", _said(found, "right")
+        table.append(row)
     yield from [*table_lines(table), ""]
-    if not result["kernels"]:
+    if layers:
+        table = [("layer", "n: microseconds, forward and backward")]
+        for recipe, found in layers.items():
+            times = ", ".join(f"{n}: {us:.4g}" for n, us in found.get("us", {}).items())
+            table.append((recipe, _said(found, times)))
+        yield from [*table_lines(table), ""]
+    failed = [name for name, found in kernels.items() if found["failure"]]
+    if not kernels:
         yield "Nothing was checked: `python -m jfp8 doctor` says what is missing."
     elif failed:
-        tasks = dict.fromkeys(result["kernels"][name]["task"] for name in failed)
-        yield f"{len(failed)} of {len(result['kernels'])} kernels failed: {', '.join(failed)}."
+        tasks = dict.fromkeys(kernels[name]["task"] for name in failed)
+        yield f"{len(failed)} of {len(kernels)} kernels failed: {', '.join(failed)}."
         if not trouble:
             yield f"jfp8 leaves out its kernels for {', '.join(tasks)} on this card."
     else:
-        yield f"All {len(result['kernels'])} kernels are right."
+        yield f"All {len(kernels)} kernels are right."
     if trouble:
         yield trouble
-    elif result["kernels"]:
+    elif kernels:
         yield f"Verdicts: {verdict_file(result['card'])}"
+
+
+def _said(found: Result, otherwise: str) -> str:
+    failure = found["failure"]
+    return f"WRONG ({found['kind']}): {failure}"[:200] if failure else otherwise

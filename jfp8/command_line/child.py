@@ -9,17 +9,14 @@ import contextlib
 import importlib
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
-MARK = "@@jfp8 "  # before what a child has to say; other lines come from libraries
-STARTING = 300.0  # seconds to import, to find the GPU, and to compile
+MARK = "@@jfp8 "  # begins the line with the answer; libraries print other lines
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Answer:
 
     result: Any = None
     failure: str = ""  # empty if it did not fail
-    kind: str = ""  # of the failure: "error" if the function raised, "hang" or "crash"
+    kind: str = ""  # "error" if the function raised, "hang", "crash", or empty
     seconds: float = 0.0  # from the start of the process to its end
 
 
@@ -36,103 +33,56 @@ def ask(
     function: str,
     argument: Any = None,
     *,
-    running: float = 60.0,
-    starting: float = STARTING,
+    limit: float = 300.0,
     environment: dict[str, str] | None = None,
 ) -> Answer:
-    """Call a function, ``"module:function"``, in another process, and wait for its result.
+    """Call a function, ``"module:function"``, in another process, for at most `limit` seconds.
 
-    JSON must hold the argument and the result. It may take `starting` seconds until it says
-    `compiled`, and `running` seconds after that.
+    JSON must hold the argument and the result.
     """
     start = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+    command = [sys.executable, "-m", "jfp8.command_line.child", function, json.dumps(argument)]
+    inherited = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jfp8.command_line.child", function, json.dumps(argument)],
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            text=True,
-            errors="replace",
-            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **(environment or {})},
+            command, stdout=output, stderr=complaints, env={**inherited, **(environment or {})}
         )
+        said: dict[str, Any] = {"failure": f"no answer within {limit:g} s", "kind": "hang"}
         try:
-            said = _follow(process, starting, running)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit)
+                said = _answer(_text(output), _text(complaints), code)
         finally:
             process.kill()
-            code = None  # if the driver does not let go of it
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(30)
-        seconds = round(time.monotonic() - start, 2)
-        if "result" in said or "kind" in said:
-            return Answer(**said, seconds=seconds)
-        complaints.seek(0)
-        last = (complaints.read().strip().splitlines() or ["it said nothing"])[-1]
-    return Answer(
-        failure=f"its process ended with exit code {code}: {last[:200]}",
-        kind="crash",
-        seconds=seconds,
-    )
+                process.wait(30)  # and no longer, if the driver does not release it
+    return Answer(**said, seconds=round(time.monotonic() - start, 2))
 
 
-def _follow(process: subprocess.Popen[str], starting: float, running: float) -> dict[str, Any]:
-    """Return what the child said last: its result, its error, or nothing if it crashed."""
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        with process.stdout as stdout:
-            for line in stdout:
-                lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    limit, doing = starting, "start and compile"
-    end = time.monotonic() + limit
-    while True:
-        try:
-            line = lines.get(timeout=max(0.0, end - time.monotonic()))
-        except queue.Empty:
-            return {"failure": f"no answer within {limit:g} s to {doing}", "kind": "hang"}
-        if line is None:
-            process.wait()
-            return {}
-        if line.startswith(MARK):
-            said = json.loads(line.removeprefix(MARK))
-            if "compiled" not in said:
-                return said
-            limit, doing = running, "run"
-            end = time.monotonic() + limit
+def _text(file: Any) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
-def compiled() -> None:
-    """Say that all is compiled, so that from now on silence means that a kernel hangs."""
-    _say({"compiled": True})
-
-
-def _say(what: dict[str, Any]) -> None:
-    print(MARK + json.dumps(what), flush=True)
+def _answer(output: str, complaints: str, code: int) -> dict[str, Any]:
+    """Return the answer in the output of a process, or the last line of its complaints."""
+    marked = [line for line in output.splitlines() if line.startswith(MARK)]
+    if marked:
+        return json.loads(marked[-1].removeprefix(MARK))
+    last = (complaints.strip().splitlines() or ["it said nothing"])[-1]
+    return {"failure": f"its process ended with exit code {code}: {last[:200]}", "kind": "crash"}
 
 
 def answer(function: str, argument: str) -> None:
-    """Call the function that `ask` named, and say what came out. Ends with the parent."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    """Call the function that `ask` named, and print its result or its error."""
     module, name = function.split(":")
     try:
-        result = getattr(importlib.import_module(module), name)(json.loads(argument))
+        said = {"result": getattr(importlib.import_module(module), name)(json.loads(argument))}
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        _say({"failure": text[:1000], "kind": "error"})
-    else:
-        _say({"result": result})
-
-
-def _end_with(parent: int) -> None:
-    """End this process, even in a kernel that hangs, when its parent was killed."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+        said = {"failure": text[:1000], "kind": "error"}
+    print(MARK + json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
-    # As the module of this name: what `compiled` of another copy would say is said by one.
-    importlib.import_module("jfp8.command_line.child").answer(*sys.argv[1:])
+    answer(*sys.argv[1:])

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from importlib import metadata
@@ -30,8 +31,9 @@ from jfp8.layers.linen.layers import Dense
 from jfp8.tracing.compat import cudnn_version
 
 Facts = dict[str, Any]
+Advice = tuple[bool, str]  # whether something is wrong until it is done, and what to do
 
-PACKAGES = r"jfp8|jax|jaxlib|flax|optax|ml[-_]dtypes|jax-cuda\d+-(plugin|pjrt)"
+PACKAGES = r"jax|jaxlib|flax|optax|ml[-_]dtypes|jax-cuda\d+-(plugin|pjrt)"
 BY = {
     "xla": "FP8, cuBLASLt",
     "mosaic_gpu": "FP8, Pallas kernel of jfp8",
@@ -50,13 +52,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[Facts, list[str], bool]:
     """Return all facts, the lines to print, and whether nothing is wrong."""
-    facts = gather(options.card)
-    return facts, list(lines(facts)), not any(said["wrong"] for said in facts["advice"])
-
-
-def gather(card: str | None, seconds: float = 120.0) -> Facts:
-    """Collect what is installed, and ask JAX for its devices in a process that may hang."""
-    answer = ask("jfp8.command_line.doctor:asked", card, starting=seconds)
+    # In a process, because JAX may hang while it looks for devices.
+    answer = ask("jfp8.command_line.doctor:asked", options.card, limit=120)
     facts: Facts = {
         "python": platform.python_version(),
         "packages": installed(),
@@ -65,14 +62,14 @@ def gather(card: str | None, seconds: float = 120.0) -> Facts:
         "platforms": os.environ.get("JAX_PLATFORMS", ""),
         "jax": answer.result or {"failure": answer.failure},
     }
-    return {**facts, "advice": [{"wrong": w, "text": t} for w, t in advice(facts)]}
+    facts["advice"] = [{"wrong": wrong, "text": text} for wrong, text in advice(facts)]
+    return facts, list(lines(facts)), not any(said["wrong"] for said in facts["advice"])
 
 
 def installed() -> dict[str, str]:
     """Return the versions of jfp8, of what it needs, and of JAX's plugins for CUDA."""
-    found = {d.name: d.version for d in metadata.distributions()}
-    kept = {name: v for name, v in found.items() if re.fullmatch(PACKAGES, name)}
-    return dict(sorted({**kept, **{k: v for k, v in versions().items() if k == "jfp8"}}.items()))
+    found = {d.name: d.version for d in metadata.distributions() if re.fullmatch(PACKAGES, d.name)}
+    return dict(sorted({**found, "jfp8": versions()["jfp8"]}.items()))
 
 
 def ptxas() -> dict[str, str] | None:
@@ -107,28 +104,20 @@ def _output(*command: str) -> str | None:
 
 def asked(card: str | None) -> Facts:
     """Return JAX's devices, and what computes each recipe on the first GPU, or on `card`."""
-    devices = [
-        {
-            "kind": d.device_kind,
-            "platform": d.platform,
-            "capability": str(getattr(d, "compute_capability", "")),
-            "cores": getattr(d, "core_count", None),
-        }
-        for d in jax.devices()
-    ]
-    gpus = [d for d in devices if d["platform"] == "gpu"]
-    card = card or next((d["kind"] for d in gpus), None)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        checked = {} if card is None else verdicts(card)
-    cores = next((d["cores"] for d in gpus if d["kind"] == card), None) or 132
+    devices = jax.devices()
+    gpus = [d for d in devices if d.platform == "gpu"]
+    card = card or next((d.device_kind for d in gpus), "")
+    with warnings.catch_warnings(record=True, action="always") as said:
+        checked = verdicts(card) if card else {}
+    cores = next((d.core_count for d in gpus if d.device_kind == card), 132)
     return {
-        "devices": devices,
+        "devices": [d.device_kind for d in devices],
+        "gpus": len(gpus),
         "cudnn": cudnn_version() if gpus else None,
         "card": card,
         "verdicts": checked,
         "unreadable": [str(warning.message) for warning in said],
-        "recipes": [] if card is None else [backend_of(r(), card, cores) for r in recipes.RECIPES],
+        "recipes": [backend_of(r(), card, cores) for r in recipes.RECIPES] if card else [],
     }
 
 
@@ -150,106 +139,97 @@ def backend_of(recipe: Any, card: str, cores: int = 132) -> dict[str, str]:
     return {"recipe": recipe.name, "backend": backend, "reason": reason}
 
 
-# What follows from the facts.
+# Questions about the facts: is there something to do?
 
 
-def advice(facts: Facts) -> Iterator[tuple[bool, str]]:
-    """Yield what to do, and whether something is wrong until it is done."""
-    yield from _about_jax(facts)
-    yield from _about_ptxas(facts["ptxas"])
-    yield from _about_verdicts(facts["jax"])
+def _about_jax(facts: Facts) -> Advice | None:
+    here, version = facts["jax"], facts["packages"]["jax"]
+    if _numbers(version)[:3] >= KERNELS_SINCE:
+        return None
+    text = (
+        f"Python {facts['python']} has JAX {version}, and with it none of jfp8's Pallas "
+        "kernels, which compute rows and blocks of scales, grouped matmuls and attention in "
+        "FP8. Install Python 3.12 or later, and there pip install 'jfp8[cuda]'."
+    )
+    return bool(here.get("card")), text
 
 
-def _about_jax(facts: Facts) -> Iterator[tuple[bool, str]]:
-    gpus, version = _gpus(facts["jax"]), facts["packages"]["jax"]
-    if "failure" in facts["jax"]:
-        yield True, f"JAX does not start: {facts['jax']['failure']}"
-    elif facts["driver"] and not gpus:
-        yield True, _why_no_gpu(facts)
-    elif not gpus:
-        yield False, "There is no GPU here: FP8 is emulated, slower than float32, same numbers."
-    if _numbers(version)[:3] < KERNELS_SINCE:
-        text = (
-            f"Python {facts['python']} has JAX {version}, and with it none of jfp8's Pallas "
-            "kernels, which compute rows and blocks of scales, grouped matmuls and attention in "
-            "FP8. Install Python 3.12 or later, and there pip install 'jfp8[cuda]'."
-        )
-        yield bool(gpus or facts["jax"].get("card")), text
+def _about_ptxas(facts: Facts) -> Advice | None:
+    found = facts["ptxas"]
+    if not found or not BAD_PTXAS[0] <= _numbers(found["version"]) < BAD_PTXAS[1]:
+        return None
+    text = (
+        f"ptxas {found['version']} ({found['path']}) miscompiles causal masks, as all of CUDA "
+        "12.8.0 to 12.9.0 do. Install a later one: pip install -U "
+        "'nvidia-cuda-nvcc-cu12>=12.9.86', or pip install 'jfp8[cuda]' for CUDA 13."
+    )
+    return True, text
 
 
-def _about_ptxas(found: dict[str, str] | None) -> Iterator[tuple[bool, str]]:
-    if found and BAD_PTXAS[0] <= _numbers(found["version"]) < BAD_PTXAS[1]:
-        text = (
-            f"ptxas {found['version']} ({found['path']}) miscompiles causal masks, as all of CUDA "
-            "12.8.0 to 12.9.0 do. Install a later one: pip install -U "
-            "'nvidia-cuda-nvcc-cu12>=12.9.86', or pip install 'jfp8[cuda]' for CUDA 13."
-        )
-        yield True, text
+def _about_devices(facts: Facts) -> Advice | None:
+    here, cards = facts["jax"], ", ".join(card["name"] for card in facts["driver"])
+    if "failure" in here:
+        return True, f"JAX does not start: {here['failure']}"
+    if here["gpus"]:
+        return None
+    if not cards:
+        return False, "There is no GPU here: FP8 is emulated, slower than float32, same numbers."
+    if "cpu" in facts["platforms"]:
+        return True, f"JAX_PLATFORMS={facts['platforms']} hides {cards}. Unset it."
+    number = _numbers(facts["driver"][0]["driver_version"])[0]
+    fix = "pip install 'jfp8[cuda]'"
+    if number < 580:
+        fix = f"driver {number} is too old for CUDA 13 (580): pip install 'jax[cuda12]'"
+    return True, f"The driver shows {cards}, but JAX finds no GPU: {fix}."
 
 
-def _about_verdicts(asked: Facts) -> Iterator[tuple[bool, str]]:
-    yield from ((True, text) for text in asked.get("unreadable", ()))
-    card, verdicts = asked.get("card") or "", asked.get("verdicts", {})
-    failed = [name for name, kernel in verdicts.items() if kernel["failure"]]
-    if failed:
+def _about_verdicts(facts: Facts) -> Advice | None:
+    here = facts["jax"]
+    card, checked = here.get("card", ""), here.get("verdicts", {})
+    if unreadable := here.get("unreadable"):
+        return True, " ".join(unreadable)
+    if failed := [name for name, kernel in checked.items() if kernel["failure"]]:
         text = (
             f"Left out on {card}, because they failed `python -m jfp8 check`: "
             f"{', '.join(failed)}. The verdicts are in {verdict_file(card)}."
         )
-        yield True, text
-    elif _gpus(asked) and not verdicts:
-        yield False, f"Nothing was checked on {card} yet: python -m jfp8 check"
-
-
-def _gpus(asked: Facts) -> list[Facts]:
-    return [device for device in asked.get("devices", ()) if device["platform"] == "gpu"]
+        return True, text
+    if here.get("gpus") and not checked:
+        return False, f"Nothing was checked on {card} yet: python -m jfp8 check"
+    return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def _why_no_gpu(facts: Facts) -> str:
-    cards = ", ".join(card["name"] for card in facts["driver"])
-    if "cpu" in facts["platforms"]:
-        return f"JAX_PLATFORMS={facts['platforms']} hides {cards}. Unset it."
-    number = _numbers(facts["driver"][0]["driver_version"])[0]
-    if number < 580:
-        fix = f"driver {number} is too old for CUDA 13 (580): pip install 'jax[cuda12]'"
-    else:
-        fix = "pip install 'jfp8[cuda]'"
-    return f"The driver shows {cards}, but JAX finds no GPU: {fix}."
+QUESTIONS = (_about_jax, _about_ptxas, _about_devices, _about_verdicts)
+
+
+def advice(facts: Facts) -> Iterator[Advice]:
+    """Yield what to do, and whether something is wrong until it is done."""
+    yield from filter(None, (question(facts) for question in QUESTIONS))
 
 
 def lines(facts: Facts) -> Iterator[str]:
     """Yield the lines to print."""
-    asked, assembler = facts["jax"], facts["ptxas"]
-    yield f"Python   {facts['python']}"
-    yield "packages " + ", ".join(f"{name} {v}" for name, v in facts["packages"].items())
-    yield "ptxas    " + (f"{assembler['version']}, {assembler['path']}" if assembler else "none")
-    for card in facts["driver"] or [{"none": "nvidia-smi is not here, or shows no card"}]:
-        yield "driver   " + ", ".join(card.values())
-    for kind in sorted({d["kind"] for d in asked.get("devices", ())}):
-        count = sum(d["kind"] == kind for d in asked["devices"])
-        yield f"JAX      {count} x {kind}"
-    if asked.get("recipes"):
-        yield from ["", f"A layer of {N} x {N} x {N} on {asked['card']}:", ""]
-        yield from _recipe_lines(asked["recipes"])
+    here, cards = facts["jax"], (", ".join(card.values()) for card in facts["driver"])
+    answers = {
+        "Python": facts["python"],
+        "packages": ", ".join(f"{name} {v}" for name, v in facts["packages"].items()),
+        "ptxas": ", ".join((facts["ptxas"] or {"": "none"}).values()),
+        "driver": "; ".join(cards) or "nvidia-smi is not here, or shows no card",
+        "JAX": ", ".join(f"{n} x {kind}" for kind, n in Counter(here.get("devices")).items()),
+    }
+    yield from (f"{name:<8} {answer}" for name, answer in answers.items())
+    if rows := here.get("recipes"):
+        yield from ["", f"A layer of {N} x {N} x {N} on {here['card']}:", ""]
+        table = [(row["recipe"], BY.get(row["backend"], row["backend"])) for row in rows]
+        yield from table_lines([("recipe", "computed by"), *table])
+        for reason in dict.fromkeys(row["reason"] for row in rows if row["reason"]):
+            names = ", ".join(row["recipe"] for row in rows if row["reason"] == reason)
+            yield from ["", *textwrap.wrap(f"{names}: nothing faster, because of {reason}", 100)]
     yield ""
-    for said in facts["advice"]:
-        head = "WRONG: " if said["wrong"] else "Note: "
-        yield from textwrap.wrap(head + said["text"], 100, break_long_words=False)
-
-
-def _recipe_lines(rows: list[dict[str, str]]) -> Iterator[str]:
-    table = [("recipe", "computed by")]
-    table += [(row["recipe"], BY.get(row["backend"], row["backend"])) for row in rows]
-    yield from table_lines(table)
-    reasons: dict[str, list[str]] = {}
-    for row in filter(lambda row: row["reason"], rows):
-        reasons.setdefault(row["reason"], []).append(row["recipe"])
-    if reasons:
-        yield from ["", "Why nothing faster:"]
-    for reason, names in reasons.items():
-        text = f"{', '.join(names)}: {reason}"
-        yield from textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="    ")
+    for wrong, text in advice(facts):
+        head = "WRONG: " if wrong else "Note: "
+        yield from textwrap.wrap(head + text, 100, break_long_words=False)

@@ -1,4 +1,4 @@
-"""Run a kernel so that what is wrong shows, and hold its results to a reference bit for bit.
+"""Run an operation so that errors show, and compare its results with a reference on the CPU.
 
 Everything runs three times on a GPU and has to give the same bits: a difference between runs is a
 race. Before each run NaN is written to the memory that it will get, so that what a kernel leaves
@@ -8,8 +8,6 @@ out is not right from the run before.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,25 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.command_line.child import compiled
-
 Record = dict[str, Any]
 RUNS = 3  # one where kernels are interpreted
-_MODULES = (
-    "hopper.quantize",
-    "hopper.matmul",
-    "hopper.grouped",
-    "scales_in_kernels",
-)
-
-
-def kernel(name: str) -> Callable[..., Any]:
-    """Return a function of `jfp8.kernels` by its name."""
-    for module in _MODULES:
-        found = importlib.import_module(f"jfp8.kernels.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
-    raise NotImplementedError(f"There is no kernel called {name}.")
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:
@@ -59,7 +40,6 @@ def poisoned_runs(function: Callable[..., Any], *arguments: Any) -> Iterator[Any
         for leaf in jax.tree.leaves(jax.eval_shape(function, *arguments))
     ]
     sizes.append(getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
-    compiled()
     for _ in range(RUNS if jax.default_backend() == "gpu" else 1):
         poison(sizes)
         yield program(*arguments)
@@ -147,32 +127,54 @@ def powers_of_two(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.exp2(np.random.default_rng(seed).integers(-3, 4, shape)).astype(np.float32)
 
 
-def product_error(
-    got: np.ndarray, a: np.ndarray, b: np.ndarray, chunk: int | None, out_dtype: Any
+def check_bits(ours: Callable[..., Any], reference: Callable[..., Any], *operands: Any) -> Record:
+    """Compare ``ours(*operands)`` with the reference on the CPU, bit for bit."""
+    same(run(ours, *operands), on_cpu(reference, *operands))
+    return {}
+
+
+def check_sums(
+    ours: Callable[..., Any],
+    reference: Callable[..., Any],
+    draw: Callable[[Callable[..., np.ndarray]], tuple[Any, ...]],
+    terms: int,
 ) -> Record:
-    """Hold `got` to ``a @ b.T`` in float64, for values `a` and `b`.
+    """Compare sums of products with the reference on the CPU.
 
-    A tensor core keeps 13 fraction bits of the largest of 32 products and the running sum, so that
-    each of the ``chunk / 32`` additions before a promotion (over all of K if None) loses at most
-    2^-12 of the sum of magnitudes; the result is rounded once.
+    Bit for bit on small integers, whose sums are exact in any order; and on normally distributed
+    data within the error of tensor cores. These keep 13 fraction bits of the largest of 32 products
+    and the running sum, so that each of the ``terms / 32`` additions before a sum is promoted to
+    f32 loses at most 2^-12 of the sum of magnitudes. Both results are rounded once.
+
+    Args:
+      ours, reference: functions of the operands, linear in each, with the same results.
+      draw: makes the operands from a function ``(shape, dtype, seed) -> array``.
+      terms: products that are added before their sum is promoted.
     """
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    expected, magnitude = a @ b.T, np.abs(a) @ np.abs(b).T
-    k = a.shape[1]
-    additions = math.ceil(min(k, chunk or k) / 32) + 1
-    epsilon = float(jnp.finfo(out_dtype).eps)
-    bound = (additions * 2.0**-12 + 1e-6) * magnitude + epsilon * np.abs(expected) + 1e-30
-    error = np.abs(got.astype(np.float64) - expected)
-    worst = float(np.max(error / bound))
-    relative = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-    if not worst <= 1:  # NaN too
-        raise AssertionError(f"error {worst:.3g} times the bound, relative {relative:.3g}")
-    return {"relative_error": relative, "part_of_bound": worst}
+    operands = draw(integers)
+    same(run(ours, *operands), on_cpu(reference, *operands))
+    operands = draw(normal)
+    got, expected = run(ours, *operands), on_cpu(reference, *operands)
+    magnitudes = on_cpu(reference, *jax.tree.map(magnitude, operands))
+    record = {"relative_error": 0.0, "part_of_bound": 0.0}
+    for a, b, most in zip(got, expected, magnitudes, strict=True):
+        epsilon = float(jnp.finfo(b.dtype).eps)
+        a, b, most = (x.astype(np.float64) for x in (a, b, most))
+        bound = ((terms / 32 + 1) * 2.0**-12 + 1e-6) * most + epsilon * np.abs(b) + 1e-30
+        found = {
+            "relative_error": float(np.linalg.norm(a - b) / np.linalg.norm(b)),
+            "part_of_bound": float(np.max(np.abs(a - b) / bound)),
+        }
+        if not found["part_of_bound"] <= 1:  # NaN too
+            raise AssertionError(
+                "error {part_of_bound:.3g} times the bound, relative {relative_error:.3g}".format(
+                    **found
+                )
+            )
+        record = {name: max(record[name], value) for name, value in found.items()}
+    return record
 
 
-def spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Repeat the scales of blocks for the elements of an array of `shape`."""
-    for axis, size in enumerate(shape):
-        if scale.shape[axis] != size:
-            scale = np.take(scale, np.arange(size) // 128, axis)
-    return scale
+def magnitude(x: Any) -> np.ndarray:
+    """Return the magnitudes of the values of `x`, in its dtype."""
+    return np.abs(as_f32(np.asarray(x))).astype(x.dtype)

@@ -1,8 +1,7 @@
 """Verdicts and times of cards, which planners read while a program is traced for such a card.
 
-``python -m jfp8 check`` finds kernels that compute wrong results, and ``bench`` times layers. Each
-kind of card, with each version of jfp8, JAX and CUDA, has JSON files of both in the user's cache
-directory.
+``python -m jfp8 check`` finds kernels that compute wrong results, and times layers. It writes both
+to the user's cache directory, a JSON file for each kind of card and versions of jfp8, JAX and CUDA.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def why_failed(tasks: Collection[str], device: Device) -> str | None:
     return None
 
 
-# The recipes that are timed, by the `cost_model`'s kind of scales.
+# Recipes whose layers are timed, by the kind of their scales in `cost_model`.
 RECIPES = {
     "one": ("delayed", "current"),
     "rows": ("rowwise",),
@@ -98,12 +97,6 @@ RECIPES = {
 }
 
 
-def bench_file(kind: str) -> Path:
-    """Return the path where `bench` stores the rates of a `kind` of card, with these versions."""
-    path = verdict_file(kind)
-    return path.parent.with_name("bench") / path.name
-
-
 def measured_gain(kind: str, scales: str, multiplications: float) -> float | None:
     """Return the measured speedup of a layer over bf16 on a `kind` of card; None if not timed.
 
@@ -111,16 +104,13 @@ def measured_gain(kind: str, scales: str, multiplications: float) -> float | Non
     that were timed, and constant beyond them. Averaged over recipes with the same kind of scales.
     """
     try:
-        rates = json.loads(bench_file(kind).read_text(encoding="utf-8"))["rates"]
+        layers = json.loads(verdict_file(kind).read_text(encoding="utf-8"))["layers"]
         gains: dict[int, list[float]] = {}
         for recipe in RECIPES[scales]:
-            for name, rate in rates.items():
-                label, _, n = name.rpartition(", ")
-                if label == f"layer, {recipe}" and "us" in rate:
-                    in_bf16 = rates[f"layer, bf16, {n}"]["us"]
-                    gains.setdefault(int(n), []).append(in_bf16 / rate["us"])
+            for n, us in layers[recipe].get("us", {}).items():
+                gains.setdefault(int(n), []).append(layers["bf16"]["us"][n] / us)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # `bench` rewrites it
+        return None  # `verdicts` warns
     sizes = sorted(gains)
     if not sizes:
         return None

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 
 from jfp8.command_line import cases
 from jfp8.command_line.cases import HOPPER, Case
-from jfp8.command_line.child import compiled
 from jfp8.command_line.exactness import run, same
 
 H200 = {"device_kind": "NVIDIA H200", "platform": "gpu", "compute_capability": "9.0"}
@@ -23,11 +21,6 @@ def doubles(factor):
     same(run(lambda x: factor * x, x), [2 * x])
 
 
-def hangs():
-    compiled()
-    time.sleep(1000)
-
-
 def crashes():
     print("an illegal memory access was encountered", file=sys.stderr, flush=True)
     os.abort()
@@ -37,7 +30,6 @@ SINCE = HOPPER[0]
 CASES = (
     Case("right", "quantizing", SINCE, "xla", doubles, (2,)),
     Case("wrong", "cuBLASLt products", SINCE, "xla", doubles, (3,)),
-    Case("hanging", "products", SINCE, "xla", hangs, ()),
     Case("crashing", "attention", SINCE, "xla", crashes, ()),
     Case("for Blackwell", "MX products", cases.BLACKWELL, "xla", doubles, (3,)),
 )
@@ -50,7 +42,7 @@ def kernel_that_drops_a_row(*arguments):
 
     right = matmul.matmul
     matmul.matmul = lambda *x, **how: (y := right(*x, **how)).at[-1].set(y[-2])
-    cases.check_matmul(*arguments)
+    return cases.check_matmul(*arguments)
 
 
 (MATMUL,) = (case for case in cases.CASES if case.kernel == "matmul")

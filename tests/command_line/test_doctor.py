@@ -9,14 +9,12 @@ from jfp8.command_line import doctor
 from jfp8.command_line.parser import main
 
 H200 = {"name": "NVIDIA H200", "driver_version": "580.65.06", "compute_cap": "9.0"}
-FOUND = {"kind": "NVIDIA H200", "platform": "gpu", "capability": "9.0", "cores": 132}
-CPU = {"kind": "cpu", "platform": "cpu", "capability": "", "cores": None}
 
 
 def facts(**changed):
     """A healthy machine with an H200 that was checked, but for what is `changed`."""
     jax_says = {
-        "devices": changed.pop("devices", [FOUND]),
+        "gpus": changed.pop("gpus", 1),
         "card": "NVIDIA H200",
         "verdicts": changed.pop("verdicts", {"matmul": {"failure": ""}}),
     }
@@ -38,14 +36,14 @@ def test_a_healthy_machine_needs_no_advice():
 @pytest.mark.parametrize(
     ("changed", "is_wrong", "words"),
     [
-        ({"devices": [CPU]}, True, "pip install 'jfp8[cuda]'"),
-        ({"devices": [CPU], "platforms": "cpu"}, True, "JAX_PLATFORMS=cpu hides NVIDIA H200"),
+        ({"gpus": 0}, True, "pip install 'jfp8[cuda]'"),
+        ({"gpus": 0, "platforms": "cpu"}, True, "JAX_PLATFORMS=cpu hides NVIDIA H200"),
         (
-            {"devices": [CPU], "driver": [H200 | {"driver_version": "550.54.14"}]},
+            {"gpus": 0, "driver": [H200 | {"driver_version": "550.54.14"}]},
             True,
             "driver 550 is too old for CUDA 13 (580): pip install 'jax[cuda12]'",
         ),
-        ({"devices": [CPU], "driver": []}, False, "There is no GPU here"),
+        ({"gpus": 0, "driver": []}, False, "There is no GPU here"),
         ({"packages": {"jax": "0.10.2"}, "python": "3.11.7"}, True, "Install Python 3.12"),
         ({"jax": {"failure": "no answer within 120 s"}}, True, "no answer within 120 s"),
         ({"verdicts": {}}, False, "python -m jfp8 check"),
@@ -85,7 +83,9 @@ def test_the_command_shows_what_a_described_card_computes(capsys):
     }
     text = "\n".join(doctor.lines(found))
     assert "nvfp4         bf16 tensor cores" in text
-    assert f"JAX      {sum(d['kind'] == 'cpu' for d in found['jax']['devices'])} x cpu" in text
+    assert "nvfp4, nvfp4_4over6" in text
+    assert text.count("no tensor cores for E2M1FN x E2M1FN") == 1
+    assert f"JAX      {len(found['jax']['devices'])} x cpu" in text
 
 
 def test_a_card_that_jax_does_not_find_is_wrong(capsys, monkeypatch, tmp_path):

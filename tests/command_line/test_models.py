@@ -88,5 +88,5 @@ def test_the_commands_are_listed_where_python_finds_the_package():
     root = Path(__file__).parents[2]
     program, env = [sys.executable, "-m", "jfp8", "--help"], {"PYTHONPATH": str(root)}
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
-    for command in ("doctor", "check", "bench", "report", "convert-checkpoint"):
+    for command in ("doctor", "check", "report", "convert-checkpoint"):
         assert f"\n    {command}" in done.stdout

@@ -24,12 +24,12 @@ PLAIN = (((1,), (0,)), ((), ()))
 CHECKED = "failed `python -m jfp8 check`"
 
 
-def judge(kind, **kernels):
+def judge(kind, layers=None, **kernels):
     """Write a verdict, with the format that the page on GPUs shows, not by the command."""
     path = verdicts.verdict_file(kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {name: {"task": task, "failure": why} for name, (task, why) in kernels.items()}
-    path.write_text(json.dumps({"kernels": found}))
+    path.write_text(json.dumps({"kernels": found, "layers": layers or {}}))
     return path
 
 
@@ -62,22 +62,22 @@ def test_geforce_uses_mx_instructions_only_after_they_passed():
 def test_layers_that_were_timed_replace_the_model_of_time():
     gpu, rows = Gpu("NVIDIA L40S", (8, 9)), {"granularity": "rows"}
     assert backend(gpu=gpu, **rows).backend.name == "xla"
-    path = verdicts.bench_file(gpu.kind)
-    path.parent.mkdir(parents=True)
-    layer = {"layer, bf16": (100.0, 1000.0), "layer, rowwise": (200.0, 2000.0)}
-    times = {
-        f"{name}, {n}": {"us": us} for name, of in layer.items() for n, us in zip((1024, 8192), of)
+    layers = {
+        recipe: {"failure": "", "us": {"1024": small, "8192": large}}
+        for recipe, small, large in (("bf16", 100.0, 1000.0), ("rowwise", 200.0, 2000.0))
     }
-    path.write_text(json.dumps({"rates": times}))
+    judge(gpu.kind, layers=layers)
     assert backend(gpu=gpu, **rows).backend.name == "bf16"
     assert backend(gpu=gpu).backend.name == "xla"  # another recipe, which was not timed
     halfway = 1024**1.5 * 8192**1.5
-    times["layer, rowwise, 8192"] = {"us": 250.0}
-    path.write_text(json.dumps({"rates": times}))
-    gain = lambda m: verdicts.measured_gain(gpu.kind, "rows", m)
+    layers["rowwise"]["us"]["8192"] = 250.0
+    layers["block"] = {"failure": "it crashed"}
+    path = judge(gpu.kind, layers=layers)
+    gain = lambda m, scales="rows": verdicts.measured_gain(gpu.kind, scales, m)
     assert [gain(m) for m in (1.0, 1024.0**3, halfway, 1e30)] == pytest.approx(
         [0.5, 0.5, 2.25, 4.0]
     )
+    assert gain(1.0, "blocks") is None
     path.write_text("{")
     assert gain(1.0) is None
 
