@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jfp8.command_line.plan import all_gather, all_reduce, reduce_scatter
+from plan import all_gather, all_reduce, reduce_scatter
 
 PARTIAL = 4  # bytes of a partial sum between devices of the tensor axis: f32
 

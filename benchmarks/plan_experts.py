@@ -11,7 +11,7 @@ activations and norms, the optimizer, shared experts, amaxes, and the rows by wh
 padded.
 
 Times are lower bounds from arithmetic, memory and communication at the given rates, not forecasts.
-The default rates are the peaks of `python -m jfp8 plan`. The bytes are from `expert_bytes.py`.
+The default rates are the peaks of `plan.py`. The bytes are from `expert_bytes.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from expert_bytes import (
     precisions,
     wire,
 )
-
-from jfp8.command_line.plan import Rates, add_rates
+from plan import Rates, add_rates
 
 NODE = 8  # devices that NVLink connects
 CAST = 3  # bytes per element that a cast reads and writes: 2 of bf16, 1 of FP8, either way

@@ -214,7 +214,7 @@ LINES_OF_ROOMS = {
     "conversion": 4829,
     "debug": 3712,
     "plot": 1164,
-    "command_line": 1420,
+    "command_line": 1076,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from jfp8.command_line import check, convert_checkpoint, doctor, plan, report
+from jfp8.command_line import check, convert_checkpoint, doctor, report
 
 # Each is a module with `arguments(parser)` and `run(options)`, which returns the result for
 # ``--json``, the lines that are printed without it, and whether nothing is wrong.
@@ -14,7 +14,6 @@ COMMANDS = {
     "doctor": (doctor, "show installed versions, and the backend of each recipe on this card"),
     "check": (check, "check each kernel, leave out those that are wrong, and time layers"),
     "report": (report, "list the products of a model, and which of them are FP8"),
-    "plan": (plan, "estimate memory, bytes on the wire and time of a step on any devices"),
     "convert-checkpoint": (convert_checkpoint, "write a checkpoint for another model"),
 }
 

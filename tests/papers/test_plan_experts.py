@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jfp8.command_line import plan
 from support.scripts import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-sizes, experts = (imported(name, "benchmarks") for name in ("expert_bytes", "plan_experts"))
+sizes, experts, plan = (
+    imported(name, "benchmarks") for name in ("expert_bytes", "plan_experts", "plan")
+)
 # Matrices [128, 2 * 32] and [32, 128] of each of 8 experts: 12288 elements; 20 copies.
 TINY = sizes.Model(128, 32, experts=8, per_token=2, tokens=10)
 ROWS = sizes.precisions("block", 2)  # bf16, FP8 matmuls, and both kinds of casts

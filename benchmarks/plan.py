@@ -1,18 +1,21 @@
-"""``python -m jfp8 plan``: bytes and time of a step on devices that you do not have, by formulas.
+r"""Estimate the bytes and the time of a training step on devices that you do not have, by formulas.
+
+    python benchmarks/plan.py --width 4096 --layers 32 --vocabulary 32768 --sequence 4096 \
+        --batch 128 --data 4 --fsdp 8
 
 The model is the Transformer of `examples/lm`: per layer the kernels qkv, out, up and down, learned
-positions, and a table of embeddings besides the logits' kernel. `examples/train_sharded.py` divides
-it over devices in the same way. Each formula says what it counts and what it leaves out;
-`tests/papers/test_plan.py` compares the bytes with compiled programs. Times are what arithmetic and
-communication need at the given rates, so they are bounds, not forecasts. The default rates are the
-peaks that NVIDIA publishes for the H200 SXM: for a forecast, pass rates measured on your machine.
+positions, and a table of embeddings besides the logits' kernel. `examples/train_sharded.py` shards
+it over devices in the same way. Each formula says what it counts and what it leaves out. Times are
+what arithmetic and communication need at the given rates, so they are bounds, not forecasts. The
+default rates are the peaks that NVIDIA publishes for the H200 SXM: for a forecast, pass rates
+measured on your machine.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 BLOCK = 128
 IN_BLOCKS = 1 + 4 / BLOCK  # bytes per element: one of FP8, and its share of a scale in f32
@@ -298,8 +301,9 @@ def add_rates(group: argparse._ArgumentGroup) -> None:
     # fmt: on
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the sizes, devices and rates."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     # fmt: off
     group = parser.add_argument_group("model")
     group.add_argument("--width", type=int, required=True)
@@ -325,19 +329,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor-bandwidth", type=float, default=450.0,
                        help="GB/s sent over the tensor axis (%(default)s)")
     # fmt: on
+    return parser
 
 
-def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    """Return the plan, its table, and True."""
-    a = options
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan."""
+    a = make_parser().parse_args(argv)
     model = Model(a.width, a.layers, a.vocabulary, a.sequence, a.batch, a.mlp)
     devices = Devices(a.data, a.fsdp, a.tensor)
     links = {axis: 1e9 * getattr(a, f"{axis}_bandwidth") for axis in ("data", "fsdp", "tensor")}
     rates = Rates(1e12 * a.bf16_tflops, 1e12 * a.fp8_tflops, 1e9 * a.memory_bandwidth, links)
-    rows = plan(model, devices, rates)
-    head = (
+    print(
         f"{model.parameters / 1e9:.2f} G parameters, {model.tokens:,} tokens in a step, "
-        f"{devices.count} devices"
+        f"{devices.count} devices\n\n{table(plan(model, devices, rates))}"
     )
-    result = {"arguments": vars(a), "parameters": model.parameters, "plan": rows}
-    return result, [head, "", table(rows)], True
+
+
+if __name__ == "__main__":
+    main()
