@@ -33,11 +33,9 @@ import jax
 from results_file import write
 
 import jfp8
-from jfp8.collectives.hlo import Instruction, read
-from jfp8.debug.audit import Launches, audit_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+from support.compiled import Instruction, Launches, audit_of, read
 from support.gpu_programs import why_not
 from support.whole_steps import PROGRAMS, TOKENS
 
@@ -116,7 +114,7 @@ def seconds(program: Launches) -> dict[str, float]:
 
 def row(text: str, compiling: float) -> dict[str, Any]:
     """Return what the table says of a program."""
-    program = Launches(read(text, "whole_steps"))
+    program = Launches(read(text))
     audit, parts = audit_of(program), seconds(program)
     sent: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0])
     for c in audit.sent.collectives:

@@ -57,7 +57,7 @@ shutil.copytree(
 autosummary_filename_map = {
     name: f"{name}_function"
     for name in ("jfp8.report", "jfp8.summary")
-    + tuple(f"jfp8.debug.{name}" for name in ("advice", "audit", "stats"))
+    + tuple(f"jfp8.debug.{name}" for name in ("advice", "stats"))
 }
 
 # The pages of other libraries that our pages link. The inventories are stored, so that the build

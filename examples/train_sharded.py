@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from compiled.sent import collective_bytes
 from jax.sharding import Mesh, NamedSharding
 from lm import corpus, options, report, sharding
 from lm.model import Transformer
@@ -190,7 +191,7 @@ def largest_difference(histories: Any, others: Any) -> float:
 def bytes_on_the_wire(compiled: jax.stages.Compiled) -> dict[str, float]:
     """Return bytes sent by a device in a step, by collective and dtype, in the compiled program."""
     sent = collections.Counter()
-    for c in jfp8.debug.collective_bytes(compiled).collectives:
+    for c in collective_bytes(compiled).collectives:
         sent[f"{c.op} {c.dtype}"] += c.bytes
     return dict(sent.most_common())
 

@@ -1,13 +1,6 @@
-"""Statistics of every tensor in FP8, advice, comparisons, and audits of compiled programs."""
+"""Statistics of every tensor in FP8, advice and comparisons."""
 
-from jfp8.collectives.sent import (
-    Collective,
-    CollectiveBytes,
-    assert_collectives,
-    collective_bytes,
-)
 from jfp8.debug.advice import Advice, advice
-from jfp8.debug.audit import Audit, Matmuls, audit
 from jfp8.debug.causality import LooksAhead, looks_ahead
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
 from jfp8.debug.decoding import DecodingMismatch, mismatch
@@ -21,16 +14,12 @@ from jfp8.tracing.listing import listing
 
 __all__ = [
     "Advice",
-    "Audit",
-    "Collective",
-    "CollectiveBytes",
     "ComparedGradient",
     "ComparedProduct",
     "Comparison",
     "DecodingMismatch",
     "Finding",
     "LooksAhead",
-    "Matmuls",
     "Predicted",
     "ProductError",
     "ProgramCheck",
@@ -41,10 +30,7 @@ __all__ = [
     "Stats",
     "TensorStats",
     "advice",
-    "assert_collectives",
-    "audit",
     "check_program",
-    "collective_bytes",
     "compare",
     "looks_ahead",
     "mismatch",

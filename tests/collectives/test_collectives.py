@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 from jfp8 import collectives
 from jfp8.collectives.wire import _values
-from jfp8.debug import collective_bytes
 from jfp8.scaling.sink import decode_amax, encode_amax
 from support.arrays import decibels
+from support.compiled import collective_bytes
 
 N = 8
 MESH = jax.make_mesh((N,), ("d",), axis_types=(AxisType.Auto,))

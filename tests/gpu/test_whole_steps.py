@@ -1,6 +1,6 @@
 """Whole steps of a block of today's language models, compiled for one H200 and for eight.
 
-`jfp8.debug.audit` counts what layers alone do not show: FLOPs, kernels, exchanges, operands that
+`examples/audit.py` counts what layers alone do not show: FLOPs, kernels, exchanges, operands that
 are quantized more than once, and the time that compiling takes. Nothing is executed; elsewhere it
 is skipped: see `test_compiled`.
 """

@@ -12,12 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from jfp8.debug import collective_bytes
 from jfp8.layers.linen.moe import MoE
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.expert_rows import ToExperts
 from jfp8.training.hoist import split
+from support.compiled import collective_bytes
 
 EXPERTS, FEATURES = 8, 128
 MESHES = {

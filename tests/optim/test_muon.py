@@ -15,6 +15,7 @@ import jfp8
 from jfp8.optim import Float, muon, state_shardings
 from jfp8.optim.adam import DEFAULT
 from support.arrays import assert_same
+from support.compiled import collective_bytes
 from support.scripts import imported
 
 Numbers = optax.contrib.MuonDimensionNumbers
@@ -168,9 +169,9 @@ def test_each_device_takes_its_share(products):
     updates, state = compiled(*args)
     np.testing.assert_allclose(updates["w"], expected["w"], atol=1e-3 if products else 1e-5)
     assert_same(momentum_of(state), momentum_of(momentum))
-    sent = jfp8.debug.collective_bytes(compiled).total / params["w"].size
+    sent = collective_bytes(compiled).total / params["w"].size
     assert 1.3 < sent < 1.4  # (4 + 4 + 4) / 8 * 7 / 8; on a GPU the last 4 are 2 with products
-    left_alone = jfp8.debug.collective_bytes(step(None)[0]).total / params["w"].size
+    left_alone = collective_bytes(step(None)[0]).total / params["w"].size
     assert left_alone > 20
 
 

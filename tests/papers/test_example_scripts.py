@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 SCRIPTS = sorted(
     path.stem
     for path in EXAMPLES.glob("*.py")
-    if path.stem not in ("quickstart", "custom_quantizer")
+    if path.stem not in ("audit", "quickstart", "custom_quantizer")
 )
 
 

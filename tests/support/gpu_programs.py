@@ -38,9 +38,15 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-import jfp8
-from jfp8.collectives.hlo import Instruction, read
-from jfp8.debug.audit import Launches, audit_of, large
+from support.compiled import (
+    Audit,
+    CollectiveBytes,
+    Instruction,
+    Launches,
+    audit_of,
+    large,
+    read,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 CORES = {"h200": 132, "b200": 148, "rtx5090": 170}
@@ -75,7 +81,7 @@ PASSING |= {"dynamic-update-slice", "divide", "iota"}
 
 
 class Hlo(Launches):
-    """What `jfp8.debug.audit` counts, one by one, and what else tests ask for."""
+    """What `examples/audit.py` counts, one by one, and what else tests ask for."""
 
     def matmuls(self, *kinds: str) -> list[Instruction]:
         return [self.by_name[name] for name, kind in self.kinds.items() if kind in kinds]
@@ -222,11 +228,11 @@ class Program:
 
     hlo: Hlo
     kernels: tuple[Kernel, ...]  # of Mosaic GPU, one per call; () without dumps
-    audit: jfp8.debug.Audit
+    audit: Audit
     memory: int  # bytes: arguments, results that take no argument's place, and what is in between
 
     @property
-    def exchanged(self) -> jfp8.debug.CollectiveBytes:
+    def exchanged(self) -> CollectiveBytes:
         return self.audit.sent
 
     def row(self) -> dict[str, str]:
@@ -301,7 +307,7 @@ def compile_divided(
         kernels = tuple(
             Kernel.read(p.with_suffix("")) for p in sorted(Path(folder).glob("*.ptxas"))
         )
-    of, hlo = compiled.memory_analysis(), Hlo(read(compiled, "audit"))
+    of, hlo = compiled.memory_analysis(), Hlo(read(compiled))
     memory = of.argument_size_in_bytes + of.output_size_in_bytes - of.alias_size_in_bytes
     memory += of.temp_size_in_bytes
     multiplying = {kernel.name for kernel in kernels if kernel.qgmma}

@@ -25,8 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import jfp8
-from jfp8.collectives.hlo import Hlo
-from jfp8.debug import collective_bytes
+from support.compiled import CollectiveBytes, Hlo, collective_bytes
 from support.gpu_programs import forward_and_backward, print_rows, properties_of
 
 KINDS = {"TPU7x": "tpu7x:2x2x1", "v6e": "v6e:2x4"}  # eight cores each
@@ -63,7 +62,7 @@ class Program:
     microseconds: float
     megabytes: float
     seconds: float
-    sent: jfp8.debug.CollectiveBytes
+    sent: CollectiveBytes
 
     def kernels(self, name: str) -> int:
         """How often a Pallas kernel of this name is called."""

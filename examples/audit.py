@@ -1,16 +1,26 @@
-"""`audit`: count the matmuls, kernels and exchanges of a compiled program, and what it repeats."""
+"""Count the matmuls, kernels and exchanges of a compiled program, and what it repeats.
+
+    pathlib.Path("step.hlo").write_text(jax.jit(step).lower(*arguments).compile().as_text())
+
+    python examples/audit.py step.hlo
+
+The numbers are of one device. All collectives are listed at the end, with their bytes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from jfp8.collectives.hlo import F8, Array, Hlo, Instruction, read
-from jfp8.collectives.sent import CollectiveBytes, sent_by
+from compiled.hlo import F8, Array, Hlo, Instruction, read
+from compiled.sent import CollectiveBytes, sent_by
 
 _SMALL = 1e6  # bytes
 _COLLECTIVES = "all-|ragged-all-|reduce-scatter|collective-|async|partition-id|replica-id"
@@ -103,28 +113,12 @@ class Audit:
 
 
 def audit(compiled: Any) -> Audit:
-    """Count what a compiled program does on one device.
+    """Count what a compiled program, or its text, does on one device; ``print`` the result.
 
     Loops count as often as they run, both branches of a conditional count. It shows whether a whole
     training step has the matmuls that its layers promise, and what it does besides.
-
-    Args:
-      compiled: ``jax.jit(step).lower(...).compile()``, or the text of such a program.
-
-    Returns:
-      An `Audit`: ``print`` it.
-
-    Raises:
-      TypeError: `compiled` is neither.
-      ValueError: the text is not from a compiled program.
-
-    >>> import jax, jax.numpy as jnp, jfp8
-    >>> x = jnp.ones((64, 32))
-    >>> compiled = jax.jit(lambda x: x @ x.T).lower(x).compile()
-    >>> jfp8.debug.audit(compiled).matmuls
-    (Matmuls(kind='f32', count=1, flops=262144.0),)
     """
-    return audit_of(Launches(read(compiled, "audit")))
+    return audit_of(Launches(read(compiled)))
 
 
 def audit_of(program: Launches) -> Audit:
@@ -271,3 +265,15 @@ def is_collective(i: Instruction) -> bool:
 def large(operands: list[Instruction]) -> list[Instruction]:
     """Return operands that are no scales or other small things."""
     return [o for o in operands if len(o.results) == 1 and o.results[0].size > 4096]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the audit of a program."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("program", type=Path, help="a file with its text, compiled.as_text()")
+    found = audit(parser.parse_args(argv).program.read_text(encoding="utf-8"))
+    print(found, found.sent, sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,11 +15,11 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jfp8.collectives.hlo import Array, Hlo, Instruction, arrays_in, read
+from compiled.hlo import Array, Hlo, Instruction, arrays_in, read
 
 _SENT: dict[str, Callable[[int], float]] = {
     "all-gather": lambda n: (n - 1) / n,
@@ -88,11 +88,6 @@ class CollectiveBytes:
         """Bytes that a device sends; loops of unknown length count as one iteration."""
         return sum((c.bytes for c in self.collectives), 0.0)
 
-    @property
-    def widest(self) -> Collective | None:
-        """The collective that sends the most bytes, None if there is none."""
-        return max(self.collectives, key=lambda c: c.bytes, default=None)
-
     def by_dtype(self) -> dict[str, float]:
         """Return the bytes that a device sends, by dtype."""
         found: dict[str, float] = collections.defaultdict(float)
@@ -109,31 +104,12 @@ class CollectiveBytes:
 
 
 def collective_bytes(compiled: Any) -> CollectiveBytes:
-    """Count what a compiled program sends between devices.
+    """Count what a compiled program, or its text, sends between devices; ``print`` the result.
 
     Every collective counts as often as the loops around it run; both branches of a conditional
     count. XLA:CPU sends bf16 as f32, and f8 types as f16; GPUs do not.
-
-    Args:
-      compiled: ``jax.jit(f).lower(...).compile()``, or the text of such a program.
-
-    Returns:
-      `CollectiveBytes`, with ``.total``, ``.widest``, ``.collectives`` and a table as ``str``.
-
-    Raises:
-      TypeError: `compiled` is neither.
-      ValueError: the text is not from a compiled program.
-
-    >>> import jax, jax.numpy as jnp, jfp8
-    >>> from jax.sharding import Mesh, PartitionSpec
-    >>> mesh = Mesh(jax.devices()[:1], ("data",))
-    >>> mean = jax.shard_map(lambda x: jax.lax.pmean(x, "data"), mesh=mesh,
-    ...                      in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
-    >>> compiled = jax.jit(mean).lower(jnp.ones(1024)).compile()
-    >>> jfp8.debug.collective_bytes(compiled).total
-    0.0
     """
-    return sent_by(read(compiled, "collective_bytes"))
+    return sent_by(read(compiled))
 
 
 def sent_by(hlo: Hlo) -> CollectiveBytes:
@@ -143,43 +119,6 @@ def sent_by(hlo: Hlo) -> CollectiveBytes:
         for instruction in hlo.computations.get(name, {}).values():
             found += _parts(instruction, times, hlo)
     return CollectiveBytes(tuple(found))
-
-
-def assert_collectives(
-    compiled: Any,
-    *,
-    max_bytes: float | None = None,
-    dtypes: Collection[str] | None = None,
-    exempt_bytes: int = 4096,
-) -> None:
-    """Assert what a compiled program may send; the error names the widest collective.
-
-    Args:
-      compiled: as for `collective_bytes`.
-      max_bytes: the most that a device may send in all.
-      dtypes: the only dtypes that may be sent, by XLA's names: ``{"u8"}``.
-      exempt_bytes: collectives that send no more than this may have any dtype: a loss, amaxes,
-        flags.
-
-    Raises:
-      AssertionError: the program sends more, or other dtypes.
-      TypeError, ValueError: as for `collective_bytes`.
-    """
-    found = collective_bytes(compiled)
-    if max_bytes is not None and found.total > max_bytes:
-        raise AssertionError(
-            f"A device sends {found.total:,.0f} bytes, more than max_bytes={max_bytes:,.0f}. The "
-            f"widest collective is\n{found.widest}\nof\n{found}"
-        )
-    if dtypes is not None:
-        others = [c for c in found.collectives if c.dtype not in dtypes and c.bytes > exempt_bytes]
-        if others:
-            widest = max(others, key=lambda c: c.bytes)
-            raise AssertionError(
-                f"Only {sorted(dtypes)} may be sent (except up to {exempt_bytes} bytes), but there "
-                f"are collectives of {sorted({c.dtype for c in others})}. The widest is\n{widest}\n"
-                f"of\n{found}"
-            )
 
 
 def _parts(i: Instruction, times: int | None, hlo: Hlo) -> Iterator[Collective]:

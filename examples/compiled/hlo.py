@@ -220,24 +220,14 @@ class Hlo:
         return self._sources.get(found[1], "") if found else ""
 
 
-def read(compiled: Any, function: str) -> Hlo:
-    """Read a compiled program, or its text, for `function`.
-
-    Raises:
-      TypeError: `compiled` is neither.
-      ValueError: the text is not from a compiled program.
-    """
-    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
-        raise TypeError(
-            f"{function} takes a compiled program or its text, got {type(compiled).__name__}."
-            " Pass jax.jit(f).lower(...).compile()."
-        )
+def read(compiled: Any) -> Hlo:
+    """Read a program, ``jax.jit(f).lower(...).compile()``, or its text."""
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     if not text.lstrip().startswith("HloModule"):
         raise ValueError(
-            f"{function} reads compiled programs, whose text starts with 'HloModule', but "
-            f"this one starts with {text.lstrip()[:40]!r}. Collectives and kernels are only known "
-            "after compiling: pass jax.jit(f).lower(...).compile()."
+            "The text of a compiled program starts with 'HloModule', but this one with "
+            f"{text.lstrip()[:40]!r}. Collectives and kernels are only known after compiling: pass "
+            "jax.jit(f).lower(...).compile()."
         )
     return Hlo(text)
 

@@ -1,0 +1,1 @@
+"""Readers of compiled programs: hlo (instructions), sent (bytes between devices)."""
