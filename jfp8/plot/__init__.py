@@ -16,13 +16,11 @@ vision can tell apart. In print, line styles and hatches tell them apart.
 """
 
 from jfp8.plot.amax_history import amax_history
-from jfp8.plot.block_scales import block_scales
 from jfp8.plot.heat_map import heat_map
 from jfp8.plot.histogram import histogram
 from jfp8.plot.loss_curves import loss_curves
-from jfp8.plot.number_line import number_line
 from jfp8.tracing.listing import listing
 
-__all__ = ["amax_history", "block_scales", "heat_map", "histogram", "loss_curves", "number_line"]
+__all__ = ["amax_history", "heat_map", "histogram", "loss_curves"]
 
 __dir__ = listing(__all__)

@@ -12,7 +12,6 @@ import pytest
 import jfp8
 from jfp8 import plot
 from jfp8.plot import style
-from support.arrays import values_of
 from support.rows import row
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -25,12 +24,10 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 MATRIX = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 
 PICTURES = {
-    "number_line": lambda ax=None: plot.number_line(jfp8.E4M3FN, jfp8.E5M2, ax=ax),
     "histogram": lambda ax=None: plot.histogram(MATRIX, jfp8.E4M3FN, ax=ax),
     "amax_history": lambda ax=None: plot.amax_history([row(), row(10)], ax=ax),
     "heat_map": lambda ax=None: plot.heat_map([row(), row(10)], ax=ax),
     "loss_curves": lambda ax=None: plot.loss_curves({"f32": [3.0, 2.0]}, ax=ax),
-    "block_scales": lambda ax=None: plot.block_scales(jfp8.quantize(MATRIX), ax=ax),
 }
 each_picture = pytest.mark.parametrize("name", PICTURES)
 
@@ -90,7 +87,7 @@ def test_importing_jfp8_plot_does_not_import_matplotlib():
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    refuses(r"pip install 'jfp8\[viz\]'", plot.number_line, jfp8.E4M3FN, error=ImportError)
+    refuses(r"pip install 'jfp8\[viz\]'", plot.histogram, [1.0], error=ImportError)
 
 
 def luminance(colour):
@@ -105,45 +102,6 @@ def test_percent():
     texts = {0.0: "0 %", 1.0: "100 %", 0.12345: "12.3 %", 0.00123: "0.12 %", 2**-16: "0.0015 %"}
     texts |= {3e-6: "0.0003 %", 1e-9: "< 0.0001 %"}
     assert {fraction: style.percent(fraction) for fraction in texts} == texts
-
-
-def finite_values(fmt):
-    codes = np.arange(16 if fmt is jfp8.E2M1FN else 256, dtype=np.uint8)
-    values = values_of(codes.view(fmt.dtype), fmt)
-    return np.unique(values[np.isfinite(values)] + 0.0)
-
-
-FORMATS = (jfp8.E4M3FN, jfp8.E5M2, jfp8.E2M1FN, jfp8.E3M4, jfp8.E8M0FNU)
-
-
-def strokes(ax, i):
-    """Positions and half heights of the strokes of row i."""
-    segments = np.array(ax.collections[i].get_segments())
-    np.testing.assert_array_equal(segments[:, 0, 0], segments[:, 1, 0])
-    np.testing.assert_allclose(segments[..., 1].mean(axis=1), i)
-    return segments[:, 0, 0], np.ptp(segments[..., 1], axis=1) / 2
-
-
-@pytest.mark.parametrize("limit", [None, 0.25, 8, 1e6])
-def test_number_line_has_every_value_within_a_limit(limit):
-    """Without one, every positive value; subnormals are drawn half as high."""
-    ax = plot.number_line(*FORMATS, limit=limit)
-    assert [label.get_text() for label in ax.get_yticklabels()] == [fmt.name for fmt in FORMATS]
-    assert ax.get_xscale() == ("log" if limit is None else "linear")
-    for i, values in enumerate(map(finite_values, FORMATS)):
-        inside = values > 0 if limit is None else np.abs(values) <= limit
-        np.testing.assert_array_equal(strokes(ax, i)[0], values[inside])
-    positions, half = strokes(ax, 0)
-    subnormal = (np.abs(positions) < 2.0**-6) & (positions != 0)
-    assert subnormal.sum() == (7 if limit is None else 14)
-    np.testing.assert_allclose(half[~subnormal], 2 * half[subnormal][0])
-    np.testing.assert_allclose(half[subnormal], half[subnormal][0])
-
-
-def test_number_line_refuses():
-    refuses(r"number_line\(jfp8.E4M3FN, jfp8.E5M2\)", plot.number_line)
-    refuses("jfp8.E4M3FN, jfp8.E5M2", plot.number_line, 4, error=TypeError)
-    refuses("limit=-1: must be a positive", plot.number_line, jfp8.E4M3FN, limit=-1)
 
 
 def bars(ax):
@@ -605,57 +563,6 @@ def test_loss_curves_refuse():
     )
     for window in (0, 3):
         refuses("must be from 1 to 2", plot.loss_curves, {"a": [1.0, 2.0]}, window=window)
-
-
-def corners(ax):
-    coordinates = ax.collections[0].get_coordinates()
-    return coordinates[0, :, 0].tolist(), coordinates[:, 0, 1].tolist()
-
-
-@pytest.mark.parametrize(
-    ("granularity", "rounding", "rows", "columns"),
-    [
-        (jfp8.Block((3, 16)), None, [0, 3, 6, 8], [0, 16, 32, 48, 50]),  # cut short
-        (jfp8.Block((8, 32)), "rceil", [0, 8], [0, 32, 50]),
-        (jfp8.PerTensor(), None, [0, 8], [0, 50]),
-        (jfp8.PerAxis(0), None, list(range(9)), [0, 50]),
-    ],
-)
-def test_block_scales_are_those_of_the_blocks(granularity, rounding, rows, columns):
-    x = MATRIX[:, :50]
-    q = jfp8.quantize(x, granularity=granularity, scale_rounding=rounding)
-    ax = plot.block_scales(q)
-    assert corners(ax) == (columns, rows)
-    assert ax.get_ylim() == (8, 0)
-    assert ax.figure.axes[1].get_ylabel() == "log2(scale)"
-    amax = np.maximum.reduceat(np.maximum.reduceat(np.abs(x), rows[:-1]), columns[:-1], axis=1)
-    exponents = np.log2(amax / 448)
-    expected = np.ceil(exponents) if rounding else exponents
-    np.testing.assert_allclose(mapped(ax), expected, rtol=1e-6)
-    size = f"{rows[1]} × {columns[1]}"
-    assert size == "8 × 50" or ax.get_xlabel() == f"column (blocks of {size})"
-
-
-@pytest.mark.slow
-def test_block_scales_hatch_blocks_of_nan():
-    x = MATRIX.copy()
-    x[0, 5] = np.nan
-    ax = plot.block_scales(jfp8.quantize(x, granularity=jfp8.Block((8, 16))))
-    assert np.ma.getmaskarray(mapped(ax)).tolist() == [[True, False, False, False]]
-    assert ax.patch.get_hatch()
-    assert ax._repr_png_()
-
-
-def test_block_scales_refuse():
-    refuses(
-        r"takes a ScaledArray, got ndarray. Make one: jfp8.quant",
-        plot.block_scales,
-        MATRIX,
-        error=TypeError,
-    )
-    cube, empty = (jfp8.quantize(jnp.ones(shape)) for shape in ((2, 3, 4), (0, 4)))
-    refuses(r"q has the shape \(2, 3, 4\). Quantize a matrix", plot.block_scales, cube)
-    refuses(r"q has the shape \(0, 4\)", plot.block_scales, empty)
 
 
 @pytest.mark.parametrize(
