@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import collectives
-from jfp8.debug import collective_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from compiled.sent import collective_bytes
 
 DEVICES = 8
 

@@ -68,7 +68,7 @@ class Case(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Describe the scales of both operands: blocks of rows and of k (None: one), and a dtype."""
+    """Describe the scales of both operands: blocks of rows and of k, or one scale, and a dtype."""
 
     lhs: tuple[int, int] | None
     rhs: tuple[int, int] | None
@@ -122,7 +122,8 @@ def _scaled(data: np.ndarray, block: tuple[int, int] | None, dtype: Any) -> Scal
     if block is not None:
         block = min(block[0], data.shape[0]), min(block[1], data.shape[1])
     counts = () if block is None else tuple(np.ceil(np.divide(data.shape, block)).astype(int))
-    return ScaledArray(data, powers_of_two(counts, len(data)).astype(dtype), block)
+    scale = jnp.asarray(powers_of_two(counts, len(data)).astype(dtype))
+    return ScaledArray(jnp.asarray(data), scale, block)
 
 
 def check_grouped(rows: int, sizes: tuple[int, ...], k: int, n: int) -> Record:

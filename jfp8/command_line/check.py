@@ -46,7 +46,7 @@ def run(
     if card.failure:
         text = f"JAX does not start: {card.failure}. Run `python -m jfp8 doctor`."
         return {"failure": text}, [text], False
-    result = {**card.result, "versions": versions()}
+    result: Result = {**card.result, "versions": versions()}
     result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     tasks = _chosen(result.pop("kernels"), options.kernels)
     with tempfile.TemporaryDirectory() as empty:  # without verdicts, which they would obey

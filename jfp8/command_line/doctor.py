@@ -109,7 +109,7 @@ def asked(card: str | None) -> Facts:
     card = card or next((d.device_kind for d in gpus), "")
     with warnings.catch_warnings(record=True, action="always") as said:
         checked = verdicts(card) if card else {}
-    cores = next((d.core_count for d in gpus if d.device_kind == card), 132)
+    cores = next((d.core_count for d in gpus if d.device_kind == card), None) or 132
     return {
         "devices": [d.device_kind for d in devices],
         "gpus": len(gpus),
