@@ -207,7 +207,7 @@ TABLE = (
     ("quantize_tensor", "quantizing", *BOTH, check_quantizing, (DELAYED, X, 3.7)),
     ("quantize_lines",  "quantizing", *BOTH, check_quantizing, (BY_LINE, X)),
     ("quantize_rows",   "quantizing", *BOTH, check_quantizing, (IN_128, X)),
-    ("quantize_tiles",  "quantizing", *BOTH, check_quantizing, (IN_TILES, X)),
+    ("quantize_tiles",  "quantizing", *BOTH, check_quantizing, (IN_TILES, FINITE)),
     ("matmul",          "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, ROWS, BF16)),
     ("matmul, fast",    "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, TENSOR, BF16, True)),
     ("block_matmul",    "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, BLOCKS, F32)),
