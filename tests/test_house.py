@@ -213,8 +213,8 @@ LINES_OF_ROOMS = {
     "checkpoint": 3464,
     "conversion": 4824,
     "debug": 3841,
-    "plot": 990,
-    "command_line": 1076,
+    "plot": 900,
+    "command_line": 1077,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.
