@@ -37,7 +37,7 @@ class Matmuls:
     """Matmuls of one kind.
 
     Attributes:
-      kind: of the operands, and for FP8 who multiplies: ``"FP8, cuBLASLt"``, ``"FP8, Pallas"``,
+      kind: dtype of the operands, for FP8 with its library: ``"FP8, cuBLASLt"``, ``"FP8, Pallas"``,
         ``"FP8, cuDNN"``, ``"f8, XLA"``, ``"bf16"``, ``"f32"``, ``"attention, cuDNN"``.
       count: executions.
       flops: 2 m k n for each; 0 for attention, of which the text does not tell.

@@ -246,7 +246,7 @@ def _parse(name: str, text: str) -> Instruction:
     start = text.index("(", end)
     stop = _closing(text, start)
     operands = tuple(re.findall(r"%([\w.\-]+)", text[start:stop]))
-    attributes = text[stop + 1 :].partition(', module = "')[0]  # of Mosaic GPU: its whole kernel
+    attributes = text[stop + 1 :].partition(', module = "')[0]  # without a kernel
     written, opcode = text[:end], text[end:start].strip()
     return Instruction(name, arrays_in(written), written, opcode, operands, attributes)
 

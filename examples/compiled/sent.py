@@ -42,7 +42,7 @@ class Collective:
     Attributes:
       op: ``"all-gather"``, ``"all-reduce"``, ...; also for the asynchronous forms of GPUs.
       dtype: XLA's name, such as ``"u8"`` or ``"f32"``.
-      elements: of the result on one device.
+      elements: number of elements of the result on one device.
       devices: number of devices that exchange data with each other.
       bytes_once: bytes that a device sends in one execution.
       times: executions; None in a loop of unknown length.

@@ -193,7 +193,7 @@ def all_gather(
       axis_name: one name, or a tuple of names.
       axis: dimension along which the parts are put: one of `x` if `tiled`, else a new one.
       tiled: concatenate the parts, rather than stack them.
-      to: as for ``jax.lax.all_gather``: ``"invarying"`` tells ``check_vma`` that the result is the
+      to: see ``jax.lax.all_gather``: ``"invarying"`` tells ``check_vma`` that the result is the
         same on all devices.
       fmt, block, rounding, key: as for `pmean`.
       min_size: an `x` with fewer elements than this is gathered unquantized; also if it is not

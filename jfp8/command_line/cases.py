@@ -39,7 +39,7 @@ from jfp8.scaling.formats import E2M1FN, E4M3FN, E5M2, E8M0FNU, Format
 from jfp8.scaling.scales import amax
 from jfp8.tracing.device import current_device
 
-ATTENTION_ERROR = 0.5  # of FP8's own: sums in another order round some of P to the next code
+ATTENTION_ERROR = 0.5  # relative to the error of FP8: sums in another order change some codes of P
 LAST = (((1,), (1,)), ((), ()))  # contracting the last dimension of both
 Capability = tuple[int, int]
 
@@ -52,8 +52,8 @@ class Case(NamedTuple):
     """
 
     kernel: str
-    task: str  # of a planner, which leaves the kernels for it out if this one is wrong
-    gpus: tuple[Capability, Capability]  # that have it: from the first, below the second
+    task: str  # Planners leave out all kernels for a task if one of them is wrong.
+    gpus: tuple[Capability, Capability]  # GPUs with the kernel: from the first, below the second
     by: str
     check: Callable[..., object]  # raises if the kernel is wrong
     arguments: tuple[Any, ...]

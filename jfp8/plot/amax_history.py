@@ -29,7 +29,7 @@ def amax_history(
     Args:
       rows: statistics of several steps. Of several for the same step the last one counts. Where the
         scale varies over blocks, the limits of the blocks are a band.
-      name: which tensor to draw, a `TensorStats.name` such as ``"Dense_0 lhs"``; required if the
+      name: the tensor to draw, a `TensorStats.name` such as ``"Dense_0 lhs"``; required if the
         rows describe several.
       ax: axes to draw on; None for new ones.
 

@@ -32,7 +32,7 @@ class _Shown:
     label: str
     unit: str = ""
     factor: float = 1.0
-    ends: tuple[float, float] | None = None  # of the colours; None means the range of the data
+    ends: tuple[float, float] | None = None  # ends of the colours; None means the range of the data
     log: bool = True
     dark_is_high: bool = True
 
@@ -75,7 +75,7 @@ def heat_map(
     Args:
       rows: statistics of one or more steps. Of several rows for the same tensor and step the last
         counts, so that the file of a resumed run can be drawn as it is.
-      value: which field of `TensorStats`: ``"underflow"``, ``"overflow"``, ``"nonfinite"``,
+      value: a field of `TensorStats`: ``"underflow"``, ``"overflow"``, ``"nonfinite"``,
         ``"sqnr"``, ``"headroom"``, ``"amax"``, ``"rms"``, ``"mse"``, ``"scale_min"`` or
         ``"scale_max"``.
       tensor: ``"lhs"``, ``"rhs"``, ``"grad"`` or another that the rows have; None for all.
@@ -204,7 +204,7 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     masked = np.ma.masked_array(numbers, np.isnan(numbers))
     mesh = ax.pcolormesh(masked, cmap=colours, norm=norm, rasterized=True)
     bar = ax.figure.colorbar(mesh, ax=ax, extend=extend, aspect=25)
-    gap = " " if len(unit) <= 10 else "\n"  # as long as a low map is high
+    gap = " " if len(unit) <= 10 else "\n"  # A longer label is longer than a low map is high.
     bar.set_label(f"{label}{gap}({unit})", fontsize=9)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_linewidth(0.5)

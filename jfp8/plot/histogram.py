@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import jax
     from matplotlib.axes import Axes
 
-SMALLEST_EXPONENT = -127  # of all f32 subnormals, as in TensorStats.exponents
+SMALLEST_EXPONENT = -127  # counts all f32 subnormals, see TensorStats.exponents
 
 
 def histogram(

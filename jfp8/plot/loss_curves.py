@@ -91,7 +91,7 @@ def label_of(name: str, finite: np.ndarray) -> str:
 
 def _draw(ax: Axes, name: str, losses: np.ndarray, steps: np.ndarray, style: Any) -> None:
     finite = np.isfinite(losses)
-    seeds = np.ma.masked_invalid(losses)  # of what is left in a step, and NaN if nothing is
+    seeds = np.ma.masked_invalid(losses)  # NaN in a step where no seed is left
     mean, low, high = (
         np.ma.filled(statistic, np.nan)
         for statistic in (seeds.mean(axis=0), seeds.min(axis=0), seeds.max(axis=0))

@@ -187,7 +187,7 @@ def test_a_cpu_never_reads_it(monkeypatch):
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11, 2), reason="this JAX has the kernels")
 def test_a_jax_without_the_kernels_is_told_for_cards_that_could_use_them():
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # as for users: once for each line that warns
+        warnings.simplefilter("default")  # the setting of users: once for each line that warns
         backend(granularity="rows")
         assert why_no_quantizing(H200) == BACKEND.why_not_on(H200)
     (warning,) = caught

@@ -224,7 +224,7 @@ def test_a_program_for_a_gpu():
     assert found.rounded_scales == found.f8_transposes == 2
     values = 512 * 512
     read_and_written = 3 * (2 * values + 4 + 2 * values + 4) + 4 + 2 + 2 * values
-    read_and_written += 2 * 2 * values + 4 + 2 * values + 4  # what is computed from two arrays
+    read_and_written += 2 * 2 * values + 4 + 2 * values + 4  # computed from two arrays
     assert found.bytes_beside_matmuls == 2 * read_and_written
     # The weight in each iteration, and the activation, which changes, twice in one.
     assert found.quantized_again == (("w", 2), ("x", 2))
