@@ -214,7 +214,7 @@ LINES_OF_ROOMS = {
     "conversion": 4824,
     "debug": 3841,
     "plot": 900,
-    "command_line": 1077,
+    "command_line": 1078,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

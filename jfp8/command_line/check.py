@@ -65,7 +65,8 @@ def run(
         trouble = _store(result)
     found = [*result["kernels"].values(), *result.get("layers", {}).values()]
     is_right = bool(tasks) and not trouble and not any(each["failure"] for each in found)
-    return {**result, "not_stored": trouble}, list(lines(result, trouble)), is_right
+    why_not = "Only some were checked, so nothing is stored." if options.kernels else trouble
+    return {**result, "not_stored": trouble}, list(lines(result, why_not)), is_right
 
 
 def _chosen(known: dict[str, str], wanted: list[str] | None) -> dict[str, str]:
@@ -133,7 +134,7 @@ def timed(argument: Result) -> Result:
     return {"us": {n: microseconds(*layer(argument["recipe"], n)) for n in argument["sizes"]}}
 
 
-def lines(result: Result, trouble: str | None) -> Iterator[str]:
+def lines(result: Result, why_not_stored: str | None) -> Iterator[str]:
     """Yield the lines to print."""
     kernels, layers = result["kernels"], result.get("layers", {})
     how = ", where kernels are interpreted" if result["interpreted"] else ""
@@ -156,12 +157,12 @@ def lines(result: Result, trouble: str | None) -> Iterator[str]:
     elif failed:
         tasks = dict.fromkeys(kernels[name]["task"] for name in failed)
         yield f"{len(failed)} of {len(kernels)} kernels failed: {', '.join(failed)}."
-        if not trouble:
+        if not why_not_stored:
             yield f"jfp8 leaves out its kernels for {', '.join(tasks)} on this card."
     else:
         yield f"All {len(kernels)} kernels are right."
-    if trouble:
-        yield trouble
+    if why_not_stored:
+        yield why_not_stored
     elif kernels:
         yield f"Verdicts: {verdict_file(result['card'])}"
 

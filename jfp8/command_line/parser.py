@@ -21,7 +21,7 @@ COMMANDS = {
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="python -m jfp8", description="Look at a GPU, check its kernels, measure it."
+        prog="python -m jfp8", description="Look at a GPU, check its kernels, convert files."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():

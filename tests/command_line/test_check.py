@@ -125,8 +125,9 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_some_kernels_alone_are_checked_but_not_stored():
-    result, _, is_right = checked("planted_cases:CASES", kernels=["right"])
+    result, text, is_right = checked("planted_cases:CASES", kernels=["right"])
     assert is_right
+    assert text.endswith("so nothing is stored.")
     assert list(result["kernels"]) == ["right"]
     assert not verdict_file(H200).exists()
     with pytest.raises(SystemExit, match="no kernel nonsense; it has right, wrong, crashing"):
