@@ -213,7 +213,7 @@ LINES_OF_ROOMS = {
     "checkpoint": 3464,
     "conversion": 4824,
     "debug": 3841,
-    "plot": 900,
+    "plot": 905,
     "command_line": 1078,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15

@@ -63,9 +63,7 @@ def loss_curves(
             "The runs must have the same number of steps (the second of each shape), but have "
             f"{shapes}. Cut them to one length, or draw each with its own steps= on the same ax=."
         )
-    steps = np.arange(n_steps) if steps is None else np.asarray(steps)
-    if steps.shape != (n_steps,):
-        raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
+    steps = _numbered(steps, n_steps)
     if not 1 <= window <= n_steps:
         raise ValueError(f"window={window!r}: must be from 1 to {n_steps}, the number of steps.")
 
@@ -81,6 +79,13 @@ def loss_curves(
     tidy(ax, "step", "loss" if window == 1 else f"loss, mean of {window} steps")
     ax.legend(frameon=False)
     return ax
+
+
+def _numbered(steps: jax.typing.ArrayLike | None, n_steps: int) -> np.ndarray:
+    steps = np.arange(n_steps) if steps is None else np.asarray(steps)
+    if steps.shape != (n_steps,):
+        raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
+    return steps
 
 
 def label_of(name: str, finite: np.ndarray) -> str:
