@@ -12,14 +12,11 @@ import numpy as np
 
 from jfp8.command_line.exactness import (
     Record,
-    as_f32,
     awkward,
     check_bits,
     check_sums,
     normal,
-    on_cpu,
     powers_of_two,
-    run,
 )
 from jfp8.kernels.backend import REFERENCE, Backend
 from jfp8.kernels.blackwell.backend import MX_BACKEND, NVFP4_BACKEND
@@ -27,19 +24,16 @@ from jfp8.kernels.hopper.backend import BACKEND as MOSAIC
 from jfp8.kernels.quantize_and_transpose import quantize_both_ways
 from jfp8.kernels.xla.f8_dot import BACKEND as XLA
 from jfp8.matmul.spec import MatmulSpec
-from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Delayed, Quantizer
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes import Float8BlockScaling
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import E2M1FN, E4M3FN, E5M2, E8M0FNU, Format
 from jfp8.scaling.scales import amax
 from jfp8.tracing.device import current_device
 
-ATTENTION_ERROR = 0.5  # relative to the error of FP8: sums in another order change some codes of P
 LAST = (((1,), (1,)), ((), ()))  # contracting the last dimension of both
 Capability = tuple[int, int]
 
@@ -47,8 +41,8 @@ Capability = tuple[int, int]
 class Case(NamedTuple):
     """Hold a line of the table.
 
-    `by` is ``"pallas"``, which JAX before 0.11.2 cannot import and a CPU interprets; ``"tcgen05"``,
-    Pallas that no CPU interprets; ``"xla"``, on any device; or ``"cudnn"``, on GPUs only.
+    `by` is ``"pallas"``, which JAX before 0.11.2 cannot import and a CPU interprets; ``"xla"``, on
+    any device; or ``"cudnn"``, on GPUs only.
     """
 
     kernel: str
@@ -60,7 +54,7 @@ class Case(NamedTuple):
 
     def is_for(self, capability: Capability | None) -> bool:
         """Return whether a GPU of this capability, or a CPU for None, can try the kernel."""
-        if self.by in ("pallas", "tcgen05") and jax.__version_info__ < (0, 11, 2):
+        if self.by == "pallas" and jax.__version_info__ < (0, 11, 2):
             return False
         if capability is None:
             return self.by in ("pallas", "xla")
@@ -143,56 +137,9 @@ def check_grouped(rows: int, sizes: tuple[int, ...], k: int, n: int) -> Record:
     return check_sums(ours, reference, draw, terms=128)
 
 
-def check_attention(implementation: str) -> Record:
-    """Check how far attention and its gradients are from the reference, relative to its error."""
-
-    def attend(q, k, v, gradient, implementation):
-        attention = partial(
-            scaled_dot_product_attention, is_causal=True, implementation=implementation
-        )
-        y, vjp = jax.vjp(attention, q, k, v)
-        return y, *vjp(gradient)
-
-    def in_f32(q, k, v, gradient):
-        y, vjp = jax.vjp(partial(jax.nn.dot_product_attention, is_causal=True), q, k, v)
-        return y, *vjp(gradient)
-
-    operands = [normal((1, 128, 1, 64), jnp.bfloat16, seed) for seed in range(4)]
-    got = run(partial(attend, implementation=implementation), *operands)
-    expected = on_cpu(partial(attend, implementation="emulate"), *operands)
-    exact = on_cpu(in_f32, *(x.astype(jnp.float32) for x in operands))
-    record = {}
-    for name, *results in zip(("y", "dq", "dk", "dv"), got, expected, exact, strict=True):
-        a, b, c = map(as_f32, results)
-        record[name] = float(np.linalg.norm(a - b) / np.linalg.norm(b - c))
-        if not record[name] < ATTENTION_ERROR:
-            raise AssertionError(f"{name} is off by {record[name]:.3g} of the error of FP8")
-    return record
-
-
-def check_quantize_heads(x: jax.Array, fmt: Format) -> Record:
-    """Check the second and third head of each group of `x`, see the kernel."""
-    batch, tokens, groups, *_ = x.shape
-    inverse = np.random.default_rng(5).uniform(0.5, 300, (batch, groups, 2, tokens))
-
-    def ours(x, inverse):
-        from jfp8.kernels.hopper.quantize import quantize_heads
-
-        return quantize_heads(x, inverse, first=1, fmt=fmt)
-
-    def reference(x, inverse):
-        heads = x.transpose(0, 2, 3, 1, 4)[:, :, 1:3].astype(jnp.float32)
-        q = cast(heads * inverse[..., None], fmt)
-        return q, q.swapaxes(-1, -2)
-
-    return check_bits(ours, reference, x, jnp.asarray(inverse, jnp.float32))
-
-
 HOPPER, BOTH = (((9, 0), (10, 0)), "pallas"), (((9, 0), (11, 0)), "pallas")
 BLACKWELL, WITH_F8, WITH_MX = ((10, 0), (11, 0)), ((8, 9), (99, 0)), ((10, 0), (13, 0))
 X, FINITE = (make((72, 136), jnp.bfloat16, 1) for make in (awkward, normal))
-HEADS = normal((1, 128, 2, 3, 64), jnp.bfloat16, 1)  # three heads of each of two groups
-IN_BLACKWELL = "mosaic_gpu_blackwell"
 E4, F4, PAIR, SAME = E4M3FN, (E2M1FN, E2M1FN), (E4M3FN, E5M2), (E4M3FN, E4M3FN)
 DELAYED, BY_LINE = Delayed(E4, length=2), Rowwise(E4)
 IN_128, IN_TILES = (Blockwise(E4, block, "power_of_two") for block in ((128, 1), (128, 128)))
@@ -212,9 +159,6 @@ TABLE = (
     ("matmul, fast",    "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, TENSOR, BF16, True)),
     ("block_matmul",    "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, BLOCKS, F32)),
     ("grouped_matmul",  "grouped products", *HOPPER, check_grouped, (300, (150, 0, 130), 256, 136)),
-    ("quantize_heads",  "attention", *BOTH, check_quantize_heads, (HEADS, E4)),
-    ("attention_sm90",  "attention", *HOPPER, check_attention, ("mosaic_gpu",)),
-    ("attention_sm100", "attention", BLACKWELL, "tcgen05", check_attention, (IN_BLACKWELL,)),
     ("cublaslt_f8",     "cuBLASLt products", WITH_F8, "xla",
      check_matmul, (XLA, EVEN, SAME, TENSOR, F32)),
     ("cudnn_mx",        "MX products", WITH_MX, "cudnn",

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from jfp8.conversion.product_rows import ProductRow
-from jfp8.matmul.planner import planner_of
 from jfp8.products.flash.passes import ATTENTION_NAME, WIDE, read_name
-from jfp8.tracing.device import current_gpu
+
+_ON_CUDA = "bf16: attention in FP8 has no kernel"
 
 
 def is_attention(eqn: Any) -> bool:
@@ -24,9 +24,9 @@ def is_attention(eqn: Any) -> bool:
     return str(eqn.params.get("name", "")).startswith(ATTENTION_NAME)
 
 
-def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> Iterator[ProductRow]:
-    """Return the rows of a pass of attention; for `cuda` and `times` see `ProductRow`."""
-    which, is_causal, sizes, formats = read_name(eqn.params["name"])
+def attention_rows(eqn: Any, notes: dict[str, str], times: int) -> Iterator[ProductRow]:
+    """Return the rows of a pass of attention; for `times` see `ProductRow`."""
+    which, _, sizes, formats = read_name(eqn.params["name"])
     batch, heads, groups, queries, keys, depth = sizes
     by_query, by_key = (batch, heads, groups, queries, depth), (batch, heads, keys, depth)
     by_score = (batch, heads, groups, queries, keys)
@@ -42,11 +42,7 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
     # What vmap and the like stack is in the result, O or dQ, and not in the name.
     repeated = max(v.aval.size for v in eqn.outvars) // math.prod(by_query) or 1
     flops = 2 * repeated * math.prod(by_score) * depth
-    planner = planner_of(current_gpu() if cuda.startswith("mosaic_gpu") else None)
-    expected = planner.expected_attention(which, (repeated * batch * heads, *sizes[2:]), is_causal)
     spelled = lambda fmt, x: f"{'f32' if fmt == WIDE else fmt}[{','.join(map(str, x))}]"
-    why = notes.get("reason", "")
-    kept = why if why.startswith("exempt") else "the recipe keeps an operand in high precision"
     for (kind, lhs, rhs, out), *operands in zip(products, formats[::2], formats[1::2], strict=True):
         narrow = WIDE not in operands
         yield ProductRow(
@@ -58,11 +54,9 @@ def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> It
             out=spelled(WIDE, out),
             fp8=narrow,
             recipe=notes.get("recipe", "") if narrow else "",
-            implementation=cuda if jax.default_backend() == "gpu" else "emulate",
-            cuda=cuda,
-            reason="" if narrow else kept,
+            implementation="bf16" if jax.default_backend() == "gpu" else "emulate",
+            cuda=_ON_CUDA,
+            reason="" if narrow else "the recipe keeps an operand in high precision",
             times=times,
             flops=times * flops,
-            expected_us=None if expected is None else 1e6 * expected.fp8 / len(products),
-            bf16_us=None if expected is None else 1e6 * expected.bf16 / len(products),
         )

@@ -68,7 +68,7 @@ class _Positions(Reader):
         return None if np.ndim(x) else frozenset()  # arrays are looked at above
 
     def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
-        if not is_attention(eqn):  # whose own comparisons, in loops or a kernel, do not count
+        if not is_attention(eqn):  # its own comparisons, in loops, do not count
             return None
         self.found.append(read_name(eqn.params["name"]).is_causal)
         return without_arrays([None] * len(eqn.outvars)), []

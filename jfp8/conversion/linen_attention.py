@@ -73,8 +73,8 @@ def _attention_by(
     seen[path] = decision
     if decision.recipe is None:
         return note("reason", decision.reason)
-    how = getattr(layer, "implementation", None), selection.unless_slower_on
-    make = functools.partial(DotProductAttention, decision.recipe, *how)
+    how = {"recipe": decision.recipe, "unless_slower_on": selection.unless_slower_on}
+    make = functools.partial(DotProductAttention, **how)
     return replaced(layer, attention_fn=attention_fn_by(make, layer.attention_fn))
 
 

@@ -37,7 +37,7 @@ class ProductRow:
       times: how often it is computed: iterations of loops.
       flops: multiplications and additions, of all times together.
       cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
-        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"mosaic_gpu_blackwell"``, ``"cudnn"`` or
+        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"`` or
         ``"bf16"``; and after a colon why each of those that would be better is not used (see
         `kernels.cuda_backends`).
       tpu: where JAX traces for a TPU, what that computes it with: ``"mosaic_tpu"``, ``"xla"`` or

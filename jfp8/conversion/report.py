@@ -226,7 +226,7 @@ def _rows(jaxpr: Jaxpr) -> Iterator[ProductRow]:
     enters = lambda eqn, stack: not is_ours(eqn) and not rotates(stack)
     for eqn, stack, times in equations(jaxpr, enters=enters):
         if is_attention(eqn) and _is_whole(eqn):
-            yield from attention_rows(eqn, notes_of(stack), _noted(eqn, "cuda"), times)
+            yield from attention_rows(eqn, notes_of(stack), times)
         elif is_ours(eqn) and _is_whole(eqn):
             yield _fp8_row(eqn, name_of(eqn).removeprefix(PRODUCT_NAME), stack, times)
         elif eqn.primitive.name in PRODUCTS and not rotates(stack):

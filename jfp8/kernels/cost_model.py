@@ -14,16 +14,16 @@ elements of the layer's tensors, each of which is an operand twice and a result 
 ``|(x, y)|`` is the root of the sum of squares. ``rounded`` multiplies the values stored in FP8
 with the tensor cores of bf16: the only other way to the results of a recipe. ``bf16`` is a layer
 that is not converted. Launch, peak, memory, ramp and bandwidth are from `rates`; the kernels
-and bytes next to the matmuls are from compiled programs. Attention adds the time between the
-matmuls of a kernel, for each score. On an H100, gains are within 8 % of those that we measured.
+and bytes next to the matmuls are from compiled programs. On an H100, gains are within 8 % of those
+that we measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Literal, NamedTuple, TypeAlias
 
-from jfp8.kernels.rates import Matmul, Rates, Scores
+from jfp8.kernels.rates import Matmul, Rates
 from jfp8.matmul.planner import Scales, Times, Work
 
 LAUNCH = 2e-6  # minimum seconds of a small kernel
@@ -94,44 +94,6 @@ def scales_of(blocks: Collection[tuple[int, int]]) -> Scales:
     if smallest == 0:
         return "rows" if any(across for _, across in blocks) else "one"
     return "blocks" if smallest >= 128 else "mx" if smallest >= 32 else "nvfp4"
-
-
-class _Pass(NamedTuple):
-    """A pass of attention. Backward, cuDNN computes the scores again, and jfp8 does so twice."""
-
-    matmuls: int  # in bf16, in one kernel
-    fp8_matmuls: int
-    fp8_kernels: int  # that multiply
-    bytes: float  # per element of Q, K and V, or backward of dO, to quantize it
-    launches: int  # in FP8, of all kernels
-    apart: float  # bytes per element of Q that other kernels of cuDNN move: dO, O and dQ in f32
-
-
-# As compiled for 4096 tokens: see test_costs_of_attention.
-PASSES = {"forward": _Pass(2, 2, 1, 6.0, 10, 0.0), "backward": _Pass(5, 7, 2, 8.0, 8, 14.0)}
-
-
-def expected_attention(
-    which: str, sizes: Sequence[float], is_causal: bool, rates: Rates, scores: Scores
-) -> Times:
-    """Return the times of a pass: in FP8 by kernels on Hopper, in bf16 by cuDNN.
-
-    `sizes` are ``(heads, groups, queries, keys, depth)``, with the heads of all sequences.
-    """
-    heads, groups, queries, keys, depth = sizes
-    work, backward = PASSES[which], which == "backward"
-    of_queries, of_keys = heads * groups * queries * depth, 2 * heads * keys * depth
-    multiplications = of_queries * keys / (2 if is_causal else 1)
-    results = of_queries + of_keys * backward
-    read = of_queries * (3 if backward else 1) + of_keys
-    quantized = of_queries + of_keys * (not backward)
-    in_bf16, in_fp8 = (multiplications / depth / rate for rate in scores[which])
-    bf16 = rates.bf16.seconds(work.matmuls * multiplications, 0, 2 * (read + results))
-    bf16 += in_bf16 + work.apart * of_queries / (1e12 * rates.cast)
-    fp8 = rates.blocks.seconds(work.fp8_matmuls * multiplications, 0, read + 2 * results)
-    fp8 += work.fp8_kernels * in_fp8 + work.bytes * quantized / (1e12 * rates.cast)
-    fp8 += (work.launches - 1) * LAUNCH
-    return Times(float(fp8), float(fp8), float(bf16))
 
 
 def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels import cuda_backends as backends
-from jfp8.kernels.attention import plan_attention, why_attention_is_slower
 from jfp8.kernels.backend import check_not_refused, facts_of
-from jfp8.kernels.cost_model import expected_attention
 from jfp8.kernels.cuda_backends import known_gpu
 from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
 from jfp8.kernels.hopper import backend as hopper
@@ -21,7 +19,7 @@ from jfp8.kernels.k_major import k_major
 from jfp8.kernels.on_platform import on_cuda
 from jfp8.kernels.partitioning import divided
 from jfp8.kernels.quantize_and_transpose import found_in, has_kernel
-from jfp8.kernels.rates import RATES, SCORES, name_of, rates_of
+from jfp8.kernels.rates import RATES, rates_of
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.kernels.xla.grouped import GroupedByXla
 from jfp8.matmul.planner import Planner, Scales, Times, Work
@@ -75,9 +73,6 @@ class Cuda(Planner):
             return super().plan(spec)
         # XLA has no FP8 convolution. Every f8 value is a bf16 value, so bf16 is exact.
         return replace(spec.reference(), narrow=np.dtype(jnp.bfloat16))
-
-    def attention(self, spec: Any) -> Any:
-        return plan_attention(spec)
 
     def grouped_in_high_precision(self, reference: Any) -> Any:
         return GroupedByXla
@@ -143,16 +138,6 @@ class Cuda(Planner):
         assert times is not None
         has_products = in_f8 and backends.are_taken(quantizers, self.device)
         return times.gain if has_products else times.bf16 / times.rounded
-
-    def expected_attention(self, which: str, sizes: Sequence[float], causal: bool) -> Times | None:
-        name = name_of(self.device.kind)
-        if name not in SCORES:
-            return None
-        sizes = sizes[0] / backends.devices(), *sizes[1:]
-        return expected_attention(which, sizes, causal, RATES[name], SCORES[name])
-
-    def why_attention_is_slower(self, spec: Any, heads: int, groups: int) -> str:
-        return why_attention_is_slower(spec, heads, groups, self)
 
 
 def _grouped(spec: GroupedSpec) -> GroupedPlan:

@@ -6,12 +6,9 @@ matmul. All operations use the reference, so that all platforms save the same.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax import lax
 
-from jfp8.kernels.attention import plan_attention
 from jfp8.kernels.backend import facts_of
 from jfp8.kernels.tpu.backend import multiply as multiply_on_tpu
 from jfp8.kernels.xla import f8_dot
@@ -42,9 +39,6 @@ class Platforms(Planner):
         return lax.platform_dependent(
             lhs, rhs, default=lambda a, b: emulate(a, b, spec), **branches
         )
-
-    def attention(self, spec: Any) -> Any:
-        return super().attention(spec) if isinstance(self.device, Several) else plan_attention(spec)
 
     def _on_rocm(self, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
         """Multiply f8 arrays if XLA supports their scales."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from importlib import resources
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,8 +53,6 @@ class Peak(NamedTuple):
 
 _DATA = tomllib.loads(resources.files("jfp8.kernels").joinpath("rates.toml").read_text("utf-8"))
 PEAKS = {name: Peak(*numbers) for name, numbers in _DATA["peaks"].items()}
-Scores: TypeAlias = dict[str, list[float]]  # per second of a pass, in bf16 and in FP8
-SCORES: dict[str, Scores] = _DATA["scores"]
 _rate: Any = lambda x: Matmul(*x) if isinstance(x, list) else x
 RATES = {
     name: Rates(**{k: _rate(x) for k, x in rates.items()}) for name, rates in _DATA["rates"].items()

@@ -55,8 +55,7 @@ def load(vector: Any, layout: Any) -> jax.Array:
 def release(empty: Any) -> None:
     """Signal that a slot of a ring may be refilled: all warps have read, and multiplied, it.
 
-    A warp waits only for its share of a matmul, and one thread arrives for all. If all threads
-    arrived, dQ on Hopper would spill more registers with a mask.
+    A warp waits only for its share of a matmul, and one thread arrives for all.
     """
     plgpu.commit_smem()
     plgpu.barrier_arrive(empty)

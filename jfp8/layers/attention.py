@@ -1,4 +1,4 @@
-"""Attention in FP8 as layers call it: any batch dimensions, Flax's masks, and what it cannot do."""
+"""Attention as layers call it: any batch dimensions, Flax's masks, and the limits of FP8."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.layers.options import check_operand
-from jfp8.matmul.spec import Implementation
-from jfp8.products.flash.dot_product import (
-    OF_TOKENS,
-    SEPARATE,
-    AttentionOptions,
-    Projections,
-    attention_of_projections,
-)
+from jfp8.products.flash.dot_product import OF_TOKENS, AttentionOptions, attention
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.devices import Gpu
@@ -31,49 +24,52 @@ def attend(
     mask: jax.Array | None,
     *,
     recipe: Recipe | None,
-    implementation: Implementation = None,
+    implementation: str | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     tokens: tuple[jax.Array | None, ...] = (None,) * 4,
     sinks: jax.Array | None = None,
-    projections: Projections = SEPARATE,
-    unless_slower_on: Gpu | None = None,
 ) -> jax.Array:
     """Compute `scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
 
     Args:
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
       recipe: None quantizes nothing.
-      implementation: the matmuls'; attention itself takes only ``"emulate"`` of them.
-      tokens, projections: see `attention_of_projections`; the latter with one batch dimension only.
-      unless_slower_on: see `AttentionOptions`.
+      tokens: see `jfp8.products.flash.dot_product.attention`.
     """
     for x in (query, key, value):
         check_operand(x)
-    by = "emulate" if implementation == "emulate" else None
-    options = AttentionOptions(scale, is_causal, local_window_size, recipe, by, unless_slower_on)
+    options = AttentionOptions(scale, is_causal, local_window_size, recipe, implementation)
     shape, batch = query.shape, query.shape[:-3]
     mask = None if mask is None else jnp.asarray(mask, bool)
     if len(batch) > 1:
         bias, mask = _by_score(bias, batch), _by_score(mask, batch)
         each = lambda x: x.reshape(-1, *x.shape[len(batch) :])
         query, key, value, tokens = jax.tree.map(each, (query, key, value, tokens))
-    arrays = query, key, value, bias, mask, sinks
-    return attention_of_projections(options, arrays, tokens, None, None, projections).reshape(shape)
+    return attention(options, (query, key, value, bias, mask, sinks), tokens).reshape(shape)
 
 
 def attend_by(
-    own: Recipe | None, path: str, implementation: Implementation, *arrays: Any, **options: Any
+    own: Recipe | None,
+    path: str,
+    *arrays: Any,
+    unless_slower_on: Gpu | None = None,
+    **options: Any,
 ) -> jax.Array:
-    """Compute `attend` by the recipe in effect for a layer at `path`, whose `own` one this is."""
+    """Compute `attend` by the recipe in effect for a layer at `path`, whose `own` one this is.
+
+    With `unless_slower_on`, in high precision: on no GPU has attention an FP8 kernel.
+    """
     recipe = recipe_in_effect(own, path)
-    about = note("recipe", recipe.name) if recipe else note("reason", why_in_high_precision())
+    why = "" if recipe else why_in_high_precision()
+    if recipe is not None and unless_slower_on is not None:
+        recipe, why = None, "exempt: 'slower' (attention in FP8 has no kernel)"
+    about = note("recipe", recipe.name) if recipe else note("reason", why)
     if "tokens" not in options:
         options["tokens"] = tuple(options.pop(name, None) for name in OF_TOKENS)
-    options |= {"recipe": recipe, "implementation": implementation}
     with note("path", path), about:
-        return attend(*arrays, **options)
+        return attend(*arrays, recipe=recipe, **options)
 
 
 def _by_score(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:

@@ -188,7 +188,6 @@ def projected_attention(
     *,
     attention: Callable[..., jax.Array],
     in_fp8: bool = True,
-    qkv: jax.Array | None = None,
     rotary: Rotary | None = None,
     cache: KVCache | None = None,
     mask: jax.Array | None = None,
@@ -203,7 +202,6 @@ def projected_attention(
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
       attention: `jfp8.layers.attention.attend` with some arguments; quantizes if `in_fp8`.
-      qkv: the array of which both are parts, one after the other; None if they are separate.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         of the next ones, and the mask is for all ``max_length`` keys. Returned with the new keys.
       dropout_rate, dropout_key: see `drop`; for the weights, only in high precision.
@@ -228,11 +226,8 @@ def projected_attention(
     dropped = 0.0 if dropout_key is None else dropout_rate
     if in_fp8:
         check_weights_stay_inside(dropped, sown=False)
-        if cache is None and len(leading) == 2:
-            last = keys_values if qkv is None else qkv
-            options["projections"] = (qkv, last, last) if rotary is None else (None, None, last)
         return attention(query, key, value, bias, mask, **options), cache
-    # Attention by blocks has no weights to drop, and adds in float32.
+    # JAX's attention drops no weights, and computes the softmax in float32.
     by_weights = dropped or value.dtype == jnp.float64
     if by_weights:
         attention = partial(attention_by_weights, dropout=partial(drop, rate=dropout_rate))

@@ -42,7 +42,6 @@ NAMED = {
     "bf16": "jfp8.kernels.cuda.Cuda",
     "xla": "jfp8.kernels.cuda.Cuda",
     "mosaic_gpu": "jfp8.kernels.cuda.Cuda",
-    "mosaic_gpu_blackwell": "jfp8.kernels.cuda.Cuda",
     "mosaic_tpu": "jfp8.kernels.tpu.dot.Mosaic",
 }
 
@@ -129,10 +128,6 @@ class Planner:
         """Return the operation for the spec of a matmul, convolution or grouped matmul."""
         return spec.reference()
 
-    def attention(self, spec: Spec[Plan]) -> Plan:
-        """Return the plan of attention, such as `jfp8.products.flash.plan.Reference`."""
-        return spec.reference()
-
     def grouped_in_high_precision(self, reference: type[Plan]) -> type[Plan]:
         """Return the operation of grouped matmuls that are not quantized."""
         return reference
@@ -163,14 +158,6 @@ class Planner:
     def expected_gain(self, work: Work, quantizers: Collection[Quantizer], in_f8: bool) -> float:
         """Return the speedup of a layer over bf16; unless `in_f8`, its matmuls are in bf16, too."""
         return 1.0
-
-    def expected_attention(self, which: str, sizes: Sequence[float], causal: bool) -> Times | None:
-        """Return the times of a pass; `sizes` are ``(heads, groups, queries, keys, depth)``."""
-        return None
-
-    def why_attention_is_slower(self, spec: Spec[Any], heads: int, groups: int) -> str:
-        """Explain why attention with `heads` of keys is slower in FP8; ``""`` if it is not."""
-        return ""
 
 
 def planner_of(device: Device, implementation: str | None = None) -> Planner:

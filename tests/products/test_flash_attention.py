@@ -28,6 +28,10 @@ def operands(batch=2, queries=150, keys=150, heads=4, kv_heads=2, depth=16, seed
     return [jnp.asarray(rng.normal(size=s), jnp.float32) for s in (*shapes, shapes[0])]
 
 
+class Unrounded(Numerics):
+    """Quantize nothing, but compute block by block."""
+
+
 def with_gradients(function, *arrays, grad):
     return jax.jit(gradients_of(function))(*arrays, grad)
 
@@ -57,7 +61,7 @@ OFTEN = ("bias",)
 )
 def test_without_rounding_it_is_attention(case, monkeypatch):
     """No operand quantized, against JAX's own: result and all gradients, to f32."""
-    monkeypatch.setattr(dot_product, "numerics_of", lambda recipe: Numerics())
+    monkeypatch.setattr(dot_product, "numerics_of", lambda recipe: Unrounded())
     rng = np.random.default_rng(1)
     options = dict(CASES.get(case, {}))
     q, k, v, grad = operands(queries=3 if case == "few queries" else 150)
@@ -308,7 +312,16 @@ ERRORS = {
         "'scores' and 'context'",
     ),
     "recipe": (lambda: ATTENTION(Q, K, V, recipe="fp9"), ValueError, "fp9"),
-    "implementation": (lambda: ATTENTION(Q, K, V, implementation="xla"), ValueError, "Allowed"),
+    "implementation": (
+        lambda: ATTENTION(Q, K, V, implementation="mosaic_gpu"),
+        ValueError,
+        "Allowed: 'emulate', 'xla', 'cudnn'",
+    ),
+    "an implementation of JAX": (
+        lambda: ATTENTION(Q, K, V, implementation="xla"),
+        ValueError,
+        "in high precision only. Pass recipe=None",
+    ),
     "hopper": (
         lambda: ATTENTION(Q, K, V, recipe=recipes.DelayedScaling(accumulation="hopper")),
         ValueError,

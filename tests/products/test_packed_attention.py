@@ -17,6 +17,10 @@ RECIPES = ("delayed", "nvfp4", "hybrid")  # `test_flash_attention.py` has the ot
 IDS = np.stack([np.repeat([3, 1, 2], [70, 63, 17]), np.repeat([0, 5, 0, 7], [10, 100, 20, 20])])
 
 
+class Unrounded(Numerics):
+    """Quantize nothing, but compute block by block."""
+
+
 def operands(batch=2, tokens=150, heads=4, kv_heads=2, depth=16, seed=0):
     """Q, K, V, the gradient and sinks; means keep the sinks' gradients from small differences."""
     rng = np.random.default_rng(seed)
@@ -97,7 +101,7 @@ def test_it_is_the_softmax_with_sinks_in_f64(recipe):
 
 @pytest.mark.parametrize("case", CASES)
 def test_without_rounding_it_is_exact(case, monkeypatch):
-    monkeypatch.setattr(dot_product, "numerics_of", lambda recipe: Numerics())
+    monkeypatch.setattr(dot_product, "numerics_of", lambda recipe: Unrounded())
     options, seen = CASES[case]
     q, k, v, grad, sinks = operands()
     attend = jax.jit(functools.partial(with_gradients, grad, **options))
@@ -109,7 +113,7 @@ def test_without_rounding_it_is_exact(case, monkeypatch):
 
 def test_without_rounding_it_is_jax_with_an_explicit_mask(monkeypatch):
     """Segments and a window as one mask of ``[B, 1, T, S]``, and a sink of -inf, which is none."""
-    monkeypatch.setattr(dot_product, "numerics_of", lambda recipe: Numerics())
+    monkeypatch.setattr(dot_product, "numerics_of", lambda recipe: Unrounded())
     q, k, v, grad, _ = map(jnp.asarray, operands())
     options = {"is_causal": True, "local_window_size": (40, 0)}
     found = with_gradients(grad, q, k, v, jnp.full(4, -jnp.inf), **packed(), **options)

@@ -1,1 +1,1 @@
-"""Kernels for Blackwell: block-scaled matmuls, and attention."""
+"""Kernels for Blackwell: block-scaled matmuls."""

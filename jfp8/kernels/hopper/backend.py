@@ -42,7 +42,7 @@ def why_none_for(gpu: Gpu | None, families: dict[int, str], task: str) -> str | 
         if gpu is not None and gpu.capability is not None and gpu.capability[0] in families:
             warnings.warn(
                 f"JAX {jax.__version__} has none of jfp8's Pallas kernels for the {gpu.kind}; rows "
-                "and blocks of scales, grouped matmuls and attention are slower without them. "
+                "and blocks of scales, grouped matmuls are slower without them. "
                 "Install Python 3.12 or later, and there jfp8[cuda].",
                 stacklevel=1,  # one place for all tasks, so that Python shows it once
             )

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.flash.ring import copy_each, drain
+from jfp8.kernels.hopper.ring import copy_each, drain
 from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, ranked, store
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, scaled, slices
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, release, staging, tile

@@ -1,1 +1,1 @@
-"""FP8 through XLA: its own f8 dots, which call cuBLASLt on CUDA, and cuDNN attention."""
+"""FP8 through XLA: its own f8 dots, which call cuBLASLt on CUDA."""

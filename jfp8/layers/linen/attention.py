@@ -170,7 +170,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _attention(self, **where: Any) -> DotProductAttention:
-        return DotProductAttention(self.recipe, self.implementation, **where)
+        return DotProductAttention(self.recipe, **where)
 
 
 def cached(

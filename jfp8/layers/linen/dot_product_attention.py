@@ -11,7 +11,6 @@ import jax
 from flax.linen.dtypes import promote_dtype
 
 from jfp8.layers.attention import attend_by, check_weights_stay_inside
-from jfp8.matmul.spec import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
@@ -27,8 +26,7 @@ class DotProductAttention(nn.Module):
 
     Attributes:
       recipe: see `Dense`.
-      implementation: ``"emulate"``: the reference on any device. Others are for products, and do
-        nothing here.
+      implementation: see `jfp8.scaled_dot_product_attention`.
       unless_slower_on: stay in high precision if FP8 is expected to be slower on this GPU.
 
     >>> import jax, jax.numpy as jnp, jfp8
@@ -38,7 +36,7 @@ class DotProductAttention(nn.Module):
     """
 
     recipe: RecipeLike | None = None
-    implementation: Implementation = None
+    implementation: str | None = None
     unless_slower_on: Gpu | None = None
 
     def __call__(
@@ -56,9 +54,8 @@ class DotProductAttention(nn.Module):
           query, key, value, bias, mask: see `jfp8.scaled_dot_product_attention`.
           options: its others, but `recipe`, `state`, `sink` and `implementation`.
         """
-        arrays = query, key, value, bias, mask
-        options["unless_slower_on"] = self.unless_slower_on
-        return attend_by(*self._own(), self.implementation, *arrays, **options)
+        own = {"implementation": self.implementation, "unless_slower_on": self.unless_slower_on}
+        return attend_by(*self._own(), query, key, value, bias, mask, **options, **own)
 
     @nn.nowrap
     def _own(self) -> tuple[Recipe | None, str]:

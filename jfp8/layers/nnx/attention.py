@@ -41,15 +41,14 @@ class DotProductAttention(PrintsRecipe):
 
     Args:
       recipe, path: see `Product`.
-      implementation: ``"emulate"``: the reference on any device. Others are for products, and do
-        nothing here.
+      implementation: see `jfp8.scaled_dot_product_attention`.
     """
 
     def __init__(
         self,
         *,
         recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
+        implementation: str | None = None,
         path: str = "",
     ) -> None:
         self.recipe = None if recipe is None else check_recipe(recipe)
@@ -96,9 +95,9 @@ class DotProductAttention(PrintsRecipe):
 
     def _attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
         """Compute `jfp8.layers.attention.attend` by the recipe in effect, with one batch axis."""
-        options["unless_slower_on"] = self.unless_slower_on
+        own = {"implementation": self.implementation, "unless_slower_on": self.unless_slower_on}
         with jax.named_scope(self.path) if self.path else contextlib.nullcontext():
-            return attend_by(self.recipe, self.path, self.implementation, *arrays, **options)
+            return attend_by(self.recipe, self.path, *arrays, **options, **own)
 
 
 class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
@@ -175,7 +174,7 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
                     "attention_products=True computes attention itself in FP8, so "
                     "attention_fn would have no effect. Leave out one of the two."
                 )
-            install_attention(self, recipe=recipe, implementation=implementation)
+            install_attention(self, recipe=recipe)
 
     def init_cache(self, input_shape: Sequence[int], dtype: FormatLike = jnp.float32) -> None:
         """Make an empty cache of keys and values, for ``decode=True``.
@@ -248,12 +247,11 @@ def install_attention(
     layer: nnx.MultiHeadAttention,
     *,
     recipe: RecipeLike | None,
-    implementation: Implementation = None,
     path: str = "",
 ) -> None:
     """Make `layer` compute attention itself in FP8 from now on."""
     inner = f"{path}/attention_fn" if path else ""
-    attention = DotProductAttention(recipe=recipe, implementation=implementation, path=inner)
+    attention = DotProductAttention(recipe=recipe, path=inner)
     layer.attention_fn = nnx.data(attention)
 
 

@@ -105,11 +105,10 @@ class LayerNormAttention(ExplicitModule):
         self.saved_activations = norm["saved_activations"]
         rate = self.dropout_rate = attention_dropout
         self.dropout = parts.dropout(rate) if rate else nnx.data(None)
-        how: dict[str, Any] = {name: dense[name] for name in ("recipe", "implementation")}
         self.attention = self.sinks = nnx.data(None)
         if attention_products:
-            self.attention = nnx.data(parts.bare(DotProductAttention, "attention", **how))
-        self.implementation = dense["implementation"]
+            in_fp8 = parts.bare(DotProductAttention, "attention", recipe=dense["recipe"])
+            self.attention = nnx.data(in_fp8)
         if attention_sinks:
             zeros, dtype = nnx.initializers.zeros, dense["param_dtype"]
             self.sinks = parts.parameter("sinks", zeros, (heads,), dtype, draws=False)
@@ -125,23 +124,20 @@ class LayerNormAttention(ExplicitModule):
         **options: Any,
     ) -> tuple[jax.Array, KVCache | None]:
         """Return ``[..., q, hidden_size]``, and the new `cache` of earlier positions, if any."""
-        qkv = None
         if encoded is None:
-            qkv = self.qkv(inputs)
-            query, keys_values = jnp.split(qkv, [self.shared_by], axis=-2)
+            query, keys_values = jnp.split(self.qkv(inputs), [self.shared_by], axis=-2)
         else:
             query, keys_values = self.query(inputs), self.kv(encoded)
         if self.sinks is not None:
             options["sinks"] = self.sinks.get_value()
         own = self.attention
         in_fp8 = own is not None and own._is_in_fp8()
-        plain = partial(attend, recipe=None, implementation=self.implementation)
+        plain = partial(attend, recipe=None)
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
             attention=getattr(own, "_attend", own) if in_fp8 else plain,
             in_fp8=in_fp8,
-            qkv=qkv,
             rotary=self.rotary,
             cache=cache,
             dropout_rate=self.dropout_rate,

@@ -1,4 +1,4 @@
-"""Attention over blocks of queries and keys, with a running softmax: the reference of the kernels.
+"""Attention over blocks of queries and keys, with a running softmax.
 
     S = (Q K^T) scale + bias,   P = softmax(S),   O = P V
 
@@ -14,11 +14,13 @@ arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691)::
 
 and ``O = o / l``, or ``o / (l + exp(sink - m))`` in a head with a sink. The scale of each key's
 values goes into the weights, whose zeros hide what a query may not see. Backward, with
-``p = exp(s - m - log l)``, and rounded anew for each sum with the scales of what it meets::
+``p = exp(s - m)`` and ``g = 1 / l``, with the sink in ``l``, rounded anew for each sum with the
+scales of what it meets. Neither ``m + log l`` nor ``p g`` is stored: f32 has no room for ``log l``
+next to scores of -1e9, nor e4m3 for weights of many keys::
 
-    dV = P^T dO      w = cast(p (dO_scale_i / max_i) c),  max_i over the queries of the block; with
-                                                          segments, over those that see the key
-    dP = dO V^T      dS = p (dP - sum_h dO O)
+    dV = P^T dO      w = cast(p (g_i dO_scale_i / max_i) c),  max_i over the queries of the block;
+                                              with segments, over those that see the key
+    dP = dO V^T      dS = p g (dP - sum_h dO O)
     dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max, rounded up to
                                                 a power of two
     dK = dS^T Q scale  the same, with the scales of queries, for each key and head of queries
@@ -51,7 +53,8 @@ class Softmax(NamedTuple):
     """The result of the forward pass, ``[batch, heads, groups, queries, ...]``, f32."""
 
     out: jax.Array  # O
-    log_sum: jax.Array  # ``m + log(l)``; -inf for a query without keys
+    largest: jax.Array  # ``m``, the largest score; -inf for a query without keys
+    share: jax.Array  # ``1 / l``, so that ``P = exp(S - m) / l``; 0 for a query without keys
 
 
 class Gradients(NamedTuple):
@@ -77,7 +80,7 @@ def forward(
     factor, rows = weights_factor(fmt), q.data.shape[3]
     q, k, v = _whole(q, 3, size), _whole(k, 2, of_keys), _whole(v, 2, of_keys)
 
-    def of_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_block(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_i = _block(q, i, size, 3)
 
         def add(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -97,7 +100,8 @@ def forward(
         zeros = jnp.zeros(q_i.data.shape, jnp.float32)
         start = jnp.full(q_i.scale.shape, -jnp.inf), jnp.zeros_like(q_i.scale), zeros
         m, l, o = lax.fori_loop(*visible.keys_of(i), add, _varying(start, q_i))
-        return o / jnp.where(l == 0, 1, l)[..., None], m + jnp.log(l)
+        whole = jnp.where(l == 0, 1, l)
+        return o / whole[..., None], m, jnp.where(l == 0, 0, 1 / whole)
 
     found = lax.map(of_block, jnp.arange(visible.blocks[0]))
     return Softmax(*(_joined(x, rows) for x in found))
@@ -107,10 +111,20 @@ def with_sinks(found: Softmax, sinks: jax.Array | None) -> Softmax:
     """Return `found` with ``exp(sink)`` added to the denominator of each head's softmax."""
     if sinks is None:
         return found
-    seen = found.log_sum > -jnp.inf
-    log_sum = jnp.where(seen, jnp.logaddexp(found.log_sum, sinks), -jnp.inf)
-    share = jnp.where(seen, jnp.exp(found.log_sum - log_sum), 0)
-    return Softmax(found.out * share[..., None], log_sum)
+    seen = found.share > 0
+    of_keys = jnp.where(seen, jax.nn.sigmoid(-_above_keys(found, sinks)), 0)
+    return Softmax(found.out * of_keys[..., None], found.largest, found.share * of_keys)
+
+
+def gradients_of_sinks(found: Softmax, sinks: jax.Array, dot: jax.Array) -> jax.Array:
+    """Return the gradient of `sinks`, which are in `found`; `dot` is ``sum_h dO O``."""
+    p = jnp.where(found.share > 0, jnp.exp(_above_keys(found, sinks)), 0)
+    return -jnp.sum(p * dot, axis=(0, 3), keepdims=True)
+
+
+def _above_keys(found: Softmax, sinks: jax.Array) -> jax.Array:
+    """Return ``sink - m - log l``."""
+    return (sinks - found.largest) + jnp.log(found.share)
 
 
 class Both(NamedTuple):
@@ -124,13 +138,18 @@ class Both(NamedTuple):
 
 def backward(
     operands: Both,
-    log_sum: jax.Array,
+    found: Softmax,
     dot: jax.Array,
     visible: Visible,
     scale: float,
     numerics: Numerics,
 ) -> Gradients:
-    """Compute the gradients with respect to Q, K, V and the bias; `dot` is ``sum_h dO O``."""
+    """Compute the gradients with respect to Q, K, V and the bias.
+
+    Args:
+      found: the result of `forward`, `with_sinks`.
+      dot: ``sum_h dO O``.
+    """
     (_, fmt), (size, of_keys) = numerics.weights, visible.block
     factor = weights_factor(fmt)
     for_dq, for_dk = numerics.scores
@@ -139,30 +158,32 @@ def backward(
     (k_of_s, k_of_dq), (_, v) = (
         [_whole(x, 2, of_keys) for x in both] for both in (operands.key, operands.value)
     )
-    log_sum = padded(log_sum, 3, visible.blocks[0] * size, -jnp.inf)
-    dot = padded(dot, 3, visible.blocks[0] * size)
+    by_query = [
+        padded(x, 3, visible.blocks[0] * size, fill)
+        for x, fill in ((found.largest, -jnp.inf), (found.share, 0), (dot, 0))
+    ]
 
     def of_block(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
         (q_i, q_of_dk), (g_of_dp, g_of_dv) = (
             [_block(x, i, size, 3) for x in both] for both in (of_s, of_dp)
         )
-        log_sum_i, dot_i = (
-            lax.dynamic_slice_in_dim(x, i * size, size, 3)[..., None] for x in (log_sum, dot)
+        largest_i, share, dot_i = (
+            lax.dynamic_slice_in_dim(x, i * size, size, 3)[..., None] for x in by_query
         )
-        by_grad = g_of_dv.scale[..., None]
+        by_grad = g_of_dv.scale[..., None] * share
 
         def add(j: jax.Array, carry: tuple) -> tuple:
             dq, dk, dv, dbias, largest = carry
             k_j, of_dq, v_j = (_block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, v))
             s, seen = _scores(q_i, k_j, visible, scale, i, j)
-            p = jnp.exp(s - _finite(log_sum_i))
+            p = jnp.exp(s - _finite(largest_i))
             of_key = _largest_seen(by_grad, seen, visible)
             w = _rounded("wgrad", p * (by_grad / of_key), fmt)
             y = product("bngts,bngth->bngsh", w, g_of_dv.data) * (of_key.swapaxes(3, 4) / factor)
             dv = _added(dv, jnp.sum(y, 2), j * of_keys, 2)
             dp = product("bngth,bnsh->bngts", g_of_dp.data, v_j.data)
             dp = dp * g_of_dp.scale[..., None] * _by_key(v_j.scale)
-            ds = p * (dp - dot_i)
+            ds = p * share * (dp - dot_i)
             w, r = _quantized("dgrad", ds * _by_key(of_dq.scale), for_dq, 4)
             dq += product("bngts,bnsh->bngth", w, of_dq.data) * r
             w, r = _quantized("wgrad", ds * q_of_dk.scale[..., None], for_dk, 3)

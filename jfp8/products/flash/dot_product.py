@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jfp8.matmul.planner import planner_of
+from jfp8.matmul.planner import check_implementation
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_result_like
 from jfp8.products.flash import blocks, passes
 from jfp8.products.flash import mask as masks
-from jfp8.products.flash.mask import BLOCK, Visible
-from jfp8.products.flash.numerics import for_both, numerics_of
+from jfp8.products.flash.high_precision import attend_in_high_precision
+from jfp8.products.flash.mask import Visible
+from jfp8.products.flash.numerics import Numerics, for_both, numerics_of
 from jfp8.products.flash.observe import shown
-from jfp8.products.flash.plan import AttentionSpec, Reference
-from jfp8.products.observers import OBSERVER
 from jfp8.products.vjp import first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -28,10 +26,9 @@ from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState, check_states
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
+from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.device import current_device, has_explicit_axes
-from jfp8.tracing.devices import Gpu
-from jfp8.tracing.notes import note
+from jfp8.tracing.device import has_explicit_axes
 
 States = Mapping[str, Mapping[str, AmaxState]]
 
@@ -51,7 +48,7 @@ def scaled_dot_product_attention(
     query_segment_ids: jax.typing.ArrayLike | None = None,
     key_value_segment_ids: jax.typing.ArrayLike | None = None,
     sinks: jax.typing.ArrayLike | None = None,
-    recipe: RecipeLike = DelayedScaling(),
+    recipe: RecipeLike | None = DelayedScaling(),
     state: States | None = None,
     sink: Mapping[str, jax.Array] | None = None,
     implementation: str | None = None,
@@ -84,13 +81,13 @@ def scaled_dot_product_attention(
         packed into one: a query sees only keys with its own id.
       sinks: floating[N], a logit of each head that the softmax has in its denominator beside those
         of the keys (the attention sinks of gpt-oss). They get a gradient.
-      recipe: an object or its name.
+      recipe: an object or its name. None: ``jax.nn.dot_product_attention`` in high precision.
       state: amax histories, ``{"scores": recipe.init_state(), "context": recipe.init_state()}``:
         of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
       sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
-      implementation: ``"emulate"``: the reference, on any device. ``"mosaic_gpu"``: Pallas kernels
-        for Hopper, which compute the same, and ``"mosaic_gpu_blackwell"``: for Blackwell. None:
-        these where they can, else the reference.
+      implementation: ``"emulate"``: FP8, on any device. ``"xla"`` or ``"cudnn"``: that of
+        ``jax.nn.dot_product_attention``, in high precision only. None: cuDNN in high precision
+        where it computes this.
 
     Returns:
       Array of the shape and dtype of `query`; 0 for a query that sees no key.
@@ -98,7 +95,7 @@ def scaled_dot_product_attention(
     Raises:
       TypeError: operands that are not floating, a mask that is not bool.
       ValueError: shapes that do not fit; a `state` of another recipe; an `implementation` that is
-        unknown, or does not compute this: the message says why.
+        unknown, or does not compute FP8.
 
     References:
       FlashAttention-3, arXiv 2407.08608, for FP8; `jax.nn.dot_product_attention` for the interface.
@@ -109,11 +106,10 @@ def scaled_dot_product_attention(
     >>> jfp8.scaled_dot_product_attention(q, k, v, is_causal=True).shape
     (1, 5, 4, 64)
     """
-    recipe = check_recipe(recipe)
+    recipe = None if recipe is None else check_recipe(recipe)
     options = AttentionOptions(scale, is_causal, local_window_size, recipe, implementation)
     tokens = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
-    arrays = query, key, value, bias, mask, sinks
-    return attention_of_projections(options, arrays, tokens, state, sink)
+    return attention(options, (query, key, value, bias, mask, sinks), tokens, state, sink)
 
 
 # Arguments that have a number for each sequence, or for each token.
@@ -130,40 +126,27 @@ class AttentionOptions(NamedTuple):
     window: int | tuple[int, int] | None
     recipe: Recipe | None  # None: nothing is quantized
     implementation: str | None
-    unless_slower_on: Gpu | None = None  # stay in high precision if FP8 should be slower there
-
-
-# Of query, key and value: the projection ``[batch, tokens, groups, heads of a group, depth]`` that
-# contains the operand, or None. A group holds the heads of the query, then the key head, then the
-# value head.
-Projections: TypeAlias = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
-SEPARATE: Projections = (None, None, None)
-_FIRST_IN_GROUP = (0, -2, -1)
-_IN_HIGH_PRECISION = 256, 512  # queries and keys of a block: no scales depend on it
 
 
 @in_mesh_of_arguments
-def attention_of_projections(
+def attention(
     options: AttentionOptions,
     arrays: tuple[Any, ...],
-    tokens: tuple[Any, ...],
-    state: States | None,
-    sink: Mapping[str, jax.Array] | None,
-    projections: Projections = SEPARATE,
+    tokens: tuple[Any, ...] = (None,) * 4,
+    state: States | None = None,
+    sink: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """Compute `scaled_dot_product_attention` of slices of projections.
+    """Compute `scaled_dot_product_attention`.
 
     Args:
       arrays: query, key, value, bias, mask and sinks; all gradients are with respect to these.
-      tokens: those of `OF_TOKENS`, or None.
-      projections: the same values where a projection wrote them; a kernel can quantize from there.
+      tokens: the arguments in `OF_TOKENS`, or None.
     """
     if has_explicit_axes():
-        inside = lambda *arrays: (attention_of_projections(options, *arrays), ())
+        inside = lambda *arrays: (attention(options, *arrays), ())
         spec = jax.typeof(jnp.asarray(arrays[0])).sharding.spec
-        return with_result_like(spec, inside, arrays, tokens, state, sink, projections)[0]
+        return with_result_like(spec, inside, arrays, tokens, state, sink)[0]
     *operands, bias, mask, sinks = arrays
-    scale, is_causal, window, recipe, implementation, gpu = options
     q, k, v = map(as_float_array, operands, ("query", "key", "value"))
     shape = q.shape
     if q.ndim == 3:
@@ -175,8 +158,8 @@ def attention_of_projections(
     of_scores = partial(masks.by_score, shape=(batch, heads, queries, keys), kv_heads=kv_heads)
     visible = Visible(
         (queries, keys),
-        is_causal,
-        masks.window_of(window),
+        options.is_causal,
+        masks.window_of(options.window),
         (
             masks.integers_of(tokens[0], OF_TOKENS[0], (batch,)),
             masks.integers_of(tokens[1], OF_TOKENS[1], (batch,)),
@@ -185,46 +168,26 @@ def attention_of_projections(
         of_scores(bias, "bias"),
         masks.segments_of(tokens[2], tokens[3], batch, (queries, keys)),
         masks.by_head(sinks, heads, kv_heads),
-        BLOCK if recipe is not None else _IN_HIGH_PRECISION,
     )
-    _check_state(recipe, state, sink)
-    factor = float(1 / math.sqrt(depth) if scale is None else scale)
-    if implementation is None and OBSERVER.value is not None:
-        implementation = "emulate"  # only the reference shows weights and gradients of scores
-    device = current_device(q, k, v)
-    spec = AttentionSpec(recipe, visible, depth, factor, q.dtype, device, implementation)
-    if gpu is not None and recipe is not None:
-        of_heads = batch * kv_heads, heads // kv_heads
-        if why := planner_of(gpu).why_attention_is_slower(spec, *of_heads):
-            with note("reason", why):
-                plain = options._replace(recipe=None)
-                return attention_of_projections(plain, arrays, tokens, None, None)
-    by = planner_of(device, implementation).attention(spec)
-    if by.whole is not None:
-        return by.whole(q, k, v, spec).reshape(shape)
+    _check_state(options.recipe, state, sink)
+    scale = float(1 / math.sqrt(depth) if options.scale is None else options.scale)
+    numerics = numerics_of(options.recipe)
+    _check_implementation(options.implementation, numerics)
+    if numerics == Numerics():
+        by = None if options.implementation == "emulate" else options.implementation
+        return attend_in_high_precision(q, k, v, visible, scale, by).reshape(shape)
+    first_allowed("attention in FP8", "bf16", "emulate")
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4)
-    inputs = _Inputs(q, k.swapaxes(1, 2), v.swapaxes(1, 2), projections, visible, None, None)
-    out = _planned(spec, by, inputs, state, sink)
+    state = None if state is None else {name: dict(state[name]) for name in ("scores", "context")}
+    sink = None if sink is None else dict(sink)
+    inputs = _Inputs(q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible, state, sink)
+    out = _attention(_How(numerics, scale), same_varying_axes(inputs))
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)
 
 
-def _planned(
-    spec: AttentionSpec, by: Reference, inputs: _Inputs, state: Any, sink: Any
-) -> jax.Array:
-    """Compute attention by the plan `by`, of `inputs` with this `state` and `sink`."""
-    how = _How(spec.recipe, spec.scale, spec.dtype, by)
-    if state is not None:
-        state = {name: dict(state[name]) for name in ("scores", "context")}
-    inputs = inputs._replace(state=state, sink=None if sink is None else dict(sink))
-    return _attention(how, same_varying_axes(inputs))
-
-
-@dataclass(frozen=True)
-class _How:
-    recipe: Recipe | None
+class _How(NamedTuple):
+    numerics: Numerics
     scale: float
-    dtype: np.dtype
-    by: Reference
 
 
 class _Inputs(NamedTuple):
@@ -238,7 +201,6 @@ class _Inputs(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    projections: Projections
     visible: Any
     state: Any
     sink: Any
@@ -246,53 +208,38 @@ class _Inputs(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(how: _How, inputs: _Inputs) -> jax.Array:
-    return _forward(how, inputs, and_backward=False)[0]
+    return _forward(how, inputs)[0]
 
 
-def _forward(
-    how: _How, inputs: _Inputs, and_backward: bool = True
-) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
     what = ("scaled_dot_product_attention", "jax.nn.dot_product_attention")
     query, key, value = (first_order_only(x, *what) for x in inputs[:3])
-    visible, state = inputs.visible, inputs.state
-    numerics = numerics_of(how.recipe)
+    visible, state, numerics = inputs.visible, inputs.state, how.numerics
     history = lambda which, role: None if state is None else state[which][role]
-    cast_query, cast_key, cast_value = (
-        # Forward alone, each is taken in one direction.
-        partial(how.by.cast_heads, projection=projection, first=first)
-        if how.by.cast_heads is not None and and_backward
-        else None
-        for projection, first in zip(inputs.projections, _FIRST_IN_GROUP, strict=True)
-    )
-    q = for_both(query, numerics.query, history("scores", "lhs"), cast_heads=cast_query)
-    k = for_both(key, numerics.key, history("scores", "rhs"), cast_heads=cast_key)
-    of_value = {"folded": True, "cast_heads": cast_value}
-    v = for_both(value, numerics.value, history("context", "rhs"), **of_value)
+    q = for_both(query, numerics.query, history("scores", "lhs"))
+    k = for_both(key, numerics.key, history("scores", "rhs"))
+    v = for_both(value, numerics.value, history("context", "rhs"), folded=True)
     q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
     k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
     name = passes.forward_pass(q[0], k[0], v[0], visible, numerics).name
-    compute = passes.called(name, _forward_pass)
-    out, log_sum = compute(how, q[0], k[0], v[0], visible)
+    found = passes.called(name, _forward_pass)(how, q[0], k[0], v[0], visible)
+    found = found._replace(out=found.out.astype(query.dtype))
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
-    v = tuple(each._replace(transposed=None) for each in v)  # which is taken straight
-    return out, (q, k, v, out, log_sum, visible, grad_history, inputs.sink, like)
+    return found.out, (q, k, v, found, visible, grad_history, inputs.sink, like)
 
 
 def _backward(how: _How, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[_Inputs]:
-    q, k, v, out, log_sum, visible, history, sink, like = residuals
-    grad = same_varying_axes((grad, out))[0]
-    numerics = numerics_of(how.recipe)
+    q, k, v, softmax, visible, history, sink, like = residuals
+    grad, numerics = same_varying_axes((grad, softmax.out))[0], how.numerics
     grad = first_order_only(grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention")
-    dot = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    g = for_both(grad, numerics.grad, history, cast_heads=how.by.cast_heads)
+    dot = jnp.sum(grad.astype(jnp.float32) * softmax.out.astype(jnp.float32), axis=-1)
+    g = for_both(grad, numerics.grad, history)
     g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
     name = passes.backward_pass(both, visible, numerics).name
-    compute = passes.called(name, _backward_pass)
-    dtype = how.dtype if {x.dtype for x in like} == {how.dtype} else np.dtype(np.float32)
-    found = compute(replace(how, dtype=dtype), both, log_sum, dot, visible)
+    found = passes.called(name, _backward_pass)(how, both, softmax, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
@@ -301,47 +248,33 @@ def _backward(how: _How, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[_
         d_sink = {name: encode_amax(amaxes[name]) * SINK_UNIT for name in sink}
     d_sinks = None
     if visible.sinks is not None:
-        p = jnp.where(log_sum > -jnp.inf, jnp.exp(visible.sinks - log_sum), 0)
-        d_sinks = -jnp.sum(p * dot, axis=(0, 3), keepdims=True)
+        d_sinks = blocks.gradients_of_sinks(softmax, visible.sinks, dot)
     nothing: dict[str, Any] = {"lengths": (None, None), "mask": None, "segments": None}
     d_visible = replace(visible, **nothing, bias=found.bias, sinks=d_sinks)
-    cotangents = _Inputs(
-        found.query.astype(like[0].dtype),
-        found.key.astype(like[1].dtype),
-        found.value.astype(like[2].dtype),
-        SEPARATE,
-        d_visible,
-        None,
-        d_sink,
-    )
-    return (cotangents,)
+    operands = zip((found.query, found.key, found.value), like, strict=True)
+    dq, dk, dv = (x.astype(y.dtype) for x, y in operands)
+    return (_Inputs(dq, dk, dv, d_visible, None, d_sink),)
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def _forward_pass(how: _How, *arrays: Any) -> blocks.Softmax:
-    sinks = arrays[-1].sinks
-    dtype = how.dtype if sinks is None else np.dtype(np.float32)  # rounded once, below
-
-    def reference(*arrays: Any) -> blocks.Softmax:
-        found = blocks.forward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
-        return found._replace(out=found.out.astype(dtype))
-
-    found = how.by.forward(reference, *arrays, scale=how.scale, dtype=dtype)
-    found = blocks.with_sinks(found, sinks)
-    return found._replace(out=found.out.astype(how.dtype))
+    found = blocks.forward(*arrays, scale=how.scale, numerics=how.numerics)
+    return blocks.with_sinks(found, arrays[-1].sinks)
 
 
-def _backward_pass(how: _How, operands: blocks.Both, *arrays: Any) -> blocks.Gradients:
-    numbers: dict[str, Any] = {"scale": how.scale, "numerics": numerics_of(how.recipe)}
+def _backward_pass(how: _How, *arrays: Any) -> blocks.Gradients:
+    return blocks.backward(*arrays, scale=how.scale, numerics=how.numerics)
 
-    def reference(*arrays: Any) -> blocks.Gradients:
-        found = blocks.backward(*arrays, **numbers)
-        in_dtype = {n: getattr(found, n).astype(how.dtype) for n in ("query", "key", "value")}
-        return found._replace(**in_dtype)
 
-    return how.by.backward(reference, operands, *arrays, **numbers, dtype=how.dtype)
+def _check_implementation(implementation: str | None, numerics: Numerics) -> None:
+    check_implementation(implementation, ("emulate", "xla", "cudnn"))
+    if implementation in ("xla", "cudnn") and numerics != Numerics():
+        raise ValueError(
+            f"implementation={implementation!r} computes attention in high precision only. Pass "
+            "recipe=None as well, or leave out the implementation: FP8 has one for all devices."
+        )
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,6 @@ class Visible:
       segments: those of queries, int[batch, 1, 1, queries, 1], and of keys, int[batch, 1, 1, 1,
         keys]: a query sees no key of another segment. None: there is one segment.
       sinks: f32[1, heads, groups, 1], a logit more in the softmax's denominator, or None.
-      largest: size of a block.
     """
 
     sizes: tuple[int, int] = field(metadata={"static": True})
@@ -40,12 +40,11 @@ class Visible:
     bias: jax.Array | None = None
     segments: tuple[jax.Array, jax.Array] | None = None
     sinks: jax.Array | None = None
-    largest: tuple[int, int] = field(default=BLOCK, metadata={"static": True})
 
     @property
     def block(self) -> tuple[int, int]:
         """Queries and keys of a block."""
-        queries, keys = map(min, self.largest, self.sizes)
+        queries, keys = map(min, BLOCK, self.sizes)
         return queries, keys
 
     @property
@@ -65,12 +64,30 @@ class Visible:
             last = jnp.minimum(last, ((i + 1) * of_queries - 1) // of_keys + 1)
         return jnp.minimum(first, last), jnp.maximum(last, 0)
 
+    @property
+    def may_hide_all_keys(self) -> bool:
+        """Whether there may be queries that see no key."""
+        given = self.mask, self.segments, *self.lengths
+        beyond = self.window is not None and self.sizes[0] > self.sizes[1]
+        return beyond or any(x is not None for x in given)
+
+    def whole(self) -> jax.Array:
+        """bool[batch | 1, heads | 1, groups | 1, queries, keys]: queries see these keys."""
+        rows, columns = (jnp.arange(n) for n in self.sizes)
+        return self._seen(rows, columns, lambda x, fill: x)
+
     def of_block(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """bool[batch | 1, heads | 1, groups | 1, queries, keys]: block `i` sees so much of `j`."""
-        (of_queries, of_keys), (queries, keys) = self.block, self.sizes
-        row = (i * of_queries + jnp.arange(of_queries))[None, None, None, :, None]
-        column = (j * of_keys + jnp.arange(of_keys))[None, None, None, None, :]
-        seen = (row < queries) & (column < keys)
+        """Return block ``(i, j)`` of `whole`."""
+        of_queries, of_keys = self.block
+        rows, columns = i * of_queries + jnp.arange(of_queries), j * of_keys + jnp.arange(of_keys)
+        return self._seen(rows, columns, lambda x, fill: self.part(x, i, j, fill))
+
+    def _seen(
+        self, rows: jax.Array, columns: jax.Array, part: Callable[[jax.Array, Any], jax.Array]
+    ) -> jax.Array:
+        """Return whether queries see keys, at these positions; `part` has a mask's part there."""
+        row, column = rows[None, None, None, :, None], columns[None, None, None, None, :]
+        seen = (row < self.sizes[0]) & (column < self.sizes[1])
         if self.is_causal:
             seen &= column <= row
         if self.window is not None:
@@ -79,9 +96,9 @@ class Visible:
             if length is not None:
                 seen = seen & (at < length[:, None, None, None, None])
         if self.segments is not None:
-            of_query, of_key = (self.part(x, i, j, fill=0) for x in self.segments)
+            of_query, of_key = (part(x, 0) for x in self.segments)
             seen = seen & (of_query == of_key)
-        return seen if self.mask is None else seen & self.part(self.mask, i, j, fill=False)
+        return seen if self.mask is None else seen & part(self.mask, False)
 
     def part(self, x: jax.Array, i: jax.Array, j: jax.Array, fill: Any) -> jax.Array:
         """Block ``(i, j)`` of a mask or bias; `fill` beyond its end."""

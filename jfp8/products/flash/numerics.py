@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,17 +38,11 @@ class Quantized(NamedTuple):
       data: f8, or the values themselves where the recipe leaves them in high precision.
       scale: f32[..., tokens].
       amax: f32[], of the operand.
-      transposed: `data` with its last two dimensions exchanged, if a kernel wrote that as well.
     """
 
     data: jax.Array
     scale: jax.Array
     amax: jax.Array
-    transposed: jax.Array | None = None
-
-    def turned(self) -> jax.Array:
-        """Return `transposed`, also if no kernel wrote it."""
-        return self.data.swapaxes(-1, -2) if self.transposed is None else self.transposed
 
 
 class Uses(NamedTuple):
@@ -123,17 +115,11 @@ def format_of(quantizer: Quantizer | None) -> Format | None:
 
 
 def for_both(
-    x: jax.Array,
-    uses: Uses,
-    state: AmaxState | None,
-    *,
-    folded: bool = False,
-    cast_heads: Callable[..., Any] | None = None,
+    x: jax.Array, uses: Uses, state: AmaxState | None, *, folded: bool = False
 ) -> tuple[Quantized, Quantized]:
     """Quantize `x` for both of its products; see `quantize_tokens`."""
-    quantize = partial(quantize_tokens, x, state=state, cast_heads=cast_heads)
-    first = quantize(uses.first, folded=folded)
-    return first, first if uses.second == uses.first else quantize(uses.second)
+    first = quantize_tokens(x, uses.first, state, folded=folded)
+    return first, first if uses.second == uses.first else quantize_tokens(x, uses.second, state)
 
 
 def quantize_tokens(
@@ -142,7 +128,6 @@ def quantize_tokens(
     state: AmaxState | None,
     *,
     folded: bool = False,
-    cast_heads: Callable[..., Any] | None = None,
 ) -> Quantized:
     """Quantize ``x[..., tokens, depth]`` with a scale for each token.
 
@@ -151,8 +136,6 @@ def quantize_tokens(
       state: the amax history; None, or one without an entry: the scales follow from the tokens.
       folded: whether a product multiplies its other operand by the scales, before that is rounded:
         then they are powers of two, and exact.
-      cast_heads: casts `x`, multiplied by the reciprocals of the scales, straight and transposed,
-        for kernels that take both; returns None for shapes that it does not take.
     """
     stored, x = x, x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
@@ -169,13 +152,11 @@ def quantize_tokens(
         seen = quantizer.expected(state) > 0
         of_history = replace(quantizer, scale_rounding=rounding or quantizer.scale_rounding)
         scale = jnp.where(seen, of_history.scale(jnp.zeros(()), state), scale)
-    inverse = reciprocal(scale)
-    both = None if cast_heads is None else cast_heads(stored, inverse, fmt)
-    data, transposed = (cast(x * inverse[..., None], fmt), None) if both is None else both
+    data = cast(x * reciprocal(scale)[..., None], fmt)
     # Scales are compared where they move into weights. That of zeros, 1 so far, would be the
     # largest.
     scale = jnp.where(largest == 0, SMALLEST_SCALE, scale)
-    return Quantized(data, scale, jnp.max(largest), transposed)
+    return Quantized(data, scale, jnp.max(largest))
 
 
 def quantize_made(x: jax.Array, fmt: Format | None, axis: int) -> tuple[jax.Array, jax.Array]:

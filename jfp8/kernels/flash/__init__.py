@@ -1,1 +1,0 @@
-"""Hold the code that attention kernels for Hopper and Blackwell share: all but instructions."""
