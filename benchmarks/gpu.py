@@ -2,9 +2,9 @@
 
 Correctness first: every kernel against float64 or, bit for bit, against a CPU. Then
 ceilings of the device, FP8 matmuls, linear layers, quantize kernels, a Transformer block's step,
-attention, experts, fusions, accumulation errors, memory, and XLA's compilation of FP8. Sections
-are independent: a failure in one is a line in the result, and a kernel that hangs is ended without
-harm to the others.
+experts, fusions, accumulation errors, memory, and XLA's compilation of FP8. Sections are
+independent: a failure in one is a line in the result, and a kernel that hangs is ended without harm
+to the others.
 
     python benchmarks/gpu.py                       # all, into runs/gpu-<date>.jsonl
     python benchmarks/gpu.py --sections products,linear --records runs/h200.jsonl --hlo programs
@@ -42,7 +42,6 @@ SECTIONS = {
     "linear": ("on_gpu.training:linear", 20.0),
     "quantize": ("on_gpu.quantize:quantize", 10.0),
     "block": ("on_gpu.training:block", 18.0),
-    "attention": ("on_gpu.attention:attention", 14.0),
     "experts": ("on_gpu.experts:experts", 18.0),
     "fusions": ("on_gpu.fusions:fusions", 24.0),
     "accumulation": ("on_gpu.products:accumulation", 5.0),

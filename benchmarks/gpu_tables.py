@@ -16,12 +16,11 @@ RUNS = ("before-clusters", "after-clusters")
 
 Record = dict[str, Any]
 BLOCK = "width 4096, mlp 11008, heads 32, batch 4, length 2048"
-ATTENTION = ("2x8192, 16x128", "8x2048, 16x128", "2x8192, 16x64")
 _SQUARES = ("4096x4096", "8192x8192", "15872x4096")
 _CUBES = ("4096x4096x4096", "8192x8192x8192", "15872x4096x16384")
 _RECIPES = {name: f"`{name}`" for name in ("delayed", "current", "rowwise", "block", "mxfp8")}
 _FLAX = {f"Flax {name}": f"Flax `{name}`" for name in ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")}
-_BLOCKS = {"bf16": "bf16", **_RECIPES, "delayed, FP8 attention": "`delayed`, attention in FP8"}
+_BLOCKS = {"bf16": "bf16", **_RECIPES}
 _MATMULS = {
     "bf16": "bf16",
     "jfp8 xla fast": "cuBLASLt",
@@ -99,18 +98,6 @@ def quantizing(record: Record) -> str:
     return _grid(record, "quantize", _SQUARES, _QUANTIZING, cell)
 
 
-def attention(record: Record) -> str:
-    """Return times of attention, forward and backward, in FP8 and by cuDNN in bf16."""
-    rows = ["| sequences × tokens, heads × depth | bf16, ms | FP8, ms | relative to bf16 |"]
-    rows.append("|---|---|---|---|")
-    for shape in ATTENTION:
-        group = f"{shape}, forward, backward"
-        (bf16,), (fp8,) = (found(record, "attention", group, name) for name in ("bf16", "FP8"))
-        cells = f"{bf16['ms']:.2f} | {fp8['ms']:.2f} | {fp8['ratio']:.2f}"
-        rows.append(f"| {shape.replace('x', '×')} | {cells} |")
-    return "\n".join(rows)
-
-
 def experts(record: Record) -> str:
     """Return times of grouped matmuls, forward and backward."""
     rows = ["| | ms | relative to `ragged_dot` |", "|---|---|---|"]
@@ -121,7 +108,7 @@ def experts(record: Record) -> str:
     return "\n".join(rows)
 
 
-TABLES = (linear, block, matmuls, quantizing, attention, experts)
+TABLES = (linear, block, matmuls, quantizing, experts)
 
 
 def main() -> None:

@@ -168,7 +168,7 @@ class Block(nn.Module):
 
     Attributes:
       dense: makes a layer from its number of features and its name.
-      attention: implementation of ``jax.nn.dot_product_attention``, or ``"jfp8"``: FP8.
+      attention: implementation of ``jax.nn.dot_product_attention``.
     """
 
     width: int
@@ -183,11 +183,8 @@ class Block(nn.Module):
         *leading, _ = x.shape
         qkv = self.dense(3 * self.width, name="qkv")(norm(name="attention_norm")(x))
         q, k, v = jnp.split(qkv.reshape(*leading, self.heads, -1), 3, axis=-1)
-        if self.attention == "jfp8":
-            y = jfp8.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            implementation: Any = None if self.attention == "xla" else "cudnn"
-            y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        how: dict[str, Any] = {"is_causal": True, "implementation": self.attention}
+        y = jax.nn.dot_product_attention(q, k, v, **how)
         x = x + self.dense(self.width, name="out")(y.reshape(x.shape))
         gate, up = jnp.split(
             self.dense(2 * self.mlp, name="wi")(norm(name="mlp_norm")(x)), 2, axis=-1
@@ -210,11 +207,9 @@ def _block_name(settings: Settings) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes(settings).items())
 
 
-_FP8_ATTENTION = "delayed, FP8 attention"
 VARIANTS: dict[str, tuple[str, Any]] = {
     "bf16": ("plain", None),
     "delayed": ("jfp8", "delayed"),
-    _FP8_ATTENTION: ("jfp8", "delayed"),
     "current": ("jfp8", "current"),
     "block": ("jfp8", "block"),
     "rowwise": ("jfp8", "rowwise"),
@@ -222,7 +217,7 @@ VARIANTS: dict[str, tuple[str, Any]] = {
     "mxfp8": ("jfp8", "mxfp8"),
     "Flax Fp8DotGeneralOp": ("flax", "Fp8DotGeneralOp"),
 }
-_SMOKE_VARIANTS = ("bf16", "delayed", _FP8_ATTENTION, "Flax Fp8DirectDotGeneralOp")
+_SMOKE_VARIANTS = ("bf16", "delayed", "Flax Fp8DirectDotGeneralOp")
 
 
 def _variants(settings: Settings) -> list[str]:
@@ -252,11 +247,8 @@ def _block_work(name: str, settings: Settings) -> Record:
     # The inputs and the gradients of outputs of the four layers, and their weights.
     activations = tokens * ((width + 3 * width) + 2 * width + (width + 2 * mlp) + (mlp + width))
     quantize = per_element * (weights + activations)
-    of_attention = "flops_bf16"
-    if name == _FP8_ATTENTION:  # its operands, q, k, v and the gradient, are quantized, too
-        of_attention, quantize = "flops_f8", quantize + per_element * 4 * tokens * width
     work = {"flops_f8": products, "bytes": int(traffic + quantize)}
-    return {**work, of_attention: work.get(of_attention, 0) + int(attention)}
+    return {**work, "flops_bf16": int(attention)}
 
 
 @functools.cache
@@ -272,7 +264,7 @@ def _compiled_block(name: str, settings: Settings) -> tuple[Any, Any, jax.Array]
     else:
         dense = nn.Dense
     dense = functools.partial(dense, use_bias=False, dtype=jnp.bfloat16)
-    model = Block(s["width"], s["mlp"], s["heads"], dense, _attention(name, settings))
+    model = Block(s["width"], s["mlp"], s["heads"], dense, _attention(settings))
     batch = random((s["batch"], s["length"], s["width"]), jnp.bfloat16)
     variables = jax.jit(model.init)(jax.random.key(0), batch)
     tx = optax.adamw(1e-4)
@@ -302,12 +294,8 @@ def _compiled_block(name: str, settings: Settings) -> tuple[Any, Any, jax.Array]
     return compiled, state, batch
 
 
-def _attention(name: str, settings: Settings) -> str:
-    return "jfp8" if name == _FP8_ATTENTION else _in_bf16(settings)
-
-
 @functools.cache
-def _in_bf16(settings: Settings) -> str:
+def _attention(settings: Settings) -> str:
     """``"cudnn"`` where that compiles for a block's sizes, else ``"xla"``."""
     if settings.smoke:
         return "xla"
@@ -342,7 +330,7 @@ def _block_step(name: str, settings: Settings) -> Timed:
         raise AssertionError(f"the loss is {loss}")
     facts = {
         "program": described(compiled),
-        "attention": _attention(name, settings),
+        "attention": _attention(settings),
         "first_loss": loss,
         **_block_work(name, settings),
     }

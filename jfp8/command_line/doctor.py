@@ -148,7 +148,7 @@ def _about_jax(facts: Facts) -> Advice | None:
         return None
     text = (
         f"Python {facts['python']} has JAX {version}, and with it none of jfp8's Pallas "
-        "kernels, which compute rows and blocks of scales, grouped matmuls and attention in "
+        "kernels, which compute rows and blocks of scales and grouped matmuls in "
         "FP8. Install Python 3.12 or later, and there pip install 'jfp8[cuda]'."
     )
     return bool(here.get("card")), text

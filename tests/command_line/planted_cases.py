@@ -30,7 +30,7 @@ SINCE = HOPPER[0]
 CASES = (
     Case("right", "quantizing", SINCE, "xla", doubles, (2,)),
     Case("wrong", "cuBLASLt products", SINCE, "xla", doubles, (3,)),
-    Case("crashing", "attention", SINCE, "xla", crashes, ()),
+    Case("crashing", "grouped products", SINCE, "xla", crashes, ()),
     Case("for Blackwell", "MX products", cases.BLACKWELL, "xla", doubles, (3,)),
 )
 HARMLESS = CASES[:1]

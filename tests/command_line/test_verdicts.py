@@ -137,23 +137,6 @@ def test_a_named_implementation_raises_with_the_verdict():
         jax.eval_shape(multiply, q)
 
 
-@needs_mosaic
-def test_attention_is_left_out_and_the_report_says_so():
-    def row():
-        q = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
-        model = jfp8.linen.DotProductAttention()
-        mesh = AbstractMesh((), (), abstract_device=described("NVIDIA H200"))
-        with use_abstract_mesh(mesh):
-            report = jfp8.report(model, {"params": {}}, q, q, q)
-        return report.rows[0].cuda
-
-    with pytest.warns(UserWarning, match="of the speed of bf16"):  # at so small a size
-        assert row() == "mosaic_gpu"
-    judge(H200.kind, quantize_heads=("attention", "wrong"))
-    with pytest.warns(UserWarning, match="quantize_heads"):
-        assert row() == f"bf16: NVIDIA H200: quantize_heads {CHECKED}"
-
-
 def described(kind):
     return AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
 

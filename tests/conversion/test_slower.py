@@ -80,10 +80,9 @@ def test_batched_matmuls_and_convolutions():
 
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
-def test_attention_that_would_be_slower_is_not_quantized(framework, dtype):
-    """Of 32 tokens, on an H100. cuDNN's flash attention is in 16 bits only: in f32, FP8 wins."""
-    x = jax.random.normal(KEY, (2, 32, 256), dtype)
+def test_attention_that_would_be_slower_is_not_quantized(framework):
+    """It has no kernel on any GPU."""
+    x, dtype = jax.random.normal(KEY, (2, 32, 256), jnp.float32), jnp.float32
     if framework == "linen":
         layer = nn.MultiHeadDotProductAttention(4, dtype=dtype)
         variables = layer.init(KEY, x)
@@ -96,27 +95,11 @@ def test_attention_that_would_be_slower_is_not_quantized(framework, dtype):
         model = jfp8.convert(layer, "current", exempt="slower", attention=True)
     rows = jfp8.report(lambda x: run(model, x), x).rows
     by_attention = [row for row in rows if row.lhs.count(",") == 4]
-    assert {row.fp8 for row in by_attention} == {dtype == jnp.float32}
-    assert not any(row.fp8 for row in rows if row not in by_attention)
-    if dtype == jnp.bfloat16:
-        all_slower(row.reason for row in by_attention)
-    found, expected = (run(each, x).astype(jnp.float32) for each in (model, layer))
-    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
-    assert error < 0.01 if dtype == jnp.bfloat16 else 0.01 < error < 0.1
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="no kernels: no expected times")
-def test_the_report_shows_that_attention_is_slower():
-    """FlashAttention-3, figure 5: cuDNN has 395 TFLOP/s with heads of 64 and 2,048 tokens."""
-    x = jax.ShapeDtypeStruct((8, 2048, 32, 64), jnp.bfloat16)
-    attend = lambda q, k, v: jfp8.scaled_dot_product_attention(q, k, v, recipe="current")
-    with traced_for("NVIDIA H100"), pytest.warns(UserWarning, match="of the speed of bf16"):
-        rows = jfp8.report(attend, x, x, x).rows
-    assert sum(row.times for row in rows) == 6
-    flops = 2 * 2 * 8 * 32 * 2048 * 2048 * 64
-    forward = [row for row in rows if row.kind == "fprop"]
-    assert sum(row.bf16_us for row in forward) == pytest.approx(1e6 * flops / 395e12, rel=0.1)
-    assert all(row.expected_us > row.bf16_us > 0 for row in rows)
+    assert len(by_attention) >= 2
+    all_slower(row.reason for row in by_attention)
+    assert not any(row.fp8 for row in rows)
+    found, expected = run(model, x), run(layer, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

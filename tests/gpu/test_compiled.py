@@ -46,7 +46,6 @@ if reason := why_not():
 from jfp8.kernels.hopper.grouped import grouped_matmul, grouped_outer
 from jfp8.kernels.hopper.matmul import block_matmul, matmul
 from jfp8.kernels.hopper.quantize import (
-    quantize_heads,
     quantize_lines,
     quantize_rows_in_blocks,
     quantize_tensor,
@@ -302,25 +301,6 @@ def assert_one_pass_of_rmsnorm(hlo):
     assert len(of_rows) == 2  # 1 / rms(x), and the mean over the row
 
 
-def test_transformer_layer_with_attention(compiled):
-    """All 18 products: 12 of cuBLASLt, 6 in three kernels, two of which compute the scores anew."""
-    layer = jfp8.linen.TransformerLayer(
-        4096, 11264, num_attention_heads=32, self_attn_mask_type="causal", attention_products=True,
-        layernorm_type="rmsnorm", use_bias=False, dtype=BF16, param_dtype=BF16,
-    )  # fmt: skip
-    f, args = forward_and_backward(layer, (1, 4096, 4096))
-    program = compiled("the same, attention too", "h200", f, *args)
-    kernels = {kernel.name for kernel in program.kernels if kernel.qgmma}
-    assert kernels == {"jfp8_attention", "jfp8_attention_dq", "jfp8_attention_dkv"}
-    assert program.hlo.other_products == []
-    written = [r.size for made, _ in program.hlo.launched for r in made.results]
-    assert max(written) < 4096**2 * 32  # no scores of all heads
-    # Queries, keys and values are read where qkv has written them, and so is the gradient.
-    assert_one_pass_of_rmsnorm(program.hlo)
-    assert program.hlo.f8_transposes == program.hlo.rounded_scales == []
-    assert sum(kernel.name == "jfp8_quantize_heads" for kernel in program.kernels) == 4
-
-
 MLP_MOVES = {"delayed": 2610e6, "block": 1815e6}  # all made by XLA, 3138e6 and 2528e6
 
 
@@ -498,12 +478,6 @@ QUANTIZING = {
     ),
     "tensor_amax": (tensor_amax, (8192, 4096), [(1,)], 0),
     "row_and_column_amax": (row_and_column_amax, (8192, 4096), [], 0),
-    "quantize_heads": (
-        partial(quantize_heads, first=0, fmt=E4M3FN),
-        (2, 4096, 4, 3, 128),
-        [(2, 4, 3, 4096)],
-        2,
-    ),
 }
 
 

@@ -13,7 +13,6 @@ if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
 import jfp8
-from jfp8.kernels.cost_model import PASSES
 
 T, BF16 = 4096, jnp.bfloat16
 
@@ -78,17 +77,3 @@ def test_a_transformer_layer_in_high_precision_on_eight_gpus():
         program = compile_divided("h200", {"x": 2, "y": 4}, step, (params, x, x), specs)
     targets = [i.target for i in program.hlo.other_products]
     assert sorted(targets) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-
-
-@pytest.mark.parametrize(("heads", "depth"), [((32, 8), 128), ((32, 32), 64)], ids=str)
-def test_costs_of_attention(heads, depth):
-    """In FP8, what the model of time has beside the matmuls: bytes and launches of both passes."""
-    q, k = (jax.ShapeDtypeStruct((1, T, n, depth), BF16) for n in heads)
-    attend = lambda *x: jfp8.scaled_dot_product_attention(*x, is_causal=True, recipe="current")
-    program = compile_for("h200", gradients_of(attend), q, k, k, q)
-    assert len(program.hlo.kernels) == sum(each.launches for each in PASSES.values())
-    products = program.hlo.pallas_products
-    assert len(products) == sum(each.fp8_kernels for each in PASSES.values())
-    of = {"forward": T * depth * (heads[0] + 2 * heads[1]), "backward": T * depth * heads[0]}
-    moved = sum(PASSES[which].bytes * size for which, size in of.items())
-    assert moved == pytest.approx(program.hlo.bytes_beside_products, rel=0.1)

@@ -11,18 +11,12 @@ from support.gpu_programs import compile_for, why_not
 if reason := why_not((0, 11, 2)):
     pytest.skip(reason, allow_module_level=True)
 
-from jfp8 import E4M3FN
-from jfp8.kernels.flash.problem import Stored, Vectors
-from jfp8.kernels.hopper.attention import attention_backward, attention_forward
 from jfp8.kernels.hopper.grouped import grouped_matmul, grouped_outer
 from jfp8.kernels.hopper.matmul import block_matmul, matmul
 
 M, N, K = 8192, 4096, 2048
 TILES, GROUPS = M // 128, 8
 A, B = of((M, K), F8), of((N, K), F8_GRAD)
-T, HEADS, SIZE = 4096, 8, 128
-Q, Q_T, V = (of((HEADS, *s), d) for s, d in (((T, SIZE), F8), ((SIZE, T), F8), ((T,), F32)))
-ATTEND = {"groups": 1, "scale": 0.1, "is_causal": True, "window": None, "out_dtype": BF16}
 
 
 def vector(*shape):
@@ -31,10 +25,6 @@ def vector(*shape):
 
 def multiply(promote):
     return lambda *args: matmul(*args, BF16, promote=promote)
-
-
-def backward(stored, vectors):
-    return attention_backward(stored, vectors, formats=(E4M3FN, E4M3FN), **ATTEND)
 
 
 INT = of((GROUPS,), jnp.int32)
@@ -61,12 +51,6 @@ PROGRAMS = {
         (of((K, M), F8), of((N, M), F8_GRAD), INT, INT, vector(TILES, K), vector(TILES, N)),
         32,
         165,
-    ),
-    "forward": (
-        lambda *args: attention_forward(*args, **ATTEND), (Q, Q, Q_T, V, V, V), 60, 860,
-    ),
-    "backward": (
-        backward, (Stored(Q, Q, Q, Q, Q_T, Q_T, Q_T), Vectors(*[V] * 9)), 50, 180,
     ),
 }  # fmt: skip
 

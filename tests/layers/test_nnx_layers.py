@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 import jfp8.nnx
-from jfp8.recipes.per_tensor import Float8CurrentScaling
 from support.amaxes import E4M3, E5M2, fake_quantize
 from support.arrays import assert_same, relative_error
 from support.arrays import keyed_normal as normal
@@ -248,14 +247,6 @@ def test_attention_is_the_function_that_is_tested_by_itself(groups):
 def test_trap_two_products_for_one_layer(name, hook, value):
     with pytest.raises(ValueError, match=rf"does not take {hook.removesuffix('_cls')}"):
         made(jfp8.nnx, name, **{hook: value})
-
-
-def test_attention_products_are_computed_as_asked():
-    layer = attention(
-        jfp8.nnx, attention_products=True, recipe="current", implementation="emulate"
-    ).attention_fn
-    assert layer.recipe == Float8CurrentScaling()
-    assert layer.implementation == "emulate"
 
 
 def test_mistakes_of_attention():

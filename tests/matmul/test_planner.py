@@ -93,14 +93,9 @@ def test_emulate_is_the_reference_everywhere(device):
 
 
 def test_times_are_expected_for_a_gpu_with_rates_alone():
-    arguments = {
-        "expected_times": ((5e10, 1e8), "one"),
-        "expected_attention": ("forward", (16, 1, 4096, 4096, 128), True),
-    }
     rated = planner_of(Gpu("NVIDIA H200", (9, 0)))
     others = planner_of(None), planner_of(Gpu("NVIDIA A100", (8, 0)))
     assert "H200" in rated.rated
     with traced_for("NVIDIA H200"):
-        for method, given in arguments.items():
-            assert getattr(rated, method)(*given).gain > 0
-            assert [getattr(planner, method)(*given) for planner in others] == [None, None]
+        assert rated.expected_times((5e10, 1e8), "one").gain > 0
+        assert [planner.expected_times((5e10, 1e8), "one") for planner in others] == [None, None]

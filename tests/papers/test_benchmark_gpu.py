@@ -15,7 +15,7 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need JAX 0.11.2 or later", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMED = ["ceilings", "products", "linear", "quantize", "block", "attention", "experts", "fusions"]
+TIMED = ["ceilings", "products", "linear", "quantize", "block", "experts", "fusions"]
 SECTIONS = ["checks", *TIMED, "accumulation", "memory", "facts"]
 # One virtual device, as on the machines that this is for, and no complaints about ranks.
 ENVIRONMENT = {

@@ -10,6 +10,7 @@ import pytest
 import jfp8
 from jfp8.products.flash import dot_product
 from jfp8.products.flash.numerics import Numerics
+from support.models import gradients_of
 
 ATTENTION = jfp8.scaled_dot_product_attention
 RECIPES = ("delayed", "nvfp4", "hybrid")  # `test_flash_attention.py` has the others
@@ -30,12 +31,17 @@ def operands(batch=2, tokens=150, heads=4, kv_heads=2, depth=16, seed=0):
     return q, k, v, grad, np.array([-3.0, 0.5, 2.0, 6.0], "f4")
 
 
-def in_f64(q, k, v, grad, sinks, seen):
-    """O, dQ, dK, dV and the gradient of sinks, by the equations; `seen` is bool[B, T, S]."""
+def in_f64(q, k, v, grad, sinks, seen, bias=None):
+    """O, dQ, dK, dV and the gradient of sinks, by the equations; `seen` is bool[B, T, S].
+
+    A bias is added to scores in f32, so that -1e9 leaves none of their differences.
+    """
     q, k, v, grad, sinks = (np.asarray(x, np.float64) for x in (q, k, v, grad, sinks))
     groups, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
     s = np.einsum("btnh,bsnh->bnts", q, k) * scale
+    if bias is not None:
+        s = (s.astype("f4") + bias).astype(np.float64)
     s = np.where(seen[:, None], s, -np.inf)
     of_sink = np.broadcast_to(sinks[None, :, None, None], (*s.shape[:3], 1))
     all_logits = np.concatenate([s, of_sink], -1)
@@ -99,12 +105,14 @@ def test_it_is_the_softmax_with_sinks_in_f64(recipe):
         assert np.linalg.norm(np.asarray(a, np.float64) - b) < worst * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("by", ["blocks", "JAX"])
 @pytest.mark.parametrize("case", CASES)
-def test_without_rounding_it_is_exact(case, monkeypatch):
-    monkeypatch.setattr(dot_product, "numerics_of", lambda recipe: Unrounded())
+def test_without_rounding_it_is_exact(case, by, monkeypatch):
+    if by == "blocks":
+        monkeypatch.setattr(dot_product, "numerics_of", lambda recipe: Unrounded())
     options, seen = CASES[case]
     q, k, v, grad, sinks = operands()
-    attend = jax.jit(functools.partial(with_gradients, grad, **options))
+    attend = jax.jit(functools.partial(with_gradients, grad, recipe=None, **options))
     found = attend(*map(jnp.asarray, (q, k, v, sinks)))
     expected = in_f64(q, k, v, grad, sinks, visible(**seen))
     for a, b in zip(found, expected, strict=True):
@@ -142,6 +150,45 @@ def test_nothing_leaks_from_another_segment(recipe):
     assert float(jnp.abs(before[0]).min()) > 0
 
 
+@pytest.mark.parametrize("recipe", ["delayed", None])
+def test_rows_that_a_finite_bias_hides_count_as_a_mean(recipe):
+    """Such as those of padding: f32 has no room for a sum of weights next to -1e9."""
+    q, k, v, grad, _ = operands(tokens=8)
+    bias = np.zeros((1, 1, 8, 8), "f4")
+    bias[:, :, 3] = -1e9
+    run = lambda q, k, v: ATTENTION(q, k, v, jnp.asarray(bias), recipe=recipe)
+    found = jax.jit(gradients_of(run))(*map(jnp.asarray, (q, k, v, grad)))
+    expected = in_f64(q, k, v, grad, np.full(4, -np.inf), visible(tokens=8), bias)[:4]
+    for a, b in zip(found, expected, strict=True):
+        assert np.linalg.norm(a - b) < (1e-5 if recipe is None else 0.08) * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", None])
+def test_values_have_gradients_beside_a_large_sink(recipe):
+    """Of each head: weights of e^-20, e^-26 and e^-300, which is 0 in f32, and ordinary ones."""
+    q, k, v, grad, _ = operands(kv_heads=4)
+    sinks = np.array([20.0, 26.0, 300.0, -300.0], "f4")
+    run = jax.jit(functools.partial(with_gradients, grad, recipe=recipe))
+    *found, of_sinks = run(*map(jnp.asarray, (q, k, v, sinks)))
+    *expected, of_sinks_in_f64 = in_f64(q, k, v, grad, sinks, visible())
+    for a, b in zip(found, expected, strict=True):
+        assert np.abs(a[:, :, 2]).max() < 1e-30
+        for head in (0, 1, 3):
+            x, y = np.asarray(a[:, :, head], np.float64), b[:, :, head]
+            assert np.linalg.norm(x - y) < (1e-4 if recipe is None else 0.1) * np.linalg.norm(y)
+    np.testing.assert_allclose(of_sinks, of_sinks_in_f64, rtol=0.1, atol=1e-30)
+
+
+def test_values_of_many_keys_have_gradients():
+    """Each of 65,536 keys has 1 / 65,536 of the weight of every query."""
+    n, rng = 1 << 16, np.random.default_rng(0)
+    q, (k, v) = jnp.zeros((1, 8, 1, 16)), jnp.asarray(rng.normal(size=(2, 1, n, 1, 16)), "f4")
+    grad = jnp.asarray(rng.normal(size=q.shape), "f4")
+    dv = jax.jit(gradients_of(ATTENTION))(q, k, v, grad)[3]
+    expected = np.asarray(grad, np.float64).sum(1, keepdims=True) / n
+    assert np.linalg.norm(dv - expected) < 0.05 * np.sqrt(n) * np.linalg.norm(expected)
+
+
 def test_one_token_alone_is_shared_with_the_sink():
     """``v e^s / (e^s + e^sink)``, by hand: ``s = 0``, ``sink = log 3``."""
     q = k = jnp.zeros((1, 1, 1, 16))
@@ -150,10 +197,11 @@ def test_one_token_alone_is_shared_with_the_sink():
     np.testing.assert_allclose(y, 2.0, rtol=1e-6)
 
 
-def test_padded_queries_and_keys_get_zeros_also_with_sinks():
+@pytest.mark.parametrize("recipe", ["delayed", None])
+def test_padded_queries_and_keys_get_zeros_also_with_sinks(recipe):
     q, k, v, grad, sinks = map(jnp.asarray, operands())
     lengths = jnp.array([100, 150])
-    options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "recipe": recipe}
     found = jax.jit(functools.partial(with_gradients, **options))(grad, q, k, v, sinks)
     for x in found[:-1]:
         assert not jnp.any(x[0, 100:])

@@ -9,7 +9,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.xla import cudnn_flash
+from jfp8.products.flash import high_precision
 
 
 @contextmanager
@@ -36,5 +36,5 @@ def cudnn_known() -> Iterator[None]:
     """Let JAX lower attention by cuDNN, which compiling for a described GPU does not need."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
-        patch.setattr(cudnn_flash, "cudnn_version", lambda: 91100)
+        patch.setattr(high_precision, "cudnn_version", lambda: 91100)
         yield

@@ -18,7 +18,6 @@ from itertools import islice
 # run.
 EXCLUDED = (
     "jfp8/kernels/blackwell/",
-    "jfp8/kernels/flash/",
     "jfp8/kernels/hopper/",
     "jfp8/kernels/quantize_and_transpose.py",
     "jfp8/kernels/grouped.py",

@@ -187,24 +187,6 @@ def test_quantize_tiles(rounding, dtype, executed):
     executed(check, lambda x: quantize_tiles(x, E4M3FN, rounding), x)
 
 
-@by_dtype
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_quantize_heads(size, dtype, executed):
-    """Of groups of three, the last two."""
-    from jfp8.kernels.hopper.quantize import quantize_heads
-
-    x = numbers((2 * 128 * 2 * 3, size), dtype, (np.nan,)).reshape(2, 128, 2, 3, size)
-    inverse = np.random.default_rng(1).uniform(0.5, 300, (2, 2, 2, 128)).astype(F32)
-    taken = x[:, :, :, 1:].astype(F32).transpose(0, 2, 3, 1, 4)
-    want = cast(taken * inverse[..., None], E4M3FN)
-
-    def check(found):
-        assert_codes(found[0], want)
-        assert_codes(found[1], want.swapaxes(-1, -2))
-
-    executed(check, lambda *args: quantize_heads(*args, first=1, fmt=E4M3FN), x, inverse)
-
-
 # What a kernel makes, it makes of approximate exponentials: a code may be the next one.
 
 BASES = {
