@@ -144,12 +144,7 @@ def backward(
     scale: float,
     numerics: Numerics,
 ) -> Gradients:
-    """Compute the gradients with respect to Q, K, V and the bias.
-
-    Args:
-      found: the result of `forward`, `with_sinks`.
-      dot: ``sum_h dO O``.
-    """
+    """Compute all gradients from the softmax `with_sinks`, and from ``dot = sum_h dO O``."""
     (_, fmt), (size, of_keys) = numerics.weights, visible.block
     factor = weights_factor(fmt)
     for_dq, for_dk = numerics.scores
@@ -158,10 +153,7 @@ def backward(
     (k_of_s, k_of_dq), (_, v) = (
         [_whole(x, 2, of_keys) for x in both] for both in (operands.key, operands.value)
     )
-    by_query = [
-        padded(x, 3, visible.blocks[0] * size, fill)
-        for x, fill in ((found.largest, -jnp.inf), (found.share, 0), (dot, 0))
-    ]
+    by_query = [padded(x, 3, visible.blocks[0] * size) for x in (*found[1:], dot)]
 
     def of_block(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
         (q_i, q_of_dk), (g_of_dp, g_of_dv) = (

@@ -44,42 +44,51 @@ def attend_in_high_precision(
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible, *, scale: float, implementation: str
 ) -> jax.Array:
-    rows, keys = visible.sizes
-    lengths = visible.lengths
-    if implementation == "cudnn" and (rows % 2 or keys % 2):
-        # JAX differentiates cuDNN's attention for even numbers of tokens only.
-        whole = (jnp.full(len(q), n, jnp.int32) for n in visible.sizes)
-        lengths = [n if given is None else given for given, n in zip(lengths, whole, strict=True)]
-        q, k, v = (padded(x, 1, x.shape[1] + x.shape[1] % 2) for x in (q, k, v))
-    options: dict[str, Any] = {
-        "is_causal": visible.is_causal,
-        "local_window_size": visible.window,
-        "query_seq_lengths": lengths[0],
-        "key_value_seq_lengths": lengths[1],
-    }
-    bias, mask, by_mask = visible.bias, None, visible
-    if visible.sinks is None:
-        by_mask = replace(visible, is_causal=False, window=None, lengths=(None, None))
-    if visible.sinks is not None or visible.segments is not None or visible.mask is not None:
-        mask = by_mask.whole()
-    if visible.sinks is not None and mask is not None:
-        # One more key, which all queries see, has the sink as its score, and zeros as its value.
-        k, v = (padded(x, 1, keys + 1) for x in (k, v))
-        mask, options = padded(mask, 4, keys + 1, fill=True), {}
-        bias = _with_sinks(bias, visible.sinks, keys)
+    rows = visible.sizes[0]
+    if implementation == "cudnn":
+        q, k, v, visible = _even(q, k, v, visible)
+    bias, mask, by_position = visible.bias, None, visible
+    if visible.sinks is not None:
+        k, v, bias, mask = _with_sinks(k, v, visible)
+        by_position = Visible(visible.sizes, is_causal=False, window=None)
+    elif visible.segments is not None or visible.mask is not None:
+        mask = replace(visible, is_causal=False, window=None, lengths=(None, None)).whole()
     by_score = lambda x: jnp.broadcast_to(x := _by_head(x), (*x.shape[:2], rows, k.shape[1]))
-    bias, mask = (None if x is None else by_score(x) for x in (bias, mask))
-    how: dict[str, Any] = {"scale": scale, "implementation": implementation, **options}
-    return jax.nn.dot_product_attention(q, k, v, bias, mask, **how)[:, :rows]
+    how: dict[str, Any] = {"scale": scale, "implementation": implementation}
+    return jax.nn.dot_product_attention(
+        *(q, k, v, *(None if x is None else by_score(x) for x in (bias, mask))),
+        is_causal=by_position.is_causal,
+        local_window_size=by_position.window,
+        query_seq_lengths=by_position.lengths[0],
+        key_value_seq_lengths=by_position.lengths[1],
+        **how,
+    )[:, :rows]
 
 
-def _with_sinks(bias: jax.Array | None, sinks: jax.Array, keys: int) -> jax.Array:
-    """Return the bias of `keys` keys and, behind them, of one that stands for the sinks."""
-    bias = jnp.zeros((1,) * 5) if bias is None else bias
-    shape = jnp.broadcast_shapes(bias.shape[:-1], sinks.shape)
-    of_keys, of_sinks = ((bias, keys), (sinks[..., None], 1))
-    both = [jnp.broadcast_to(x, (*shape, n)) for x, n in (of_keys, of_sinks)]
-    return jnp.concatenate(both, -1)
+def _even(*arrays_and_visible: Any) -> tuple[Any, ...]:
+    """Return the arguments with even numbers of tokens: JAX differentiates cuDNN for no others."""
+    *arrays, visible = arrays_and_visible
+    if not any(n % 2 for n in visible.sizes):
+        return arrays_and_visible
+    whole = (jnp.full(len(arrays[0]), n, jnp.int32) for n in visible.sizes)
+    given = zip(visible.lengths, whole, strict=True)
+    lengths = tuple(all_of if length is None else length for length, all_of in given)
+    arrays = (padded(x, 1, x.shape[1] + x.shape[1] % 2) for x in arrays)
+    return *arrays, replace(visible, lengths=lengths)
+
+
+def _with_sinks(k: jax.Array, v: jax.Array, visible: Visible) -> tuple[jax.Array, ...]:
+    """Return keys, values, bias and mask with one more key: a sink is its score, zeros its value.
+
+    JAX knows no sinks. All queries see that key.
+    """
+    assert visible.sinks is not None
+    bias = jnp.zeros((1,) * 5) if visible.bias is None else visible.bias
+    keys, sinks = visible.sizes[1], visible.sinks[..., None]
+    shape = jnp.broadcast_shapes(bias.shape[:-1], sinks.shape[:-1])
+    both = [jnp.broadcast_to(x, (*shape, n)) for x, n in ((bias, keys), (sinks, 1))]
+    k, v = (padded(x, 1, keys + 1) for x in (k, v))
+    return k, v, jnp.concatenate(both, -1), padded(visible.whole(), 4, keys + 1, fill=True)
 
 
 def _by_head(x: jax.Array) -> jax.Array:
@@ -89,20 +98,21 @@ def _by_head(x: jax.Array) -> jax.Array:
 
 def _cudnn_computes(q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible) -> bool:
     """Return whether cuDNN computes this by the installed JAX on the GPU that JAX traces for."""
-    gpu, depth = current_gpu(q, k, v), q.shape[-1]
-    if gpu is None or not gpu.kind or gpu.capability is None or gpu.capability < (8, 0):
-        return False
-    largest = 256 if gpu.capability >= (9, 0) else 128
-    if depth > 128 and jax.default_backend() != "gpu":  # JAX asks the GPU that is there
-        return False
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or depth % 8 or depth > largest:
-        return False
-    if visible.sinks is not None:
-        return False
-    if visible.window is not None and visible.window[1] and not visible.is_causal:
-        return False
-    by_score = visible.mask, visible.segments, visible.bias
+    depth, window = q.shape[-1], visible.window
+    by_score = [x for x in (visible.mask, visible.segments, visible.bias) if x is not None]
     is_odd = any(n % 2 for n in visible.sizes)
-    if is_odd and any(x is not None for x in by_score):
+    sees_later = window is not None and window[1] > 0 and not visible.is_causal
+    if visible.sinks is not None or sees_later or (is_odd and by_score):
         return False
-    return cudnn_version() is not None
+    is_narrow = q.dtype in (jnp.bfloat16, jnp.float16)
+    has_size = depth % 8 == 0 and depth <= _largest_head(q, k, v)
+    return is_narrow and has_size and cudnn_version() is not None
+
+
+def _largest_head(*arrays: jax.Array) -> int:
+    """Return the most numbers in a head for cuDNN on the GPU that JAX traces for; 0 without one."""
+    gpu = current_gpu(*arrays)
+    if gpu is None or not gpu.kind or gpu.capability is None or gpu.capability < (8, 0):
+        return 0
+    # Beyond 128, JAX asks the GPU that is there.
+    return 256 if gpu.capability >= (9, 0) and jax.default_backend() == "gpu" else 128

@@ -66,7 +66,7 @@ class Visible:
 
     @property
     def may_hide_all_keys(self) -> bool:
-        """Whether there may be queries that see no key."""
+        """Return True if a query may see no key."""
         given = self.mask, self.segments, *self.lengths
         beyond = self.window is not None and self.sizes[0] > self.sizes[1]
         return beyond or any(x is not None for x in given)
