@@ -132,13 +132,16 @@ def test_without_rounding_it_is_jax_with_an_explicit_mask(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * max(1, float(jnp.abs(b).max())))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_nothing_leaks_from_another_segment(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "by"), [*((recipe, "segments") for recipe in RECIPES), ("delayed", "mask")]
+)
+def test_nothing_leaks_from_another_segment(recipe, by):
     """Other tokens in the second of three segments change the gradient of the sinks alone."""
     q, k, v, grad, sinks = map(jnp.asarray, operands(batch=1))
     ids = IDS[:1]
     of_second = jnp.asarray(ids == 1)[:, :, None, None]
-    options = packed(ids) | {"recipe": recipe, "is_causal": True}
+    hidden = packed(ids) if by == "segments" else {"mask": jnp.asarray(visible(ids)[:1, None])}
+    options = hidden | {"recipe": recipe, "is_causal": True}
     run = jax.jit(functools.partial(with_gradients, **options))
     before = run(grad, q, k, v, sinks)
     other = [jnp.where(of_second, 100 * x[:, ::-1] + 3, x) for x in (grad, q, k, v)]

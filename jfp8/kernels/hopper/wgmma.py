@@ -1,32 +1,18 @@
-"""Multiply tiles of f8 by wgmma, which keeps sums in registers."""
+"""Layouts of sums that wgmma keeps in registers, and their scales."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.shared_memory import along
 
-ROWS = 64  # rows of a multiplying warpgroup
-
 BY_ELEMENT = plgpu.Layout.WGMMA
 BY_ROW = BY_ELEMENT.reduce(1)  # layout of a vector that is broadcast along the rows of a tile
 BY_COLUMN = BY_ELEMENT.reduce(0)
-
-
-def multiply(*pairs: tuple[Any, Any]) -> list[jax.Array]:
-    """Return ``a . b^T`` in f32 of each pair of tiles ``[ROWS, k]`` and ``[n, k]``, all at once."""
-
-    def products(*sums: Any) -> list[jax.Array]:
-        for total, (a, b) in zip(sums, pairs, strict=True):
-            plgpu.wgmma(total, a, b.T)
-        return [total[...] for total in sums]
-
-    return pl.run_scoped(products, *(plgpu.ACC((ROWS, b.shape[0]), jnp.float32) for _, b in pairs))
 
 
 def slices(width: int, size: int) -> list[Any]:

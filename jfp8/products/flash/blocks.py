@@ -18,8 +18,8 @@ values goes into the weights, whose zeros hide what a query may not see. Backwar
 scales of what it meets. Neither ``m + log l`` nor ``p g`` is stored: f32 has no room for ``log l``
 next to scores of -1e9, nor e4m3 for weights of many keys::
 
-    dV = P^T dO      w = cast(p (g_i dO_scale_i / max_i) c),  max_i over the queries of the block;
-                                              with segments, over those that see the key
+    dV = P^T dO      w = cast(p (g_i dO_scale_i / max_i) c),  max_i over the queries of the block
+                                                              that see the key
     dP = dO V^T      dS = p g (dP - sum_h dO O)
     dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max, rounded up to
                                                 a power of two
@@ -169,7 +169,7 @@ def backward(
             k_j, of_dq, v_j = (_block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, v))
             s, seen = _scores(q_i, k_j, visible, scale, i, j)
             p = jnp.exp(s - _finite(largest_i))
-            of_key = _largest_seen(by_grad, seen, visible)
+            of_key = _largest_seen(by_grad, seen)
             w = _rounded("wgrad", p * (by_grad / of_key), fmt)
             y = product("bngts,bngth->bngsh", w, g_of_dv.data) * (of_key.swapaxes(3, 4) / factor)
             dv = _added(dv, jnp.sum(y, 2), j * of_keys, 2)
@@ -215,11 +215,9 @@ def _scores(
     return jnp.where(seen, s, -jnp.inf), seen
 
 
-def _largest_seen(by_query: jax.Array, seen: jax.Array, visible: Visible) -> jax.Array:
-    """Return the largest number of queries; with segments, of those that see a key, or 1."""
-    if visible.segments is not None:
-        by_query = jnp.where(seen, by_query, 0)
-    largest = jnp.max(by_query, axis=3, keepdims=True)
+def _largest_seen(by_query: jax.Array, seen: jax.Array) -> jax.Array:
+    """Return the largest number of the queries that see a key, or 1."""
+    largest = jnp.max(jnp.where(seen, by_query, 0), axis=3, keepdims=True)
     return jnp.where(largest == 0, 1, largest)
 
 
