@@ -107,6 +107,19 @@ def test_an_implementation_is_taken_by_name(asked):
     assert asked == [*["cudnn"] * 2, *["xla"] * 2, *["cudnn"] * 4]
 
 
+def test_a_report_says_that_a_recipe_for_weights_has_none_here():
+    attend = functools.partial(jfp8.scaled_dot_product_attention, recipe="qat")
+    rows = jfp8.report(attend, *arrays(20)[:3]).rows
+    assert {row.reason for row in rows} == {"the recipe keeps attention in high precision"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
+def test_lengths_are_any_integers(dtype):
+    q, k, v, _ = arrays(20)
+    y = attend(q, k, v, None, None, recipe=None, tokens=(jnp.array([20, 3], dtype), *[None] * 3))
+    np.testing.assert_array_equal((y == 0).all((2, 3)).sum(1), [0, 17])
+
+
 def test_mixed_dtypes_have_the_result_of_the_query():
     q, k, v, _ = arrays(20)
     y = jfp8.scaled_dot_product_attention(q.astype(jnp.float32), k, v, recipe=None)

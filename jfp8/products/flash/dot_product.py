@@ -29,6 +29,7 @@ from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import has_explicit_axes
+from jfp8.tracing.notes import note
 
 States = Mapping[str, Mapping[str, AmaxState]]
 
@@ -175,7 +176,9 @@ def attention(
     _check_implementation(options.implementation, numerics)
     if numerics == Numerics():
         by = None if options.implementation == "emulate" else options.implementation
-        return attend_in_high_precision(q, k, v, visible, scale, by).reshape(shape)
+        why = "" if options.recipe is None else "the recipe keeps attention in high precision"
+        with note("reason", why):
+            return attend_in_high_precision(q, k, v, visible, scale, by).reshape(shape)
     first_allowed("attention in FP8", "bf16", "emulate")
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4)
     state = None if state is None else {name: dict(state[name]) for name in ("scores", "context")}

@@ -53,28 +53,36 @@ def _attend(
         by_position = Visible(visible.sizes, is_causal=False, window=None)
     elif visible.segments is not None or visible.mask is not None:
         mask = replace(visible, is_causal=False, window=None, lengths=(None, None)).whole()
+    of_queries, of_keys = (None if n is None else n.astype(jnp.int32) for n in by_position.lengths)
     by_score = lambda x: jnp.broadcast_to(x := _by_head(x), (*x.shape[:2], rows, k.shape[1]))
     how: dict[str, Any] = {"scale": scale, "implementation": implementation}
     return jax.nn.dot_product_attention(
         *(q, k, v, *(None if x is None else by_score(x) for x in (bias, mask))),
         is_causal=by_position.is_causal,
         local_window_size=by_position.window,
-        query_seq_lengths=by_position.lengths[0],
-        key_value_seq_lengths=by_position.lengths[1],
+        query_seq_lengths=of_queries,
+        key_value_seq_lengths=of_keys,
         **how,
     )[:, :rows]
 
 
-def _even(*arrays_and_visible: Any) -> tuple[Any, ...]:
+def _even(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible
+) -> tuple[jax.Array, jax.Array, jax.Array, Visible]:
     """Return the arguments with even numbers of tokens: JAX differentiates cuDNN for no others."""
-    *arrays, visible = arrays_and_visible
-    if not any(n % 2 for n in visible.sizes):
-        return arrays_and_visible
-    whole = (jnp.full(len(arrays[0]), n, jnp.int32) for n in visible.sizes)
+    if _has_array_of_scores(visible) or not any(n % 2 for n in visible.sizes):
+        return q, k, v, visible
+    whole = (jnp.full(len(q), n, jnp.int32) for n in visible.sizes)
     given = zip(visible.lengths, whole, strict=True)
-    lengths = tuple(all_of if length is None else length for length, all_of in given)
-    arrays = (padded(x, 1, x.shape[1] + x.shape[1] % 2) for x in arrays)
-    return *arrays, replace(visible, lengths=lengths)
+    of_queries, of_keys = (all_of if length is None else length for length, all_of in given)
+    q, k, v = (padded(x, 1, x.shape[1] + x.shape[1] % 2) for x in (q, k, v))
+    return q, k, v, replace(visible, lengths=(of_queries, of_keys))
+
+
+def _has_array_of_scores(visible: Visible) -> bool:
+    """Return whether a mask or bias, also of segments, has an element for each score."""
+    given = visible.mask, visible.segments, visible.bias
+    return any(x is not None for x in given)
 
 
 def _with_sinks(k: jax.Array, v: jax.Array, visible: Visible) -> tuple[jax.Array, ...]:
@@ -99,10 +107,9 @@ def _by_head(x: jax.Array) -> jax.Array:
 def _cudnn_computes(q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible) -> bool:
     """Return whether cuDNN computes this by the installed JAX on the GPU that JAX traces for."""
     depth, window = q.shape[-1], visible.window
-    by_score = [x for x in (visible.mask, visible.segments, visible.bias) if x is not None]
     is_odd = any(n % 2 for n in visible.sizes)
     sees_later = window is not None and window[1] > 0 and not visible.is_causal
-    if visible.sinks is not None or sees_later or (is_odd and by_score):
+    if visible.sinks is not None or sees_later or (is_odd and _has_array_of_scores(visible)):
         return False
     is_narrow = q.dtype in (jnp.bfloat16, jnp.float16)
     has_size = depth % 8 == 0 and depth <= _largest_head(q, k, v)
