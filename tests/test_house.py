@@ -210,11 +210,11 @@ LINES_OF_ROOMS = {
     "collectives": 530,
     "optim": 2502,
     "training": 2839,
-    "checkpoint": 3172,
-    "conversion": 4823,
-    "debug": 3425,
-    "plot": 905,
-    "command_line": 1022,
+    "checkpoint": 3464,
+    "conversion": 4777,
+    "debug": 4128,
+    "plot": 1164,
+    "command_line": 2085,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

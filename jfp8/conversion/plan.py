@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.conversion import edges
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.program import Program
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.conversion.weight_matmul import Place, WeightMatmul
-from jfp8.conversion.weight_walk import Walk
+from jfp8.conversion.weight_matmul import INPUTS, Place, WeightMatmul
+from jfp8.conversion.weight_walk import Walk, origins_of
 from jfp8.products.operation import State
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.history import state_shapes
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
+from jfp8.tracing.interpreter import notes_in
 
 
 class Named(NamedTuple):
@@ -152,15 +152,11 @@ def plan_of(
       is_whole: the program computes a whole model, which has edges.
     """
     looked = _Looked(program, name_of)
-    walk = Walk(looked.see, {}, of_activations, emits=False)
-    run = lambda *arrays: program.run(walk, arrays, {})[0]
-    with region.entered(edges.LOOKING):
-        closed = jax.make_jaxpr(run)(*program.arguments)
-    first, ends = edges.edge_layers(closed, len(program.sources), of_loss=of_loss)
-    causal = masks_later_positions(closed, program.arguments)
+    ends = looked.look(of_activations, of_loss)
+    causal = masks_later_positions(program.closed, program.arguments)
     plan = Plan(selection, {}, of_activations, held=looked.held())
     for key, (named, matmul) in looked.seen.items():
-        edge = looked.edge_of(key, first, ends) if is_whole else None
+        edge = looked.edge_of(key, ends) if is_whole else None
         decision = selection.decide(named.path, named.layer, edge)
         if named.stays:
             decision = Decision(None, named.stays)
@@ -189,11 +185,30 @@ class _Looked:
     name_of: Namer
     seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)  # without arrays
     loops: dict[Any, set[Place]] = field(default_factory=dict)
+    first: set[Any] = field(default_factory=set)  # into which no other's result goes
     low_rank: set[Any] = field(default_factory=set)
     of_constants: dict[str, bool] = field(default_factory=dict)  # by the paths of weights
 
+    def look(self, of_activations: bool, of_loss: bool) -> frozenset[Any]:
+        """See all matmuls of the program; return the keys of those that give a result of a model.
+
+        No residual or other product comes after them, and no other matmul reads their results.
+        Parameters that scale or shift these make no difference. In a loss targets, and terms of
+        other layers, meet the result of the model.
+        """
+        walk = Walk(self.see, {}, of_activations, emits=False)
+        results: list[Any] = []
+
+        def look(*arguments: Any) -> None:
+            results.extend(notes_in(self.program.run(walk, arguments, {})[0]))
+
+        jax.eval_shape(look, *self.program.arguments)
+        origins = [origins_of([x]) for x in results]
+        ends = origins[:1] if of_loss else [each for each in origins if len(each) == 1]
+        return frozenset().union(*ends) - walk.used - INPUTS
+
     def see(self, matmul: WeightMatmul) -> tuple[jax.Array, list[Any]]:
-        """Note `matmul`, and compute it plainly with both ends marked."""
+        """Note `matmul`, and compute it plainly."""
         key = matmul.key
         if key not in self.seen:
             nth = 1 + sum(known[-1] == key[-1] for known in self.seen)
@@ -203,21 +218,23 @@ class _Looked:
                 consts = self.program.closed.consts
                 self.of_constants[matmul.source.path] = any(matmul.x is x for x in consts)
         self.loops.setdefault(key, set()).update(place for place, _ in matmul.source.loops)
+        if matmul.data is None or matmul.data.origins <= INPUTS:
+            self.first.add(key)
         if matmul.data is not None and matmul.data.factor is not None:
             before, terms, rank = matmul.data.factor
             summed, features = matmul.sizes
             if summed == rank and rank * (terms + features) < terms * features:
                 self.low_rank.update((key, before))
-        return edges.mark_product(matmul, repr(key)), []
+        return matmul.plain(), []
 
-    def edge_of(self, key: Any, first: frozenset[str], ends: frozenset[str]) -> Edge | None:
+    def edge_of(self, key: Any, ends: frozenset[Any]) -> Edge | None:
         """Return the edge of the model that a matmul is at, if any."""
         _, matmul = self.seen[key]
         if key in self.low_rank:
             return Edge.LOW_RANK
-        if repr(key) in ends:
+        if key in ends:
             return Edge.LOGITS
-        if matmul.primitive.startswith("conv") and repr(key) in first:
+        if matmul.primitive.startswith("conv") and key in self.first:
             channels = matmul.eqn.params["dimension_numbers"].lhs_spec[1]
             if np.shape(matmul.x)[channels] <= MAX_IMAGE_CHANNELS:
                 return Edge.IMAGE_INPUT

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.weight_matmul import Data, Source
 from jfp8.conversion.weight_walk import Walk
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing import interpreter
-from jfp8.tracing.interpreter import Emitted, Value, arrays
+from jfp8.tracing.interpreter import Emitted, Value
 
 _TRACED = (
     "jfp8.convert traces a model or function even where it is called without jax.jit, so its code "
@@ -87,11 +88,48 @@ class Program:
         named = zip(self.closed.jaxpr.invars, self.sources, strict=False)
         return {x.path for v, x in named if x is not None and id(v) in read}
 
-    def run(self, walk: Walk, arguments: Sequence[Any], states: Any) -> tuple[list[Any], Emitted]:
+    def run(self, walk: Walk, arguments: Sequence[Any], states: Any) -> tuple[list[Value], Emitted]:
         """Compute the arrays of the result as `walk` says, and return what it emits."""
-        weights = [*self.sources, *[None] * (len(arguments) - len(self.sources))]
-        notes = [Data(("argument", i)) if x is None else x for i, x in enumerate(weights)]
+        no_numbers = Data(None, origins=frozenset())
+        weights = [no_numbers if x is None else x for x in self.sources]
+        others = [Data(("argument", i)) for i in range(len(weights), len(arguments))]
         at = interpreter.Place(feeds=states)
-        ins = map(Value, arguments, notes)
-        outs, emitted = interpreter.run(walk, self.closed.jaxpr, self.closed.consts, ins, at)
-        return arrays(outs), emitted
+        ins = map(Value, arguments, [*weights, *others])
+        return interpreter.run(walk, self.closed.jaxpr, self.closed.consts, ins, at)
+
+
+def arrays_apart(
+    tree: Any, *, in_objects: bool = False
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the arrays in `tree`, or their shapes, and a function that puts others in.
+
+    Args:
+      in_objects: also those in the attributes of objects that are no pytrees, which are copied.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [_of_leaf(leaf, in_objects) for leaf in leaves]
+    sizes, makes = [len(found) for found, _ in parts], [make for _, make in parts]
+
+    def together(arrays: Sequence[Any]) -> Any:
+        each = iter(arrays)
+        given = ([next(each) for _ in range(n)] for n in sizes)
+        return structure.unflatten(make(x) for make, x in zip(makes, given, strict=True))
+
+    return [x for found, _ in parts for x in found], together
+
+
+def _of_leaf(leaf: Any, in_objects: bool) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return `arrays_apart` of a leaf. The function holds no array, which may be of a trace."""
+    if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return [leaf], lambda arrays: arrays[0]
+    found, together = arrays_apart(getattr(leaf, "__dict__", {}) if in_objects else {})
+    if not found:
+        return [], lambda _: leaf
+    blank = _with(leaf, together([None] * len(found)))
+    return found, lambda arrays: _with(blank, together(arrays))
+
+
+def _with(x: Any, attributes: dict[str, Any]) -> Any:
+    new = copy.copy(x)
+    vars(new).update(attributes)
+    return new

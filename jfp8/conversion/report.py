@@ -18,7 +18,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.flops import flops
 from jfp8.conversion.linen_attention import own_attention
 from jfp8.conversion.nnx_copy import with_notes
@@ -30,6 +29,7 @@ from jfp8.conversion.product_rows import (
     OWN_ATTENTION,
     ProductRow,
 )
+from jfp8.conversion.program import arrays_apart
 from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.layers.linen.attention import MultiHeadDotProductAttention
 from jfp8.layers.linen.products import ProductModule

@@ -26,7 +26,7 @@ from jfp8.products.shared_input import SharedInput
 from jfp8.products.slower import why_slower
 from jfp8.recipes import in_effect as region
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.tracing.interpreter import Emitted
+from jfp8.tracing.interpreter import Emitted, arrays
 from jfp8.tracing.notes import layer_noted, note
 
 States = Mapping[str, State]
@@ -67,7 +67,7 @@ def run_planned(
         if name in amaxes:  # one weight in several matmuls
             lhs, rhs = map(jnp.maximum, amaxes[name], (lhs, rhs))
         amaxes[name] = Observed(lhs, rhs)
-    return program.together(results), amaxes
+    return program.together(arrays(results)), amaxes
 
 
 def _stored(program: Program, planned: PlannedMatmul) -> ScaledArray | None:

@@ -42,17 +42,24 @@ class Source:
     is_whole: bool = True
 
 
+INPUTS: frozenset[Any] = frozenset(["inputs"])
+"""The origin of data that is not the result of a matmul with a weight."""
+
+
 @dataclass(frozen=True)
 class Data:
     """Say of a value that is no weight which one it is, whatever its dtype and shape.
 
     Attributes:
-      key: the same for one value in other dtypes and shapes.
+      key: the same for one value in other dtypes and shapes; None if it is not known.
       factor: ``(key of a matmul, features, rank)`` if the value is the result of that matmul.
+      origins: the keys of all matmuls whose results it was computed from, element by element; and
+        `INPUTS`, if from anything else but weights.
     """
 
     key: Any
     factor: tuple[Any, int, int] | None = None
+    origins: frozenset[Any] = INPUTS
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ looked up is an activation next to a weight. What runs inside a function with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jfp8.conversion.weight_matmul import (
+    INPUTS,
     PRODUCTS,
     Data,
     Place,
@@ -27,11 +28,14 @@ from jfp8.conversion.weight_matmul import (
 from jfp8.recipes.in_effect import DISABLED, DISABLED_HERE
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, primitive_name, scan_sizes, scope_of
-from jfp8.tracing.interpreter import Emitted, Reader, Value, arrays, equations
+from jfp8.tracing.interpreter import Emitted, Reader, Value, arrays, equations, notes_in
 from jfp8.tracing.notes import note
 
 CONSTANT = "constant"
 """The note of what is computed from neither weights nor data."""
+
+_STRAIGHT = interpreter.CALLS | interpreter.RULES | {"checkpoint", "shard_map"}
+"""Primitives whose body runs once."""
 
 _CUTS = {"dynamic_slice", "slice", "split", "unstack"}
 _NEW_TYPE = {"convert_element_type", "copy", "copy_p", "name", "pvary"}
@@ -50,20 +54,25 @@ class Walk(Reader):
       loops: by the name of what is fed, the scans that slice it.
       of_activations: whether matmuls without a weight go to `compute`, too.
       emits: whether `compute` may emit anything.
+      used: the keys of matmuls whose results were read as a whole, by other matmuls or loops.
     """
 
     compute: Callable[[WeightMatmul], tuple[jax.Array, Emitted]]
     loops: Mapping[str, Collection[Place]]
     of_activations: bool = False
     emits: bool = True  # pyrefly: ignore[bad-override]
+    used: set[Any] = field(default_factory=set)
 
     def equation(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> Any:
         """Hand a matmul to `compute`, and tell apart the results of what runs as it is."""
         if self.enters(eqn, ins):
             return None
         if eqn.primitive.name not in PRODUCTS:
-            notes = [_identified(x, (at.path, i)) for i, x in enumerate(_flow(eqn, ins))]
+            origins = self._mixed(notes_in(ins)) if _mixes(eqn) else origins_of(notes_in(ins))
+            flow = enumerate(_flow(eqn, ins))
+            notes = [_identified(x, (at.path, i), origins) for i, x in flow]
             return list(map(Value, evaluate(eqn, arrays(ins)), notes)), []
+        self._mixed(notes_in(ins))
         matmul = self._matmul(eqn, ins, at)
         both = all(isinstance(value.note, Source) for value in ins[:2])
         if matmul is None:
@@ -74,7 +83,14 @@ class Walk(Reader):
             return [Value(outs[0], made)], []
         with scope_of(eqn):
             y, emitted = self.compute(matmul)
-        return [Value(y, Data(at.path, (matmul.key, *matmul.sizes)))], emitted
+        factor, origins = (matmul.key, *matmul.sizes), frozenset([matmul.key])
+        return [Value(y, Data(at.path, factor, origins))], emitted
+
+    def _mixed(self, notes: Sequence[Note]) -> frozenset[Any]:
+        """Return the origins of what was computed from values that are looked at as a whole."""
+        origins = origins_of(notes)
+        self.used.update(origins)
+        return origins | INPUTS
 
     def _matmul(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> WeightMatmul | None:
         """Return the matmul that `compute` gets; None for others."""
@@ -103,6 +119,7 @@ class Walk(Reader):
     def closed_to(self, eqn: Any, ins: Sequence[Value], at: interpreter.Place) -> Sequence[Value]:
         """Compute the equation, and note why its matmuls stay as they are."""
         del at
+        self._mixed(notes_in(ins))
         with note("reason", f"inside {eqn.primitive.name}, which has a derivative of its own"):
             return self.as_it_is(eqn, ins)
 
@@ -118,7 +135,7 @@ class Walk(Reader):
         is_scan = eqn.primitive.name == "scan"
         jaxpr = body_of(eqn)[0] if is_scan else eqn.params["body_jaxpr"].jaxpr
         carried = zip(notes[n_fixed:n], jaxpr.invars[n_fixed:n], jaxpr.outvars)
-        turn = at.path, eqn.params.get("length")
+        turn, origins = (at.path, eqn.params.get("length")), self._mixed(notes)
 
         def into(i: int, x: Note) -> Note:
             if isinstance(x, Source):
@@ -128,18 +145,23 @@ class Walk(Reader):
         kept = [
             x if v is w else Data((at.path, "carried", i)) for i, (x, v, w) in enumerate(carried)
         ]
-        return [*notes[:n_fixed], *kept, *map(into, range(len(notes) - n), notes[n:])]
+        inside = [*notes[:n_fixed], *kept, *map(into, range(len(notes) - n), notes[n:])]
+        # The results of one iteration go into the next.
+        return [replace(x, origins=origins) if isinstance(x, Data) else x for x in inside]
 
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[Note]:
         """Follow weights out of checkpoints, and those that a loop carries without a change."""
         name, n = eqn.primitive.name, len(eqn.outvars)
         if name not in ("scan", "while", "cond", "shard_map"):
             return results[0]
-        if name in ("cond", "shard_map"):
-            return [None] * n
+        if name == "shard_map":
+            return [Data(None, origins=origins_of([x])) for x in results[0]]
+        data = Data(None, origins=self._mixed(inside))
+        if name == "cond":
+            return [data] * n
         sizes = scan_sizes(eqn) if name == "scan" else (eqn.params["body_nconsts"], n)
-        carried = [x if isinstance(x, Source) else None for x in inside[sizes[0] : sum(sizes)]]
-        return [*carried, *[None] * (n - len(carried))]
+        carried = [x if isinstance(x, Source) else data for x in inside[sizes[0] : sum(sizes)]]
+        return [*carried, *[data] * (n - len(carried))]
 
     def slices(self, name: str, at: interpreter.Place) -> bool:
         """Give each iteration its part of what is fed."""
@@ -159,10 +181,29 @@ class Walk(Reader):
         return jax.lax.pmax(x, axes) if axes else x
 
 
+def _inside(eqn: Any) -> Iterator[Any]:
+    """List the equations in the bodies of an equation."""
+    return (inner for body in jaxprs_of(eqn) for inner, _, _ in equations(body))
+
+
 def has_product(eqn: Any) -> bool:
     """Return whether an equation multiplies matrices in one of its bodies."""
-    inside = (inner for body in jaxprs_of(eqn) for inner, _, _ in equations(body))
-    return any(inner.primitive.name in PRODUCTS for inner in inside)
+    return any(inner.primitive.name in PRODUCTS for inner in _inside(eqn))
+
+
+def _mixes(eqn: Any) -> bool:
+    """Return whether an equation looks at an operand as a whole: it has a matmul or a loop."""
+    loops = lambda eqn: primitive_name(eqn) not in _STRAIGHT and any(jaxprs_of(eqn))
+    return any(loops(x) or x.primitive.name in PRODUCTS for x in (eqn, *_inside(eqn)))
+
+
+def origins_of(notes: Sequence[Note]) -> frozenset[Any]:
+    """Return the origins of what was computed from values with these notes, see `Data`."""
+    found: frozenset[Any] = frozenset()
+    for x in notes:
+        is_weight = x == CONSTANT or isinstance(x, Source) and x.repeats != "rows"
+        found |= x.origins if isinstance(x, Data) else frozenset() if is_weight else INPUTS
+    return found
 
 
 def _is_weight(value: Value, other: Value) -> bool:
@@ -179,11 +220,12 @@ def _of_weights(ins: Sequence[Value]) -> bool:
     return all(isinstance(x, Source) and x.repeats != "rows" for x in notes)
 
 
-def _identified(x: Note, key: Any) -> Note:
-    """Return the note of a value; of new data with this `key`."""
-    if x is None:
-        return Data(key)
-    return replace(x, key=key) if isinstance(x, Data) and x.key is None else x
+def _identified(x: Note, key: Any, origins: frozenset[Any]) -> Note:
+    """Return the note of a value with its `origins`; of new data with this `key`."""
+    x = Data(None) if x is None else x
+    if not isinstance(x, Data):
+        return x
+    return Data(key if x.key is None else x.key, x.factor, origins)
 
 
 def _flow(eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.models import convert
+from jfp8.conversion.program import arrays_apart
 from jfp8.conversion.selection import Choice
 from jfp8.conversion.tables import Printed, Table, ruled_lines
 from jfp8.debug.measurement import Measurement

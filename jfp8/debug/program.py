@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.product_report import Report
+from jfp8.conversion.program import arrays_apart
 from jfp8.conversion.report import F8_NAMES, dtype_name, report_of, total_of, without_copy
 from jfp8.debug.axes import Axes, Factor, Role, moved_axes, plain_axes, size_of
 from jfp8.products.vjp import PRODUCT_NAME

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jfp8.conversion.edges import arrays_apart
 from jfp8.conversion.product_report import Report
+from jfp8.conversion.program import arrays_apart
 from jfp8.conversion.report import report_of
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.reading import Tap, by_layer, read
