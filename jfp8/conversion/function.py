@@ -157,7 +157,14 @@ class Fp8Function:
     def _plan(self, program: Program) -> Plan:
         is_loss = bool(program.closed.out_avals) and program.closed.out_avals[0].ndim == 0
         attention = self.selection.attention
-        return plan_of(program, self.selection, _named, of_loss=is_loss, of_activations=attention)
+        return plan_of(
+            program, self._named, of_loss=is_loss, of_activations=attention, parts_apart=True
+        )
+
+    def _named(self, matmul: WeightMatmul, nth: int) -> Named:
+        name = matmul.name if nth == 1 else f"{matmul.name}_{nth}"
+        shape = jax.ShapeDtypeStruct(np.shape(matmul.weight), matmul.weight.dtype)
+        return Named(name, name, shape, matmul.primitive, self.selection)
 
     def _paths(self, weights: Sequence[Any]) -> tuple[str, ...]:
         """Return the path of each leaf in the arguments that hold weights: ``"layers/0/w"``."""
@@ -175,7 +182,7 @@ class Fp8Function:
     def _warn(self, plan: Plan) -> None:
         """Warn if nothing becomes FP8, if scales look ahead, or if `weights` seem to be others."""
         name, weights = self.__name__, ", ".join(map(str, self.weights))
-        planned = list(plan.matmuls.values())
+        decisions = {path: decision for path, (_, decision) in plan.decisions.items()}
         told = []
         if plan.held:
             told.append(
@@ -183,10 +190,10 @@ class Fp8Function:
                 "holds itself. If those are the weights, pass them as an argument: "
                 "jfp8.convert(lambda params, x: ..., recipe), or weights= for another position."
             )
-        if not any(each.decision.recipe is not None or each.decision.chosen for each in planned):
-            found = "; ".join(f"{each.named.path}: {each.decision.reason}" for each in planned)
+        if not any(x.recipe is not None or x.chosen for x in decisions.values()):
+            found = "; ".join(f"{path}: {x.reason}" for path, x in decisions.items())
             why = f"It found: {found}. exempt=() exempts none."
-            if not planned:
+            if not decisions:
                 why = (
                     "It found none with an operand made of the weights, argument "
                     f"{weights}, and of no data: see weights=."
@@ -216,14 +223,6 @@ def convert_function(
             "such as 0, or several positions."
         )
     return Fp8Function(function, selection, places)
-
-
-def _named(matmul: WeightMatmul, nth: int) -> Named:
-    """Name a matmul by its weight; one of two activations by the scope that it is in."""
-    path = matmul.source.path or matmul.scope
-    name = path if nth == 1 else f"{path}_{nth}"
-    shape = jax.ShapeDtypeStruct(np.shape(matmul.weight), matmul.weight.dtype)
-    return Named(name, name, shape, matmul.primitive)
 
 
 def _init(plan: Plan) -> FunctionState:

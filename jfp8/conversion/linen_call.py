@@ -23,7 +23,7 @@ from jfp8.conversion.linen_state import STATES, init_collections, read_states, w
 from jfp8.conversion.plan import Plan, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import run_planned
-from jfp8.conversion.selection import Selection
+from jfp8.conversion.selection import Edge, Selection
 from jfp8.layers.linen import messages
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
@@ -76,8 +76,12 @@ class Call(NamedTuple):
         plan = self._plan(program, seen)
         seen.check(selection, params, plan)
         if kwargs.get("method") is None:
-            seen.warn(self.warns, params, plan)
-        states = {} if region.is_overridden() else read_states(plan, variables, mutable)
+            seen.warn(self.warns, self.selection, params, plan)
+        states = (
+            {}
+            if region.is_overridden()
+            else read_states(plan, selection.state_collection, variables, mutable)
+        )
         key = rngs.get("fp8") if isinstance(rngs, Mapping) else None
         key = key.as_jax_rng() if isinstance(key, LazyRng) else key
         told = messages.WITHOUT_HISTORIES
@@ -109,7 +113,7 @@ class Call(NamedTuple):
         plan = self._plan(program, seen)
         seen.check(self.selection, params, plan, of_init=True)
         self._check_caches(seen, params, variables)
-        seen.warn(self.warns, params, plan)
+        seen.warn(self.warns, self.selection, params, plan)
         collection = self.selection.state_collection
         flat = {}
         for name, states in init_collections(plan, collection, mutable).items():
@@ -177,8 +181,8 @@ class Call(NamedTuple):
         return program if seen.is_complete(program, variables) else traced(object())
 
     def _plan(self, program: Program, seen: Seen) -> Plan:
-        named = functools.partial(seen.named, {})
-        return plan_of(program, self.selection, named, is_whole=not self.place)
+        named = functools.partial(seen.named, self.selection)
+        return plan_of(program, named, edges=() if self.place else Edge)
 
     def _check_caches(self, seen: Seen, params: Any, *variables: Any) -> None:
         """Raise ``ValueError`` if keys and values are not stored as the selection says."""

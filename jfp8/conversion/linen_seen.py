@@ -16,7 +16,7 @@ from flax.core import meta
 from flax.traverse_util import flatten_dict
 
 from jfp8.conversion.linen_attention import function_of
-from jfp8.conversion.plan import Named, Plan, nth_kind
+from jfp8.conversion.plan import Named, Plan
 from jfp8.conversion.program import Program
 from jfp8.conversion.selection import Decision, Selection
 from jfp8.conversion.unconverted_warning import (
@@ -68,9 +68,9 @@ class Seen:
     held: dict[str, type] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
 
-    def named(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, _nth: int) -> Named:
+    def named(self, selection: Selection, matmul: WeightMatmul, nth: int) -> Named:
         """Name a matmul by the module that has its weight, and say where its state is."""
-        module, _, name = matmul.source.path.split("+")[0].rpartition("/")
+        module, _, name = matmul.source.first.rpartition("/")
         place = "/".join([*self.place, *([module] if module else [])])
         product = f"DotGeneral_{name}"
         layer, path, stays = self.modules.get(module), f"{module}/{name}".lstrip("/"), ""
@@ -79,12 +79,12 @@ class Seen:
             product = _PRODUCT.get(matmul.primitive, "DotGeneral_0")
             is_ours = f"{module}/{product}".lstrip("/") in self.kinds  # a module of jfp8
             stays = "" if is_ours else _own_product(layer)
-        product += f"_{nth}" if (nth := nth_kind(kinds, matmul)) > 1 else ""
+        product += f"_{nth}" if nth > 1 else ""
         state, kind = f"{module}/{product}".lstrip("/"), type(layer).__name__
         if any(f"{module}/".startswith(f"{held}/") for held in self.held):
             stays = "inside an NNX module, which is converted where it is made"
         stacks = self._stacks(module, name, matmul)
-        return Named(state, path, layer, kind, place, product, stacks, stays)
+        return Named(state, path, layer, kind, selection, place, product, stacks, stays)
 
     def _stacks(self, module: str, name: str, matmul: WeightMatmul) -> int:
         """Return by how many axes ``nn.vmap`` has stacked the weight of a matmul."""
@@ -144,12 +144,12 @@ class Seen:
         """Return whether all modules with parameters were called."""
         return all(path in self.kinds for path in _shapes(params))
 
-    def warn(self, model: Any, params: Any, plan: Plan) -> None:
+    def warn(self, model: Any, selection: Selection, params: Any, plan: Plan) -> None:
         """Warn, once, if nothing became FP8, if something cannot, or if scales look ahead."""
         warned = "_jfp8_warned"
         if warned in vars(model):
             return
-        chosen = lambda path: plan.selection.decide(path, self.modules.get(path), None).chosen
+        chosen = lambda path: selection.decide(path, self.modules.get(path), None).chosen
         held = {path: kind for path, kind in self.held.items() if not chosen(path)}
         plan.warn_ahead()
         if held:
@@ -159,13 +159,12 @@ class Seen:
 
     def _warns_of_nothing(self, model: Any, params: Any, plan: Plan) -> bool:
         """Warn if nothing became FP8, and return whether that was so."""
-        planned = list(plan.matmuls.values())
-        stayed = {each.named.path: (type(each.named.layer), each.decision) for each in planned}
-        stayed |= {path: (nn.Module, decision) for path, decision in self.attentions.items()}
+        attentions = {path: (nn.Module, decision) for path, decision in self.attentions.items()}
+        stayed = plan.decisions | attentions
         converted = any(decision.recipe is not None for _, decision in stayed.values())
         if converted or self.ours or not self.knows_all(params):
             return False
-        multiplied = {each.weight.rpartition("/")[0] for each in planned}
+        multiplied = {each.weight.rpartition("/")[0] for each in plan.matmuls.values()}
         kinds = {path: kind for path, kind in self.kinds.items() if path not in multiplied}
         return warn_of_nothing(model, "linen", stayed, own_parameters(kinds, self.shapes))
 

@@ -48,9 +48,14 @@ def init_collections(
     }
 
 
-def read_states(plan: Plan, variables: Mapping[str, Any], mutable: CollectionFilter) -> States:
+def read_states(
+    plan: Plan,
+    collection: StateCollection,
+    variables: Mapping[str, Any],
+    mutable: CollectionFilter,
+) -> States:
     """Return the states that `variables` hold of the matmuls of `plan`, by their names."""
-    overwritten = plan.selection.state_collection == OVERWRITTEN
+    overwritten = collection == OVERWRITTEN
     if overwritten and OVERWRITTEN in variables and in_filter(mutable, OVERWRITTEN):
         warnings.warn(messages.UNCHANGED, stacklevel=user_level())
     names = (OVERWRITTEN,) if overwritten else ("fp8", "fp8_sink")

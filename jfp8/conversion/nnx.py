@@ -8,7 +8,6 @@ changed: statistics, caches, counts of random numbers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,21 +26,16 @@ from jfp8.conversion.nnx_layers import (
     spelled,
     warn_if_unconverted,
 )
-from jfp8.conversion.plan import Named, Plan, PlannedMatmul, nth_kind, plan_of
+from jfp8.conversion.plan import Named, Plan, PlannedMatmul, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import Amaxes, States, run_planned
-from jfp8.conversion.selection import Decision, Edge
+from jfp8.conversion.selection import Edge
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.nnx.products import Product, histories_to_read, record, warn_inside_linen, why_lost
 from jfp8.products.operation import Observed, State
-from jfp8.recipes.in_effect import (
-    is_overridden,
-    recipe_in_effect,
-    why_disabled,
-    why_in_high_precision,
-)
-from jfp8.tracing.devices import Gpu
+from jfp8.recipes.in_effect import is_overridden, why_disabled
 
+_EDGES_OF_A_PART = (Edge.IMAGE_INPUT, Edge.LOW_RANK)
 TAG = "jfp8"  # names the context in which Flax follows what a call changes
 
 
@@ -101,23 +95,27 @@ class TracedCall:
 
     def plan(self) -> Plan:
         """Decide what becomes of each matmul."""
-        is_whole = place_of(self.module) == ""
-        gpus = (weight.selection.unless_slower_on for _, weight in self.weights.values())
-        gpu = next(filter(None, gpus), None)
-        deciding: Any = _Deciding(is_whole, gpu)
-        return plan_of(self.program, deciding, functools.partial(self._name, {}))
+        is_whole = place_of(self.module) == ""  # a submodule does not know what gives the logits
+        return plan_of(self.program, self._named, edges=Edge if is_whole else _EDGES_OF_A_PART)
 
-    def _name(self, kinds: dict[str, list[Any]], matmul: WeightMatmul, _: int) -> Named:
+    def _named(self, matmul: WeightMatmul, nth: int) -> Named:
         """Name a matmul by its weight; of several that were joined, by the first of these."""
-        path, nth = matmul.source.path.split("+")[0], nth_kind(kinds, matmul)
+        path, loops = matmul.source.first, len(matmul.source.loops)
         module, weight = self.weights[path]
-        product = self.product(path) if nth == 1 else None
-        loops, stacks = len(matmul.source.loops), 0
+        name = path if nth == 1 else f"{path}_{nth}"
+        product, stacks = self.product(path) if nth == 1 else None, 0
         if product is not None and product.fp8 is not None:
             stacks = max(0, product.fp8["lhs"].ndim - 1 - loops)
-        name = path if nth == 1 else f"{path}_{nth}"
-        place, kind = place_of(module), type(module).__name__
-        return Named(name, weight.path, module, kind, place, stacks=stacks, stays=weight.stays)
+        return Named(
+            name=name,
+            path=weight.path,
+            layer=module,
+            kind=type(module).__name__,
+            selection=weight.selection,
+            place=place_of(module),
+            stacks=stacks,
+            stays=weight.stays,
+        )
 
     def product(self, name: str) -> Product | None:
         """Return what holds the state of a matmul, if anything does."""
@@ -148,27 +146,6 @@ class TracedCall:
             if product is not None and product.fp8_sink is None and why_lost(product) is None:
                 loops = range(observed.lhs.ndim - product.fp8["lhs"].ndim + 1)
                 record(product, Observed(*(amax.max(loops) for amax in observed)))
-
-
-@dataclass(frozen=True)
-class _Deciding:
-    """Decide on a matmul by the selection of its weight, in the place of a `Selection`."""
-
-    is_whole: bool  # a submodule does not know which layer gives the logits
-    unless_slower_on: Gpu | None
-
-    def decide(self, path: str, module: Any, edge: Edge | None) -> Decision:
-        """Decide on the matmuls of the weight at `path`, which `module` holds."""
-        converted = converted_of(module)
-        weights = () if converted is None else converted.weights
-        weight = next(each for each in weights if each.path == path)
-        if edge is Edge.LOGITS and not self.is_whole:
-            edge = None
-        decision = weight.selection.decide(path, module, edge)
-        if decision.recipe is None:
-            return decision
-        recipe = recipe_in_effect(decision.recipe, path)
-        return Decision(recipe, "" if recipe else why_in_high_precision())
 
 
 def call(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -> Any:
@@ -234,9 +211,6 @@ def _state(product: Product, planned: PlannedMatmul) -> State | None:
 
 def _warn(model: Any, plan: Plan) -> None:
     """Warn if nothing of the model becomes FP8, although the user did not ask for that."""
-    if why_disabled() or any(
-        planned.decision.recipe is not None for planned in plan.matmuls.values()
-    ):
-        return
-    stayed = {p.named.path: (type(p.named.layer), p.decision) for p in plan.matmuls.values()}
-    warn_if_unconverted(model, stayed)
+    in_fp8 = any(decision.recipe is not None for _, decision in plan.decisions.values())
+    if not in_fp8 and not why_disabled():
+        warn_if_unconverted(model, plan.decisions)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Named(NamedTuple):
       path: by which a user selects it.
       layer: what a user selects it by: a module, or the shape of the weight.
       kind: the type of the layer, for reports.
+      selection: decides on it.
       place: the path of the layer for reports, if it is not `path`.
       product: the name of the matmul in the layer, if it has one.
       stacks: by so many axes of the weight ``vmap`` has stacked layers, each with its own state.
@@ -45,26 +46,25 @@ class Named(NamedTuple):
     path: str
     layer: Any
     kind: str
+    selection: Selection
     place: str | None = None
     product: str = ""
     stacks: int = 0
     stays: str = ""
 
+    def decide(self, edge: Edge | None) -> Decision:
+        """Decide on the matmul, which is at this `edge` of the model, if at any."""
+        if self.stays:
+            return Decision(None, self.stays)
+        decision = self.selection.decide(self.path, self.layer, edge)
+        if decision.recipe is None:
+            return decision
+        recipe = region.recipe_in_effect(decision.recipe, self.path)
+        return Decision(recipe, "" if recipe else region.why_in_high_precision())
+
 
 Namer = Callable[[WeightMatmul, int], Named]
-"""Names a matmul; the number counts those of one weight, from 1."""
-
-
-def nth_kind(kinds: dict[str, list[Any]], matmul: WeightMatmul) -> int:
-    """Count the kinds of matmuls of one weight, from 1.
-
-    All parts of a weight have one state, but not what sums over other dimensions of it. Weights
-    that were joined have the state of the first.
-    """
-    kind = [length for _, length in matmul.source.loops], matmul.summed
-    seen = kinds.setdefault(matmul.source.path.split("+")[0], [])
-    seen += [] if kind in seen else [kind]
-    return 1 + seen.index(kind)
+"""Names a matmul; the number counts the states of one weight, from 1."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,25 @@ class PlannedMatmul:
 
     named: Named
     weight: str  # its path
+    primitive: str
     decision: Decision
     loops: frozenset[Place]  # the places of scans that slice its state
     stacks: tuple[int, ...]  # the lengths of these, and the sizes of stacks of layers, see `Named`
-    looks_ahead: bool = False
 
     @property
     def has_state(self) -> bool:
         """Return whether it keeps amax histories."""
         recipe = self.decision.recipe
         return recipe is not None and state_shapes(recipe) is not None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether its scales depend on later positions of a sequence."""
+        recipe, kind = (
+            self.decision.recipe,
+            "conv" if self.primitive.startswith("conv") else "dense",
+        )
+        return recipe is not None and not recipe.is_causal(kind, history=self.has_state)
 
     def init_state(self, init: Callable[[Recipe], Any]) -> Any:
         """Return ``init(recipe)``, of zeros, stacked as the layers are."""
@@ -109,15 +118,15 @@ class Plan:
     """Hold what becomes of each matmul of a program, by its `WeightMatmul.key`.
 
     Attributes:
-      ahead: the recipes of matmuls whose scales see later positions, where the model masks these.
+      of_activations: whether these are also matmuls of two activations.
+      causal: whether the program masks later positions.
       held: paths of weights that are multiplied by arrays which the function holds itself.
     """
 
-    selection: Selection
     matmuls: dict[Any, PlannedMatmul]
-    of_activations: bool = False
-    ahead: dict[str, str] = field(default_factory=dict)
-    held: tuple[str, ...] = ()
+    of_activations: bool
+    causal: bool
+    held: tuple[str, ...]
 
     @property
     def by_name(self) -> dict[str, PlannedMatmul]:
@@ -125,9 +134,18 @@ class Plan:
         in_order = sorted(self.matmuls.values(), key=lambda each: each.decision.recipe is not None)
         return {each.named.name: each for each in in_order}
 
-    def of(self, matmul: WeightMatmul) -> PlannedMatmul:
-        """Return what becomes of `matmul`."""
-        return self.matmuls[matmul.key]
+    @property
+    def decisions(self) -> dict[str, tuple[type, Decision]]:
+        """Return the type of the layer and the decision, by the paths that a user selects by."""
+        planned = self.matmuls.values()
+        return {each.named.path: (type(each.named.layer), each.decision) for each in planned}
+
+    @property
+    def ahead(self) -> dict[str, str]:
+        """Return by path the recipes whose scales see later positions that the model masks."""
+        masks = lambda layer: self.causal or getattr(layer, "padding", None) == "CAUSAL"
+        planned = [x for x in self.matmuls.values() if x.looks_ahead and masks(x.named.layer)]
+        return {x.named.path: x.decision.recipe.name for x in planned if x.decision.recipe}
 
     def warn_ahead(self) -> None:
         """Warn if scales see later positions that the model masks."""
@@ -137,44 +155,32 @@ class Plan:
 
 def plan_of(
     program: Program,
-    selection: Selection,
     name_of: Namer,
     *,
     of_loss: bool = False,
     of_activations: bool = False,
-    is_whole: bool = True,
+    parts_apart: bool = False,
+    edges: Iterable[Edge] = Edge,
 ) -> Plan:
     """Find all matmuls of a program with weights, and decide which become FP8.
 
     Args:
       of_loss: the first array of the result is a loss.
       of_activations: also find matmuls of two activations.
-      is_whole: the program computes a whole model, which has edges.
+      parts_apart: parts of a weight have states of their own.
+      edges: those that the program may have, since a part of a model has no others.
     """
-    looked = _Looked(program, name_of)
-    ends = looked.look(of_activations, of_loss)
-    causal = masks_later_positions(program.closed, program.arguments)
-    plan = Plan(selection, {}, of_activations, held=looked.held())
+    looked = _Looked(program, name_of, parts_apart)
+    ends, possible = looked.look(of_activations, of_loss), {*edges}
+    matmuls = {}
     for key, (named, matmul) in looked.seen.items():
-        edge = looked.edge_of(key, ends) if is_whole else None
-        decision = selection.decide(named.path, named.layer, edge)
-        if named.stays:
-            decision = Decision(None, named.stays)
-        elif region.is_overridden() and decision.recipe is not None:
-            decision = Decision(region.recipe_in_effect(decision.recipe, named.path))
-        lengths = [length for _, length in matmul.source.loops]
-        stacks = *lengths, *np.shape(matmul.weight)[: named.stacks]
-        loops = frozenset(looked.loops[key])
-        planned = PlannedMatmul(named, matmul.source.path, decision, loops, stacks)
-        if decision.recipe is not None:
-            kind = "conv" if matmul.primitive.startswith("conv") else "dense"
-            ahead = not decision.recipe.is_causal(kind, history=planned.has_state)
-            masks = causal or getattr(named.layer, "padding", None) == "CAUSAL"
-            if masks and ahead:
-                plan.ahead[named.path] = decision.recipe.name
-            planned = replace(planned, looks_ahead=ahead)
-        plan.matmuls[key] = planned
-    return plan
+        edge = looked.edge_of(key, ends)
+        decision = named.decide(edge if edge in possible else None)
+        stacks = *matmul.source.lengths, *np.shape(matmul.weight)[: named.stacks]
+        weight, loops = matmul.source.path, frozenset(looked.loops[key])
+        matmuls[key] = PlannedMatmul(named, weight, matmul.primitive, decision, loops, stacks)
+    causal = masks_later_positions(program.closed, program.arguments)
+    return Plan(matmuls, of_activations, causal, looked.held())
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,8 @@ class _Looked:
 
     program: Program
     name_of: Namer
+    parts_apart: bool
+    states: dict[str, list[Any]] = field(default_factory=dict)  # of each weight
     seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)  # without arrays
     loops: dict[Any, set[Place]] = field(default_factory=dict)
     first: set[Any] = field(default_factory=set)  # into which no other's result goes
@@ -211,9 +219,7 @@ class _Looked:
         """Note `matmul`, and compute it plainly."""
         key = matmul.key
         if key not in self.seen:
-            nth = 1 + sum(known[-1] == key[-1] for known in self.seen)
-            named = self.name_of(matmul, nth)
-            self.seen[key] = named, matmul.abstract()
+            self.seen[key] = self.name_of(matmul, self._nth_state(matmul)), matmul.abstract()
             if matmul.source.path:
                 consts = self.program.closed.consts
                 self.of_constants[matmul.source.path] = any(matmul.x is x for x in consts)
@@ -226,6 +232,19 @@ class _Looked:
             if summed == rank and rank * (terms + features) < terms * features:
                 self.low_rank.update((key, before))
         return matmul.plain(), []
+
+    def _nth_state(self, matmul: WeightMatmul) -> int:
+        """Count the states of one weight, from 1.
+
+        All parts of it share one unless these are apart, but no matmul that sums over other
+        dimensions does. Weights that were joined have the state of the first.
+        """
+        weight, state = matmul.source.first, (matmul.source.lengths, matmul.summed)
+        if self.parts_apart:
+            weight, state = matmul.name, matmul.key
+        states = self.states.setdefault(weight, [])
+        states += [] if state in states else [state]
+        return 1 + states.index(state)
 
     def edge_of(self, key: Any, ends: frozenset[Any]) -> Edge | None:
         """Return the edge of the model that a matmul is at, if any."""

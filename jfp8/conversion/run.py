@@ -80,9 +80,9 @@ def _stored(program: Program, planned: PlannedMatmul) -> ScaledArray | None:
 def _computed(
     plan: Plan, key: Any, if_trained: tuple[str | None, ...], matmul: WeightMatmul
 ) -> tuple[jax.Array, Emitted]:
-    planned = plan.of(matmul)
+    planned = plan.matmuls[matmul.key]
     recipe, reason = planned.decision.recipe, planned.decision.reason
-    gpu = plan.selection.unless_slower_on
+    gpu = planned.named.selection.unless_slower_on
     if recipe is not None and gpu is not None:
         reason = why_slower(gpu, recipe, matmul.plain, matmul.x, matmul.weight)
     named = planned.named

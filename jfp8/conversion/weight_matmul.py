@@ -41,6 +41,16 @@ class Source:
     in_f32: Any = None
     is_whole: bool = True
 
+    @property
+    def first(self) -> str:
+        """Return the path of the weight, of several that were joined the first one's."""
+        return self.path.partition("+")[0]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the lengths of the scans that slice it."""
+        return tuple(length for _, length in self.loops)
+
 
 INPUTS: frozenset[Any] = frozenset(["inputs"])
 """The origin of data that is not the result of a matmul with a weight."""
@@ -83,10 +93,13 @@ class WeightMatmul:
     @property
     def key(self) -> tuple[Any, ...]:
         """Return what two uses of a weight share if they share their amax history."""
-        source = self.source
-        lengths = tuple(length for _, length in source.loops)
-        name = source.path or self.scope
-        return source.parts, lengths, self.primitive, np.shape(self.weight), self.summed, name
+        source, shape = self.source, np.shape(self.weight)
+        return source.parts, source.lengths, self.primitive, shape, self.summed, self.name
+
+    @property
+    def name(self) -> str:
+        """Return the path of its weight; of a matmul of two activations the scope that it is in."""
+        return self.source.path or self.scope
 
     @property
     def summed(self) -> tuple[int, ...] | None:
