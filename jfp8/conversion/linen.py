@@ -17,7 +17,6 @@ import jax
 from flax.core.scope import CollectionFilter, DenyList
 
 from jfp8.conversion.linen_call import Call, as_class
-from jfp8.conversion.linen_seen import Seen
 from jfp8.conversion.selection import Selection
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
@@ -90,12 +89,12 @@ class _Converted:
         """Run ``nn.Module.init_with_output``, and add the states of FP8 matmuls."""
         cls = type(self)
         call = Call.of(self, cls.jfp8_selection)
+        original = functools.partial(call.model.init_with_output, mutable=mutable)
+        create = lambda: original(rngs, *args, **kwargs)
         if region.why_disabled():
-            y, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
+            y, variables = create()
         else:
-            with call.watched(Seen()):
-                _, variables = call.model.init_with_output(rngs, *args, mutable=mutable, **kwargs)
-            y, variables = call.init_states(variables, args, rngs, mutable, kwargs)
+            y, variables = call.init(create, args, rngs, mutable, kwargs)
         if cls.jfp8_on_init is not None:
             cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables

@@ -18,11 +18,11 @@ from jfp8.conversion.linen_attention import (
     check_caching_layers,
     replace_attention,
 )
-from jfp8.conversion.linen_seen import Seen, watching
+from jfp8.conversion.linen_seen import Seen, shapes_of, watching
 from jfp8.conversion.linen_state import STATES, init_collections, read_states, write_states
 from jfp8.conversion.plan import Plan, plan_of
 from jfp8.conversion.program import Program
-from jfp8.conversion.run import run_planned
+from jfp8.conversion.run import States, run_planned
 from jfp8.conversion.selection import Edge, Selection
 from jfp8.layers.linen import messages
 from jfp8.recipes import in_effect as region
@@ -59,8 +59,7 @@ class Call(NamedTuple):
         self, variables: Mapping[str, Any], args: Any, rngs: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Return what ``model.apply`` does, with FP8 matmuls and new states."""
-        selection, mutable = self.selection, kwargs.get("mutable", False)
-        params, seen = variables.get("params"), Seen.of(self.place, variables)
+        mutable, is_call = kwargs.get("mutable", False), kwargs.get("method") is None
         others = {name: x for name, x in variables.items() if name != "params"}
 
         def run(params: Any, others: Any) -> Any:
@@ -70,24 +69,19 @@ class Call(NamedTuple):
 
         # A model sees no states except of layers of jfp8 that were given a recipe.
         without = {name: x for name, x in others.items() if name not in STATES}
-        program = self._traced(run, variables, (without, rngs, args, kwargs), seen)
+        program, seen = self._traced(run, variables, (without, rngs, args, kwargs))
         if seen.ours and len(without) < len(others):
-            program = self._traced(run, variables, (others, rngs, args, kwargs), seen)
-        plan = self._plan(program, seen)
-        seen.check(selection, params, plan)
-        if kwargs.get("method") is None:
-            seen.warn(self.warns, self.selection, params, plan)
-        states = (
-            {}
-            if region.is_overridden()
-            else read_states(plan, selection.state_collection, variables, mutable)
-        )
+            program, seen = self._traced(run, variables, (others, rngs, args, kwargs))
+        plan = self._plan(program, seen, warns=is_call)
+        states: States = {}
+        if not region.is_overridden():
+            states = read_states(plan, self.selection.state_collection, variables, mutable)
         key = rngs.get("fp8") if isinstance(rngs, Mapping) else None
         key = key.as_jax_rng() if isinstance(key, LazyRng) else key
         told = messages.WITHOUT_HISTORIES
         out, observed = run_planned(program, plan, states, key=key, if_lacking=told)
         y, mutated = (out, {}) if mutable is False else out
-        self._check_caches(seen, params, variables, mutated)
+        self._check_caches(seen, variables, mutated)
         if mutable is False:
             return y
         kept = {name: variables[name] for name in STATES if name in variables}
@@ -96,11 +90,20 @@ class Call(NamedTuple):
             kept["fp8"] = write_states(kept["fp8"], states, observed)
         return y, type(mutated)({**mutated, **kept})
 
-    def init_states(
-        self, variables: Any, args: Any, rngs: Any, mutable: CollectionFilter, kwargs: Any
+    def init(
+        self,
+        create: Callable[[], tuple[Any, Any]],
+        args: Any,
+        rngs: Any,
+        mutable: CollectionFilter,
+        kwargs: Any,
     ) -> tuple[Any, Any]:
-        """Return the result, and `variables` of ``init`` with the states of the matmuls."""
-        seen, method = Seen.of(self.place, variables), kwargs.get("method")
+        """Return the result of ``init``, and its variables with the states of the matmuls.
+
+        Args:
+          create: the ``init_with_output`` of the original.
+        """
+        method = kwargs.get("method")
         kwargs = {k: x for k, x in kwargs.items() if k not in ("method", "capture_intermediates")}
 
         def run(params: Any, others: Any) -> Any:
@@ -108,12 +111,11 @@ class Call(NamedTuple):
             init = _initialize(self.model, {"params": params}, rngs, True, method)
             return init(*args, **kwargs)[0]
 
-        params = variables.get("params", {})
-        program = self._traced(run, {**variables, "params": params}, (rngs, args, kwargs), seen)
-        plan = self._plan(program, seen)
-        seen.check(self.selection, params, plan, of_init=True)
-        self._check_caches(seen, params, variables)
-        seen.warn(self.warns, self.selection, params, plan)
+        with self._watched(Seen(self.selection, self.place)):
+            _, variables = create()
+        program, seen = self._traced(run, {"params": {}, **variables}, (rngs, args, kwargs))
+        self._check_caches(seen, variables)
+        plan = self._plan(program, seen, of_init=True)
         collection = self.selection.state_collection
         flat = {}
         for name, states in init_collections(plan, collection, mutable).items():
@@ -132,9 +134,8 @@ class Call(NamedTuple):
             scope.rng_counters[name] += 1
         if module.is_initializing():
             run = _initialize(self.model, variables, rngs, scope.mutable, method)
-            with self.watched(Seen()):
-                _, new = run(*args, **kwargs)
-            y, new = self.init_states(new, args, rngs, scope.mutable, {**kwargs, "method": method})
+            create = functools.partial(run, *args, **kwargs)
+            y, new = self.init(create, args, rngs, scope.mutable, {**kwargs, "method": method})
         else:
             how = {**kwargs, "method": method, "mutable": scope.mutable}
             out = self.apply(variables, args, rngs, how)
@@ -145,7 +146,7 @@ class Call(NamedTuple):
         return y
 
     @contextmanager
-    def watched(self, seen: Seen, *apart: object) -> Iterator[None]:
+    def _watched(self, seen: Seen, *apart: object) -> Iterator[None]:
         """Return a context in which the plain model is traced, and its modules are noted.
 
         JAX keeps no trace from one context for another if they are told `apart`.
@@ -163,33 +164,39 @@ class Call(NamedTuple):
             yield
 
     def _traced(
-        self, function: Any, variables: Mapping[str, Any], others: Any, seen: Seen
-    ) -> Program:
-        """Trace ``function(params, others)`` of the plain model, and note its modules in `seen`."""
+        self, function: Any, variables: Mapping[str, Any], others: Any
+    ) -> tuple[Program, Seen]:
+        """Trace ``function(params, others)`` of the plain model, and note its modules."""
         params, paths = variables.get("params"), []
         for keys, _ in Program.leaves_with_path(params):
             paths.append("/".join(str(key.key) for key in keys if hasattr(key, "key")))
+        seen = Seen(self.selection, self.place, shapes_of(params))
 
         def traced(*apart: object) -> Program:
             def run(params: Any, others: Any) -> Any:
-                with self.watched(seen, *apart):
+                with self._watched(seen, *apart):
                     return function(params, others)
 
             return Program.of(run, params, paths, others)
 
         program = traced()
-        return program if seen.is_complete(program, variables) else traced(object())
+        return program if seen.is_complete(program, variables) else traced(object()), seen
 
-    def _plan(self, program: Program, seen: Seen) -> Plan:
-        named = functools.partial(seen.named, self.selection)
-        return plan_of(program, named, edges=() if self.place else Edge)
+    def _plan(
+        self, program: Program, seen: Seen, *, warns: bool = True, of_init: bool = False
+    ) -> Plan:
+        plan = plan_of(program, seen.named, edges=() if self.place else Edge)
+        seen.check(plan, of_init=of_init)
+        if warns:
+            seen.warn(self.warns, plan)
+        return plan
 
-    def _check_caches(self, seen: Seen, params: Any, *variables: Any) -> None:
+    def _check_caches(self, seen: Seen, *variables: Any) -> None:
         """Raise ``ValueError`` if keys and values are not stored as the selection says."""
         dtype = self.selection.cache_dtype
         if dtype is None:
             return
-        if seen.knows_all(params):
+        if seen.knows_all:
             layer = nn.MultiHeadDotProductAttention
             spelled = "nn.MultiHeadDotProductAttention(decode=True)"
             check_caching_layers(dtype, seen.kinds.values(), layer, spelled)

@@ -47,6 +47,7 @@ class Seen:
     """Hold the modules of a model by their paths in it.
 
     Attributes:
+      selection: decides on their matmuls.
       place: the path of the model in one that is not converted.
       shapes: the shapes of all parameters, by the module's path and their names.
       kinds: the types of all modules.
@@ -58,7 +59,8 @@ class Seen:
       ours: matmuls of layers of jfp8, which compute them in FP8 by themselves.
     """
 
-    place: tuple[str, ...] = ()
+    selection: Selection
+    place: tuple[str, ...]
     shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     kinds: dict[str, type] = field(default_factory=dict)
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class Seen:
     held: dict[str, type] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
 
-    def named(self, selection: Selection, matmul: WeightMatmul, nth: int) -> Named:
+    def named(self, matmul: WeightMatmul, nth: int) -> Named:
         """Name a matmul by the module that has its weight, and say where its state is."""
         module, _, name = matmul.source.first.rpartition("/")
         place = "/".join([*self.place, *([module] if module else [])])
@@ -84,7 +86,7 @@ class Seen:
         if any(f"{module}/".startswith(f"{held}/") for held in self.held):
             stays = "inside an NNX module, which is converted where it is made"
         stacks = self._stacks(module, name, matmul)
-        return Named(state, path, layer, kind, selection, place, product, stacks, stays)
+        return Named(state, path, layer, kind, self.selection, place, product, stacks, stays)
 
     def _stacks(self, module: str, name: str, matmul: WeightMatmul) -> int:
         """Return by how many axes ``nn.vmap`` has stacked the weight of a matmul."""
@@ -92,17 +94,15 @@ class Seen:
         n = len(whole) - self.dimensions.get(module, {}).get(name, len(whole))
         return n if n > 0 and np.shape(matmul.weight)[:n] == whole[:n] else 0
 
-    @classmethod
-    def of(cls, place: tuple[str, ...], variables: Any) -> Seen:
-        """Return what is known of a model before it is traced."""
-        return cls(place, _shapes(variables.get("params")))
+    @property
+    def knows_all(self) -> bool:
+        """Return whether all modules with parameters were called."""
+        return self.kinds.keys() >= self.shapes.keys()
 
-    def check(
-        self, selection: Selection, params: Any, plan: Plan, *, of_init: bool = False
-    ) -> None:
+    def check(self, plan: Plan, *, of_init: bool = False) -> None:
         """Raise ``ValueError`` if a pattern, or in ``init`` a type, matches no layer."""
         named = [each.named for each in plan.matmuls.values()]
-        self._check_dtypes(selection)
+        self._check_dtypes()
         for each in plan.matmuls.values():
             kind = self.kinds.get(each.named.name, ProductModule)
             if each.decision.recipe is not None and not issubclass(kind, ProductModule):
@@ -111,21 +111,21 @@ class Seen:
                     "the parameter beside it. Rename one of them, or exempt the parameter from the "
                     "conversion."
                 )
-        shapes = self.shapes
+        shapes, around = self.shapes, {above for path in self.shapes for above in _prefixes(path)}
         possible = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
-        listed = {*_paths(params), *self.attentions, *(each.path for each in named)}
-        possible += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
-        selection.check_patterns(listed, [] if of_init else possible)
-        if of_init and self.knows_all(params):
+        listed = {*around, *self.attentions, *(each.path for each in named)}
+        possible += [f"{path}/attention".lstrip("/") for path in ("", *around)]
+        self.selection.check_patterns(listed, [] if of_init else possible)
+        if of_init and self.knows_all:
             own = [self.modules[p] for p in shapes if p in self.modules and p not in self.layers]
             layers = [*self.layers.values(), *(each.layer for each in named), *own]
-            selection.check_types(layers)
+            self.selection.check_types(layers)
 
-    def _check_dtypes(self, selection: Selection) -> None:
+    def _check_dtypes(self) -> None:
         """Raise ``TypeError`` if a selected layer rounds its operands to FP8, without a scale."""
         for path, layer in self.layers.items():
             dtype: Any = getattr(layer, "dtype", None)
-            if dtype is not None and selection.decide(path, layer, None).recipe is not None:
+            if dtype is not None and self.selection.decide(path, layer, None).recipe:
                 check_operand(jax.ShapeDtypeStruct((), dtype))
 
     def is_complete(self, program: Program, variables: Mapping[str, Any]) -> bool:
@@ -140,29 +140,25 @@ class Seen:
         without_weights = {"/".join(keys[:-1]) for keys in products} - self.shapes.keys()
         return self.kinds.keys() >= owners | without_weights
 
-    def knows_all(self, params: Any) -> bool:
-        """Return whether all modules with parameters were called."""
-        return all(path in self.kinds for path in _shapes(params))
-
-    def warn(self, model: Any, selection: Selection, params: Any, plan: Plan) -> None:
+    def warn(self, model: Any, plan: Plan) -> None:
         """Warn, once, if nothing became FP8, if something cannot, or if scales look ahead."""
         warned = "_jfp8_warned"
         if warned in vars(model):
             return
-        chosen = lambda path: selection.decide(path, self.modules.get(path), None).chosen
+        chosen = lambda path: self.selection.decide(path, self.modules.get(path), None).chosen
         held = {path: kind for path, kind in self.held.items() if not chosen(path)}
         plan.warn_ahead()
         if held:
             warnings.warn(bridged_message(held), UserWarning, stacklevel=user_level())
-        if plan.ahead or held or self._warns_of_nothing(model, params, plan):
+        if plan.ahead or held or self._warns_of_nothing(model, plan):
             object.__setattr__(model, warned, True)
 
-    def _warns_of_nothing(self, model: Any, params: Any, plan: Plan) -> bool:
+    def _warns_of_nothing(self, model: Any, plan: Plan) -> bool:
         """Warn if nothing became FP8, and return whether that was so."""
         attentions = {path: (nn.Module, decision) for path, decision in self.attentions.items()}
         stayed = plan.decisions | attentions
         converted = any(decision.recipe is not None for _, decision in stayed.values())
-        if converted or self.ours or not self.knows_all(params):
+        if converted or self.ours or not self.knows_all:
             return False
         multiplied = {each.weight.rpartition("/")[0] for each in plan.matmuls.values()}
         kinds = {path: kind for path, kind in self.kinds.items() if path not in multiplied}
@@ -234,7 +230,7 @@ def _held(path: str, module: nn.Module) -> dict[str, type]:
     return found
 
 
-def _shapes(params: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+def shapes_of(params: Any) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of each module's parameters, by the module's path."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     flat: dict[tuple[str, ...], Any] = flatten_dict(meta.unbox(params or {}))
@@ -243,7 +239,7 @@ def _shapes(params: Any) -> dict[str, dict[str, tuple[int, ...]]]:
     return found
 
 
-def _paths(params: Any) -> set[str]:
-    """Return the paths of all modules that have parameters, or hold modules that do."""
-    flat: Mapping[Any, Any] = flatten_dict(params or {})
-    return {"/".join(keys[:n]) for keys in flat for n in range(1, len(keys))}
+def _prefixes(path: str) -> list[str]:
+    """Return the paths of a module and of those around it, without the model itself."""
+    keys = path.split("/") if path else []
+    return ["/".join(keys[:n]) for n in range(1, len(keys) + 1)]
