@@ -120,7 +120,7 @@ class TracedCall:
     def product(self, name: str) -> Product | None:
         """Return what holds the state of a matmul, if anything does."""
         module, weight = self.weights.get(name, (None, None))
-        return None if weight is None or not weight.holder else getattr(module, weight.holder)
+        return None if weight is None else weight.product(module)
 
     def states(self, plan: Plan) -> States:
         """Return the states of matmuls, stacked as the loops around them are."""
@@ -186,11 +186,10 @@ def _known(modules: Sequence[Any]) -> tuple[dict[int, tuple[Any, Weight]], set[i
     for module in modules:
         converted = converted_of(module)
         for weight in () if converted is None else converted.weights:
-            variable = weight.of(module)
-            if id(variable) not in weights or weight.holder:  # the one with a state wins
+            variable, product = weight.of(module), weight.product(module)
+            if id(variable) not in weights or product is not None:  # the one with a state wins
                 weights[id(variable)] = module, weight
-            if weight.holder:
-                states |= set(map(id, graph_of(getattr(module, weight.holder))[1]))
+            states.update(map(id, graph_of(product)[1]))
     return weights, states
 
 

@@ -71,7 +71,7 @@ def _method(function: Callable[..., Any], is_call: bool) -> Callable[..., Any]:
         try:
             return call(function, self, args, kwargs, is_call)
         except _UNTRACEABLE:  # but calls of modules inside may be
-            if any(weight.holder for weight in here.weights):  # whose own matmuls would stay
+            if any(weight.product(self) for weight in here.weights):  # which would stay
                 raise
             return function(self, *args, **kwargs)
 

@@ -96,7 +96,7 @@ def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] 
     selection.check_patterns([weight.path for _, weight, _ in found])
     selection.check_types([node for node, _, _ in found])
     converted = copy_of(model, selection, example)
-    if not any(decision.recipe for decision in decisions(model, selection).values()):
+    if not any(selection.decide(weight.path, node, None).recipe for node, weight, _ in found):
         warn_if_unconverted(converted, {})
     return converted
 
@@ -148,7 +148,7 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
         if decision.recipe is not None:
             _hold(node, weight, decision.recipe, leading)
         elif planned is not None and decision.reason:
-            _replace(node, replace(weight, holder="", stays=decision.reason))
+            _stay(node, weight, decision.reason)
     for node in graph_of(converted)[0]:
         if isinstance(node, Product | DotProductAttention) and node.recipe is not None:
             node.unless_slower_on = selection.unless_slower_on
@@ -172,28 +172,28 @@ def _weights(node: Any, path: str, selection: Selection) -> tuple[Weight, ...]:
     """List the weights of a module, those with state of an earlier conversion as these were."""
     here = converted_of(node)
     before = () if here is None else here.weights
-    new = [replace(weight, holder="") for weight in weights_of(node, path, selection)]
-    kept = [weight for weight in before if weight.holder or not new]
+    new = weights_of(node, path, selection)
+    kept = [weight for weight in before if weight.product(node) is not None or not new]
     return tuple({weight.keys: weight for weight in (*new, *kept)}.values())
 
 
 def _hold(node: Any, weight: Weight, recipe: Recipe, leading: tuple[int, ...]) -> None:
     """Give a module what holds the state of matmuls with one of its weights."""
-    if isinstance(getattr(node, weight.holder, None), Product):
+    if weight.product(node) is not None:
         return  # it was converted before
     if hook_of(node):
         product = product_for(node, recipe, path=weight.path)
     else:
         product = DotGeneral(recipe=recipe, path=place_of(node), leading=leading)
     setattr(node, weight.holder, nnx.data(product))
-    _replace(node, weight)
 
 
-def _replace(node: Any, weight: Weight) -> None:
+def _stay(node: Any, weight: Weight, reason: str) -> None:
+    """Leave the matmuls of a weight as they are."""
     here = converted_of(node)
     assert here is not None
-    weights = tuple(weight if w.keys == weight.keys else w for w in here.weights)
-    set_converted(node, replace(here, weights=weights))
+    stays = lambda each: replace(each, stays=reason) if each.keys == weight.keys else each
+    set_converted(node, replace(here, weights=tuple(map(stays, here.weights))))
 
 
 def _planned(converted: Any, example: tuple[Any, ...]) -> dict[Any, tuple[Decision, Any]]:
@@ -219,10 +219,8 @@ def _check_recipes(model: nnx.Module, selection: Selection) -> None:
     for keys, node in nodes_of(model):
         here = converted_of(node)
         for weight in () if here is None else here.weights:
-            if not weight.holder:
-                continue
             own = () if weight.path == place_of(node) else weight.keys
-            path, recipe = spelled((*keys, *own)), getattr(node, weight.holder).recipe
+            path, recipe = spelled((*keys, *own)), getattr(weight.product(node), "recipe", None)
             wanted = selection.decide(path, node, None).recipe
             if wanted is not None and recipe is not None and wanted != recipe:
                 raise ValueError(

@@ -31,7 +31,7 @@ class Weight:
       keys: where it is in the module.
       path: by which a user selects its matmuls: of the layer, or of a user's own parameter.
       selection: decides on its matmuls.
-      holder: the module's attribute that holds their state; "" if they keep none.
+      holder: the module's attribute that may hold their state; "" if they keep none.
       plain: the value of that attribute in the plain model, or `ABSENT`.
       stays: why its matmuls stay as they are, whatever is selected.
     """
@@ -49,6 +49,11 @@ class Weight:
             by_name = isinstance(key, str) and not isinstance(module, Mapping)
             module = getattr(module, key) if by_name else module[key]
         return module
+
+    def product(self, module: Any) -> Product | None:
+        """Return what holds the state of its matmuls in `module`, if anything does."""
+        held = getattr(module, self.holder, None) if self.holder else None
+        return held if isinstance(held, Product) else None
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,8 @@ def stacks_of(nodes: Sequence[tuple[Keys, Any]]) -> dict[Keys, tuple[int, ...]]:
 def as_plain(modules: Sequence[nnx.Module]) -> Iterator[None]:
     """Return a context in which `modules` are plain: without state, and not converted."""
     converted = [(x, how) for x in modules if (how := converted_of(x)) is not None]
-    held = [(x, w, getattr(x, w.holder)) for x, c in converted for w in c.weights if w.holder]
+    of_weights = [(x, w, w.product(x)) for x, c in converted for w in c.weights]
+    held = [(x, w, product) for x, w, product in of_weights if product is not None]
     for module, weight, _ in held:
         if weight.plain is ABSENT:
             delattr(module, weight.holder)
@@ -236,30 +242,23 @@ def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]])
     `stayed` are the matmuls that a call has met, by path: the type of the layer, and the decision.
     """
     nodes = [(x, here) for _, x in nodes_of(model) if (here := converted_of(x)) is not None]
-    holders = [id(getattr(x, w.holder)) for x, here in nodes for w in here.weights if w.holder]
+    ours = [w.product(x) for x, here in nodes for w in here.weights]
     products = [x for _, x in nnx.iter_graph(model, graph=True) if isinstance(x, Product)]
-    if any(id(product) not in holders for product in products):
+    if any(not any(product is x for x in ours) for product in products):
         return
     layers: dict[str, tuple[type, Decision]] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for node, weight, decision in _left(nodes, stayed):
-        if hook_of(node) is not None or decision.chosen:
-            layers[weight.path] = type(node), decision
+    for node, weight in [(x, weight) for x, here in nodes for weight in here.weights]:
+        is_layer = hook_of(node) is not None
+        in_use = weight.product(node) is not None or weight.path != place_of(node)  # or a bias
+        if weight.path in stayed or is_layer and in_use:
+            continue
+        decision = weight.selection.decide(weight.path, node, None)
+        if is_layer or decision.chosen:
+            stays = Decision(None, weight.stays) if weight.stays else decision
+            layers[weight.path] = type(node), stays
         else:
             shape = getattr(weight.of(node).get_raw_value(), "shape", ())
             shapes.setdefault(place_of(node), {})[spelled(weight.keys)] = tuple(shape)
     kinds = {here.path: type(node) for node, here in nodes}
     warn_of_nothing(model, "nnx", {**stayed, **layers}, own_parameters(kinds, shapes))
-
-
-def _left(
-    nodes: Sequence[tuple[Any, Converted]], stayed: Mapping[str, Any]
-) -> Iterator[tuple[Any, Weight, Decision]]:
-    """List weights that no call has met, with decisions; of layers, only kernels without state."""
-    for node, here in nodes:
-        for weight in here.weights:
-            is_layer = hook_of(node) is not None
-            if weight.path in stayed or is_layer and (weight.holder or weight.path != here.path):
-                continue
-            decision = weight.selection.decide(weight.path, node, None)
-            yield node, weight, Decision(None, weight.stays) if weight.stays else decision
