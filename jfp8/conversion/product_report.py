@@ -6,16 +6,16 @@ import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jfp8.conversion.layer_tree import TreeLine, tree_lines
 from jfp8.conversion.product_rows import (
-    NO_LAYER,
-    OWN_ATTENTION,
+    AT_CODE,
     ProductRow,
     gain_of,
+    listed,
     looks_ahead_message,
     product_table,
     si,
@@ -29,7 +29,6 @@ _NAMED = 8  # layers listed under one reason
 _SHAPES = re.compile(r" \(lhs scale (?:[^()]|\([^()]*\))*\)")  # that a reason is given for
 Rows = Sequence[ProductRow]
 Lines = Sequence[tuple[TreeLine, Rows]]  # a layer, or several that are alike, and their products
-Reasons = Mapping[str, Sequence[str]]  # and the layers that each concerns
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,9 +104,7 @@ class Report(Printed):
         if layers:
             head, *lines = _text_lines(_table_of(layers))
             text = [head, "-" * max(map(len, (head, *lines))), *lines, ""]
-        for title, reasons in _why_not(layers).items():
-            text += [title, *_reason_lines(reasons), ""]
-        return "\n".join([*text, *self._said()])
+        return "\n".join([*text, *_reason_lines(layers), *self._said()])
 
     def _repr_html_(self) -> str:
         products = preformatted(self.verbose())
@@ -123,15 +120,6 @@ class Report(Printed):
         ahead = {row.path or row.layer: row.recipe for row in self.looking_ahead}
         found = looks_ahead_message(ahead) if ahead else "", slower_message(self.rows, self.gpu)
         return [message for message in found if message]
-
-
-def _why_not(layers: Lines) -> dict[str, Reasons]:
-    who = "a TPU" if any(row.tpu for _, rows in layers for row in rows) else "an NVIDIA GPU"
-    found = {
-        "In high precision:": _in_high_precision(layers),
-        f"FP8 that {who} computes in bf16:": _in_bf16(layers),
-    }
-    return {title: reasons for title, reasons in found.items() if reasons}
 
 
 def _lines_of(rows: Rows) -> Lines:
@@ -175,35 +163,29 @@ def _text_lines(table: Table) -> list[str]:
     return table_lines([(_shortened(name, room), *cells) for name, *cells in table])
 
 
-def _in_high_precision(lines: Lines) -> Reasons:
-    found: dict[str, dict[str, dict[str, None]]] = {}
+def _reason_lines(lines: Lines) -> Iterator[str]:
+    """Say why layers are in high precision, or FP8 is computed in bf16: each reason once."""
+    who = "a TPU" if any(row.tpu for _, rows in lines for row in rows) else "an NVIDIA GPU"
+    plain, in_bf16 = "In high precision:", f"FP8 that {who} computes in bf16:"
+    # By title and reason the layers that it concerns, and the lines of code in them.
+    found: dict[str, dict[str, dict[str, dict[str, None]]]] = {plain: {}, in_bf16: {}}
     for line, rows in lines:
-        for reason in (row.reason for row in rows if not row.fp8):
-            texts = [text for text in (NO_LAYER, OWN_ATTENTION) if reason.startswith(f"{text}: ")]
-            text = texts[0] if texts else reason
-            places = found.setdefault(text, {}).setdefault(line.path, {})
-            places.update(dict.fromkeys(reason.removeprefix(f"{text}: ") for text in texts))
-    return {
-        text: [f"{path} ({', '.join(at)})" if at else path for path, at in layers.items()]
-        for text, layers in found.items()
-    }
-
-
-def _in_bf16(lines: Lines) -> Reasons:
-    found: dict[str, dict[str, None]] = {}
-    for line, rows in lines:
-        for backend, why in (_backend(row) for row in rows if row.fp8):
-            if backend == "bf16":
-                found.setdefault(_SHAPES.sub("", why), {})[line.path] = None
-    return {why: list(layers) for why, layers in found.items()}
-
-
-def _reason_lines(reasons: Reasons) -> Iterator[str]:
-    for text, layers in reasons.items():
-        more = len(layers) - _NAMED
-        named = ", ".join(layers[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-        yield from _wrapped(text, "  ")
-        yield from _wrapped(named, "    ")
+        for row in rows:
+            backend, why = _backend(row)
+            if row.fp8 and backend == "bf16":
+                found[in_bf16].setdefault(_SHAPES.sub("", why), {}).setdefault(line.path, {})
+            if not row.fp8:
+                at_code = (text for text in AT_CODE if row.reason.startswith(f"{text}: "))
+                reason = next(at_code, row.reason)
+                places = found[plain].setdefault(reason, {}).setdefault(line.path, {})
+                places[row.reason.removeprefix(reason).removeprefix(": ")] = None
+    for title, reasons in found.items():
+        yield from [title] if reasons else []
+        for reason, layers in reasons.items():
+            named = [f"{x} ({', '.join(at)})" if any(at) else x for x, at in layers.items()]
+            yield from _wrapped(reason, "  ")
+            yield from _wrapped(listed(named, _NAMED), "    ")
+        yield from [""] if reasons else []
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

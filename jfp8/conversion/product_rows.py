@@ -15,7 +15,10 @@ OWN_ATTENTION = (
     "attention by a function, which convert does not replace (call "
     "jfp8.linen.DotProductAttention or jfp8.nnx.DotProductAttention)"
 )
-_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
+AT_CODE = NO_LAYER, OWN_ATTENTION
+"""Reasons after which reports name the line of code."""
+
+_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs")
 _TIMES = ("expected µs", "in bf16 µs")
 
 
@@ -75,23 +78,26 @@ class ProductRow:
 def looks_ahead_message(recipes: Mapping[str, str]) -> str:
     """Warn about layers, by path, of a causal model whose recipes let scales look ahead."""
     names = ", ".join(sorted({f'"{name}"' for name in recipes.values()}))
-    layers = list(dict.fromkeys(recipes))
-    listed = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
     return (
-        f"The model masks later positions, but under the recipe {names} the scales of {listed} "
+        f"The model masks later positions, but under the recipe {names} the scales of "
+        f"{listed(list(recipes), 4)} "
         "depend on them: a later token changes the results of earlier ones, in training and not in "
         'decoding. Recipes that keep them apart: "rowwise", "block", "mxfp8"; "delayed" with its '
         "state (recipe.is_causal() says it of any). jfp8.debug.looks_ahead measures it."
     )
 
 
-def product_table(rows: Iterable[ProductRow]) -> Table:
+def listed(items: Sequence[str], most: int) -> str:
+    """List up to `most` items, and count the others."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def product_table(rows: Sequence[ProductRow]) -> Table:
     """Return a head, and a line for each product; with times if any is expected."""
-    rows = list(rows)
-    if all(row.expected_us is None for row in rows):
-        return [_HEAD, *map(_cells, rows)]
-    with_times = lambda cells, times: (*cells[:-1], *times, cells[-1])
-    return [with_times(_HEAD, _TIMES), *(with_times(_cells(r), _times(r)) for r in rows)]
+    timed = any(row.expected_us is not None for row in rows)
+    head = (*_HEAD, *(_TIMES if timed else ()), "how")
+    return [head, *(_cells(row, timed=timed) for row in rows)]
 
 
 def times_of(rows: Iterable[ProductRow], recipe: str = "") -> tuple[float, float]:
@@ -145,14 +151,11 @@ def si(n: int) -> str:
     return f"{n} "
 
 
-def _cells(row: ProductRow) -> tuple[str, ...]:
-    layer = row.path or "(no layer)"
+def _cells(row: ProductRow, *, timed: bool) -> tuple[str, ...]:
     how = f"{row.recipe}, {row.implementation}" if row.fp8 else f"high precision: {row.reason}"
     if row.cuda not in ("", row.implementation) and not row.tpu:
         how += f"; on CUDA {row.cuda}"
-    return (layer, row.kind, row.lhs, row.rhs, row.out, str(row.times), si(row.flops), how)
-
-
-def _times(row: ProductRow) -> list[str]:
-    expected = row.expected_us, row.bf16_us
-    return ["" if us is None else f"{row.times * us:.3g}" for us in expected]
+    expected = (row.expected_us, row.bf16_us) if timed else ()
+    times = ("" if us is None else f"{row.times * us:.3g}" for us in expected)
+    what = row.path or "(no layer)", row.kind, row.lhs, row.rhs, row.out
+    return (*what, str(row.times), si(row.flops), *times, how)

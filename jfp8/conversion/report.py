@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,40 +85,29 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     >>> [(row.path, row.kind) for row in r.rows if row.fp8]
     [('layers_0', 'fprop'), ('layers_0', 'wgrad')]
     """
+    found = report_of(_jaxpr_of(model, inputs, kwargs), (inputs, kwargs))
+    for warning in found.warnings():
+        warnings.warn(warning, UserWarning, stacklevel=2)
+    return found
+
+
+def _jaxpr_of(model: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> ClosedJaxpr:
+    """Trace a model and its gradient; say what to type if an argument is missing."""
     if isinstance(model, nn.Module):
-        if not inputs or not isinstance(inputs[0], Mapping) or "params" not in inputs[0]:
-            given = type(inputs[0]).__name__ if inputs else "nothing"
-            if inputs and isinstance(inputs[0], Mapping):
-                given = f"{given} of {sorted(map(str, inputs[0]))}"
-            raise TypeError(
-                "report(model, variables, *inputs): variables must be what model.init returned, "
-                f"with 'params' in it; got {given}."
-            )
-        with _asking_for_inputs("report(model, variables, x)", len(inputs) > 1 or kwargs):
-            closed = _linen_jaxpr(model, inputs[0], inputs[1:], kwargs)
+        _check_variables(inputs)
+        trace, call, given = _linen_jaxpr, "report(model, variables, x)", len(inputs) > 1 or kwargs
     elif isinstance(model, nnx.Module):
-        with _asking_for_inputs("report(model, x)", inputs or kwargs):
-            closed = _nnx_jaxpr(model, inputs, kwargs)
+        trace, call, given = _nnx_jaxpr, "report(model, x)", inputs or kwargs
     elif callable(model) and not isinstance(model, type):
-        with _asking_for_inputs("report(function, params, batch)", inputs):
-            closed = _function_jaxpr(model, inputs, kwargs)
+        trace, call, given = _function_jaxpr, "report(function, params, batch)", inputs
     else:
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(
             f"model must be a Flax Linen or NNX module, got {given}. For Linen: "
             "jfp8.report(MyModel(...), variables, x)."
         )
-    found = report_of(closed, (inputs, kwargs))
-    for warning in found.warnings():
-        warnings.warn(warning, UserWarning, stacklevel=2)
-    return found
-
-
-@contextlib.contextmanager
-def _asking_for_inputs(call: str, given: Any) -> Iterator[None]:
-    """Say what to type if a model that was `given` nothing misses an argument."""
     try:
-        yield
+        return trace(model, inputs, kwargs)
     except TypeError as error:
         if given:
             raise
@@ -129,6 +117,17 @@ def _asking_for_inputs(call: str, given: Any) -> Iterator[None]:
         ) from error
 
 
+def _check_variables(inputs: tuple[Any, ...]) -> None:
+    if not inputs or not isinstance(inputs[0], Mapping) or "params" not in inputs[0]:
+        given = type(inputs[0]).__name__ if inputs else "nothing"
+        if inputs and isinstance(inputs[0], Mapping):
+            given = f"{given} of {sorted(map(str, inputs[0]))}"
+        raise TypeError(
+            "report(model, variables, *inputs): variables must be what model.init returned, "
+            f"with 'params' in it; got {given}."
+        )
+
+
 def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
     """List the products of a program that was traced in the context `notes.explaining`."""
     causal = masks_later_positions(closed, inputs)
@@ -136,9 +135,9 @@ def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
     return Report(tuple(_merged(_rows(closed.jaxpr))), causal, kind)
 
 
-def _linen_jaxpr(
-    model: nn.Module, variables: Mapping[str, Any], inputs: Any, kwargs: dict[str, Any]
-) -> ClosedJaxpr:
+def _linen_jaxpr(model: nn.Module, given: Any, kwargs: dict[str, Any]) -> ClosedJaxpr:
+    variables, *inputs = given
+
     def locate(next_fun, args, kwargs, context):
         module = context.module
         if module.scope is None or isinstance(module, ProductModule):  # without: it is being made
