@@ -102,15 +102,7 @@ class Seen:
     def check(self, plan: Plan, *, of_init: bool = False) -> None:
         """Raise ``ValueError`` if a pattern, or in ``init`` a type, matches no layer."""
         named = [each.named for each in plan.matmuls.values()]
-        self._check_dtypes()
-        for each in plan.matmuls.values():
-            kind = self.kinds.get(each.named.name, ProductModule)
-            if each.decision.recipe is not None and not issubclass(kind, ProductModule):
-                raise ValueError(
-                    f"The module at {each.named.name!r} is called like the state of a product with "
-                    "the parameter beside it. Rename one of them, or exempt the parameter from the "
-                    "conversion."
-                )
+        self._check_selected(plan)
         shapes, around = self.shapes, {above for path in self.shapes for above in _prefixes(path)}
         possible = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
         listed = {*around, *self.attentions, *(each.path for each in named)}
@@ -121,11 +113,19 @@ class Seen:
             layers = [*self.layers.values(), *(each.layer for each in named), *own]
             self.selection.check_types(layers)
 
-    def _check_dtypes(self) -> None:
-        """Raise ``TypeError`` if a selected layer rounds its operands to FP8, without a scale."""
+    def _check_selected(self, plan: Plan) -> None:
+        """Raise an error if a selected matmul has no place for its state, or rounds to FP8."""
+        for each in plan.matmuls.values():
+            kind = self.kinds.get(each.named.name, ProductModule)
+            if each.decision.recipe is not None and not issubclass(kind, ProductModule):
+                raise ValueError(
+                    f"The module at {each.named.name!r} is called like the state of a product with "
+                    "the parameter beside it. Rename one of them, or exempt the parameter from the "
+                    "conversion."
+                )
         for path, layer in self.layers.items():
             dtype: Any = getattr(layer, "dtype", None)
-            if dtype is not None and self.selection.decide(path, layer, None).recipe:
+            if dtype is not None and self.selection.decide(path, layer, None).recipe is not None:
                 check_operand(jax.ShapeDtypeStruct((), dtype))
 
     def is_complete(self, program: Program, variables: Mapping[str, Any]) -> bool:

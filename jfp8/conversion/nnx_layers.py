@@ -248,17 +248,23 @@ def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]])
         return
     layers: dict[str, tuple[type, Decision]] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for node, weight in [(x, weight) for x, here in nodes for weight in here.weights]:
-        is_layer = hook_of(node) is not None
-        in_use = weight.product(node) is not None or weight.path != place_of(node)  # or a bias
-        if weight.path in stayed or is_layer and in_use:
-            continue
-        decision = weight.selection.decide(weight.path, node, None)
-        if is_layer or decision.chosen:
-            stays = Decision(None, weight.stays) if weight.stays else decision
-            layers[weight.path] = type(node), stays
+    for node, weight, decision in _left(nodes, stayed):
+        if hook_of(node) is not None or decision.chosen:
+            layers[weight.path] = type(node), decision
         else:
             shape = getattr(weight.of(node).get_raw_value(), "shape", ())
             shapes.setdefault(place_of(node), {})[spelled(weight.keys)] = tuple(shape)
     kinds = {here.path: type(node) for node, here in nodes}
     warn_of_nothing(model, "nnx", {**stayed, **layers}, own_parameters(kinds, shapes))
+
+
+def _left(
+    nodes: Sequence[tuple[Any, Converted]], stayed: Mapping[str, Any]
+) -> Iterator[tuple[Any, Weight, Decision]]:
+    """List weights that no call has met, with decisions; of layers, only kernels without state."""
+    for node, weight in [(x, weight) for x, here in nodes for weight in here.weights]:
+        in_use = weight.product(node) is not None or weight.path != place_of(node)  # or a bias
+        if weight.path in stayed or in_use and hook_of(node) is not None:
+            continue
+        decision = weight.selection.decide(weight.path, node, None)
+        yield node, weight, Decision(None, weight.stays) if weight.stays else decision

@@ -163,24 +163,27 @@ def _text_lines(table: Table) -> list[str]:
     return table_lines([(_shortened(name, room), *cells) for name, *cells in table])
 
 
+def _reasons(lines: Lines) -> Iterator[tuple[bool, str, str, str]]:
+    """List why products are in high precision (True), or computed in bf16; the layer, the code."""
+    for line, row in [(line, row) for line, rows in lines for row in rows]:
+        backend, why = _backend(row)
+        if row.fp8 and backend == "bf16":
+            yield False, _SHAPES.sub("", why), line.path, ""
+        if not row.fp8:
+            at_code = (text for text in AT_CODE if row.reason.startswith(f"{text}: "))
+            reason = next(at_code, row.reason)
+            yield True, reason, line.path, row.reason.removeprefix(reason).removeprefix(": ")
+
+
 def _reason_lines(lines: Lines) -> Iterator[str]:
-    """Say why layers are in high precision, or FP8 is computed in bf16: each reason once."""
+    """Say each reason once, with the layers that it concerns."""
     who = "a TPU" if any(row.tpu for _, rows in lines for row in rows) else "an NVIDIA GPU"
-    plain, in_bf16 = "In high precision:", f"FP8 that {who} computes in bf16:"
-    # By title and reason the layers that it concerns, and the lines of code in them.
-    found: dict[str, dict[str, dict[str, dict[str, None]]]] = {plain: {}, in_bf16: {}}
-    for line, rows in lines:
-        for row in rows:
-            backend, why = _backend(row)
-            if row.fp8 and backend == "bf16":
-                found[in_bf16].setdefault(_SHAPES.sub("", why), {}).setdefault(line.path, {})
-            if not row.fp8:
-                at_code = (text for text in AT_CODE if row.reason.startswith(f"{text}: "))
-                reason = next(at_code, row.reason)
-                places = found[plain].setdefault(reason, {}).setdefault(line.path, {})
-                places[row.reason.removeprefix(reason).removeprefix(": ")] = None
-    for title, reasons in found.items():
-        yield from [title] if reasons else []
+    titles = {True: "In high precision:", False: f"FP8 that {who} computes in bf16:"}
+    found: dict[bool, dict[str, dict[str, dict[str, None]]]] = {True: {}, False: {}}
+    for plain, reason, path, code in _reasons(lines):
+        found[plain].setdefault(reason, {}).setdefault(path, {})[code] = None
+    for plain, reasons in found.items():
+        yield from [titles[plain]] if reasons else []
         for reason, layers in reasons.items():
             named = [f"{x} ({', '.join(at)})" if any(at) else x for x, at in layers.items()]
             yield from _wrapped(reason, "  ")
