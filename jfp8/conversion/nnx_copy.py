@@ -12,8 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jfp8.conversion.linen_attention import check_caching_layers
-from jfp8.conversion.nnx import TAG, TracedCall
-from jfp8.conversion.nnx_classes import enter
+from jfp8.conversion.nnx import TAG, TracedCall, enter
 from jfp8.conversion.nnx_layers import (
     Converted,
     Weight,

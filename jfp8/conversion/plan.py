@@ -204,7 +204,7 @@ class _Looked:
         Parameters that scale or shift these make no difference. In a loss targets, and terms of
         other layers, meet the result of the model.
         """
-        walk = Walk(self.see, {}, of_activations, emits=False)
+        walk = Walk(self.see, {}, of_activations)
         results: list[Any] = []
 
         def look(*arguments: Any) -> None:

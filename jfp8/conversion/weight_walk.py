@@ -53,14 +53,13 @@ class Walk(Reader):
     Attributes:
       loops: by the name of what is fed, the scans that slice it.
       of_activations: whether matmuls without a weight go to `compute`, too.
-      emits: whether `compute` may emit anything.
       used: the keys of matmuls whose results were read as a whole, by other matmuls or loops.
     """
 
+    emits = True
     compute: Callable[[WeightMatmul], tuple[jax.Array, Emitted]]
     loops: Mapping[str, Collection[Place]]
     of_activations: bool = False
-    emits: bool = True  # pyrefly: ignore[bad-override]
     used: set[Any] = field(default_factory=set)
 
     def equation(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> Any:
