@@ -20,7 +20,6 @@ from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention
 
 Keys = tuple[Any, ...]
-ABSENT = "absent"  # in the plain model
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Weight:
       path: by which a user selects its matmuls: of the layer, or of a user's own parameter.
       selection: decides on its matmuls.
       holder: the module's attribute that may hold their state; "" if they keep none.
-      plain: the value of that attribute in the plain model, or `ABSENT`.
       stays: why its matmuls stay as they are, whatever is selected.
     """
 
@@ -40,7 +38,6 @@ class Weight:
     path: str
     selection: Selection
     holder: str = ""
-    plain: Any = ABSENT
     stays: str = ""
 
     def of(self, module: Any) -> Any:
@@ -166,11 +163,9 @@ def weights_of(module: Any, place: str, selection: Selection) -> list[Weight]:
     for keys, _ in params_of(module):
         path = f"{place}/{spelled(keys)}".lstrip("/")
         holder = "" if known else "DotGeneral_" + "_".join(map(str, keys))
-        plain = ABSENT
         if hook is not None and keys == ("kernel",):
             path, holder = place, "" if why else hook.name
-            plain = getattr(module, hook.name, ABSENT)
-        found.append(Weight(keys, path, selection, holder, plain, why))
+        found.append(Weight(keys, path, selection, holder, why))
     return found
 
 
@@ -223,10 +218,11 @@ def as_plain(modules: Sequence[nnx.Module]) -> Iterator[None]:
     of_weights = [(x, w, w.product(x)) for x, c in converted for w in c.weights]
     held = [(x, w, product) for x, w, product in of_weights if product is not None]
     for module, weight, _ in held:
-        if weight.plain is ABSENT:
+        hook = hook_of(module)
+        if hook is None:
             delattr(module, weight.holder)
         else:
-            setattr(module, weight.holder, nnx.static(weight.plain))
+            setattr(module, weight.holder, nnx.static(hook.stock[-1]))
     for module, how in converted:
         object.__setattr__(module, _ATTRIBUTE, replace(how, is_plain=True))
     yield
