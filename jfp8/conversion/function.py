@@ -143,16 +143,8 @@ class Fp8Function:
                 f"but its weights are argument {max(self.weights)} (weights= of "
                 "jfp8.convert). Pass them by position."
             )
-        weights = [args[i] for i in self.weights]
-        others = [None if i in self.weights else arg for i, arg in enumerate(args)]
-
-        def call(weights: Any, rest: Any) -> Any:
-            arguments = list(rest[0])
-            for i, given in zip(self.weights, weights, strict=True):
-                arguments[i] = given
-            return self.function(*arguments, **rest[1])
-
-        return Program.of(call, weights, self._paths(weights), (others, kwargs))
+        call, weights, others = weights_apart(self.function, self.weights, args, kwargs)
+        return Program.of(call, weights, self._paths(weights), others)
 
     def _plan(self, program: Program) -> Plan:
         is_loss = bool(program.closed.out_avals) and program.closed.out_avals[0].ndim == 0
@@ -173,8 +165,8 @@ class Fp8Function:
             name = _argument(self.function, i)
             for keys, _ in Program.leaves_with_path(tree):
                 path = jax.tree_util.keystr(keys, simple=True, separator="/")
-                above = (name,) if len(weights) > 1 or not path else ()
-                paths.append("/".join([*above, *([path] if path else [])]))
+                above = name if len(weights) > 1 or not path else ""
+                paths.append("/".join(filter(None, [above, path])))
         if twice := sorted({path for path in paths if paths.count(path) > 1}):
             raise ValueError(f"Two weights have the path {twice[0]!r}. Rename one of them.")
         return tuple(paths)
@@ -202,6 +194,21 @@ class Fp8Function:
         for message in told:
             warnings.warn(message, UserWarning, stacklevel=user_level())
         plan.warn_ahead()
+
+
+def weights_apart(
+    function: Callable[..., Any], places: Sequence[int], args: Sequence[Any], kwargs: Any
+) -> tuple[Callable[[Any, Any], Any], list[Any], Any]:
+    """Return `function` of weights and other arguments, the weights in `args`, and the others."""
+
+    def call(weights: Any, others: Any) -> Any:
+        arguments = list(others[0])
+        for i, given in zip(places, weights, strict=True):
+            arguments[i] = given
+        return function(*arguments, **others[1])
+
+    others = [None if i in places else arg for i, arg in enumerate(args)]
+    return call, [args[i] for i in places], (others, kwargs)
 
 
 def convert_function(

@@ -160,7 +160,8 @@ class Seen:
         converted = any(decision.recipe is not None for _, decision in stayed.values())
         if converted or self.ours or not self.knows_all:
             return False
-        multiplied = {each.weight.rpartition("/")[0] for each in plan.matmuls.values()}
+        weights = [each.matmul.source.path for each in plan.matmuls.values()]
+        multiplied = {path.rpartition("/")[0] for path in weights}
         kinds = {path: kind for path, kind in self.kinds.items() if path not in multiplied}
         return warn_of_nothing(model, "linen", stayed, own_parameters(kinds, self.shapes))
 

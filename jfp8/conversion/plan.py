@@ -72,11 +72,15 @@ class PlannedMatmul:
     """Hold what becomes of a matmul."""
 
     named: Named
-    weight: str  # its path
-    primitive: str
+    matmul: WeightMatmul  # without arrays
     decision: Decision
     loops: frozenset[Place]  # the places of scans that slice its state
-    stacks: tuple[int, ...]  # the lengths of these, and the sizes of stacks of layers, see `Named`
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """Return the lengths of these scans, and the sizes of stacks of layers, see `Named`."""
+        sizes = np.shape(self.matmul.weight)[: self.named.stacks]
+        return *self.matmul.source.lengths, *sizes
 
     @property
     def has_state(self) -> bool:
@@ -87,10 +91,8 @@ class PlannedMatmul:
     @property
     def looks_ahead(self) -> bool:
         """Return whether its scales depend on later positions of a sequence."""
-        recipe, kind = (
-            self.decision.recipe,
-            "conv" if self.primitive.startswith("conv") else "dense",
-        )
+        recipe = self.decision.recipe
+        kind = "conv" if self.matmul.primitive.startswith("conv") else "dense"
         return recipe is not None and not recipe.is_causal(kind, history=self.has_state)
 
     def init_state(self, init: Callable[[Recipe], Any]) -> Any:
@@ -176,9 +178,7 @@ def plan_of(
     for key, (named, matmul) in looked.seen.items():
         edge = looked.edge_of(key, ends)
         decision = named.decide(edge if edge in possible else None)
-        stacks = *matmul.source.lengths, *np.shape(matmul.weight)[: named.stacks]
-        weight, loops = matmul.source.path, frozenset(looked.loops[key])
-        matmuls[key] = PlannedMatmul(named, weight, matmul.primitive, decision, loops, stacks)
+        matmuls[key] = PlannedMatmul(named, matmul, decision, frozenset(looked.loops[key]))
     causal = masks_later_positions(program.closed, program.arguments)
     return Plan(matmuls, of_activations, causal, looked.held())
 

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.flops import flops
+from jfp8.conversion.function import weights_apart
 from jfp8.conversion.linen_attention import own_attention
 from jfp8.conversion.nnx_copy import with_notes
 from jfp8.conversion.product_report import Report
@@ -154,12 +155,10 @@ def _linen_jaxpr(model: nn.Module, given: Any, kwargs: dict[str, Any]) -> Closed
         key = jax.random.key(0)  # here, since nothing can be computed on a described device
         rngs = {name: jax.random.fold_in(key, i) for i, name in enumerate(sorted(streams))}
         with nn.intercept_methods(locate):
-            y, _ = model.apply(
-                {"params": params, **others}, *inputs, rngs=rngs, mutable=mutable, **kwargs
-            )
-        return total_of(y)
+            given = {"params": params, **others}
+            return model.apply(given, *inputs, rngs=rngs, mutable=mutable, **kwargs)[0]
 
-    return _traced(forward, (variables["params"], others, inputs, kwargs))
+    return _traced(forward, variables["params"], others, inputs, kwargs)
 
 
 def _inside_of_attention(module: nn.Module) -> str:
@@ -176,38 +175,29 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
 
     def forward(params, rest, inputs, kwargs):
         copy = with_notes(nnx.merge(graph, params, rest, copy=True))
-        return total_of(copy(*inputs, **kwargs))
+        return copy(*inputs, **kwargs)
 
-    return _traced(forward, (params, rest, inputs, kwargs))
+    return _traced(forward, params, rest, inputs, kwargs)
 
 
 def _function_jaxpr(function: Any, inputs: Any, kwargs: dict[str, Any]) -> ClosedJaxpr:
     places = getattr(function, "weights", (0,))
-
-    def forward(weights, others, kwargs):
-        arguments = list(others)
-        for i, given in zip(places, weights, strict=True):
-            arguments[i] = given
-        return total_of(function(*arguments, **kwargs))
-
-    weights = [inputs[i] for i in places]
-    others = [None if i in places else given for i, given in enumerate(inputs)]
-    return _traced(forward, (weights, others, kwargs))
+    return _traced(*weights_apart(function, places, inputs, kwargs))
 
 
-def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
-    """Trace the gradient with respect to the first argument, or `forward` if it has none."""
-    params, whole_params = arrays_apart(arguments[0])
-    others, whole_others = arrays_apart(arguments[1:])
+def _traced(forward: Any, weights: Any, *others: Any) -> ClosedJaxpr:
+    """Trace the gradient of a model's results by its weights, or `forward` if it has none."""
+    params, whole_params = arrays_apart(weights)
+    inputs, whole_inputs = arrays_apart(others)
 
-    def flat(params, others):
-        return forward(whole_params(params), *whole_others(others))
+    def flat(params, inputs):
+        return total_of(forward(whole_params(params), *whole_inputs(inputs)))
 
     narrow = any(np.dtype(x.dtype).itemsize == 1 for x in params)  # weights kept in FP8
     function = flat if narrow or not params else jax.value_and_grad(flat)
     with explaining():
         # The gradient by the model's input, say, is traced with the rest, and never computed.
-        return without_dead_code(jax.make_jaxpr(function)(params, others))
+        return without_dead_code(jax.make_jaxpr(function)(params, inputs))
 
 
 def total_of(y: Any) -> jax.Array:

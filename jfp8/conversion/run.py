@@ -72,7 +72,7 @@ def run_planned(
 
 def _stored(program: Program, planned: PlannedMatmul) -> ScaledArray | None:
     """Return the weight as it is kept in FP8, if it is, and each loop can take its part."""
-    stored, stacks = program.stored.get(planned.weight), planned.stacks
+    stored, stacks = program.stored.get(planned.matmul.source.path), planned.stacks
     whole = all(x.shape[: len(stacks)] == stacks for x in jax.tree.leaves(stored))
     return stored if whole else None
 

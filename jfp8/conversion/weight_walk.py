@@ -67,11 +67,11 @@ class Walk(Reader):
         if self.enters(eqn, ins):
             return None
         if eqn.primitive.name not in PRODUCTS:
-            origins = self._mixed(notes_in(ins)) if _mixes(eqn) else origins_of(notes_in(ins))
-            flow = enumerate(_flow(eqn, ins))
-            notes = [_identified(x, (at.path, i), origins) for i, x in flow]
+            origins = self._read_whole if _reads_whole(eqn) else origins_of
+            of_all, flow = origins(notes_in(ins)), enumerate(_flow(eqn, ins))
+            notes = [_identified(x, (at.path, i), of_all) for i, x in flow]
             return list(map(Value, evaluate(eqn, arrays(ins)), notes)), []
-        self._mixed(notes_in(ins))
+        self._read_whole(notes_in(ins))
         matmul = self._matmul(eqn, ins, at)
         both = all(isinstance(value.note, Source) for value in ins[:2])
         if matmul is None:
@@ -85,8 +85,8 @@ class Walk(Reader):
         factor, origins = (matmul.key, *matmul.sizes), frozenset([matmul.key])
         return [Value(y, Data(at.path, factor, origins))], emitted
 
-    def _mixed(self, notes: Sequence[Note]) -> frozenset[Any]:
-        """Return the origins of what was computed from values that are looked at as a whole."""
+    def _read_whole(self, notes: Sequence[Note]) -> frozenset[Any]:
+        """Note that these values are read as a whole; return the origins of the result."""
         origins = origins_of(notes)
         self.used.update(origins)
         return origins | INPUTS
@@ -118,7 +118,7 @@ class Walk(Reader):
     def closed_to(self, eqn: Any, ins: Sequence[Value], at: interpreter.Place) -> Sequence[Value]:
         """Compute the equation, and note why its matmuls stay as they are."""
         del at
-        self._mixed(notes_in(ins))
+        self._read_whole(notes_in(ins))
         with note("reason", f"inside {eqn.primitive.name}, which has a derivative of its own"):
             return self.as_it_is(eqn, ins)
 
@@ -134,7 +134,7 @@ class Walk(Reader):
         is_scan = eqn.primitive.name == "scan"
         jaxpr = body_of(eqn)[0] if is_scan else eqn.params["body_jaxpr"].jaxpr
         carried = zip(notes[n_fixed:n], jaxpr.invars[n_fixed:n], jaxpr.outvars)
-        turn, origins = (at.path, eqn.params.get("length")), self._mixed(notes)
+        turn, origins = (at.path, eqn.params.get("length")), self._read_whole(notes)
 
         def into(i: int, x: Note) -> Note:
             if isinstance(x, Source):
@@ -155,7 +155,7 @@ class Walk(Reader):
             return results[0]
         if name == "shard_map":
             return [Data(None, origins=origins_of([x])) for x in results[0]]
-        data = Data(None, origins=self._mixed(inside))
+        data = Data(None, origins=self._read_whole(inside))
         if name == "cond":
             return [data] * n
         sizes = scan_sizes(eqn) if name == "scan" else (eqn.params["body_nconsts"], n)
@@ -190,8 +190,8 @@ def has_product(eqn: Any) -> bool:
     return any(inner.primitive.name in PRODUCTS for inner in _inside(eqn))
 
 
-def _mixes(eqn: Any) -> bool:
-    """Return whether an equation looks at an operand as a whole: it has a matmul or a loop."""
+def _reads_whole(eqn: Any) -> bool:
+    """Return whether an equation reads its operands as a whole: it has a matmul or a loop."""
     loops = lambda eqn: primitive_name(eqn) not in _STRAIGHT and any(jaxprs_of(eqn))
     return any(loops(x) or x.primitive.name in PRODUCTS for x in (eqn, *_inside(eqn)))
 
