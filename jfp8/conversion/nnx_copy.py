@@ -17,7 +17,6 @@ from jfp8.conversion.nnx_layers import (
     Converted,
     Weight,
     converted_of,
-    graph_of,
     has_own_product,
     layers_of,
     nodes_of,
@@ -31,13 +30,12 @@ from jfp8.conversion.nnx_layers import (
 )
 from jfp8.conversion.selection import Decision, Selection
 from jfp8.layers.nnx.attention import (
-    DotProductAttention,
     has_stock_attention,
     install_attention,
     install_cache,
 )
 from jfp8.layers.nnx.hooks import hook_of, product_for
-from jfp8.layers.nnx.products import DotGeneral, Product
+from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.transformer import TransformerLayer
 from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.recipe import Recipe
@@ -148,9 +146,6 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
             _hold(node, weight, decision.recipe, leading)
         elif planned is not None and decision.reason:
             _stay(node, weight, decision.reason)
-    for node in graph_of(converted)[0]:
-        if isinstance(node, Product | DotProductAttention) and node.recipe is not None:
-            node.unless_slower_on = selection.unless_slower_on
     return converted
 
 
@@ -161,6 +156,7 @@ def _enter(node: Any, path: str, selection: Selection) -> None:
         recipe = selection.decide(path, node, None).recipe
         if recipe is not None:
             install_attention(node, recipe=recipe, path=path)
+            node.attention_fn.unless_slower_on = selection.unless_slower_on
     if selection.cache_dtype is not None:
         kind = _class_with_cache(node, selection.cache_dtype, path)
     is_plain = converted_of(node) is None and has_own_product(node)

@@ -14,13 +14,11 @@ from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import observed_mlp
 from jfp8.products.operation import Observed, Options, State, as_operands
 from jfp8.products.shared_input import SharedInput
-from jfp8.products.slower import why_slower
 from jfp8.products.vjp import Planned
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import EXPLAINING, note
 
 
@@ -34,7 +32,6 @@ class Site(Protocol):
 
     implementation: Implementation
     casts_kernel: bool
-    unless_slower_on: Gpu | None
 
     def _in_effect(self) -> Recipe | None: ...
     def _place(self) -> tuple[str, str]: ...
@@ -56,16 +53,10 @@ def multiply_at(
     Reports name the `layer` that the matmul belongs to.
     """
     recipe, rhs_dtype = site._in_effect(), kernel_dtype(lhs, rhs, site.casts_kernel)
-    in_high_precision = lambda: plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
     if recipe is None:
-        reason = why_in_high_precision()
-    else:
-        check_operand(lhs)
-        gpu = site.unless_slower_on
-        reason = why_slower(gpu, recipe, in_high_precision, lhs, rhs) if gpu is not None else ""
-    if recipe is None or reason:
-        with note("reason", reason):
-            return in_high_precision()
+        with note("reason", why_in_high_precision()):
+            return plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
+    check_operand(lhs)
     options, state, records = _begin(site, recipe, rhs_dtype)
     with _noted(site, recipe, layer, state.histories is not None):
         y, observed = quantized(lhs, rhs, options=options, state=state._replace(shared=shared))

@@ -65,7 +65,6 @@ class ProductModule(nn.Module):
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
     casts_kernel: bool = False
-    unless_slower_on = None  # no field
 
     @nn.nowrap
     def _in_effect(self) -> Recipe | None:

@@ -40,7 +40,6 @@ from jfp8.scaling.history import (
     seen,
 )
 from jfp8.scaling.sink import ROLES
-from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
 
@@ -83,7 +82,6 @@ class Product(PrintsRecipe):
         array; otherwise None.
       casts_kernel: True if a kernel in f32 is cast to the dtype of the inputs; layers of jfp8
         leave the cast to the matmul.
-      unless_slower_on: stay in high precision if FP8 is expected to be slower on this GPU.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class Product(PrintsRecipe):
         self.implementation = implementation
         self.path = path
         self.casts_kernel = False
-        self.unless_slower_on: Gpu | None = None
         # The matmuls of a region that disables FP8 may be called outside it.
         recipe = recipe_in_effect(self.recipe, path) or self.recipe or DelayedScaling()
         state = recipe.init_state()
