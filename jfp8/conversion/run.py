@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,14 +19,16 @@ from jfp8.conversion.program import Program
 from jfp8.conversion.weight_matmul import Place, WeightMatmul
 from jfp8.conversion.weight_walk import Walk
 from jfp8.layers.options import kernel_dtype
+from jfp8.matmul.planner import Work, planner_of
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.shared_input import SharedInput
-from jfp8.products.slower import why_slower
 from jfp8.recipes import in_effect as region
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.devices import Gpu
 from jfp8.tracing.interpreter import Emitted, arrays
 from jfp8.tracing.notes import layer_noted, note
 
@@ -84,7 +87,7 @@ def _computed(
     recipe, reason = planned.decision.recipe, planned.decision.reason
     gpu = planned.named.selection.unless_slower_on
     if recipe is not None and gpu is not None:
-        reason = why_slower(gpu, recipe, matmul.plain, matmul.x, matmul.weight)
+        reason = _why_slower(gpu, recipe, matmul)
     named = planned.named
     if recipe is None or reason:
         with _noted(named, reason):
@@ -107,6 +110,24 @@ def _computed(
     if state.histories is None:
         return y, []
     return y, [(named.name, lax.stop_gradient(jnp.stack(observed, -1)))]
+
+
+def _why_slower(gpu: Gpu, recipe: Recipe, matmul: WeightMatmul) -> str:
+    """Explain why FP8 should be slower on `gpu` than the matmul as it is; "" if it is not."""
+    arrays = matmul.x, matmul.weight, matmul.eqn.outvars[0].aval
+    batch, is_dot = 1, matmul.primitive == "dot_general"
+    if is_dot:
+        _, (batched, _) = matmul.eqn.params["dimension_numbers"]
+        batch = math.prod(matmul.eqn.invars[0].aval.shape[d] for d in batched)
+    # Each of the sizes m, n and k is in two of the arrays, and the batch size in all three.
+    sizes = [math.prod(x.shape) for x in arrays]
+    work = Work(math.sqrt(math.prod(sizes) / max(batch, 1)), sum(sizes))
+    # Convolutions by 1x1 kernels are matmuls.
+    in_f8 = is_dot or math.prod(matmul.weight.shape[:-2]) == 1
+    gain = planner_of(gpu).expected_gain(work, recipe.resolved().quantizers(), in_f8)
+    if gain >= 1:
+        return ""
+    return f"exempt: 'slower' ({recipe.name} has {gain:.2f} of the speed of bf16 on {gpu.kind})"
 
 
 @contextmanager
