@@ -79,6 +79,19 @@ def test_batched_matmuls_and_convolutions():
     assert found == {"experts": False, "one": True, "three": False}
 
 
+def test_layers_of_jfp8_keep_their_recipe():
+    """Only layers that `jfp8.convert` converts are left out."""
+    x, how = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16), {"recipe": "current"}
+    linen = nn.Sequential([jfp8.Dense(64, **how), nn.Dense(64)])
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(jfp8.nnx.Linear(64, 64, **how, rngs=rngs), nnx.Linear(64, 64, rngs=rngs))
+    with traced_for("NVIDIA H100"):
+        linen, model = (jfp8.convert(each, "current", exempt="slower") for each in (linen, model))
+    found = what_is_fp8(jfp8.report(linen, jax.eval_shape(linen.init, KEY, x), x))
+    assert found == {"layers_0": True, "layers_1": False}
+    assert what_is_fp8(jfp8.report(model, x)) == {"layers/0": True, "layers/1": False}
+
+
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_attention_that_would_be_slower_is_not_quantized(framework):
     """It has no kernel on any GPU."""
