@@ -114,16 +114,10 @@ def _computed(
 
 def _why_slower(gpu: Gpu, recipe: Recipe, matmul: WeightMatmul) -> str:
     """Explain why FP8 should be slower on `gpu` than the matmul as it is; "" if it is not."""
-    arrays = matmul.x, matmul.weight, matmul.eqn.outvars[0].aval
-    batch, is_dot = 1, matmul.primitive == "dot_general"
-    if is_dot:
-        _, (batched, _) = matmul.eqn.params["dimension_numbers"]
-        batch = math.prod(matmul.eqn.invars[0].aval.shape[d] for d in batched)
-    # Each of the sizes m, n and k is in two of the arrays, and the batch size in all three.
-    sizes = [math.prod(x.shape) for x in arrays]
-    work = Work(math.sqrt(math.prod(sizes) / max(batch, 1)), sum(sizes))
+    (terms, _), out = matmul.sizes, matmul.eqn.outvars[0].aval
+    work = Work(out.size * terms, sum(x.size for x in (matmul.x, matmul.weight, out)))
     # Convolutions by 1x1 kernels are matmuls.
-    in_f8 = is_dot or math.prod(matmul.weight.shape[:-2]) == 1
+    in_f8 = matmul.primitive == "dot_general" or math.prod(matmul.weight.shape[:-2]) == 1
     gain = planner_of(gpu).expected_gain(work, recipe.resolved().quantizers(), in_f8)
     if gain >= 1:
         return ""
