@@ -211,7 +211,7 @@ LINES_OF_ROOMS = {
     "optim": 2528,
     "training": 2839,
     "checkpoint": 3464,
-    "conversion": 4764,
+    "conversion": 4760,
     "debug": 4128,
     "plot": 1164,
     "command_line": 2085,

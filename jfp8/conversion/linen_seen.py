@@ -133,7 +133,9 @@ class Seen:
 
         It has not if JAX has kept the trace of an ``nn.jit``.
         """
-        owners = {path.split("+")[0].rpartition("/")[0] for path in program.weights_read()}
+        read = program.weights_read()  # names of parameters may have slashes, too
+        named = [(path, name) for path, own in self.shapes.items() for name in own]
+        owners = {path for path, name in named if f"{path}/{name}".lstrip("/") in read}
         histories = flatten_dict(variables.get("fp8", {}))
         products = [keys[:-2] for keys in histories if keys[-1] == "amax_history"]
         products += [keys[:-1] for keys in flatten_dict(variables.get(OVERWRITTEN, {}))]
