@@ -48,7 +48,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     >>> saved["data"].dtype.name, saved["data"].tolist(), saved["scale"].tolist()
     ('float8_e4m3fn', [1.0, 448.0], 1.0)
     """
-    target = Path(os.path.realpath(path))  # of a link, so that it stays one
+    target = Path(os.path.realpath(path))  # a link's target, so that the link stays
     is_folder = _is_folder(target)
     if isinstance(tree, TrainState):
         warn_of_skipped(tree.skipped_in_a_row)
@@ -119,8 +119,8 @@ def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) 
       A tree of the structure of `target`.
 
     Raises:
-      ValueError: as for `load`; something other than FP8 state differs, or anything if `strict`.
-      FileNotFoundError, ImportError: as for `load`.
+      ValueError: see `load`; also if more than FP8 state differs, or anything if `strict`.
+      FileNotFoundError, ImportError: see `load`.
 
     >>> import jax.numpy as jnp, jfp8, pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.safetensors"

@@ -124,11 +124,11 @@ def save_fp8_safetensors(
 
     Args:
       path: the folder.
-      tensors, style, names, recipe: as for `serving_tensors`, which gives the arrays of the files.
+      tensors, style, names, recipe: see `serving_tensors`, which gives the arrays of the files.
       max_shard_size: bytes of a file.
 
     Raises:
-      ValueError: as `serving_tensors`.
+      ValueError: see `serving_tensors`.
     """
     folder = Path(path)
     serving = serving_tensors(tensors, style, names=names, recipe=recipe)

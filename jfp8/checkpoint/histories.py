@@ -119,7 +119,7 @@ def filled(target: Mapping[str, Any], fp8: Any, log: Log) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "fp8" in target:
         wanted = nested(target["fp8"])
-        leaves = dict(walk(wanted))  # of an NNX state, parameters as well
+        leaves = dict(walk(wanted))  # an NNX state's include parameters
         for path in product_paths(wanted):
             new = fitted(at(wanted, path), at(fp8, path), ("fp8", *path), log)
             leaves |= {place[1:]: leaf for place, leaf in new.items()}

@@ -27,7 +27,7 @@ from jfp8.checkpoint.state_dict import (
     state_dict,
 )
 
-_MARK = "_METADATA"  # which Orbax writes into every folder with a tree
+_MARK = "_METADATA"  # Orbax writes it into every folder with a tree
 _CHECKSUMS = "jfp8_crc32"
 _UNKNOWN_TO_ORBAX = ("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3", "uint4", "uint2")
 
@@ -71,7 +71,7 @@ def read(directory: Path) -> dict[str, Any]:
             how = lambda x: ocp.RestoreArgs(None if isinstance(x, scalars) else np.ndarray)
             arguments = ocp.args.PyTreeRestore(restore_args=jax.tree.map(how, tree))
             restored = state_dict(checkpointer.restore(directory.absolute(), args=arguments))
-        except Exception as error:  # of Orbax, TensorStore, JSON, and what hostile data reaches
+        except Exception as error:  # Orbax's, TensorStore's, JSON's, or any other's
             raise ValueError(f"Orbax cannot read it: {short(str(error))}") from error
     _check_values(restored, (metadata.custom_metadata or {}).get(_CHECKSUMS, {}))
     return restored

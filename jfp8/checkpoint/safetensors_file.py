@@ -100,7 +100,7 @@ def _write(
     metadata: dict[str, str],
     file: BinaryIO,
 ) -> None:
-    # As in the library: elements of any size are then aligned if the file is mapped.
+    # The library's order: elements of any size are then aligned if the file is mapped.
     place = list(_DTYPES).index
     order = sorted(arrays, key=lambda name: (-place(stored[name].dtype), name))
     header: dict[str, Any] = {_METADATA: metadata}

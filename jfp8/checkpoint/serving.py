@@ -72,9 +72,9 @@ def serving_tensors(
     Args:
       tensors: arrays and instances of `ScaledArray` by name, in PyTorch's layout ``[out, in]``; or
         with `names` the parameters of a Flax model.
-      style: of the original; or ``"deepseek"``, ``"compressed-tensors"``, ``"modelopt"``,
+      style: the original's; or ``"deepseek"``, ``"compressed-tensors"``, ``"modelopt"``,
         ``"gpt-oss"`` or ``"per-tensor"``, see `Fp8Style`. A weight keeps its format.
-      names: as for `from_flax_params`.
+      names: see `from_flax_params`.
       recipe: quantizes matrices that are none yet as this recipe quantizes weights in the forward
         product: one recipe, or some by patterns of paths, ``{"*/mlp/*": "nvfp4", "*": "rowwise"}``,
         as for `jfp8.convert`; None leaves a layer as it is. Paths are the parameters' paths, or

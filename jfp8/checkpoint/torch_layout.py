@@ -24,7 +24,7 @@ class Place:
     """The place of a tensor of PyTorch in a Flax model.
 
     Attributes:
-      path: of the parameter, ``"layers_0/mlp/up/kernel"``.
+      path: the parameter's, ``"layers_0/mlp/up/kernel"``.
       axes: the dimensions of the tensor and of the parameter, by names that you choose: ``"(heads=4
         depth) in -> layer=3 in heads depth"``. Parentheses split or join; ``layer=3`` is the index
         along an axis that several tensors share. If None, a ``kernel`` is transposed, anything
@@ -112,7 +112,7 @@ def from_flax_params(params: Any, names: Names) -> Tensors:
 
     Args:
       params: nested dicts or an NNX state of arrays and instances of `ScaledArray`.
-      names: as for `to_flax_params`. Tensors with None are left out.
+      names: see `to_flax_params`. Tensors with None are left out.
 
     Returns:
       NumPy arrays and instances of `ScaledArray` by name, each made where it is read. Of an array

@@ -32,11 +32,11 @@ class Layout:
     """
 
     kind: str  # "fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "mxfp4" or "nvfp4"
-    block: tuple[int, int] = (0, 0)  # of [out, in] with one scale; 0: all, -1: any number
-    scale_dtype: str = "float32"  # as stored; "uint8" stands for the exponents of E8M0
-    scale_ndim: int = 2  # of a matrix, as stored; below 2, sizes of 1 are left out
-    suffixes: tuple[str, ...] = ("", "_scale")  # of codes, scales and, with two levels, the outer
-    packed_dtype: str = "uint8"  # of bytes with two FP4 codes
+    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale; 0: all, -1: any
+    scale_dtype: str = "float32"  # dtype in the file; "uint8" stands for the exponents of E8M0
+    scale_ndim: int = 2  # dimensions of a matrix's scales; below 2, sizes of 1 are left out
+    suffixes: tuple[str, ...] = ("", "_scale")  # codes, scales and, with two levels, the outer
+    packed_dtype: str = "uint8"  # dtype of bytes with two FP4 codes
     reciprocal: bool = False  # the outer scale is f32[1], one divided by it; else f32[]
     grouped: bool = False  # codes have one more dimension, for the bytes of a block
     # The entries of config.json, see serving_formats.toml.

@@ -41,8 +41,8 @@ def convert(
 
     Args:
       model: any callable module.
-      *args: what it is called with, or shapes of that.
-      recipe, **options: of `jfp8.convert`, such as ``exempt=``.
+      *args: the arguments of a call, or their shapes.
+      recipe, **options: arguments of `jfp8.convert`, such as ``exempt=``.
 
     Returns:
       An `Fp8Module`. Filter its gradient and update it by `apply_updates`.

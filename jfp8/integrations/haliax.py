@@ -66,8 +66,8 @@ def convert(
     Args:
       model: any tree of haliax's modules, such as a model of Levanter.
       recipe: how operands are quantized.
-      targets: which layers, as in ``haliax.quantization.QuantizationConfig``: names, or a regular
-        expression of their paths; None means all.
+      targets: the layers to quantize, as in ``haliax.quantization.QuantizationConfig``: names,
+        or a regular expression of their paths; None means all.
 
     Source: ``haliax.quantization.quantize_linear_layers``, which finds the layers.
     """

@@ -31,7 +31,7 @@ def convert(
       model: a model made of ``keras.Input``, or any other that was called once.
       recipe, exempt, only, attention: see `jfp8.convert`. A matmul is called by the path of its
         variable, ``"sequential/dense/kernel"``.
-      inputs: what the model is called with, or shapes of it, where the model does not know that.
+      inputs: arguments of a call, or their shapes, if the model does not know its own.
 
     Raises:
       ValueError: `model` is not built, or `inputs` are missing; the backend of Keras is not JAX.

@@ -35,15 +35,15 @@ class _Cost(NamedTuple):
     """The overhead of a layer next to its three matmuls."""
 
     bytes: float  # per element of its three tensors
-    launches: int  # of all kernels, including the three matmuls
+    launches: int  # kernels, including the three matmuls
     kernel: Kernel  # name of the rate of the kernel that multiplies
 
 
 Costs: TypeAlias = dict[Scales, _Cost]
 
-# As compiled: `Dense` of 1024^3, and of 512^3 where XLA makes fewer kernels of small arrays; for
-# a B200 "mx" of 2304^3 and "nvfp4" of 3072^3. "one" is the mean of current scaling and of delayed
-# scaling with an entry in its history, which reads each tensor once less.
+# Counted in compiled programs: `Dense` of 1024^3, and of 512^3 where XLA makes fewer kernels of
+# small arrays; for a B200 "mx" of 2304^3 and "nvfp4" of 3072^3. "one" is the mean of current scaling
+# and of delayed scaling with an entry in its history, which reads each tensor once less.
 BY_XLA: Costs = {
     "one": _Cost(5.0, 22, "fp8"),
     "rows": _Cost(12.0, 21, "fp8"),

@@ -59,13 +59,13 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
        on Hopper. In blocks of 32, and powers of two in larger ones: cuDNN on Blackwell.
     4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
     """
-    facts = replace(facts, accumulation="f32")  # of hardware sums, promoted on the way
+    facts = replace(facts, accumulation="f32")  # hardware sums are promoted on the way
     refused: dict[str, str] = {}
     why_no_f8 = _why_no_f8(facts, gpu)
     if why_no_f8 is not None:
         known, refused = [*WITHOUT_F8], {"f8": why_no_f8}
     else:
-        # Of backends that have not these formats, another one has them: see `_why_no_f8`.
+        # A backend that lacks a format is not the only one: see `_why_no_f8`.
         known = [b for b in BACKENDS if b.formats.issuperset(facts.formats)]
         known = [b for b in known if gpu is not None or b.gpus is None]
         known = [b for b in known if b.proof is None or b.is_for(gpu)]

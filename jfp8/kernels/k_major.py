@@ -22,7 +22,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 
 _BOTH_LAST = (((1,), (1,)), ((), ()))
-TILE = 128  # of the kernels; other sizes are padded with zeros, once, before quantization
+TILE = 128  # size of the kernels' tiles; others are padded with zeros, once, before quantization
 
 
 @jax.tree_util.register_static
@@ -43,7 +43,7 @@ class KMajorDot(Operation):
     rhs: Arrangement
     grad: Arrangement
     kernels: bool  # whether Pallas kernels may quantize
-    one_scale: bool  # of each operand
+    one_scale: bool  # True if each operand has one scale
 
     @property
     def rows(self) -> tuple[int, ...]:

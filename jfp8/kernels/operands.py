@@ -97,11 +97,11 @@ def dtype_of_partial_sums(spec: MatmulSpec) -> np.dtype:
 class Arrangement:
     """Convert an array to a matrix: pad, transpose, reshape, transpose again, and pad."""
 
-    shape: tuple[int, ...]  # of the array, with zeros after its values
-    order: tuple[int, ...]  # of its dimensions, before they are merged
-    sizes: tuple[int, ...]  # of the merged dimensions
+    shape: tuple[int, ...]  # shape of the array, with zeros after its values
+    order: tuple[int, ...]  # order of its dimensions, before they are merged
+    sizes: tuple[int, ...]  # sizes of the merged dimensions
     swapped: bool = False  # True if the last two of these are exchanged
-    padded: tuple[int, int] | None = None  # with zeros after the values; None if unpadded
+    padded: tuple[int, int] | None = None  # shape with zeros after the values; None if unpadded
     values: tuple[int, ...] | None = None  # the shape of the array without zeros; None: the same
 
     def matrix(self, x: Any) -> Any:

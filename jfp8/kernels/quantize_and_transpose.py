@@ -333,7 +333,7 @@ def _blockwise(quantizer: Blockwise, read: _Read, *_: Any) -> BothWays:
 
 
 _LONG = 64  # entries of a history; a kernel reads one after the other
-_ROUNDINGS = (None, "power_of_two")  # of scales, except block scales
+_ROUNDINGS = (None, "power_of_two")  # roundings of scales, except block scales
 _BLOCKS = {(128, 1), (128, 128), (32, 1)}
 _KERNELS: dict[type[Quantizer], Callable[..., BothWays]] = {
     Unit: _unit,

@@ -34,12 +34,12 @@ class Matmul(NamedTuple):
 class Rates(NamedTuple):
     """Hold the rates of one GPU."""
 
-    bf16: Matmul  # of cuBLASLt
-    fp8: Matmul  # of cuBLASLt, with one scale for each operand
+    bf16: Matmul  # cuBLASLt's
+    fp8: Matmul  # cuBLASLt's, with one scale for each operand
     blocks: Matmul  # FP8 with scales of blocks of 128
     cast: float  # TB/s of a pass that reads bf16 and writes FP8, neither of which is cached
     nvfp4: Matmul | None = None  # None if there are no tensor cores for it
-    rows: Matmul | None = None  # of our kernel for scales by row; None if there is none
+    rows: Matmul | None = None  # our kernel's for scales by row; None if there is none
 
 
 class Peak(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 
 from jfp8.tracing.devices import Device, Gpu
 
-_COMPILERS = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")  # of CUDA 13 and 12
+_COMPILERS = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")  # for CUDA 13 and 12
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def scale_by_adam(
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
 
     Raises:
-      TypeError, ValueError: as for `adam`.
+      TypeError, ValueError: see `adam`.
     """
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
     return store_state(inner, chosen_moments("scale_by_adam", preset, mu, nu, mu_dtype), seed=seed)
@@ -100,7 +100,7 @@ def adam(
     docs/memory.md compares their updates with exact ones.
 
     Args:
-      learning_rate, b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.
+      learning_rate, b1, b2, eps, eps_root, nesterov: see ``optax.adam``.
       mu_dtype: shorthand for ``mu=Float(mu_dtype)``.
       preset: ``"msamp_o2"``, ``"torchao"``, ``"coat"``, or None for jfp8's own choice.
       mu, nu: how to store the first and second moment, instead of jfp8's choice.
@@ -145,14 +145,14 @@ def adamw(
     """Return ``optax.adamw`` with stored moments. Weights decay in f32.
 
     Args:
-      learning_rate, b1, b2, eps, eps_root, weight_decay, mask, nesterov: as in ``optax.adamw``.
+      learning_rate, b1, b2, eps, eps_root, weight_decay, mask, nesterov: see ``optax.adamw``.
       mu_dtype, preset, mu, nu, seed: see `adam`.
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
 
     Raises:
-      TypeError, ValueError: as for `adam`.
+      TypeError, ValueError: see `adam`.
     """
     inner = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask, nesterov=nesterov

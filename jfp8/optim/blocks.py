@@ -92,7 +92,7 @@ class Blocks(Storage):
       fmt: format of the data.
       block: number of elements in a block; None for one scale for the whole array.
       rounding: ``"nearest_even"`` or ``"stochastic"``.
-      transform: what happens to magnitudes before rounding.
+      transform: the map of magnitudes before rounding.
       scale_rounding: rounding of the scales, as in `jfp8.quantize`; not for ``"expand"``, which has
         none.
 
@@ -147,7 +147,7 @@ class Blocks(Storage):
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Return the largest magnitude of each block of `x`; for ``"expand"`` the smallest, too."""
         if not self.fmt.signed:
-            x = jnp.where(x < 0, jnp.nan, x)  # which makes its block NaN
+            x = jnp.where(x < 0, jnp.nan, x)  # a NaN makes its block NaN
         largest = _largest(x, self.block)
         return (largest, _smallest(x, self.block)) if self.transform == "expand" else (largest,)
 
@@ -167,7 +167,7 @@ class Blocks(Storage):
     def _scale(self, x: jax.Array, largest: jax.Array, bits: jax.Array | None) -> ScaledArray:
         fmt, block = self.fmt, self._block_of(x)
         if block is not None and x.shape[-1] % block[-1] == 0:
-            block = None  # which the shape of the scales says as well
+            block = None  # the shape of the scales implies it
         scale = scale_from_amax(largest, fmt, scale_rounding=self.scale_rounding, poison=True)
         return quantize_with_scale(x, scale, fmt, self.rounding, bits, block)
 

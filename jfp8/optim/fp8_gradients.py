@@ -37,7 +37,7 @@ def fp8_gradients(
     Args:
       fmt: format of the gradients; None means E4M3FN, or with `axis_name` the default of
         `jfp8.collectives.pmean`.
-      granularity: which elements share a scale, ``Block((128,))`` for example. With `axis_name`
+      granularity: the elements that share a scale, ``Block((128,))`` for example. With `axis_name`
         blocks are as in `jfp8.collectives.pmean`.
       axis_name: mapped axis, or axes, over which the gradients are averaged.
 

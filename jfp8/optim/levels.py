@@ -22,7 +22,7 @@ from jax import lax
 from jfp8.scaling.parts import apply_scale
 
 TOP_CODE = 254
-MOST_LEVELS, MOST_BINADES = 128, 48  # of a binade; of a block
+MOST_LEVELS, MOST_BINADES = 128, 48  # in a binade; in a block
 
 
 def grid(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -63,7 +63,7 @@ class LossScaleState(_Fields):
       inner_state: state of the wrapped transformation, ``()`` without one.
     """
 
-    mark = Mark(multiplied=True)  # of a state that was made by hand
+    mark = Mark(multiplied=True)  # the mark of a state made by hand
 
     def marked(self, mark: Mark) -> LossScaleState:
         """Return the same numbers with `mark`."""

@@ -103,7 +103,7 @@ class Rounded:
 
     function: str  # name of the public one, for errors
     inner: optax.GradientTransformationExtraArgs
-    storage: Storage | None  # of masters; None without masters
+    storage: Storage | None  # masters' storage; None without masters
     seed: int
 
     def __post_init__(self) -> None:
@@ -341,6 +341,6 @@ def _to_nearest(p: Any, value: jax.Array) -> Any:
         return update_to(p, value)
     if p.dtype == jnp.bfloat16:  # XLA might remove a pair of casts
         rounded = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
-    else:  # of float16 that would flush subnormals
+    else:  # float16's would flush subnormals
         rounded = value.astype(p.dtype).astype(jnp.float32)
     return rounded - p.astype(jnp.float32)

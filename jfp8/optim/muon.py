@@ -68,15 +68,15 @@ def muon(
     device, up to summation order.
 
     Args:
-      learning_rate, ..., consistent_rms: as in ``optax.contrib.muon``.
+      learning_rate, ..., consistent_rms: see ``optax.contrib.muon``.
       mu_dtype: shorthand for ``mu=Float(mu_dtype)``.
       mu, nu: how to store momentum and first moments, and second moments; default: as `adam`.
       products: precision of the matmuls: None for f32, ``"bf16"``, or a recipe, by which
         `scaled_dot_general` quantizes them; ``"rowwise"`` may diverge where rows are alike. The
         momentum and the polar factor are then rounded to bf16.
-      sharding: of stacks ``[matrices, rows, columns]`` while they are orthogonalized, on meshes
-        with auto axes. ``P("fsdp")`` is the cheapest; where the axis does not divide their number,
-        and with ``P()``, each device computes all of them. With None the compiler chooses.
+      sharding: sharding of stacks ``[matrices, rows, columns]`` while they are orthogonalized, on
+        meshes with auto axes. ``P("fsdp")`` is the cheapest; where the axis does not divide their
+        number, and with ``P()``, each device computes all of them. With None the compiler chooses.
       seed: int or i32[], for stochastic rounding.
 
     Returns:

@@ -96,7 +96,7 @@ class TwoLevel(_InBlocks):
     it, stochastic rounding stays unbiased.
 
     Attributes:
-      block_size: as for `Blockwise`.
+      block_size: see `Blockwise`.
       scale_fmt: format of ``s``.
       targets: to what the largest value of a block may be scaled; ``()``: to ``fmt.max``.
       reach: to what the largest value of all is scaled, before ``s`` divides it; None:

@@ -74,7 +74,7 @@ class NVFP4FourOverSix(_NVFP4):
     stochastically, so that this stays unbiased.
 
     Attributes:
-      stochastic_rounding, random_hadamard, two_dimensional_weights: as for `NVFP4BlockScaling`.
+      stochastic_rounding, random_hadamard, two_dimensional_weights: see `NVFP4BlockScaling`.
 
     References:
       "Four Over Six", arXiv 2512.02010; github.com/mit-han-lab/fouroversix, which compares errors
@@ -94,7 +94,7 @@ class NVFP4RowScaling(_NVFP4):
     batch-invariant. An outlier takes no range from other rows, either.
 
     Attributes:
-      stochastic_rounding, random_hadamard, two_dimensional_weights: as for `NVFP4BlockScaling`.
+      stochastic_rounding, random_hadamard, two_dimensional_weights: see `NVFP4BlockScaling`.
 
     References:
       Transformer Engine, ``NVFP4BlockScaling(row_scaled_activation=True)``.

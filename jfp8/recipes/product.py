@@ -86,7 +86,7 @@ class Products:
       fprop, dgrad, wgrad: the three matmuls.
 
     Raises:
-      TypeError, ValueError: as for `Product`; also if nothing is quantized, or if one tensor would
+      TypeError, ValueError: see `Product`; also if nothing is quantized, or if one tensor would
         need two histories.
     """
 

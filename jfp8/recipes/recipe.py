@@ -149,7 +149,7 @@ class Recipe:
         """Return the quantizers of the operands of the three matmuls.
 
         Raises:
-          TypeError: of `Recipe` itself, which is abstract.
+          TypeError: `Recipe` itself is abstract.
         """
         raise TypeError(
             f"{type(self).__name__} is abstract; use one such as jfp8.recipes.DelayedScaling()."

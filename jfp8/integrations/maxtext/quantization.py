@@ -31,9 +31,8 @@ class Quantization(quantizations.Fp8Quantization):
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.quantize_dtype: Any = (
-            recipe  # what MaxText hands to its grouped product; see `enabled`
-        )
+        # MaxText hands this to its grouped matmul; see `enabled`.
+        self.quantize_dtype: Any = recipe
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Quantization) and self.recipe == other.recipe
@@ -55,7 +54,7 @@ class ExpertEinsum(nn.Module):
     """
 
     recipe: Recipe  # for matmuls with weights
-    dtype: Any  # of their operands
+    dtype: Any  # dtype of their operands
 
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

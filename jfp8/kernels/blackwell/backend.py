@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     """Describe the operands that the tensor cores take."""
 
     name: str
-    data: np.dtype  # of the values; MX operands may be e5m2, too
+    data: np.dtype  # dtype of the values; MX operands may be e5m2, too
     scale: np.dtype
     block: int  # elements along the contraction that share a scale
 

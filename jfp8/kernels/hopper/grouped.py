@@ -27,7 +27,7 @@ from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, tile
 
 BLOCK = 128  # rows of a tile, terms of one sum in the tensor cores, columns of a scale of b
-COLUMNS = 64  # that share a scale of b, and are stored together
+COLUMNS = 64  # columns that share a scale of b, and are stored together
 ROWS = BLOCK // COMPUTE
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 

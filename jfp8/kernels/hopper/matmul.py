@@ -32,7 +32,7 @@ from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, ran
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, scaled, slices
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, release, staging, tile
 
-BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
+BLOCK = 128  # terms in a slot of the ring, in a promotion, of a row of block scales
 COLUMNS = 64  # n is padded to this: each such slice of a tile has one scale of 128 x 128
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
@@ -169,7 +169,7 @@ class _Block:
     memory: SimpleNamespace  # with the names of `_scratch`
 
     @property
-    def steps(self) -> int:  # of one tile
+    def steps(self) -> int:  # per tile
         return self.k // BLOCK
 
     @property

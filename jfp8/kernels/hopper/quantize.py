@@ -29,9 +29,9 @@ from jfp8.matmul.spec import LARGEST_FACTOR
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
 
-LINES = 64  # of a tile that are in registers at a time
-BLOCKS = 256  # of `tensor_amax`, each of which writes one number
-_BYTES_AT_ONCE = 16384  # that a block reads: enough on the way to fill the memory bus
+LINES = 64  # lines of a tile that are in registers at a time
+BLOCKS = 256  # blocks of `tensor_amax`, each of which writes one number
+_BYTES_AT_ONCE = 16384  # bytes that a block reads at once, enough to fill the memory bus
 
 
 def tensor_amax(
@@ -128,7 +128,7 @@ def quantize_tensor(
     Args:
       x: see `tensor_amax`.
       known: vectors for `scale_of`, followed by the scales, f32[1], of operands paired with `x`.
-      scale_of: of references to `known`: the scale and its reciprocal, f32[].
+      scale_of: function of references to `known`, to the scale and its reciprocal, f32[].
       meets: number of operands paired with `x`.
 
     Returns:
@@ -310,7 +310,7 @@ def quantize_tiles(
         plgpu.wait_smem_to_gmem(0)
 
     (m, n), (rows, columns) = walk.sizes, walk.shape
-    bits = jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32)  # of the scales
+    bits = jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32)  # the scales'
     q, q_t, s = walk.run_both_ways("quantize_tiles", kernel, fmt=fmt, more=[bits])
     s = lax.bitcast_convert_type(s, jnp.float32)
     return q, q_t, walk.whole(s, 1, -(-m // 128), -(-n // 128))

@@ -50,7 +50,7 @@ Input: TypeAlias = jax.Array | Sequence[jax.Array]
 class Sweep:
     """Describe the tiles of a matrix."""
 
-    rows: int = 128  # of a tile, a multiple of 64, as `columns`
+    rows: int = 128  # rows of a tile; they and `columns` are multiples of 64
     columns: int = 128
     stages: int = 2  # tiles in shared memory, one being processed and the others being loaded
     # Blocks that process the tiles: two must fit into a multiprocessor's shared memory.
@@ -81,8 +81,8 @@ def both_ways(x: Input, stages: int = 2) -> Sweep:
 class Walk:
     """Describe how a kernel iterates over a matrix."""
 
-    arrays: tuple[jax.Array, ...]  # in memory, of whole tiles: the matrix, or its inputs
-    sizes: tuple[int, int]  # of the matrix, or of each of several, without padding
+    arrays: tuple[jax.Array, ...]  # in memory, whole tiles: the matrix, or its inputs
+    sizes: tuple[int, int]  # sizes of the matrix, or of each of several, unpadded
     dtype: jax.typing.DTypeLike  # dtype to which elements are cast when they are read
     sweep: Sweep
     make: Make | None = None  # None if the input is the matrix itself

@@ -49,7 +49,7 @@ def matmul(
     Args:
       a, b: f8 matrices whose sizes are multiples of `LANES`, in any layout.
       summed: the dimension of either that is summed over.
-      dtype: of the result, f32 or bf16.
+      dtype: dtype of the result, f32 or bf16.
       scales: ``s`` and ``t``: f32[], or f32[m, 1] and f32[1, n]. Or `in_blocks`, powers of two, one
         for each block of 32 or 128 terms: f32, or uint8 of E8M0 codes, ``[k / block, free]``.
       bias: [1, n], added to ``y`` in its dtype; None for no bias.
