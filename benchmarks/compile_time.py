@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--programs", choices=PROGRAMS, nargs="+", default=list(PROGRAMS))
     parser.add_argument("--runs", nargs="+", help="runs of each program (all)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # what `measure` starts
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # `measure` passes it
     args = parser.parse_args(argv)
     if args.one:
         print(json.dumps(one(*args.one)))

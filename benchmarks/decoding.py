@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
         name: {cache: measure(names[name](), dtype) for cache, dtype in CACHES.items()}
         for name in args.recipes
     }
-    rowwise = names["rowwise"]()  # which is switched off
+    rowwise = names["rowwise"]()  # switched off below
     measured["off"] = {c: measure(rowwise, dtype, fp8=False) for c, dtype in CACHES.items()}
     if args.json:
         plain = {r: {c: asdict(m) for c, m in of.items()} for r, of in measured.items()}

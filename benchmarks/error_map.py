@@ -69,7 +69,7 @@ def _draw(ax: Axes, percent: np.ndarray) -> None:
 
     mesh = ax.pcolormesh(percent, cmap=matplotlib.colormaps["cividis_r"], norm=LogNorm(*ENDS))
     for (y, x), error in np.ndenumerate(percent):
-        colour = "white" if error > 3 else "black"  # of 0.1 to 100
+        colour = "white" if error > 3 else "black"  # percent, in 0.1 to 100
         where = {"ha": "center", "va": "center", "fontsize": 8.5}
         ax.text(x + 0.5, y + 0.5, _text(error), color=colour, **where)
     bar = ax.figure.colorbar(mesh, ax=ax, aspect=25)

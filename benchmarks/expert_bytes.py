@@ -24,7 +24,7 @@ class Model:
       width: features of a token.
       hidden: features between the two matmuls of an expert.
       experts, per_token: number of experts, and of experts per token.
-      tokens: of one device.
+      tokens: number per device.
       projections: columns of the first matmul / `hidden`: 2 for gated activations.
     """
 
@@ -153,8 +153,8 @@ def precisions(scales: str, gradients: float) -> tuple[Precision, ...]:
 
 # Bytes that one device sends
 
-# Of a row of so many elements. FP8 codes with a scale per tensor, which is not sent; with one
-# in f32 per row or per block of 128; or with a byte for 32 elements.
+# Bytes of a row by its number of elements. FP8 codes with a scale per tensor, which is not sent;
+# with one in f32 per row or per block of 128; or with a byte for 32 elements.
 ROW_BYTES: dict[str, Callable[[int], float]] = {
     "f32": lambda width: 4.0 * width,
     "bf16": lambda width: 2.0 * width,
@@ -176,11 +176,11 @@ def dispatch_bytes(
         (expert - 1) / expert  *  tokens per_token  *  bytes of a row
 
     Args:
-      tokens: of this device.
+      tokens: number on this device.
       per_token: copies of each.
       width: elements of a row.
       expert: devices that share the experts.
-      encoding: of a row; a key of `ROW_BYTES`.
+      encoding: encoding of a row; a key of `ROW_BYTES`.
       padded: each pair of devices exchanges a bucket large enough for all copies, as without
         a ragged exchange: ``expert tokens per_token`` rows instead of ``tokens per_token``.
     """

@@ -35,7 +35,7 @@ from jfp8.kernels.rates import PEAKS, Matmul, Rates
 KERNELS = "trtllm_1.3.0rc20"
 MEASURED = ("H100", "H200")
 COLUMNS = {"bf16": "bf16_ms", "fp8": "fp8_ms", "blocks": "fp8_block_ms", "nvfp4": "nvfp4_ms"}
-BYTES = {"bf16": 2.0, "fp8": 1.0, "blocks": 1.0, "nvfp4": 0.5}  # of an operand's element
+BYTES = {"bf16": 2.0, "fp8": 1.0, "blocks": 1.0, "nvfp4": 0.5}  # per element of an operand
 PASSES = {"amax": (2.0, "amax_and_scale_ms"), "cast": (3.0, "cast_ms")}  # bytes per element
 # Where a fit begins, and between what it stays: launch in µs, TFLOP/s, TB/s, terms of a sum, TB/s;
 # and launch, TB/s, TB/s, MB.
@@ -50,7 +50,7 @@ class Timings:
     m: np.ndarray
     n: np.ndarray
     k: np.ndarray
-    seconds: dict[str, np.ndarray]  # of each format; of "fp8" without the passes that quantize
+    seconds: dict[str, np.ndarray]  # by format; "fp8" excludes the passes that quantize
     passes: dict[str, np.ndarray]  # seconds of "amax" and "cast" of the activation ``[m, k]``
 
     def at(self, which: np.ndarray) -> Timings:

@@ -214,7 +214,7 @@ def paces(args: argparse.Namespace, runs: dict[str, Run]) -> dict[str, Any]:
     for name, pace in steady.items():
         found["last_chunk"][name] = float(np.mean(runs[name].losses[-args.chunk :]))
         found["tokens_per_s"][name] = spread(pace)
-        found["mfu"][name] = speed.mfu(float(np.median(pace)), size, 1, kind)  # of bf16's peak
+        found["mfu"][name] = speed.mfu(float(np.median(pace)), size, 1, kind)  # over bf16's peak
         if "bf16" in steady:
             found["over_bf16"][name] = spread(pace / steady["bf16"])
     return found

@@ -336,7 +336,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model, 40 steps, aside")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="run nothing, draw")
-    parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)  # what `run_missing` starts
+    parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)  # `run_missing` passes it
     args = parser.parse_args(argv)
     if args.one:
         run, seed, steps, sizes, path = args.one

@@ -46,7 +46,7 @@ class _Attention(nn.Module):
         return attention(q, q, q, is_causal=True).reshape(x.shape)
 
 
-# What computes each layer, and what `Recipe.is_causal` calls it.
+# Each layer's kind for `Recipe.is_causal`, and its constructor.
 LAYERS: dict[str, tuple[Layer, Callable[[Recipe], nn.Module]]] = {
     "Dense": ("dense", lambda r: jfp8.Dense(FEATURES, recipe=r)),
     "LayerNormMLP": ("dense", lambda r: jfp8.LayerNormMLP(FEATURES, recipe=r)),
@@ -97,7 +97,7 @@ def measure(
         variables = {name: model.init(jax.random.key(1), x) for name, model in models.items()}
         for of_layer in variables.values():
             of_layer.pop("fp8_sink", None)
-        if history:  # as after a step with the same data
+        if history:  # the state after a step with the same data
             for name, model in models.items():
                 if "fp8" in variables[name]:
                     variables[name] |= after_gradient(model, variables[name], x)

@@ -99,7 +99,7 @@ MIXED = {
         "--recipe nvfp4",
         "--backward-recipe mxfp8",
     ),
-    # What `recommend_lm.py` prints: 23 % of the FLOPs in 8 bits.
+    # The output of `recommend_lm.py`: 23 % of the FLOPs in 8 bits.
     "recommended": _mixed(
         "`nvfp4` as `recommend` says",
         "--recipe nvfp4",
@@ -113,7 +113,7 @@ MIXED = {
     ),
 }
 
-# What is run, in the order of the table, and how the table calls it.
+# The conditions, in the order of the table, and their names in it.
 LABELS = {
     REFERENCE: "float32",
     TWIN: "twin: float32, loss × 3",
@@ -127,7 +127,7 @@ LABELS = {
     REPAIR: "the same with `loss_scale()`",
 }
 
-Results = dict[str, dict[str, Any]]  # of each task {"conditions", "runs", "gaps"}
+Results = dict[str, dict[str, Any]]  # by task {"conditions", "runs", "gaps"}
 
 
 def options_of(task: Task, recipe: str) -> list[str]:
@@ -239,7 +239,7 @@ GAPS = {
     "accuracy": ("accuracy_points", lambda run, f32: run - f32),
 }
 COLUMNS = [("lm", "loss"), ("moe", "loss"), ("images", "accuracy"), ("images", "loss")]
-PANELS = COLUMNS[:3]  # of these there is a picture
+PANELS = COLUMNS[:3]  # the panels of the picture
 
 
 def gaps(runs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:

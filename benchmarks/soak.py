@@ -40,7 +40,7 @@ class Fault:
     """Replace elements of an operand by ``value + keep * x``.
 
     Attributes:
-      value, keep: of the equation.
+      value, keep: operands of the equation.
       everywhere: all elements, or one.
     """
 
@@ -158,11 +158,11 @@ def batch_of(step: int, magnitude: float = 1.0, fault: dict[str, Any] = NOTHING)
 
 # The long run.
 
-RATE, BURST_RATE, BURST = 1 / 40, 1 / 1000, 50  # of faults, of bursts; steps of a burst
+RATE, BURST_RATE, BURST = 1 / 40, 1 / 1000, 50  # faults and bursts per step; steps of a burst
 WARM_UP, RECOVERY = 64, 200  # steps without faults at the beginning and at the end
 CHECK_EVERY = 64  # steps; so often the scales are looked at
 HISTORY = jfp8.recipes.DelayedScaling().amax_history_len
-MAGNITUDES = (1.0, 3.0, 0.25, 1.5)  # of the data, each for CHECK_EVERY steps
+MAGNITUDES = (1.0, 3.0, 0.25, 1.5)  # factors on the data, each for CHECK_EVERY steps
 
 
 def plan(steps: int, seed: int) -> Iterator[tuple[str, str, int] | None]:

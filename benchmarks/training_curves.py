@@ -13,9 +13,9 @@ from jfp8.plot.style import BLACK, BLUE, GREY, VERMILION, tidy
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = 2  # of the gaps
+COLUMNS = 2  # columns of the gaps
 FAR = 10.0  # times the gap of the median recipe: written down instead of drawn
-# Of one task: by recipe and seed the means of successive steps, None where they are not finite.
+# Means of successive steps of one task, by recipe and seed; None where they are not finite.
 Curves = dict[str, dict[str, list[float | None]]]
 
 

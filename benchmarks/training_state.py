@@ -42,7 +42,7 @@ class Row:
     Attributes:
       optimizer: constructor of the optimizer, converted to its level.
       recipe: recipe of the matmuls; None for f32.
-      dtype: of the parameters.
+      dtype: dtype of the parameters.
       fp8_weights: kernels of FP8 matmuls are stored in FP8.
     """
 

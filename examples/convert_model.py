@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     try:
         model = make_model(args)
         exempt = (*jfp8.EDGES, *args.exempt)
-        converted = jfp8.convert(model, jfp8.recipes.get(args.recipe), exempt=exempt)  # that's all
+        converted = jfp8.convert(model, jfp8.recipes.get(args.recipe), exempt=exempt)
         shapes = jax.eval_shape(converted.init, jax.random.key(0), *inputs_of(tokens))
     except ValueError as error:
         parser.error(str(error))

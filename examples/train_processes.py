@@ -26,7 +26,7 @@ from typing import Any
 from lm import options, report
 
 PROCESSES = 2
-DEVICES = 8  # of all processes together
+DEVICES = 8  # all processes together
 SMALL = "--width=64 --layers=2 --heads=4 --seq-len=64 --batch-size=8 --steps=10"
 
 

@@ -37,7 +37,7 @@ from lm.model import Transformer
 
 import jfp8
 
-VIRTUAL_DEVICES = 8  # of a CPU; with GPUs, all of them
+VIRTUAL_DEVICES = 8  # for a CPU; all GPUs are used if there are any
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:

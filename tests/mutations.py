@@ -35,10 +35,10 @@ from pathlib import Path
 from support.mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-# The repository's history, and what is large of what it ignores.
+# The repository's history, and large ignored folders.
 NOT_COPIED = (".git", ".venv*", ".*_cache", "__pycache__", "_build", "dist", "runs")
-MOST_FILES = 6  # of tests, for a file in a room without a folder of them
-MOST_ELSEWHERE = 2  # of tests in other rooms, besides
+MOST_FILES = 6  # test files for a file in a room without a folder of tests
+MOST_ELSEWHERE = 2  # further test files, in other rooms
 # Pytest's exit codes by verdict; any other, a crash for example, counts as caught.
 VERDICTS = {0: "SURVIVED", 4: "DID NOT RUN", 5: "DID NOT RUN"}
 
@@ -72,7 +72,7 @@ def copied(root: Path, folder: str) -> Path:
 def tests_of(file: str, root: Path) -> list[str]:
     """Return the test files of the room of `file`, those first that name most of its functions.
 
-    And a few of other rooms that name some: what `products` computes for experts, for example, is
+    A few of other rooms that name some follow: experts' matmuls of `products`, for example, are
     tested where the layers are.
     """
     room = Path(file).with_suffix("").parts[1]

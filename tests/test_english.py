@@ -1,8 +1,11 @@
 """Keep the mannerisms of our English out of pages and docstrings."""
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +32,18 @@ PHRASES = [
     (r"\b(is|be) told\b|\bforetells?\b", "cannot be told", "inconclusive"),
     (FIRST, "What a layer keeps", "begin with a verb"),
 ]
+FRAGMENT = r"(of|as|which|what|that)\b"
+# Comments and attribute texts that still begin with such a word; these numbers only shrink.
+FRAGMENTS = {
+    "collectives": 10,
+    "command_line": 7,
+    "conversion": 24,
+    "debug": 1,
+    "kernels": 24,
+    "plot": 9,
+    "products": 6,
+    "tests": 12,
+}
 
 
 @cache
@@ -67,3 +82,66 @@ def test_pages_and_docstrings_have_no_mannerism(pattern, example, instead):
     if pattern != FIRST:
         found += count(pattern, pages())
     assert not found, f"{example!r}: write {instead!r} in {found}"
+
+
+def comments(text: str) -> Iterator[str]:
+    """Yield the first line of each comment, without its ``#``."""
+    above = -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            alone = not token.line[:column].strip()
+            if not (alone and above == line - 1):
+                yield token.string.lstrip("# ")
+            above = line if alone else -1
+
+
+def attribute_texts(text: str) -> Iterator[str]:
+    """Yield the text after each ``name:`` in docstrings."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented):
+            lines = (ast.get_docstring(node) or "").splitlines()
+            yield from (m[1] for x in lines if (m := re.match(r" +[\w`*, .]+: (.*)", x)))
+
+
+def fragments(text: str) -> list[str]:
+    """Return the comments and attribute texts that begin with one of the words."""
+    texts = (*comments(text), *attribute_texts(text))
+    return [t for t in texts if re.match(FRAGMENT, t, re.IGNORECASE)]
+
+
+FRAGMENTED = '''
+def rows(x):
+    """Return rows.
+
+    Args:
+      x, `y`: of the matrix.
+      z: rows of the matrix, one
+        of: a continuation.
+    """
+    n = 8  # of a head
+    # As measured, which
+    # of several lines is one comment.
+    text = "# of a string"
+    return n  # often
+'''
+
+
+def test_fragments_are_found():
+    assert fragments(FRAGMENTED) == ["of a head", "As measured, which", "of the matrix."]
+
+
+def test_comments_and_attribute_texts_stand_alone():
+    """A comment is a sentence, or a noun phrase that needs no line above it."""
+    found: Counter[str] = Counter()
+    where = []
+    for folder in ("jfp8", "tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).parts
+            room = parts[1] if folder == "jfp8" else folder
+            texts = fragments(path.read_text("utf-8"))
+            found[room] += len(texts)
+            where += [f"{Path(*parts)}: {t}" for t in texts]
+    more = found - Counter(FRAGMENTS)
+    assert not more, f"{more}; begin with a noun or a subject:\n" + "\n".join(where)

@@ -136,7 +136,7 @@ def exists(name: str) -> bool:
         return True
     if module not in modules():
         return False
-    if module.startswith("jfp8.integrations."):  # which import trainers that may not be here
+    if module.startswith("jfp8.integrations."):  # they import trainers that may not be installed
         return attribute in {getattr(node, "name", None) for node in modules()[module].body}
     return hasattr(importlib.import_module(module), attribute)
 

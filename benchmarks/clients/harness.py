@@ -54,10 +54,10 @@ class Client:
     """The conversion, report and training of a client.
 
     Attributes:
-      name: for the table.
-      version: of the client.
+      name: name in the table.
+      version: the client's.
       make: ``(seed) -> model``, without FP8.
-      report: of the model: `jfp8.report` on inputs of the client.
+      report: `jfp8.report` of the model, on inputs of the client.
       train: ``(model, seed) -> Trained``.
       needed: the projections: matmuls of an activation and a weight, without logits, embeddings
         and routers, counted by hand.
@@ -192,7 +192,7 @@ def run(*clients: Client) -> None:
     parser.add_argument("--count", action="store_true", help="only count products, record nothing")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    warnings.simplefilter("ignore")  # of clients, and that scales of causal models look ahead
+    warnings.simplefilter("ignore")  # clients' warnings, and jfp8's of scales that look ahead
     for client in clients:
         if not args.names or client.name in args.names:
             record = _record(client, args.count)

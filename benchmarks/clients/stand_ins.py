@@ -36,7 +36,7 @@ class _Identity(nn.Module):
         return x
 
 
-# What is more than a name in an annotation.
+# Objects for annotations that need more than a name.
 _GIVEN = {
     "kauldron.kontext.Key": str,
     "kauldron.kontext.REQUIRED": "__required__",

@@ -33,7 +33,7 @@ class Case:
     Attributes:
       name: unique in its group.
       prepare: compiles and runs it once, and returns what is to be timed, or the record itself.
-      kernels: what it runs. No other case with one of these is tried after one made it hang.
+      kernels: names of its kernels. No other case with one of them is tried after one hung.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Settings:
 
     Attributes:
       smoke: sizes so small that a CPU interprets the kernels in no time.
-      repeats, warmups: of each timed case.
+      repeats, warmups: numbers of calls of each timed case.
       compiling, running: seconds after which a worker that says nothing is ended: while it
         compiles, and after it said `running`.
       hlo: folder for compiled programs, or None.
-      options: what only one section knows of.
+      options: arguments of single sections.
     """
 
     smoke: bool = False

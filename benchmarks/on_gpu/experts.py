@@ -160,10 +160,10 @@ def layer_timed(
     """Return a layer of jfp8, forward and backward, in the middle of training.
 
     Args:
-      layer: from bf16 to bf16.
-      shape: of its input.
+      layer: function from bf16 to bf16.
+      shape: shape of its input.
       settings: see `chained`.
-      name: of the file of the program.
+      name: name of the program's file.
       work: facts for the record.
       in_fp8: False computes everything in high precision.
     """

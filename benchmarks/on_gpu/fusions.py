@@ -43,7 +43,7 @@ class SeparateMlp(nn.Module):
     """The computation of `jfp8.LayerNormMLP`, by separate layers."""
 
     hidden: int
-    options: Any  # of both layers, and of the normalisation
+    options: Any  # for both layers, and for the normalization
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ def _mlp(recipe: str, tokens: int, width: int, hidden: int, settings: Settings) 
     )
     layers = {
         "separate layers": SeparateMlp(hidden, nn.FrozenDict(options)),
-        # What may be dropped between the matmuls keeps them apart, even if nothing is dropped.
+        # Dropout between the matmuls keeps them apart, even if nothing is dropped.
         "activation apart": fused(intermediate_dropout_rate=0.5, deterministic=True),
         "fused": fused(),
     }

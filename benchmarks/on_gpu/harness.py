@@ -40,7 +40,7 @@ def work(text: str) -> None:
     plan = json.loads(text)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     settings = Settings(**plan["settings"])
-    if plan["start"]:  # what a module does before anything runs, such as naming the device
+    if plan["start"]:  # a module's function to call before anything runs, such as naming the device
         _say("hello", record=_function(plan["start"])(settings))
     finished, measured = ({tuple(key) for key in plan[what]} for what in ("finished", "measured"))
     for index, (name, function) in enumerate(plan["sections"]):

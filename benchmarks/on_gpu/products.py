@@ -59,7 +59,7 @@ def ceilings(settings: Settings) -> Iterator[Group]:
     ]
     yield Group(f"product {name_of(shape)}", cases, "bf16 product")
 
-    # What starting a program and waiting for it takes; chains make its share small.
+    # The overhead of starting a program and waiting for it; chains make its share small.
     yield Group("program", [Case("empty", lambda: _empty(settings))])
 
     size = (256, 256) if settings.smoke else (16384, 16384)

@@ -8,8 +8,8 @@ from typing import Any
 
 Record = dict[str, Any]
 
-# What a line is set against. Of a chain of kernels the floor is the sum of their parts, of a single
-# kernel the larger of its two.
+# The floor of a line. For a chain of kernels it is the sum of their parts, for a single kernel the
+# larger of its two.
 _CHAINS = ("linear", "block", "experts", "fusions")
 _RATES = ("ratio", "tflops", "gbs", "floor_ms", "percent_of_floor", "percent_of_best")
 

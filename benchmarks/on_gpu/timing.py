@@ -22,7 +22,7 @@ from on_gpu.harness import running
 from on_gpu.records import Record
 
 CHAIN = 12  # calls in one dispatch
-COPIES = 4  # of each operand, in turn, so that none is found in L2 (60 MB) where it was left
+COPIES = 4  # copies of each operand, in turn, so that none is still in L2 (60 MB)
 
 
 def random(shape: Sequence[int], dtype: Any, *, seed: int = 0) -> jax.Array:
@@ -52,11 +52,11 @@ def chained(
     third of the calls are compiled too, for `Timed.shorter`.
 
     Args:
-      function: of arrays, with arrays as results; all of them are returned by the program.
+      function: takes and returns arrays; the program returns all results.
       arguments: tuples of arguments.
       settings: with ``settings.hlo`` and a `name`, one call's compiled program is written there.
-      calls: in one program.
-      name: of the file.
+      calls: number of calls in one program.
+      name: name of the file.
       facts: for the record.
     """
     calls = 1 if settings.smoke else calls
@@ -82,7 +82,7 @@ def chained(
 
 
 def save(compiled: jax.stages.Compiled, folder: str, name: str) -> None:
-    """Write the optimised program to ``folder/name.hlo``."""
+    """Write the optimized program to ``folder/name.hlo``."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / (re.sub(r"[^\w.-]+", "_", name).strip("_") + ".hlo")).write_text(
@@ -90,7 +90,7 @@ def save(compiled: jax.stages.Compiled, folder: str, name: str) -> None:
     )
 
 
-# What an instruction of an optimised program calls, and what the autotuner chose for it.
+# The kernel that an instruction of an optimized program calls, and the autotuner's choice for it.
 _KERNELS = {
     "cublasLt f8": r'custom_call_target="__cublas\$lt\$matmul\$f8"',
     "cublasLt": r'custom_call_target="__cublas\$lt\$matmul"',

@@ -101,7 +101,7 @@ _SMOKE_LINEARS = [
     ("delayed", "mosaic_gpu"),
     ("Flax Fp8DirectDotGeneralOp", None),
 ]
-# What the default implementation of a recipe runs on Hopper.
+# Kernels of the default implementation of a recipe on Hopper.
 _KERNELS = {
     "delayed": ("quantize_tensor", "tensor_amax", "matmul"),
     "current": ("quantize_tensor", "matmul"),
@@ -164,7 +164,7 @@ def _flax_linear(x: jax.Array, w: jax.Array, dy: jax.Array, state: Any, *, op: s
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, both behind a normalisation and with residuals, as in Llama.
+    """Attention and a gated MLP, both behind a normalization and with residuals, as in Llama.
 
     Attributes:
       dense: makes a layer from its number of features and its name.

@@ -25,7 +25,7 @@ class Size:
     width: int
     layers: int
     heads: int
-    key_heads: int  # of keys and values: several heads of queries share one
+    key_heads: int  # heads of keys and values: several heads of queries share one
     mlp: int
     seq_len: int
     vocabulary: int

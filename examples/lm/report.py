@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 SMOOTHED_OVER = 20  # steps, or a tenth of all
 
 
-Numbers = dict[str, list[dict[str, Any]]]  # of each run, one {"loss": ..., "ms": ...} per step
+Numbers = dict[str, list[dict[str, Any]]]  # for each run, one {"loss": ..., "ms": ...} per step
 
 
 class Metrics:

@@ -42,8 +42,8 @@ class _Cost(NamedTuple):
 Costs: TypeAlias = dict[Scales, _Cost]
 
 # Counted in compiled programs: `Dense` of 1024^3, and of 512^3 where XLA makes fewer kernels of
-# small arrays; for a B200 "mx" of 2304^3 and "nvfp4" of 3072^3. "one" is the mean of current scaling
-# and of delayed scaling with an entry in its history, which reads each tensor once less.
+# small arrays; for a B200 "mx" of 2304^3 and "nvfp4" of 3072^3. "one" is the mean of current
+# scaling and of delayed scaling with an entry in its history, which reads each tensor once less.
 BY_XLA: Costs = {
     "one": _Cost(5.0, 22, "fp8"),
     "rows": _Cost(12.0, 21, "fp8"),

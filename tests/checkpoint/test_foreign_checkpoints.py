@@ -315,6 +315,6 @@ def test_te_metas_that_are_none(mlp):
         with pytest.raises(ValueError, match=message) as error:
             from_transformer_engine({"out": state}, mlp)
         assert len(str(error.value)) < 1000
-    for nothing in (None, []):  # as if the layer had no state
+    for nothing in (None, []):  # two spellings of a layer without a state
         _, messages = told(from_transformer_engine, {"out": nothing}, mlp)
         assert "fp8/out" in messages[0]

@@ -155,7 +155,7 @@ def test_experts(name, compiled):
     hlo = compiled(title, "b200", f, *args, of((8192, 1024), BF16)).hlo
     assert len(hlo.fp8_products) == 3
     assert all(map(is_rotation, hlo.other_products))
-    assert hlo.bytes_beside_products < 1.5e9  # what is in a loop once
+    assert hlo.bytes_beside_products < 1.5e9  # the body of a loop counts once
 
 
 N = 4096

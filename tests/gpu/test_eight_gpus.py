@@ -150,7 +150,7 @@ def test_sequences_of_odd_length_stay_on_their_devices(recipe):
         program = compile_divided("h200", *args)
     assert len(program.hlo.fp8_products) == 4 + 1 + 4  # x has no gradient
     large = {c.op for c in program.exchanged.collectives if c.elements > 2**14}
-    assert large == {"all-gather", "reduce-scatter"}  # of weights and their gradients
+    assert large == {"all-gather", "reduce-scatter"}  # weights and their gradients
 
 
 def test_results_are_scattered_to_parts_of_sequences():

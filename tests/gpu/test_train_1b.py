@@ -56,7 +56,7 @@ def test_1b_in_fp8(recorded):
     """Weights are gathered as bytes, forward and backward; gradients are scattered in bf16."""
     name = "8 GPUs, FSDP: `train_nnx_lm.py --size 1b`, delayed"
     program = recorded(name, compiled_step("delayed"))
-    # Of four layers, forward and backward; XLA takes one backward pass out of the loop over layers.
+    # Four layers, forward and backward; XLA takes one backward pass out of the loop over layers.
     assert len(program.hlo.f8_products) == len(program.hlo.fp8_products) == 12 + 8
     kinds = Counter(i.target for i in program.hlo.other_products)
     backward = "__cudnn$fmhaSoftmaxBackward"

@@ -37,8 +37,8 @@ class Bounds:
 
     Attributes:
       small: kernels below 1 MB.
-      transposes: of f8 arrays. FSDP gathers parts of a weight one after the other that must lie
-        side by side.
+      transposes: transposes of f8 arrays. FSDP gathers parts of a weight one after the other that
+        must lie side by side.
       exchanges: collectives below 1 MB.
       kernels: Pallas kernels that are compiled: one of each size and type for amaxes, and one of
         each shape and type that quantizes.

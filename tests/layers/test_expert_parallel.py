@@ -146,7 +146,7 @@ def exchanged(experts, count, n, capacity_factor=None):
 def test_copies_arrive_sorted_by_expert_and_return(capacity_factor):
     n, count, tokens, k = 4, 8, 16, 2
     experts = np.argsort(np.random.default_rng(0).random((tokens, count)) ** 4, axis=1)[:, :k]
-    experts[5] = count  # of no expert
+    experts[5] = count  # a token without an expert
     tiles, back, plan = exchanged(experts, count, n, capacity_factor)
     tiles = np.asarray(tiles).reshape(n, -1, 4)
     capacity = tokens * k if capacity_factor is None else tokens * k // count
@@ -196,7 +196,7 @@ def test_tokens_travel_as_bytes(recipe, hidden):
     for collective in collective_bytes(f).collectives:
         if collective.op == "all-to-all":
             sent[collective.dtype] += collective.bytes
-    # As many elements come back in f32 as went there.
+    # The same number of elements comes back in f32.
     assert 0.25 <= sent["u8"] / sent["f32"] <= 0.27
 
 
@@ -223,7 +223,7 @@ def test_gradients_of_kernels_are_scattered(mesh):
     kernels = {name: variables["params"][name]["kernel"].size for name in ("wi", "wo")}
     scattered = sorted(c.elements for c in sent if c.op == "reduce-scatter")
     assert scattered == sorted(size // 8 for size in kernels.values())
-    # What else is added up is that of tokens, and the router's.
+    # All other sums are the tokens' and the router's.
     added = [c.elements for c in sent if c.op == "all-reduce"]
     assert max(added) < sum(kernels.values()) * sizes.get("data", sizes.get("fsdp")) // 8
 

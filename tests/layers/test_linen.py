@@ -97,7 +97,7 @@ def test_layer_is_flax_with_quantized_operands(case):
             params["bias"] = jax.random.normal(KEY, params["bias"].shape, params["bias"].dtype)
         # Without it XLA would not round the weights on their way from init to apply.
         params = jax.lax.optimization_barrier(params)
-        # What Flax adds to a product of zeros is its bias, broadcast as Flax does it.
+        # Flax adds its bias to a product of zeros, broadcast in its way.
         no_kernel = {**params, "kernel": jnp.zeros_like(params["kernel"])}
         y, expected = (m.apply({"params": params}, x) for m in (ours, stock))
         return initial, params, y, expected, stock.apply({"params": no_kernel}, x)

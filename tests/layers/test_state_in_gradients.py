@@ -281,7 +281,7 @@ def test_a_loop_that_keeps_the_collection_is_told_what_to_type(make):
     history = histories_in(variables[OWG])["DotGeneral_0"]["lhs"]["amax_history"]
     np.testing.assert_array_equal(history, np.zeros(16))
 
-    # What it says: the default, or for a loop that replaces the collection a filter.
+    # The message's advice: the default, or for a loop that replaces the collection a filter.
     fp8 = kept_after(make(4, **exempt), [1, 3])["fp8"]["DotGeneral_0"]
     np.testing.assert_array_equal(fp8["lhs"]["amax_history"][:3], [3 * AMAX, AMAX, 0])
     model.apply(variables, X, mutable=flax.core.DenyList(OWG))

@@ -100,7 +100,7 @@ CASES = {
         "num_gqa_groups": 2,
         "mlp_activation": "relu",
         "enable_relative_embedding": True,
-        "enable_rotary_pos_emb": True,  # of the self attention only
+        "enable_rotary_pos_emb": True,  # self attention only
         "attention_products": True,
     },
 }
@@ -120,7 +120,7 @@ def test_forward_and_gradients_are_those_of_rounded_operands(case):
     def ours(params, *inputs):
         return layer.apply({"params": params}, *inputs, **masks)
 
-    # What layers call, which tests/products/test_flash_attention.py compares with sums of bytes.
+    # Layers call these; tests/products/test_flash_attention.py compares them with sums of bytes.
     in_f32 = transformer_math.attention_by_weights
     fp8 = jfp8.scaled_dot_product_attention if layer.attention_products else in_f32
     renamed = {"mask": MASK} if len(inputs) == 1 else {"encoder_mask": ENCODER_MASK}
@@ -222,7 +222,7 @@ def test_every_activation_is_quantized_once():
 
 
 def changed_at(x, *place):
-    """`x` with other numbers there: adding a constant would be undone by the normalisation."""
+    """`x` with other numbers there: adding a constant would be undone by the normalization."""
     return x.at[place].add(normal(x[place].shape, 8))
 
 

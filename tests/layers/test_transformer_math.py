@@ -364,7 +364,7 @@ def test_activations():
         np.testing.assert_allclose(found[name], expected, rtol=4e-6, atol=50 * F32_EPS)
 
 
-# As programs for a GPU compute it, where other operations have the same values.
+# The operations of programs for a GPU: others, with the same values.
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 

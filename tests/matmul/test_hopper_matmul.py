@@ -107,7 +107,7 @@ def test_tall_tiles():
     assert_product(y, f64(a) * f64(row)[:, None], f64(b) * f64(column)[:, None], F32)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's
 def test_nan_and_infinity_stay_where_they_belong():
     a, b = f64(normal(0, (128, 256))), f64(normal(1, (192, 256), E5M2))
     a[3, 200], b[5, 7], b[100, 130] = np.nan, np.inf, -np.inf

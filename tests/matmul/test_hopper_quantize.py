@@ -105,7 +105,7 @@ def test_row_and_column_amax(interpreted, dtype, sweep):
 def test_quantize_lines(interpreted, shape, sweep, dtype, fmt):
     x = numbers(shape, dtype, (np.nan, np.inf, -np.inf, 30000.0, -60000.0))
     finite = jnp.where(jnp.isfinite(x), x, 0)
-    # Of a fifth of what would fit, so that some saturate.
+    # Five times the largest factors that fit, so that some values saturate.
     per_row = 5 * fmt.max / (1 + jnp.max(jnp.abs(finite), axis=1)).astype(jnp.float32)
     per_column = 5 * fmt.max / (1 + jnp.max(jnp.abs(finite), axis=0)).astype(jnp.float32)
     q, q_t = quantize_lines(x, per_row, per_column, fmt, sweep=sweep)

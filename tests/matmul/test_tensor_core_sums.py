@@ -93,7 +93,7 @@ def test_promoted_every_128_equals_mmaemu(golden, formats):
     assert_same_bits(total, golden["_".join(formats) + "_every_128"][-1])
 
 
-# What the model does, one statement each.
+# The behavior of the model, one statement per test.
 
 
 def dot(a, b, fmt="e5m2"):

@@ -115,7 +115,7 @@ def test_reading_and_comparing_do_not_count():
     for copy in (pickle.loads(pickle.dumps(state)), jax.eval_shape(tx.init, params)):
         assert jax.tree.structure(copy) == jax.tree.structure(state)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(used)]
-    assert paths[:2] == ["[0].loss_scale", "[0].growth_tracker"]  # as of any named tuple
+    assert paths[:2] == ["[0].loss_scale", "[0].growth_tracker"]  # the paths of any named tuple
     assert state[0].loss_scale == optax.tree.get(state, "loss_scale") == 2.0**15
     gradient = jax.grad(loss_fn)(params)
     with pytest.warns(UserWarning, match=NOT_SCALED):

@@ -254,7 +254,7 @@ class TestScales:
 
     def test_the_least_normal_scale_is_not_halved(self):
         q = dataclasses.replace(quantized(np.float32([1, 4])), scale=jnp.float32(2**-126))
-        update = {"w": np.float32([0, -250]) * np.float32(2**-126)}  # of 448
+        update = {"w": np.float32([0, -250]) * np.float32(2**-126)}  # the largest code is 448
         params, _ = run(master_weights(optax.sgd(-1.0), None), {"w": q}, [update])
         assert params["w"].scale == q.scale
         assert 150 < params["w"].data[1] < 250

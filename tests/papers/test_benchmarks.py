@@ -41,7 +41,7 @@ def test_gaps_are_dots_with_a_mean_in_its_interval():
     runs = {"near": [-0.1, 0.0, 0.1], "far": [0.9, 1.0, 1.1], "wide": [-1.0, 0.0, 1.0]}
     draw = imported("gap_rows", "benchmarks").gap_rows
     ax = drawn(draw, runs, margin=0.25, confidence=0.9)
-    half = 2.919986 / np.sqrt(3)  # of a table of Student's t: 95 %, 2 degrees of freedom
+    half = 2.919986 / np.sqrt(3)  # from a table of Student's t: 95 %, 2 degrees of freedom
     means = {"near": (0.0, 0.1, "o"), "far": (1.0, 0.1, "D"), "wide": (0.0, 1.0, "s")}
     for y, (name, gaps) in enumerate(runs.items()):
         mean, spread, marker = means[name]

@@ -69,7 +69,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-# What a docstring says
+# Docstrings
 
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "References")
 
@@ -195,7 +195,7 @@ def documented_elsewhere(cls: type) -> set[str]:
 # Fields that Flax gives to every module, and one of its own that jfp8's layers set.
 FLAX_FIELDS = {"parent", "name", "promote_dtype"}
 
-# What implements somebody else's rule, and says whose.
+# Implementations of published rules, which have references.
 PUBLISHED = {f"jfp8.recipes.{recipe.__name__}" for recipe in jfp8.recipes.RECIPES}
 PUBLISHED -= {"jfp8.recipes.Unscaled"}  # nobody's rule
 PUBLISHED |= {
@@ -317,7 +317,7 @@ def test_names_in_docstrings_exist():
     for module in [m for name, m in sys.modules.items() if name.startswith("jfp8.")]:
         for reference in re.findall(r"(?<!`)`(jfp8(?:\.\w+)+)`", inspect.getsource(module)):
             *path, last = reference.split(".")
-            try:  # which imports what is imported only when it is needed
+            try:  # resolving also imports modules that are loaded when needed
                 thing = pkgutil.resolve_name(".".join(path))
                 known = hasattr(thing, last) or last in getattr(thing, "__annotations__", {})
                 known = known or importlib.util.find_spec(reference) is not None
@@ -410,7 +410,7 @@ def test_tabs_come_in_pairs():
 @each_program
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with jax.numpy_rank_promotion("allow"):  # as for whoever copies it
+    with jax.numpy_rank_promotion("allow"):  # JAX's default, which users have
         scope = {"__name__": page.stem}
         for number, (code, output) in enumerate(programs_of(page, tab)):
             if is_ours(code):

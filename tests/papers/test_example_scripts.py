@@ -74,7 +74,7 @@ def test_a_converted_model_trains_as_it_did(text, capsys):
     printed = capsys.readouterr().out
     figures = check_run("convert_model", result, printed, {"fp8", "f32"})
     assert "parameters of both: equal in names, shapes and values" in printed
-    # What `jfp8.report` prints, down to the layers inside nn.scan, nn.remat and attention
+    # The table of `jfp8.report`, down to the layers inside nn.scan, nn.remat and attention
     assert "\nScanCheckpointBlock_0\n  MultiHeadDotProductAttention_0  f32 " in printed
     assert "\n    query                         FP8    FP8    FP8 " in printed
     assert 0 < float(figures["fp8_percent_of_flops"]) < 100
@@ -97,7 +97,7 @@ def test_a_layer_can_be_left_as_it_is(text, capsys):
 @pytest.mark.slow
 def test_a_model_of_transformers(text, capsys):
     pytest.importorskip("transformers", reason="pip install 'jfp8[models]'")
-    with jax.numpy_rank_promotion("allow"):  # as its authors run it
+    with jax.numpy_rank_promotion("allow"):  # JAX's default, which its authors use
         result = imported("convert_model", "examples").main(
             [*SMALL, f"--data={text}", "--model=llama"]
         )

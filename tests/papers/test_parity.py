@@ -67,7 +67,7 @@ def test_gaps_are_between_equal_seeds():
         },
         "current": {"2": {"loss": 9.0, "accuracy": 1.0}},
     }
-    # Of two gaps the error of the mean is half their difference; t is 6.313752.
+    # The error of the mean of two gaps is half their difference; t is 6.313752.
     found = parity.gaps(runs)
     assert list(found) == ["delayed"]
     percent, points = found["delayed"]["loss_percent"], found["delayed"]["accuracy_points"]
@@ -96,7 +96,7 @@ def test_nothing_is_equivalent_that_diverged(runs, command, monkeypatch, capsys)
     runs = results["lm"]["runs"]
     assert runs["current"]["1"]["loss"] is None
     assert runs["current"]["1"]["train_loss"] == [1.0, None, None]
-    assert runs["current"]["0"]["train_loss"] == [12.0, 37.0, 54.5]  # of 25, 25 and 10 steps
+    assert runs["current"]["0"]["train_loss"] == [12.0, 37.0, 54.5]  # means of 25, 25 and 10 steps
     gap = results["lm"]["gaps"]["current"]["loss_percent"]
     assert (gap["diverged"], gap["verdict"], sorted(gap["seeds"])) == (
         ["1"],

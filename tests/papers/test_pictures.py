@@ -86,4 +86,4 @@ def test_the_model_of_a_linear_layer():
     # A small one is bound by its bytes.
     assert roofline.rate(h200, 64, "bf16") == pytest.approx(6 * 64**3 / (18 * 64**2) * 4.8)
     gains = {n: roofline.rate(h200, n, "FP8") / roofline.rate(h200, n, "bf16") for n in (750, 1300)}
-    assert gains[750] < 1 < gains[1300]  # what the page on GPUs says
+    assert gains[750] < 1 < gains[1300]  # a claim of the page on GPUs

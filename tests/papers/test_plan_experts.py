@@ -73,7 +73,7 @@ def test_memory_by_hand():
         found = sizes.memory(TINY, mesh, row, 1.25)
         assert found == {
             "expected": home + 20 * kept,
-            "capacity": home + 4 * 7 * kept,  # of each of 4 experts, ceil(1.25 * 40 / 8)
+            "capacity": home + 4 * 7 * kept,  # for each of 4 experts, ceil(1.25 * 40 / 8)
             "worst": home + 40 * kept,
         }
     halved = sizes.memory(TINY, sizes.Mesh(expert=2, tensor=2), ROWS[0], 1.25)["expected"]
@@ -97,7 +97,7 @@ def test_links_of_axes():
     of = lambda **axes: experts.links(sizes.Mesh(**axes), nvlink=8.0, network=1.0)
     assert of(expert=8, fsdp=4) == {"tensor": 8, "expert": 8, "fsdp": 1, "data": 1}
     assert of(expert=2, fsdp=4, data=2) == {"tensor": 8, "expert": 8, "fsdp": 8, "data": 1}
-    # Of 15 others 7 are in the node, and of 3 others one with tensor=4: the rest by the network.
+    # The node has 7 of 15 others, and one of 3 others with tensor=4: the rest by the network.
     assert of(expert=16)["expert"] == pytest.approx(15 / 8)
     assert of(expert=4, tensor=4)["expert"] == pytest.approx(3 / 2)
     assert of(expert=4, tensor=8)["expert"] == 1

@@ -26,7 +26,7 @@ def test_it_is_read_in_five_minutes():
 @pytest.mark.slow
 def test_the_code_of_the_readme_runs_from_top_to_bottom():
     scope: dict[str, Any] = {}
-    with jax.numpy_rank_promotion("allow"):  # as for whoever copies it
+    with jax.numpy_rank_promotion("allow"):  # JAX's default, which users have
         for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S):
             exec(code, scope)
     assert jnp.isfinite(scope["loss"])

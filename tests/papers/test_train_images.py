@@ -110,7 +110,7 @@ def test_a_short_run(folder, tmp_path, monkeypatch, capsys):
         assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.3
     assert np.isfinite(list(result["test_loss"].values())).all()
     for accuracy in result["test_accuracy"].values():
-        assert accuracy * 40 / 100 == pytest.approx(round(accuracy * 40 / 100))  # of 40 images
+        assert accuracy * 40 / 100 == pytest.approx(round(accuracy * 40 / 100))  # 40 images
         assert 0 <= accuracy <= 100
 
 

@@ -96,7 +96,7 @@ def test_on_a_cpu_they_are_refused_by_name():
         jax.jit(f)(x, w, dy, jnp.array([32, 32]))
 
 
-# Which of them the kernels compute: asked as if this JAX had them.
+# The matmuls that kernels compute: asked as if this JAX had them.
 
 
 @pytest.fixture

@@ -249,7 +249,7 @@ def sample(shape, rng, dtype, *, exact) -> np.ndarray:
     return x.astype(dtype)
 
 
-# What products round their results to is in tests/recipes.
+# Rounding of results is tested in tests/recipes.
 PLAIN_RESULTS = [name for name, (_, rules) in VARIANTS.items() if rules.outputs is None]
 # One of each kind of scale, block and rotation.
 DAILY = (
@@ -263,7 +263,7 @@ NOT_BY_XLA = ("block", "mxfp8", "mxfp4", "nvfp4", "qat", "per operand")
 @pytest.mark.parametrize(
     "variant", [v if v in DAILY else pytest.param(v, marks=pytest.mark.slow) for v in PLAIN_RESULTS]
 )
-@settings(max_examples=max(settings.default.max_examples // 8, 1))  # of every recipe
+@settings(max_examples=max(settings.default.max_examples // 8, 1))  # per recipe
 @given(
     st.sampled_from(["emulate", "xla", None]),
     st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),

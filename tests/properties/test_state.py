@@ -37,7 +37,7 @@ pytestmark = pytest.mark.property
 # Every example compiles a program.
 some_programs = settings(max_examples=max(settings.default.max_examples // 3, 1))
 NUMBERS = np.array([1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5])  # exact in e4m3 and e5m2
-EXACT = 2.0**-22  # of an amax that came through a division and a multiplication
+EXACT = 2.0**-22  # relative error of an amax after a division and a multiplication
 BIN = 9 / 8
 # Amaxes so close that a sink takes them for equal are averaged: by that, times sqrt(uses - 1).
 AVERAGED = 1.4e-3

@@ -64,7 +64,7 @@ def test_any_axis_of_any_size(n, axis):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: np.dtype(d).name)
 def test_narrow_arrays_are_rotated_in_f32(dtype):
     x = sample(4, 48).astype(dtype)
-    assert Hadamard().signs == DEFAULT  # as in Transformer Engine
+    assert Hadamard().signs == DEFAULT  # Transformer Engine's signs
     assert_close(Hadamard()(x, 1), rotated(x, DEFAULT, 1), x, 16)
 
 

@@ -64,7 +64,7 @@ def test_each_block_takes_the_target_that_loses_less(free):
     at most ``u sqrt(n E) + n u^2 / 4``; only where the two are closer may either be taken.
     """
     x = heavy((64, 512))
-    x[:32] = np.random.default_rng(1).uniform(-2, 2, (32, 512))  # of 256 others, few are large
+    x[:32] = np.random.default_rng(1).uniform(-2, 2, (32, 512))  # few of 256 others are large
     quantizer = TwoLevel(E2M1FN, (16, free), targets=(6.0, 4.0), reach=256 * 6.0)
     q = quantized(quantizer, x)
     blocks = as_blocks(x, (free, 16))

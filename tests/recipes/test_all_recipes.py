@@ -207,7 +207,7 @@ def test_non_finite_elements_show_where_they_count(variant, tensor, bad):
         np.testing.assert_array_equal(~np.isfinite(f64(result)), where, err_msg=name)
 
 
-QUANTIZATIONS = {  # of lhs, rhs and grad
+QUANTIZATIONS = {  # arrays quantized for lhs, rhs and grad
     **dict.fromkeys(("delayed", "current", "unscaled", "hybrid, nearest, operands only"), 3),
     **dict.fromkeys(("rowwise", "rowwise, f32 scales, hybrid", "mxfp8", "mxfp4, options off"), 6),
     **dict.fromkeys(("mxfp8, floor", "mxfp8, ceil", "mxfp8, even"), 6),

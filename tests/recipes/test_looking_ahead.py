@@ -15,7 +15,7 @@ from support.scripts import imported
 
 looking_ahead = imported("looking_ahead", "benchmarks")
 
-# Which scales reach across positions and sequences, by the definition of each recipe: one scale for
+# Scales that reach across positions and sequences, by the definition of each recipe: one scale for
 # the tensor does, one for each row or block of a row does not, and 1 and a history do not either.
 CROSSES = {
     "delayed": False,

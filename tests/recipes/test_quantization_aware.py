@@ -58,7 +58,7 @@ def stored_for(recipe, params, **how):
     return jax.jit(lambda params: jfp8.quantize_params(params, recipe, **how))(params)
 
 
-# What the forward pass multiplies, what is stored, and the matrix, of each kind of layer.
+# The forward pass's operand, the stored array, and the matrix, for each kind of layer.
 
 
 def linen_dense(recipe):

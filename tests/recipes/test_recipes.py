@@ -496,7 +496,7 @@ def test_error_two_histories_of_one_tensor(make, role):
     }[role]
     with pytest.raises(ValueError, match=rf"^{role} would need .*lengths \[4, 8\].*one history"):
         make(*products(one, other))
-    make(*products(one, dataclasses.replace(one, fmt=E5M2)))  # of another format, but as long
+    make(*products(one, dataclasses.replace(one, fmt=E5M2)))  # another format, but equally long
     make(*products(one, None))
 
 

@@ -141,7 +141,7 @@ def test_trap_a_state_dict_says_how_long_blocks_are():
     with pytest.raises(ValueError, match=r"blocks of \(1, 128\), the target one in .* \(1, 100\)"):
         serialization.from_state_dict(hundreds, state)
     assert "block" not in serialization.to_state_dict(ScaledArray(q.data, jnp.ones(())))
-    del state["block"]  # as written before it was kept
+    del state["block"]  # older states lack it
     assert serialization.from_state_dict(empty, state).block == (1, 128)
 
 

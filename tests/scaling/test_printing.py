@@ -52,7 +52,7 @@ def test_values_are_those_of_dequantize(fmt):
     finite = values[np.isfinite(values)]
     text = repr(q)
     assert text.startswith(f"ScaledArray({fmt.name}[256], scale 2, values ")
-    if fmt is not E5M2:  # which has Inf
+    if fmt is not E5M2:  # E5M2 has Inf
         low, high = map(float, re.search(r"values (\S+) to (\S+) and", text).groups())
         assert (low, high) == (finite.min(), finite.max())
     assert text.endswith(f"and {np.isnan(values).sum()} NaN)")

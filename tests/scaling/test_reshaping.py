@@ -73,7 +73,7 @@ def test_random_shapes():
         found = reshaped_scales(shape, block, tuple(new))
         if found is not None:
             kept += 1
-            # Which scale each element has, in both shapes.
+            # The number of each element's scale, in both shapes.
             number = lambda scale: np.arange(np.prod(scale)).reshape(scale)
             before = spread(number(scale), shape, block).reshape(new)
             np.testing.assert_array_equal(before, spread(number(found.scale), new, found.sizes))

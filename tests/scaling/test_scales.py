@@ -269,7 +269,7 @@ def mx_code_by_bits(a, fmt, mode: str) -> np.ndarray:
     return np.where(invalid, 255, np.maximum(code, 0))
 
 
-PART = 1 << 20  # as many at a time, or NumPy's integers take half a gigabyte
+PART = 1 << 20  # codes at a time, or NumPy's integers take half a gigabyte
 
 
 @data_formats

@@ -34,7 +34,7 @@ def codes(array) -> np.ndarray:
 
 
 def decibels(exact, x) -> float:
-    with np.errstate(divide="ignore"):  # what is sent in f32 may be exact
+    with np.errstate(divide="ignore"):  # values sent in f32 may be exact
         return 20 * np.log10(np.linalg.norm(f64(exact)) / np.linalg.norm(f64(exact) - f64(x)))
 
 

@@ -92,9 +92,9 @@ def published(stored: dict[str, np.ndarray], weight: str, block: Any = None) -> 
     if scale.dtype == np.uint8:
         scale = np.where(scale == 255, np.nan, np.exp2(scale.astype(np.float64) - 127))
     scale = scale.astype(np.float32)
-    if weight + "_global_scale" in stored:  # of compressed-tensors, which divides by it
+    if weight + "_global_scale" in stored:  # compressed-tensors divides by it
         scale = scale / stored[weight + "_global_scale"]
-    if weight + "_scale_2" in stored:  # of modelopt, which multiplies
+    if weight + "_scale_2" in stored:  # modelopt multiplies by it
         scale = scale * stored[weight + "_scale_2"]
     if scale.size > 1:
         scale = spread(

@@ -101,7 +101,7 @@ class Converted:
 
     Attributes:
       model: a converted function or module.
-      state: what a training step takes and returns.
+      state: the state that a training step takes and returns.
     """
 
     model: Any

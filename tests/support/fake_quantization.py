@@ -21,7 +21,7 @@ from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
 
-UNIT_ROUNDOFF = 2.0**-24  # of f32
+UNIT_ROUNDOFF = 2.0**-24  # f32's
 E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
 MAX = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
 EMAX = {E4M3: 8, E5M2: 15, E2M1: 2}
@@ -59,7 +59,7 @@ def scale_for(amax, fmt, rounding) -> np.ndarray:
         power = floor_log2 - EMAX[fmt]
     elif rounding == "ceil":
         power = floor_log2 + (fraction > 0.5) - EMAX[fmt]
-    elif rounding == "even":  # of amax rounded to the mantissa of the format, half away from zero
+    elif rounding == "even":  # amax is rounded to the format's mantissa, half away from zero
         half_a_step = np.exp2(floor_log2 - MANTISSA_BITS[fmt] - 1.0)
         power = np.floor(np.log2(amax.astype(np.float64) + half_a_step)) - EMAX[fmt]
     else:  # "rceil", "power_of_two": the smallest power with amax <= max * 2^power

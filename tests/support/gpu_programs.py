@@ -50,7 +50,7 @@ from support.compiled import (
 
 DATA = Path(__file__).parents[1] / "data"
 CORES = {"h200": 132, "b200": 148, "rtx5090": 170}
-NAMES = {"rtx5090": "NVIDIA GeForce RTX 5090"}  # of others the name says it
+NAMES = {"rtx5090": "NVIDIA GeForce RTX 5090"}  # other cards' names equal their keys
 SHARED_MEMORY = 232_448  # bytes that one block may use, on both
 VERSION = (0, 11, 2)  # JAX 0.12 cannot hand an f8 product to its compiler without a device
 
@@ -73,7 +73,7 @@ def why_not(least: tuple[int, ...] | None = None) -> str | None:
 
 # HLO
 
-# Of these alone a kernel consists that only passes an array on, in another type, order or scale.
+# The only operations of a kernel that passes an array on, in another type, order or scale.
 PASSING = {"parameter", "constant", "bitcast", "convert", "copy", "multiply", "broadcast"}
 PASSING |= {"reshape", "transpose", "slice", "pad", "bitcast-convert", "dynamic-slice", "add"}
 PASSING |= {"select", "compare", "is-finite", "abs", "and", "or", "clamp", "maximum", "minimum"}
@@ -127,7 +127,7 @@ class Hlo(Launches):
         calls = [i for i, _ in self.launched if i.target.startswith("mosaic_gpu")]
         return {i.attributes.partition("backend_config=")[2] for i in calls}
 
-    # What surrounds them
+    # Kernels around them
 
     @functools.cached_property
     def passes_over_outputs(self) -> list[Instruction]:
@@ -186,9 +186,9 @@ class Kernel:
     spilled: int  # bytes, stored and loaded
     shared_memory: int  # bytes
     qgmma: tuple[str, ...]  # instructions of the FP8 tensor cores
-    other_mma: tuple[str, ...]  # of tensor cores in other types
+    other_mma: tuple[str, ...]  # instructions of tensor cores in other types
     barriers: int = 0  # instructions at which threads of a warpgroup or block wait for each other
-    # What the compilers wrote: the report of ptxas, code, and passes over the host's code.
+    # The compilers' output: the report of ptxas, code, and passes over the host's code.
     ptxas: str = field(default="", repr=False, compare=False)
     sass: str = field(default="", repr=False, compare=False)
     ptx: str = field(default="", repr=False, compare=False)
@@ -227,7 +227,7 @@ class Program:
     """What became of a function."""
 
     hlo: Hlo
-    kernels: tuple[Kernel, ...]  # of Mosaic GPU, one per call; () without dumps
+    kernels: tuple[Kernel, ...]  # Mosaic GPU's, one per call; () without dumps
     audit: Audit
     memory: int  # bytes: arguments, results that take no argument's place, and what is in between
 

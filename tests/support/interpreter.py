@@ -21,7 +21,7 @@ def no_races() -> Iterator[None]:
             yield
         assert not interpret_pallas_call.get_races().races_found
     finally:
-        # What a kernel that failed has left behind would fail the next one.
+        # The state that a failed kernel left behind would fail the next one.
         interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 

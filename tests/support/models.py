@@ -65,7 +65,7 @@ def products_in(jaxpr, in_loops=False) -> Counter[str]:
         name = str(eqn.params.get("name", ""))
         inside = [products_in(inner, in_loops) for inner in jaxprs_in(eqn.params)]
         if name.startswith("jfp8_"):
-            # Of a product that need not be repeated, remat and loops leave an empty call.
+            # Remat and loops leave an empty call of a product that need not be repeated.
             found[name.split("_")[1]] += any(inside)
         elif eqn.primitive.name in PRODUCTS:
             found["plain"] += 1

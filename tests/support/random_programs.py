@@ -235,7 +235,7 @@ class Mapped(nn.Module):
         return vmap(self.part, x.reshape(self.groups, -1, WIDTH)).reshape(x.shape)
 
 
-# Which there are.
+# Properties of programs
 
 
 def overflowed(seen: dict[Place, Uses]) -> bool:

@@ -51,10 +51,10 @@ class Program:
     """What became of a function.
 
     Attributes:
-      text: of the optimized HLO.
-      microseconds: what the compiler expects. It counts a kernel of unknown cost as -1 second.
-      megabytes: that its kernels read and write.
-      seconds: that compiling took.
+      text: the optimized HLO.
+      microseconds: the compiler's estimate. It counts a kernel of unknown cost as -1 second.
+      megabytes: megabytes that its kernels read and write.
+      seconds: time of compilation.
       sent: bytes between devices.
     """
 

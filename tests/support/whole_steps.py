@@ -18,7 +18,7 @@ from support.gpu_programs import Program, compile_divided, device_of, forward_an
 from support.interpreter import cudnn_known
 
 BF16 = jnp.bfloat16
-TOKENS = 2048  # of a sequence; a device has four sequences, or parts of them
+TOKENS = 2048  # in a sequence; a device has four sequences, or parts of them
 
 
 def placed(x, spec):

@@ -101,7 +101,7 @@ def test_parts_of_sequences_are_sent_once_for_a_product_and_its_gradient():
     (y, dw), collectives = on_devices(both, (x, x.transpose(2, 0, 1), w), specs)
     np.testing.assert_array_equal(y, x @ w.T)
     np.testing.assert_array_equal(dw, np.einsum("bsk,bsn->kn", x, x @ w.T))
-    assert collectives == ["all-gather", "all-reduce"]  # of x, and of sums over "data"
+    assert collectives == ["all-gather", "all-reduce"]  # x, and sums over "data"
 
 
 def test_parts_of_a_sum_in_another_dtype():

@@ -90,7 +90,7 @@ class Marks(Reader):
     emits = True
 
     def __init__(self, factor):
-        self.factor = factor  # which bodies close over
+        self.factor = factor  # bodies close over it
 
     def equation(self, eqn, ins, at):
         if eqn.primitive.name != "name":

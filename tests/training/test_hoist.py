@@ -169,7 +169,7 @@ def test_what_is_kept_is_smaller_than_what_it_is_made_of():
 
     def function(w, x):
         data, scale = quantized(w)
-        wide = jnp.sin(w)  # as large as w itself: not worth keeping
+        wide = jnp.sin(w)  # not worth keeping, at the size of w
         return x @ (data.astype(jnp.float32) * scale) + (x @ wide)
 
     _, kept = rest_and_kept(function, w, x)

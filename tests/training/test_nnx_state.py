@@ -192,7 +192,7 @@ def test_trap_stale_scales_in_a_default_loop():
         wanted = gradient_of_kernel(x, shrinking, amax(shrinking))
         error = np.linalg.norm(grads["kernel"].get_value() - wanted) / np.linalg.norm(wanted)
         assert error < 1e-5, i
-    # Of lhs and rhs, every gradient is recorded.
+    # Histories of lhs and rhs record at every gradient.
     assert newest(layer.dot_general)["lhs"] == [amax(x)] * 3
     assert np.all(layer.dot_general.histories()["lhs"] > 0)
 

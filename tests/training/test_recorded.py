@@ -190,7 +190,7 @@ def test_an_evaluation_reduces_nothing_to_a_maximum(api, compiled_here):
     text = jax.jit(evaluate).lower(X).compile().as_text()
     assert "maximum(" not in text
     gradient = jax.jit(lambda x: jax.vjp(evaluate, x, has_aux=True)[1](x))
-    assert "maximum(" in gradient.lower(X).compile().as_text()  # of the backward pass
+    assert "maximum(" in gradient.lower(X).compile().as_text()  # in the backward pass
 
 
 def test_a_step_leaks_no_tracer():

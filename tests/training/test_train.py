@@ -357,7 +357,7 @@ class TestPromise5NonFiniteNumbers:
                 assert optax.tree.get(after.opt_state, "overflow_count") == 1
                 assert not optax.tree.get(after.opt_state, "grads_finite")
 
-        # As if nothing had happened: the scale is exact, and everything else was kept.
+        # A bad batch changes nothing else: the scale is exact, and everything else was kept.
         after, _ = linear_step(linear_step(state, bad_batch)[0], batch)
         expected, _ = linear_step(state, batch)
         assert_same(after.params, expected.params)
@@ -566,7 +566,7 @@ class TestAdvance:
 
         # A layer without a sink records by itself when fp8 is mutable; advance keeps that.
         partial = {**variables, "fp8_sink": {"Dense_1": variables["fp8_sink"]["Dense_1"]}}
-        with pytest.warns(UserWarning, match="not to its sink"):  # of the other one
+        with pytest.warns(UserWarning, match="not to its sink"):  # the other layer's
             updates = recorded(Mlp(), partial, normal((8, 16)))
         fp8 = jfp8.advance(updates["fp8"], cotangent)
         assert history(fp8["Dense_0"], "lhs")[0] == amax(normal((8, 16)))

@@ -44,7 +44,7 @@ def forget_to_scale_the_loss(folder):
     tx.update(params, tx.init(params), params)
 
 
-# What was written: how it is done, how the message begins, and the cure that it names.
+# A mistake as written: its code, the beginning of the message, and the cure that it names.
 MISTAKES = {
     '`jfp8.Dense(4, recipe="mxfp")`': (
         lambda folder: jfp8.Dense(4, recipe="mxfp").init(KEY, X),

@@ -120,7 +120,7 @@ class TestOneEntryForAllUses:
         params, sink = variables["params"], variables["fp8_sink"]
         with pytest.warns(UserWarning, match=r"but not to its sink.*argnums=\(0, 1\)"):
             jax.grad(loss)(params, sink)
-        _, cotangent = jax.grad(loss, argnums=(0, 1))(params, sink)  # what it advises
+        _, cotangent = jax.grad(loss, argnums=(0, 1))(params, sink)  # the warning's advice
         found = jfp8.advance(variables["fp8"], cotangent)["DotGeneral_0"]
         assert np.count_nonzero(found["grad"]["amax_history"]) == 1
         jax.grad(lambda x: squares([jfp8.Dense(16).apply(variables, x)]))(X)  # trains no weight

@@ -436,7 +436,7 @@ def test_a_bridge_that_drops_what_its_nnx_layer_records_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.eval_shape(model.apply, state.variables, X)  # no training
-        # What the warning advises.
+        # The warning's advice.
         apply = lambda v, x: model.apply(v, x, mutable=["Fp8State"])
         loss_fn = lambda v, x: (jnp.mean((out := apply(v, x))[0]), out[1])
         _, grads = jfp8.value_and_grad(loss_fn)(state, X)

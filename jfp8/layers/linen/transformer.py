@@ -130,7 +130,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         `attention_dropout` must then be 0 in training. Attention of all modes has no array of
         ``[length, length]``, unless its weights are dropped, and is 0 for a query that sees no key.
       saved_activations: keep in this format what the backward pass needs besides the operands of
-        FP8 matmuls: inputs of normalisations and of the activation, and the values of attention.
+        FP8 matmuls: inputs of normalizations and of the activation, and the values of attention.
         None keeps all of these in high precision. See `jfp8.save_in_fp8`.
       recipe, implementation, state_collection: see `Dense`.
       local_window_size: keys that a query of the self attention sees before and after its own

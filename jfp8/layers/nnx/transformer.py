@@ -70,7 +70,7 @@ class LayerNormAttention(ExplicitModule):
     two inputs there are two products, ``query`` and ``kv``; only the queries' input is normalised.
 
     Args:
-      norm: the arguments of `LayerNormLinear` for the normalisation.
+      norm: the arguments of `LayerNormLinear` for the normalization.
       dense: the arguments of `LinearGeneral` for all products.
       encoded_features: features of the second input, or None if there is none. For the others see
         `jfp8.linen.TransformerLayer` and `projected_attention`.

@@ -209,7 +209,7 @@ def _cvt(op: list[str], operands: tuple[str, ...], at: Registers) -> tuple[Run, 
     convert = _conversion(op, of, to)
 
     def run(r: list[Any]) -> None:
-        # Of two, the first becomes the upper half.
+        # The first of two becomes the upper half.
         parts = [convert(r[x].view(of)) for x in reversed(sources)]
         values = parts[0] if len(parts) == 1 else np.stack(parts, 1)
         r[out] = np.ascontiguousarray(values).view(stored).reshape(32)

@@ -21,7 +21,7 @@ from gpu.ptx.tma import bulk
 from gpu.ptx.warp import Step, Warp
 from gpu.ptx.wgmma import wgmma
 
-WARPS = 4  # of a warpgroup
+WARPS = 4  # in a warpgroup
 # Steps after which others may come in between.
 VISIBLE = ("mbarrier", "bar.", "fence.proxy", "wgmma.wait", "setmaxnreg", "barrier.cluster")
 VISIBLE += ("cp.async.bulk.tensor", "cp.async.bulk.wait")
@@ -93,9 +93,9 @@ class Block:
         self.tensors: dict[tuple[int, int], Tensor] = launch.tensors
         self.shared = SharedMemory(launch.shared_memory)
         count = launch.threads // 32
-        self.registers = [self.of.registers] * count  # of a thread, for each warp
-        self.issued = [0] * count  # products, of each warp
-        self.products: dict[int, list[Event]] = {}  # of each warpgroup or warp, by their number
+        self.registers = [self.of.registers] * count  # number per thread, for each warp
+        self.issued = [0] * count  # each warp's products
+        self.products: dict[int, list[Event]] = {}  # by the number of a warpgroup or warp
         self.warps = [Warp(self, n, self._first_registers(n)) for n in range(count)]
 
     def _first_registers(self, warp: int) -> list[Any]:

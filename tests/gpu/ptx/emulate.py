@@ -33,7 +33,7 @@ class Emulated:
         self.args = jax.tree.leaves(args)
         self.kernels: dict[int, Kernel] = {}  # by the identity of their equation
         self.programs: dict[str, Program] = {}  # by their PTX
-        self.steps = 0  # of all warps in all runs
+        self.steps = 0  # sum over all warps and runs
 
     def __call__(
         self,
@@ -70,7 +70,7 @@ def _compiled(equation: Any) -> Kernel:
     args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
 
     def call(*values: Any) -> Any:
-        with jax.named_scope(str(equation.source_info.name_stack)):  # which names the kernel
+        with jax.named_scope(str(equation.source_info.name_stack)):  # the scope names the kernel
             return equation.primitive.bind(*values, **equation.params)
 
     (kernel,) = compile_for(TARGET, call, *args).kernels

@@ -18,7 +18,7 @@ class Event:
     """
 
     what: str
-    warp: Warp  # that began it
+    warp: Warp  # the one that began it
     parts: list[Callable[[], None]] = field(default_factory=list)
     needed: int = 1
     after: Event | None = None

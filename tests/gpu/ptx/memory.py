@@ -87,7 +87,7 @@ class SharedMemory:
         self.writer = np.zeros(len(self.bytes), np.int16)  # a warp + 1, unfenced
         self.read_later = np.zeros(len(self.bytes), np.int16)  # by how many copies or products
         self.written_later = np.zeros(len(self.bytes), np.int16)  # by how many copies
-        self.written: dict[int, list[np.ndarray]] = {}  # of each warp, since its last fence
+        self.written: dict[int, list[np.ndarray]] = {}  # each warp's writes since its last fence
 
     def _check(self, at: np.ndarray, who: str, marks: np.ndarray, what: str) -> None:
         if (marked := marks[at]).any():

@@ -11,7 +11,7 @@ from gpu.ptx.memory import REGION, SHARED, SPACING
 
 LANES = np.arange(32)
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-# What a register holds that nothing has written; a constant, so that runs are alike.
+# The content of a register before it is written; a constant, so that runs are alike.
 UNWRITTEN = 0xAAAA_5555_AAAA_5555
 
 
@@ -38,7 +38,7 @@ def parse(text: str) -> Kernel:
     """Return the only kernel of a module."""
     text = re.sub(r"//[^\n]*|^\s*\.(loc|file)\b[^\n]*", "", text, flags=re.MULTILINE)
     header, _, body = text.partition(".entry")[2].partition("{")
-    names: list[dict[str, str]] = [{}]  # of the scopes that are open: what names in them became
+    names: list[dict[str, str]] = [{}]  # for each open scope, its names and their replacements
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     widths: dict[str, int] = {}

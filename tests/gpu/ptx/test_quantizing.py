@@ -187,7 +187,7 @@ def test_quantize_tiles(rounding, dtype, executed):
     executed(check, lambda x: quantize_tiles(x, E4M3FN, rounding), x)
 
 
-# What a kernel makes, it makes of approximate exponentials: a code may be the next one.
+# Kernels compute activations from approximate exponentials: a code may be the next one.
 
 BASES = {
     "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),

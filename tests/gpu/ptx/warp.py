@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 ALL, NONE = bytes([1] * 32), bytes(32)
 EVERY_LANE = np.ones(32, bool)
 
-Waiting = Callable[[], bool]  # is what a warp waits for there?
-# What an instruction does with the lanes of a warp that take part.
+Waiting = Callable[[], bool]  # returns True when the warp may go on
+# The effect of an instruction on the lanes of a warp that take part.
 Act = Callable[["Warp", np.ndarray], Waiting | None]
 
 
