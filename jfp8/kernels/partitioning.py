@@ -211,17 +211,15 @@ def divided(
 
     Args:
       name: for profiles, with ``jfp8_`` before it; after a comma what else it depends on.
-      function: takes arrays, returns an array or a tuple of arrays. It is called with whole arrays,
-        or with the parts of a device, each of which has whole units (128 of ``k`` if there is a
-        ``k/128``).
+      function: maps arrays to an array or a tuple of arrays. Called with whole arrays, or with
+        the parts of a device, each of which has whole units (128 of ``k`` if there is a ``k/128``).
       rule: see `Rule.parse`.
       combine: how the parts of a result are put together where a dimension is divided that it does
         not have: added, or their maximum, NaN if one is (of numbers that are not negative, or of
         their bits); or they are alike. "max later": all parts are sent to all devices, and XLA
         takes their maximum in the kernel that reads it. One for each result, or one for all; needed
         if a result does not have all dimensions.
-      of_parts: function that computes parts of a sum, to send them in another dtype; None means
-        `function`.
+      of_parts: computes parts of a sum, to send them in another dtype; None means `function`.
 
     Where parts would not have whole units, an operand is put together first, with a warning.
     """

@@ -65,14 +65,7 @@ class LayerNormDense(DenseGeneral):
     saved_activations: Format | None = None
 
     def __call__(self, inputs: jax.Array) -> Any:
-        """Apply the layer.
-
-        Args:
-          inputs: see `DenseGeneral`.
-
-        Returns:
-          The result of `DenseGeneral`; or a pair of arrays, see `return_layernorm_output`.
-        """
+        """Return the result for `inputs`, or a pair, see `return_layernorm_output`."""
         normalized: Any = self._normalize(inputs)
         y = super().__call__(normalized)
         return (y, normalized) if self.return_layernorm_output else y

@@ -89,14 +89,7 @@ class Dense(Fp8Layer, nn.Dense):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Return ``inputs . kernel + bias``.
-
-        Args:
-          inputs: ``[..., in]``.
-
-        Returns:
-          ``[..., features]``.
-        """
+        """Return ``inputs . kernel + bias``, ``[..., features]``, for `inputs` ``[..., in]``."""
         inputs, kernel, bias, numbers = _operands(self, inputs, (self.features,))
         product = product_of(self, DotGeneral)()
         return product(inputs, kernel, numbers, self.precision, bias=bias)
@@ -157,11 +150,7 @@ class ConvTranspose(Fp8Layer, nn.ConvTranspose):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Apply the layer.
-
-        Args:
-          inputs: ``[*batch, *space, features]``.
-        """
+        """Apply the layer to `inputs`, ``[*batch, *space, features]``."""
         product = product_of(self, ConvGeneralDilated)
         return apply_conv_transpose(self, product, inputs)
 
