@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.ring import copy_each, drain
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, multiprocessors, store
+from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Corner, Grid, Tiles, multiprocessors, store
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, tile
 
@@ -69,17 +69,17 @@ def grouped_matmul(
     operands = {"a": a, "b": b, "group": group, "a_scale": a_scale, "b_scale": b_scale}
 
     def part(refs: dict[str, Any], out: Any, number: jax.Array) -> _Part:
-        place = grid.place(number)
-        g = refs["group"][lax.div(place.row, BLOCK)]
+        corner = grid.corner(number)
+        g = refs["group"][lax.div(corner.row, BLOCK)]
 
         def factors(t: jax.Array) -> list[jax.Array]:
-            by_row = None if a_scale is None else _of_rows(refs["a_scale"].at[t], place)
-            starts = (place.column + i * COLUMNS for i in range(strips))
+            by_row = None if a_scale is None else _of_rows(refs["a_scale"].at[t], corner)
+            starts = (corner.column + i * COLUMNS for i in range(strips))
             of_strips = (refs["b_scale"][g, t, lax.div(start, BLOCK)] for start in starts)
             return [x if by_row is None else by_row * x for x in of_strips]
 
         steps = jnp.where(g < 0, 0, a.shape[1] // BLOCK)
-        return _Part(refs["a"], refs["b"].at[jnp.maximum(g, 0)], out, place, 0, steps, factors)
+        return _Part(refs["a"], refs["b"].at[jnp.maximum(g, 0)], out, corner, 0, steps, factors)
 
     out = jax.ShapeDtypeStruct((m, b.shape[1]), out_dtype)
     return _add_up(part, grid, 1, operands, out)[:, :n]
@@ -120,18 +120,18 @@ def grouped_outer(
     operands |= {"a_scale": padded(a_scale, 1, BLOCK), "b_scale": b_scale}
 
     def part(refs: dict[str, Any], out: Any, number: jax.Array) -> _Part:
-        g, place = lax.div(number, grid.size), grid.place(lax.rem(number, grid.size))
+        g, corner = lax.div(number, grid.size), grid.corner(lax.rem(number, grid.size))
 
         def factors(t: jax.Array) -> list[jax.Array]:
-            by_row = _of_rows(refs["a_scale"].at[t], place)
+            by_row = _of_rows(refs["a_scale"].at[t], corner)
             if b_scale is None:
                 return [by_row] * strips
-            starts = (place.column + i * COLUMNS for i in range(strips))
+            starts = (corner.column + i * COLUMNS for i in range(strips))
             of_strips = (load(refs["b_scale"].at[t, pl.ds(c, COLUMNS)], BY_COLUMN) for c in starts)
             return [by_row * along(x, (ROWS, COLUMNS), 1) for x in of_strips]
 
         steps = refs["first"][g], refs["count"][g]
-        return _Part(refs["a"], refs["b"], out.at[g], place, *steps, factors)
+        return _Part(refs["a"], refs["b"], out.at[g], corner, *steps, factors)
 
     out = jax.ShapeDtypeStruct((groups, a.shape[0], b.shape[0]), out_dtype)
     return _add_up(part, grid, groups, operands, out)[:, :m, :n]
@@ -145,9 +145,9 @@ def _my_rows(start: jax.Array | int = 0) -> Any:
     return pl.ds(start + lax.axis_index("warpgroup") * ROWS, ROWS)
 
 
-def _of_rows(scale: Any, place: Place) -> jax.Array:
+def _of_rows(scale: Any, corner: Corner) -> jax.Array:
     """Return f32[64, 64] for a warpgroup's rows, constant along each."""
-    return along(load(scale.at[_my_rows(place.row)], BY_ROW), (ROWS, COLUMNS), 0)
+    return along(load(scale.at[_my_rows(corner.row)], BY_ROW), (ROWS, COLUMNS), 0)
 
 
 # The kernel.
@@ -165,7 +165,7 @@ class _Part(NamedTuple):
     a: Any
     b: Any
     out: Any
-    place: Place
+    corner: Corner
     first: jax.Array | int
     steps: jax.Array | int
     factors: Callable[[jax.Array], list[jax.Array]]
@@ -244,8 +244,8 @@ class _Ring:
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         def part(this: _Part, before: jax.Array) -> None:
-            rows = pl.ds(this.place.row, BLOCK)
-            columns = pl.ds(this.place.column, self.b.shape[1])
+            rows = pl.ds(this.corner.row, BLOCK)
+            columns = pl.ds(this.corner.column, self.b.shape[1])
 
             def copy(i: jax.Array, slot: jax.Array) -> None:
                 at, full = pl.ds((this.first + i) * BLOCK, BLOCK), self.full.at[slot]
@@ -266,8 +266,8 @@ class _Ring:
             sums = [filled(0.0, (ROWS, COLUMNS), BY_ELEMENT)] * (self.b.shape[1] // COLUMNS)
             sums = lax.fori_loop(0, this.steps, add, sums)
             mine = lax.axis_index("warpgroup")
-            row = this.place.row + mine * ROWS
-            store(sums, self.staging.at[mine], this.out, row, this.place)
+            row = this.corner.row + mine * ROWS
+            store(sums, self.staging.at[mine], this.out, row, this.corner)
 
         for_each_part(part)
         plgpu.wait_smem_to_gmem(0)

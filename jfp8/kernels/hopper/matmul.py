@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.ring import copy_each, drain
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Grid, Place, Tiles, ranked, store
+from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Corner, Grid, Tiles, ranked, store
 from jfp8.kernels.hopper.wgmma import BY_COLUMN, BY_ELEMENT, BY_ROW, cut, scaled, slices
 from jfp8.kernels.shared_memory import COMPUTE, along, filled, load, padded, release, staging, tile
 
@@ -181,8 +181,8 @@ class _Block:
         """Return the number of tiles that this block computes."""
         return (self.grid.size - 1 - lax.axis_index("sm")) // self.grid.clusters + 1
 
-    def place(self, i: jax.Array) -> Place:
-        return self.grid.place(lax.axis_index("sm") + i * self.grid.clusters)
+    def corner(self, i: jax.Array) -> Corner:
+        return self.grid.corner(lax.axis_index("sm") + i * self.grid.clusters)
 
     def copy(self) -> None:
         """Fill the ring, with scales that are vectors: the task of one warpgroup."""
@@ -192,7 +192,7 @@ class _Block:
 
         @pl.loop(0, self.tiles())
         def _(i):
-            row, column, _ = self.place(i)
+            row, column, _ = self.corner(i)
             rows, columns = pl.ds(row, self.grid.height), pl.ds(column, self.grid.tiles.tile_n)
 
             def copy(t, slot):
@@ -217,11 +217,11 @@ class _Block:
 
         @pl.loop(0, self.tiles())
         def _(i):
-            place = self.place(i)
-            row = place.row + lax.axis_index("warpgroup") * self.grid.tiles.tile_m
-            by_row = self.request_scales(row, place.column)
-            total = self.promoted(i, place.column) if self.promote else self.running(i)
-            self.store(total, by_row, row, place)
+            corner = self.corner(i)
+            row = corner.row + lax.axis_index("warpgroup") * self.grid.tiles.tile_m
+            by_row = self.request_scales(row, corner.column)
+            total = self.promoted(i, corner.column) if self.promote else self.running(i)
+            self.store(total, by_row, row, corner)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -320,7 +320,7 @@ class _Block:
             return load(self.scale["rows"].at[pl.ds(row, self.grid.tiles.tile_m)], BY_ROW)
         return self.scale["row"][0] if "row" in self.scale else None
 
-    def store(self, total: list[jax.Array], by_row: Any, row: jax.Array, place: Place) -> None:
+    def store(self, total: list[jax.Array], by_row: Any, row: jax.Array, corner: Corner) -> None:
         """Scale, round and write a tile, while the next one's operands are already copied."""
         warpgroup, tile_m = lax.axis_index("warpgroup"), self.grid.tiles.tile_m
         width = self.memory.staging.shape[-1]
@@ -339,4 +339,4 @@ class _Block:
 
         parts = [y for part in total for y in cut(part, slices(COLUMNS, width))]
         parts = (of_columns(c, y) for c, y in enumerate(parts))
-        store(parts, self.memory.staging.at[warpgroup], self.out, row, place)
+        store(parts, self.memory.staging.at[warpgroup], self.out, row, corner)

@@ -41,7 +41,7 @@ class Tiles:
     cluster: int = 1
 
 
-class Place(NamedTuple):
+class Corner(NamedTuple):
     """Locate a tile of a matmul: its first row and column, and the first column that it stores."""
 
     row: jax.Array
@@ -49,7 +49,7 @@ class Place(NamedTuple):
     first: jax.Array
 
 
-def store(parts: Iterable[jax.Array], slots: Any, out: Any, row: jax.Array, place: Place) -> None:
+def store(parts: Iterable[jax.Array], slots: Any, out: Any, row: jax.Array, corner: Corner) -> None:
     """Round and write slices of the columns of a tile, from `row` on, through two slots in turn.
 
     Others multiply meanwhile, and operands of the next tile are already copied.
@@ -57,13 +57,13 @@ def store(parts: Iterable[jax.Array], slots: Any, out: Any, row: jax.Array, plac
     _, rows, width = slots.shape
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for n, part in enumerate(parts):
-        slot, start = slots.at[n % 2], place.column + n * width
+        slot, start = slots.at[n % 2], corner.column + n * width
         if n >= 2:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         slot[...] = part.astype(slot.dtype)
         plgpu.commit_smem()
         target = out.at[pl.ds(row, rows), pl.ds(start, width)]
-        pl.when(start >= place.first)(partial(plgpu.copy_smem_to_gmem, slot, target))
+        pl.when(start >= corner.first)(partial(plgpu.copy_smem_to_gmem, slot, target))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Grid:
         """Return the axis of blocks that share copies of columns, if they do."""
         return "cluster" if self.tiles.cluster > 1 else None
 
-    def place(self, number: jax.Array) -> Place:
+    def corner(self, number: jax.Array) -> Corner:
         """Locate the tile of this block, in the cluster of this `number`.
 
         Tiles of clusters are for kernels that are launched in clusters: others have no such axis.
@@ -114,7 +114,9 @@ class Grid:
         first = column * self.tiles.tile_n
         if cluster > 1:
             row = row * cluster + rank
-        return Place(row * self.height, jnp.minimum(first, self.columns - self.tiles.tile_n), first)
+        return Corner(
+            row * self.height, jnp.minimum(first, self.columns - self.tiles.tile_n), first
+        )
 
 
 Kind = Literal["running", "promoted", "block", "block_columns"]
