@@ -1,8 +1,8 @@
 """Casts of a matrix to f8 in both directions, and its amaxes: one pass over memory each.
 
-All kernels take ``how``, options of `Walk.over`: tiles, the dtype to which elements are cast when
-they are read, and the function that computes the matrix. Rows and columns of tiles are multiples
-of a block of scales.
+All kernels take ``how``, options of `TileLoop.over`: tiles, the dtype to which elements are cast
+when they are read, and the function that computes the matrix. Rows and columns of tiles are
+multiples of a block of scales.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper import sweep
-from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Sweep, Walk, both_ways
+from jfp8.kernels.hopper.sweep import COLUMNS, ROWS, Input, Ref, Sweep, TileLoop, both_ways
 from jfp8.kernels.hopper.tiles import multiprocessors
 from jfp8.kernels.scales_in_kernels import bitcast, scale_and_inverse
 from jfp8.kernels.shared_memory import along, padded
@@ -41,7 +41,7 @@ def tensor_amax(
 
     The largest integer is ``max(|x|)``; NaN if an element is NaN, Inf if one is Inf. If the maximum
     of the first `entries` of `history`, f32[H], is positive, `x` is not read, and all results are
-    that maximum. For the others see `Walk.over`.
+    that maximum. For the others see `TileLoop.over`.
     """
     arrays = sweep.arrays_of(x)
     if make is None:  # matrices with as many elements share a kernel
@@ -90,25 +90,25 @@ def _tensor_amax(arrays: Any, history: Any, entries: int, dtype: Any, make: Any)
 
 def row_and_column_amax(x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array]:
     """Return ``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
-    walk = Walk.over(x, both_ways(x, stages=3), **how)
+    loop = TileLoop.over(x, both_ways(x, stages=3), **how)
 
     def kernel(x: Sequence[Ref], rows: Ref, columns: Ref) -> None:
         def body(i, j, tile):
-            at_row, at_column = walk.sweep.part(i, j)
-            by_row = jnp.max(sweep.magnitude(sweep.read(tile, ROWS, walk.dtype)), axis=1)
-            rows[j, at_row] = sweep.f32_magnitude(by_row, walk.dtype)
-            by_column = jnp.max(sweep.magnitude(sweep.read(tile.T, COLUMNS, walk.dtype)), axis=1)
-            columns[i, at_column] = sweep.f32_magnitude(by_column, walk.dtype)
+            at_row, at_column = loop.sweep.part(i, j)
+            by_row = jnp.max(sweep.magnitude(sweep.read(tile, ROWS, loop.dtype)), axis=1)
+            rows[j, at_row] = sweep.f32_magnitude(by_row, loop.dtype)
+            by_column = jnp.max(sweep.magnitude(sweep.read(tile.T, COLUMNS, loop.dtype)), axis=1)
+            columns[i, at_column] = sweep.f32_magnitude(by_column, loop.dtype)
             plgpu.commit_smem()  # all have read, before the copy engine writes the next tile
 
-        walk.for_each_tile(body, x)
+        loop.for_each_tile(body, x)
 
-    (down, across), (of_rows, of_columns) = walk.tiles, walk.shape
+    (down, across), (of_rows, of_columns) = loop.tiles, loop.shape
     shapes = (across, of_rows), (down, of_columns)
     out = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    bits = (jnp.max(x, axis=0) for x in walk.run("row_and_column_amax", kernel, out=out))
+    bits = (jnp.max(x, axis=0) for x in loop.run("row_and_column_amax", kernel, out=out))
     rows, columns = (lax.bitcast_convert_type(x, jnp.float32) for x in bits)
-    return rows[: walk.sizes[0]], columns[: walk.sizes[1]]
+    return rows[: loop.sizes[0]], columns[: loop.sizes[1]]
 
 
 def quantize_tensor(
@@ -151,8 +151,8 @@ def quantize_tensor(
 
     out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
     out += [jax.ShapeDtypeStruct((sweep.parts(),), jnp.int32)] if with_amax else []
-    walk = Walk.over(x, both_ways(x), **how)
-    return _quantize("quantize_tensor", walk, known, prepare, fmt, out, with_amax)
+    loop = TileLoop.over(x, both_ways(x), **how)
+    return _quantize("quantize_tensor", loop, known, prepare, fmt, out, with_amax)
 
 
 def quantize_lines(
@@ -162,16 +162,16 @@ def quantize_lines(
 
     Finite values saturate; Inf and NaN become NaN. The inverses are f32[M] and f32[N].
     """
-    walk = Walk.over(x, both_ways(x), **how)
-    rows, columns = walk.sweep.rows, walk.sweep.columns
+    loop = TileLoop.over(x, both_ways(x), **how)
+    rows, columns = loop.sweep.rows, loop.sweep.columns
     inverses = padded(row_inverse, rows), padded(column_inverse, columns)
     take = lambda known, results: tuple(known)
-    return _quantize("quantize_lines", walk, inverses, take, fmt)
+    return _quantize("quantize_lines", loop, inverses, take, fmt)
 
 
 def _quantize(
     name: str,
-    walk: Walk,
+    loop: TileLoop,
     known: Sequence[jax.Array],
     prepare: Callable[..., tuple[Any, Any]],
     fmt: Format,
@@ -190,7 +190,7 @@ def _quantize(
         def direction(tile, factor, layout, staged, target, amax=None):
             def some_lines(step, amax):  # fewer at once than a tile are compiled faster
                 lines = pl.ds(step * LINES, LINES)
-                values = sweep.read(tile.at[lines], layout, walk.dtype)
+                values = sweep.read(tile.at[lines], layout, loop.dtype)
                 if amax is not None:
                     amax = jnp.maximum(amax, jnp.max(sweep.magnitude(values), axis=1))
                 values = values.astype(jnp.float32)
@@ -206,20 +206,20 @@ def _quantize(
             return amax
 
         def body(i, j, tile, *parts_and_amax):
-            rest, (at_row, at_column) = iter(parts_and_amax), walk.sweep.part(i, j)
+            rest, (at_row, at_column) = iter(parts_and_amax), loop.sweep.part(i, j)
             by_row, by_column = (next(rest) if factor.ndim else factor for factor in factors)
             amax = direction(tile, by_row, ROWS, staged, q.at[at_row, at_column], next(rest, None))
             direction(tile.T, by_column, COLUMNS, staged_t, q_t.at[at_column, at_row])
             return amax
 
         vectors = [(v, d) for d, v in enumerate(factors) if v.ndim]
-        none = plgpu.layout_cast(jnp.zeros((LINES,), sweep.lane(walk.dtype)), ROWS.reduce(1))
-        amax = walk.for_each_tile(body, x, *vectors, carry=none if with_amax else None)
+        none = plgpu.layout_cast(jnp.zeros((LINES,), sweep.lane(loop.dtype)), ROWS.reduce(1))
+        amax = loop.for_each_tile(body, x, *vectors, carry=none if with_amax else None)
         if with_amax:
-            sweep.write_amax(results[-1], amax, walk)
+            sweep.write_amax(results[-1], amax, loop)
         plgpu.wait_smem_to_gmem(0)
 
-    return walk.run_both_ways(name, kernel, *known, fmt=fmt, more=more)
+    return loop.run_both_ways(name, kernel, *known, fmt=fmt, more=more)
 
 
 def quantize_rows_in_blocks(
@@ -232,16 +232,16 @@ def quantize_rows_in_blocks(
     `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
     the first dimension of the scales, so that scales of neighbouring lines are contiguous.
 
-    `x` is f32, bf16 or f16[M, N], or the arrays it is computed from, see `Walk.over`; `block` is
-    128 or 32.
+    `x` is f32, bf16 or f16[M, N], or the arrays it is computed from, see `TileLoop.over`; `block`
+    is 128 or 32.
 
     Returns:
       ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
       The scales are f32, or uint8 E8M0 codes if the rounding gives E8M0. If several matrices are
       computed, their number is a dimension before N, and before the one of the blocks along N.
     """
-    walk = Walk.over(x, in_blocks(x, block), **how)
-    in_row, in_column = walk.sweep.columns // block, walk.sweep.rows // block  # blocks of a tile
+    loop = TileLoop.over(x, in_blocks(x, block), **how)
+    in_row, in_column = loop.sweep.columns // block, loop.sweep.rows // block  # blocks of a tile
 
     def kernel(x, q, q_t, s, s_t, staged, staged_t) -> None:
         def body(i, j, tile):
@@ -250,31 +250,31 @@ def quantize_rows_in_blocks(
                 parts = []
                 for b in range(values.shape[1] // block):
                     part = values[:, b * block : (b + 1) * block]
-                    amax = sweep.from_magnitude(jnp.max(sweep.magnitude(part), axis=1), walk.dtype)
+                    amax = sweep.from_magnitude(jnp.max(sweep.magnitude(part), axis=1), loop.dtype)
                     scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
                     store(scales.at[first + b, lines], scale)
                     scaled = part.astype(jnp.float32) * along(inverse, part.shape, 0)
                     parts.append(sweep.saturating(scaled, fmt))
                 return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
-            at_row, at_column = walk.sweep.part(i, j)
-            codes = cast(sweep.read(tile, ROWS, walk.dtype), s, j * in_row, at_row)
+            at_row, at_column = loop.sweep.part(i, j)
+            codes = cast(sweep.read(tile, ROWS, loop.dtype), s, j * in_row, at_row)
             sweep.write(codes, staged, q.at[at_row, at_column])
-            codes = cast(sweep.read(tile.T, COLUMNS, walk.dtype), s_t, i * in_column, at_column)
+            codes = cast(sweep.read(tile.T, COLUMNS, loop.dtype), s_t, i * in_column, at_column)
             sweep.write(codes, staged_t, q_t.at[at_column, at_row])
 
-        walk.for_each_tile(body, x)
+        loop.for_each_tile(body, x)
         plgpu.wait_smem_to_gmem(0)
 
     scale = jnp.float32 if scale_rounding in (None, "power_of_two") else jnp.uint8
-    rows, columns = walk.shape
+    rows, columns = loop.shape
     scales = (columns // block, rows), (rows // block, columns)
     more = [jax.ShapeDtypeStruct(shape, scale) for shape in scales]
     name = f"quantize_rows_in_blocks_{block}"
-    q, q_t, s, s_t = walk.run_both_ways(name, kernel, fmt=fmt, more=more)
-    m, n = walk.sizes
+    q, q_t, s, s_t = loop.run_both_ways(name, kernel, fmt=fmt, more=more)
+    m, n = loop.sizes
     across, down = -(-n // block), -(-m // block)
-    return q, walk.whole(s, 0, across, m), q_t, walk.whole(s_t, 1, down, n)
+    return q, loop.whole(s, 0, across, m), q_t, loop.whole(s_t, 1, down, n)
 
 
 def quantize_tiles(
@@ -288,32 +288,32 @@ def quantize_tiles(
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)]. If several
       matrices are computed, see `quantize_rows_in_blocks`.
     """
-    walk = Walk.over(x, in_blocks(x, 128), **how)
-    assert (walk.sweep.rows, walk.sweep.columns) == (128, 128)
+    loop = TileLoop.over(x, in_blocks(x, 128), **how)
+    assert (loop.sweep.rows, loop.sweep.columns) == (128, 128)
 
     def kernel(x, q, q_t, s, staged, staged_t) -> None:
         def body(i, j, tile):
-            values = sweep.read(tile, ROWS, walk.dtype)
+            values = sweep.read(tile, ROWS, loop.dtype)
             # Only reductions over one dimension at a time can be lowered.
-            largest = sweep.f32_magnitude(jnp.max(sweep.magnitude(values), axis=1), walk.dtype)
+            largest = sweep.f32_magnitude(jnp.max(sweep.magnitude(values), axis=1), loop.dtype)
             amax = bitcast(jnp.max(largest), jnp.float32)
             scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
             s[i, j] = bitcast(scale, jnp.int32)
             cast = lambda values: sweep.saturating(values.astype(jnp.float32) * inverse, fmt)
 
-            at_row, at_column = walk.sweep.part(i, j)
+            at_row, at_column = loop.sweep.part(i, j)
             sweep.write(cast(values), staged, q.at[at_row, at_column])
-            values = sweep.read(tile.T, COLUMNS, walk.dtype)
+            values = sweep.read(tile.T, COLUMNS, loop.dtype)
             sweep.write(cast(values), staged_t, q_t.at[at_column, at_row])
 
-        walk.for_each_tile(body, x)
+        loop.for_each_tile(body, x)
         plgpu.wait_smem_to_gmem(0)
 
-    (m, n), (rows, columns) = walk.sizes, walk.shape
+    (m, n), (rows, columns) = loop.sizes, loop.shape
     bits = jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32)  # the scales'
-    q, q_t, s = walk.run_both_ways("quantize_tiles", kernel, fmt=fmt, more=[bits])
+    q, q_t, s = loop.run_both_ways("quantize_tiles", kernel, fmt=fmt, more=[bits])
     s = lax.bitcast_convert_type(s, jnp.float32)
-    return q, q_t, walk.whole(s, 1, -(-m // 128), -(-n // 128))
+    return q, q_t, loop.whole(s, 1, -(-m // 128), -(-n // 128))
 
 
 def in_blocks(x: Input, block: int) -> Sweep:

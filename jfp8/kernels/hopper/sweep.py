@@ -67,7 +67,7 @@ def arrays_of(x: Input) -> tuple[jax.Array, ...]:
 
 
 def bytes_read(x: Input) -> int:
-    """Return the bytes of `x` for each element of a matrix; see `Walk.over`."""
+    """Return the bytes of `x` for each element of a matrix; see `TileLoop.over`."""
     return sum(a.dtype.itemsize * (1 if a.ndim == 2 else a.shape[1]) for a in arrays_of(x))
 
 
@@ -78,7 +78,7 @@ def both_ways(x: Input, stages: int = 2) -> Sweep:
 
 
 @dataclass(frozen=True)
-class Walk:
+class TileLoop:
     """Describe how a kernel iterates over a matrix."""
 
     arrays: tuple[jax.Array, ...]  # in memory, whole tiles: the matrix, or its inputs
@@ -98,8 +98,8 @@ class Walk:
         sweep: Sweep | None = None,
         dtype: jax.typing.DTypeLike | None = None,
         make: Make | None = None,
-    ) -> Walk:
-        """Return the walk over `x`; its last three arguments are options of all kernels.
+    ) -> TileLoop:
+        """Return the loop over `x`; its last three arguments are options of all kernels.
 
         Args:
           x: the matrix, ``[M, N]``; or, if there is a `make`, arrays ``[M, projections, N]`` and
@@ -308,10 +308,10 @@ def parts() -> int:
     return 4 * multiprocessors()
 
 
-def write_amax(target: Ref, amax: jax.Array, walk: Walk) -> None:
+def write_amax(target: Ref, amax: jax.Array, loop: TileLoop) -> None:
     """Write the amax of a block to its entries of `target`, each as many as there are blocks on."""
-    count, at = walk.blocks, lax.axis_index("block")
-    largest = jnp.max(f32_magnitude(amax, walk.dtype))
+    count, at = loop.blocks, lax.axis_index("block")
+    largest = jnp.max(f32_magnitude(amax, loop.dtype))
 
     def write_one(i, _):
         target[at + i * count] = largest
