@@ -15,7 +15,7 @@ from jfp8 import recipes
 from jfp8.kernels.backend import facts_of
 from jfp8.kernels.tpu.backend import choose_on_tpu
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
-from jfp8.kernels.tpu.sharded import Layout, layout_of_matrices
+from jfp8.kernels.tpu.sharded import Shardings, matrix_shardings
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.explicit_sharding import Specs
 from jfp8.products.operation import Use
@@ -329,13 +329,13 @@ SPECS = Specs(P("a"), P("a", "b"), P("a", None, "b"))
 
 def test_dimensions_that_make_up_rows():
     with use_abstract_mesh(MESH):
-        found = layout_of_matrices(SPECS, SHAPES, NUMBERS)
-        assert found == Layout((A, NONE), (A, B), (A, B))
+        found = matrix_shardings(SPECS, SHAPES, NUMBERS)
+        assert found == Shardings((A, NONE), (A, B), (A, B))
         over_both = SPECS._replace(rhs=P(("a", "b")))
-        assert layout_of_matrices(over_both, SHAPES, NUMBERS).rhs == (A + B, NONE)
+        assert matrix_shardings(over_both, SHAPES, NUMBERS).rhs == (A + B, NONE)
         one = (1, 256, 1024), SHAPES[1]  # a dimension of 1 is not in the way
         specs = Specs(P(None, "a"), P(), P(None, "a"))
-        assert layout_of_matrices(specs, one, NUMBERS) == Layout((A, NONE), (NONE,) * 2, (A, NONE))
+        assert matrix_shardings(specs, one, NUMBERS) == Shardings((A, NONE), (NONE,) * 2, (A, NONE))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_dimensions_that_make_up_rows():
 )
 def test_parts_that_kernels_do_not_take(changed):
     with use_abstract_mesh(MESH):
-        assert layout_of_matrices(SPECS._replace(**changed), SHAPES, NUMBERS) is None
+        assert matrix_shardings(SPECS._replace(**changed), SHAPES, NUMBERS) is None
 
 
 SEVERAL = [

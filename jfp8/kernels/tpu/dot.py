@@ -19,7 +19,7 @@ from jfp8.kernels.operands import Arrangement, arrangements, dtype_of_partial_su
 from jfp8.kernels.tpu import sharded
 from jfp8.kernels.tpu.backend import multiply as multiply_on_tpu
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
-from jfp8.kernels.tpu.sharded import Division, Layout, OfMatrix
+from jfp8.kernels.tpu.sharded import Division, OfMatrix, Shardings
 from jfp8.matmul.as_matrices import matrix_groups
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.planner import Planner, multiply
@@ -37,7 +37,7 @@ from jfp8.tracing.devices import Tpu
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["bias"],
-    meta_fields=["shapes", "dtypes", "dimension_numbers", "tpu", "given", "layout"],
+    meta_fields=["shapes", "dtypes", "dimension_numbers", "tpu", "given", "shardings"],
 )
 @dataclass(frozen=True)
 class DotOnTpu(Dot):
@@ -45,13 +45,13 @@ class DotOnTpu(Dot):
 
     Attributes:
       given: arrangements of lhs, rhs and grad as matrices.
-      layout: shardings over several TPUs; None for one TPU, or if unknown.
+      shardings: shardings over several TPUs; None for one TPU, or if unknown.
       bias: ``[n]``, which is added to y; None for no bias.
     """
 
     tpu: Tpu
     given: tuple[Arrangement, Arrangement, Arrangement]
-    layout: Layout | None = None
+    shardings: Shardings | None = None
     bias: jax.Array | None = None
 
     def arrange(self, role: str, x: Any) -> Any:
@@ -59,7 +59,7 @@ class DotOnTpu(Dot):
         return self.given[("lhs", "rhs", "grad").index(role)].matrix(x)
 
     def with_bias(self, bias: jax.Array, options: Options) -> DotOnTpu | None:
-        by_kernel = self.layout is not None or not self.tpu.divides
+        by_kernel = self.shardings is not None or not self.tpu.divides
         rounds_y = options.recipe.resolved().fprop.output  # before the bias is added
         # Statistics are of the matmul alone.
         if not by_kernel or rounds_y or OBSERVER.value is not None:
@@ -76,8 +76,8 @@ class DotOnTpu(Dot):
         dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         axes = None
-        if self.layout is not None:
-            axes = getattr(self.layout, "y" if role == "grad" else role)
+        if self.shardings is not None:
+            axes = getattr(self.shardings, "y" if role == "grad" else role)
         by_kernels = not self.tpu.divides or axes is not None
         kernels = by_kernels and why_left_out("mosaic_tpu") is None
         return quantized_for_both(x, first, second, state, dtype, kernels=kernels, axes=axes)
@@ -90,10 +90,10 @@ class DotOnTpu(Dot):
         bias = self.bias if kind == "fprop" else None
         spec = replace(spec, device=self.tpu)
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
-            if self.layout is not None:
+            if self.shardings is not None:
                 numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
                 ((a,), (b,)), _ = numbers
-                division = sharded.division_of(self.layout, kind, (a, b), order)
+                division = sharded.division_of(self.shardings, kind, (a, b), order)
                 if _has_parts(first, division.first) and _has_parts(second, division.second):
                     return self._multiply_on_each(division, kind, first, second, spec, bias)
         return self._multiply_here(kind, first, second, spec, bias)
@@ -184,15 +184,15 @@ def _of_matrices(spec: DotSpec) -> DotOnTpu | None:
     by_role = arrangements(spec.shapes, numbers)
     if spec.has_quantized_rhs and by_role["rhs"].sizes != spec.shapes[1]:
         return None  # its blocks may not be blocks of a matrix
-    layout = None
+    shardings = None
     # In f16 partial sums might overflow.
     if spec.sharding is not None and tpu.divides and jnp.float16 not in spec.dtypes:
         specs, shapes, given = spec.sharding
-        layout = sharded.layout_of_matrices(specs, shapes, given)
+        shardings = sharded.matrix_shardings(specs, shapes, given)
     whole, ((lhs_sum, rhs_sum), _) = layout_of(*spec.shapes, numbers), numbers
     lhs_k = int(matrix_groups((), whole.lhs_free, lhs_sum)[-1] == lhs_sum)
     rhs_k = int(matrix_groups((), whole.rhs_free, rhs_sum)[-1] == rhs_sum)
     shapes = by_role["lhs"].sizes, by_role["rhs"].sizes
     matrices = (((lhs_k,), (rhs_k,)), ((), ()))
     given = by_role["lhs"], by_role["rhs"], by_role["grad"]
-    return DotOnTpu(shapes, spec.dtypes, matrices, tpu, given, layout)
+    return DotOnTpu(shapes, spec.dtypes, matrices, tpu, given, shardings)

@@ -26,7 +26,7 @@ OfMatrix = tuple[Axes, Axes]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Shardings:
     """The shardings of a matmul's matrices: lhs, rhs and y, and likewise their gradients."""
 
     lhs: OfMatrix
@@ -38,10 +38,10 @@ class Layout:
         return {"fprop": (lhs, rhs, y), "dgrad": (y, rhs, lhs), "wgrad": (lhs, y, rhs)}[kind]
 
 
-def layout_of_matrices(
+def matrix_shardings(
     specs: Specs, shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
-) -> Layout | None:
-    """Return the layout of `as_matrices` of operands with these `shapes`, without batch dimensions.
+) -> Shardings | None:
+    """Return the shardings of operands with these `shapes`, without batch dimensions, as matrices.
 
     None if shards of a matrix are not rectangles, for example if a sharded dimension is not the
     first of those that form its rows; or if the kernels do not support them.
@@ -69,7 +69,7 @@ def layout_of_matrices(
             if math.prod(shape[d] for d in dims) % (count_of(axes) * LANES):
                 return None
             found.append(axes)
-    return Layout(*((found[i], found[i + 1]) for i in (0, 2, 4)))
+    return Shardings(*((found[i], found[i + 1]) for i in (0, 2, 4)))
 
 
 def on_each(axes: OfMatrix | None, function: Callable[..., Any], rule: str) -> Callable[..., Any]:
@@ -101,7 +101,7 @@ class Division(NamedTuple):
 
 
 def division_of(
-    layout: Layout, kind: Kind, contracting: tuple[int, int], order: Sequence[int] | None
+    shardings: Shardings, kind: Kind, contracting: tuple[int, int], order: Sequence[int] | None
 ) -> Division:
     """Return the division of a matmul among TPUs, for matrices with these shardings.
 
@@ -111,7 +111,7 @@ def division_of(
 
     `contracting` are the contracted dimensions, `order` is the result's, see `Dot`.
     """
-    (first, second, result), (a, b) = layout.of(kind), contracting
+    (first, second, result), (a, b) = shardings.of(kind), contracting
     rows, columns = result if order in (None, (0, 1)) else result[::-1]
     summed = first[a]
     if first[a] != second[b]:
