@@ -21,7 +21,7 @@ from jfp8.checkpoint.safetensors_file import parsed, read_arrays, write_arrays
 from jfp8.checkpoint.serving import OF_INPUTS, Arrays, ServingTensors, serving_tensors, stored
 from jfp8.checkpoint.state_dict import short
 from jfp8.checkpoint.torch_layout import Names, Tensors
-from jfp8.checkpoint.weight_layout import Layout
+from jfp8.checkpoint.weight_layout import WeightLayout
 from jfp8.conversion.selection import Recipes
 
 _INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -76,8 +76,8 @@ def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Styl
     return Tensors(makers), Fp8Style(config["quant_method"], layouts, config, calibrated, outer)
 
 
-def _weights(arrays: Arrays, layouts: list[Layout]) -> dict[str, Layout]:
-    found: dict[str, Layout] = {}
+def _weights(arrays: Arrays, layouts: list[WeightLayout]) -> dict[str, WeightLayout]:
+    found: dict[str, WeightLayout] = {}
     misfits: dict[str, str] = {}
     for layout in layouts:
         for name in layout.names_in(arrays):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jfp8.checkpoint.weight_layout import Layout
+from jfp8.checkpoint.weight_layout import WeightLayout
 from jfp8.scaling.arrays import ScaledArray
 
 # Where a library that mixes formats says which, and what it calls several.
@@ -19,7 +19,7 @@ _MIXED = {
     "compressed-tensors": ("format", "mixed-precision"),
     "modelopt": ("quant_algo", "MIXED_PRECISION"),
 }
-Stored = tuple[Layout, bool]
+Stored = tuple[WeightLayout, bool]
 """How a layer is stored, and if it has calibrated scales of activations."""
 
 
@@ -37,12 +37,12 @@ class Fp8Style:
     """
 
     library: str
-    layouts: tuple[Layout, ...]
+    layouts: tuple[WeightLayout, ...]
     quantization_config: Mapping[str, Any] | None = field(default=None, hash=False)
     input_scales: bool = False
     outer: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
-    def split(self, name: str, q: ScaledArray) -> tuple[Layout, dict[str, np.ndarray]]:
+    def split(self, name: str, q: ScaledArray) -> tuple[WeightLayout, dict[str, np.ndarray]]:
         """Return the layout of a weight `q`, ``[out, in]``, and its tensors, stored under `name`.
 
         Raises:
@@ -62,7 +62,7 @@ class Fp8Style:
             "jfp8.quantize_params(params, recipe)."
         )
 
-    def _held(self, name: str, q: ScaledArray) -> list[tuple[Layout, dict[str, np.ndarray]]]:
+    def _held(self, name: str, q: ScaledArray) -> list[tuple[WeightLayout, dict[str, np.ndarray]]]:
         fitted = [layout.fitted(q) for layout in self.layouts]
         splits = [(layout, layout.split(name, q)) for layout in fitted]
         return [(layout, tensors) for layout, tensors in splits if tensors is not None]
@@ -112,7 +112,7 @@ def _mixed(key: str, several: str, entries: list[Any], groups: list[list[str]]) 
     return {**config, "config_groups": {f"group_{i}": entry for i, entry in enumerate(entries)}}
 
 
-def _entry(layout: Layout, calibrated: bool, layer: str) -> dict[str, Any]:
+def _entry(layout: WeightLayout, calibrated: bool, layer: str) -> dict[str, Any]:
     """Return what config.json says of a group of layers, one of which errors call `layer`."""
     more = layout.calibrated if calibrated else layout.group
     if more is None:
@@ -138,7 +138,7 @@ def styles() -> dict[str, Fp8Style]:
         library, layouts = rows.pop("library", name), []
         for kind, row in rows.items():
             fields: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-            layouts.append(Layout(kind, **fields))
+            layouts.append(WeightLayout(kind, **fields))
         found[name] = Fp8Style(library, tuple(layouts))
     return found
 
@@ -152,7 +152,7 @@ _KNOWN = {
 }
 
 
-def layouts_in(config: Mapping[str, Any]) -> list[Layout]:
+def layouts_in(config: Mapping[str, Any]) -> list[WeightLayout]:
     """Return the layouts of the weights that a ``quantization_config`` describes, or raise."""
     method = _known(config, "quant_method", sorted({x.library for x in styles().values()}))
     layouts = [x for style in styles().values() if style.library == method for x in style.layouts]
@@ -166,7 +166,7 @@ def layouts_in(config: Mapping[str, Any]) -> list[Layout]:
     return layouts
 
 
-def _fp8_layouts(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> list[Layout]:
+def _fp8_layouts(config: Mapping[str, Any], layouts: dict[str, WeightLayout]) -> list[WeightLayout]:
     """Return the layouts of weights of DeepSeek, Qwen3 and vLLM, with all names of scales."""
     for key, allowed in _KNOWN.items():
         _known(config, key, allowed)
@@ -177,14 +177,14 @@ def _fp8_layouts(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> li
     return [replace(x, suffixes=("", s)) for x in (layouts["mxfp4"], layout) for s in scales]
 
 
-def _modelopt_layouts(config: Mapping[str, Any], layouts: list[Layout]) -> list[Layout]:
+def _modelopt_layouts(config: Mapping[str, Any], layouts: list[WeightLayout]) -> list[WeightLayout]:
     both = [(x, layout) for layout in layouts for x in (layout.group, layout.calibrated) if x]
     named = {x["quant_algo"]: layout for x, layout in both if "quant_algo" in x}
     layers = list((config.get("quantized_layers") or {}).values()) or [config]
     return list(dict.fromkeys(named[_known(x, "quant_algo", named)] for x in layers))
 
 
-def _layout_of(weights: Mapping[str, Any], layouts: list[Layout]) -> Layout:
+def _layout_of(weights: Mapping[str, Any], layouts: list[WeightLayout]) -> WeightLayout:
     keys = ("type", "num_bits", "strategy", "group_size")
     asked = lambda given: {key: given[key] for key in keys if given.get(key) is not None}
     rows = [asked((layout.group or {})["weights"]) for layout in layouts]

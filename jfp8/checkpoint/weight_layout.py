@@ -1,4 +1,4 @@
-"""`Layout`: the tensors in which a file for PyTorch holds one quantized weight, as data.
+"""`WeightLayout`: the tensors in which a file for PyTorch holds one quantized weight, as data.
 
 A weight ``W``, ``[..., out, in]``, becomes codes, a scale for each of their blocks, and for NVFP4
 one more scale above these. Each lies under the weight's name and a suffix::
@@ -25,7 +25,7 @@ _E4M3, _E8M0 = "float8_e4m3fn", E8M0FNU.dtype.name
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """The layout of one format's weights in a file.
 
     A suffix that begins with a dot takes the place of ``".weight"``.
@@ -71,7 +71,7 @@ class Layout:
         layer = name.removesuffix(".weight")
         return [(layer if suffix.startswith(".") else name) + suffix for suffix in self.suffixes]
 
-    def stored_as(self, scale: Any) -> Layout:
+    def stored_as(self, scale: Any) -> WeightLayout:
         """Return this layout with the dtype and the dimensions of a stored scale."""
         ndim = self.scale_ndim if self.block[1] else scale.ndim
         return replace(self, scale_dtype=scale.dtype.name, scale_ndim=ndim)
@@ -120,7 +120,7 @@ class Layout:
             stored.append(outer.reshape((1,) * self.reciprocal))
         return dict(zip(self.tensors(name), stored, strict=True))
 
-    def fitted(self, q: ScaledArray) -> Layout:
+    def fitted(self, q: ScaledArray) -> WeightLayout:
         """Return this layout, with the blocks of `q` if it may have any."""
         has_blocks = self.block == (-1, -1) and np.ndim(q.scale) == q.ndim >= 2
         return replace(self, block=q.block_sizes()[-2:]) if has_blocks else self
