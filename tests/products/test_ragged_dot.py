@@ -15,7 +15,7 @@ from jfp8 import ScaledArray, quantizers, recipes
 from jfp8.kernels.xla import f8_dot
 from jfp8.products.operation import Options, State
 from jfp8.products.ragged.dot import observed_ragged_dot, scaled_ragged_dot
-from jfp8.products.ragged.tiles import lay_out
+from jfp8.products.ragged.row_tiles import lay_out
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import Float8CurrentScaling
 from jfp8.recipes.product import Product

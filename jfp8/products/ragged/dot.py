@@ -21,7 +21,7 @@ from jfp8.matmul.spec import Implementation
 from jfp8.products.operation import Observed, Operand, Options, State, Use, as_operands, dtypes_of
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, quantized_by_group
-from jfp8.products.ragged.tiles import lay_out, take_rows
+from jfp8.products.ragged.row_tiles import lay_out, take_rows
 from jfp8.products.vjp import Planned, multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe

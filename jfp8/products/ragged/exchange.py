@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.tiles import Tiles, lay_out, rows_at
+from jfp8.products.ragged.row_tiles import RowTiles, lay_out, rows_at
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, format_of
 from jfp8.tracing.device import current_gpu
@@ -211,7 +211,7 @@ def _plan_here(
 
 
 def _rows_that_arrive(
-    kept: jax.Array, before: jax.Array, tiles: Tiles, bucket: int
+    kept: jax.Array, before: jax.Array, tiles: RowTiles, bucket: int
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `row_of` and `place_at` of an `Exchange`.
 

@@ -14,7 +14,7 @@ from jfp8.matmul.known_scales import scale_shape_of
 from jfp8.products.operation import Kind, Operand
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.exchange import Exchange
-from jfp8.products.ragged.tiles import take_rows
+from jfp8.products.ragged.row_tiles import take_rows
 from jfp8.scaling.arrays import ScaledArray
 
 _register = partial(

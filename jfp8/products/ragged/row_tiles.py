@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 
-class Tiles(NamedTuple):
+class RowTiles(NamedTuple):
     """Places of the rows of groups in tiles, for ``m`` rows and ``t`` tiles of height ``h``."""
 
     rows: jax.Array  # i32[t, h], the row at each place; ``m`` if there is none
@@ -17,7 +17,7 @@ class Tiles(NamedTuple):
     padded_sizes: jax.Array  # i32[g], number of rows in the tiles of each group
 
 
-def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
+def lay_out(sizes: jax.Array, m: int, height: int) -> RowTiles:
     """Return tiles for groups of `sizes`, i32[g], among `m` rows; enough for the worst case."""
     groups = sizes.shape[0]
     filled = min(groups, m)
@@ -43,7 +43,7 @@ def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
     group_of_row = group_of(row, row_end)
     slots = tile_start[group_of_row] * height + row - row_start[group_of_row]
     slots = jnp.where(row < row_end[-1], slots, count * height)
-    return Tiles(rows, slots, group, tiles * height)
+    return RowTiles(rows, slots, group, tiles * height)
 
 
 @jax.custom_vjp
