@@ -93,8 +93,8 @@ def save_in_fp8(
                 "out: a single number costs nothing to save."
             )
         _check_closes_over_nothing(f, x, rest)
-        how = _How(f, fmt, block, name, x.dtype)
-        return _apply(how, x, rest)
+        options = _Options(f, fmt, block, name, x.dtype)
+        return _apply(options, x, rest)
 
     return saving
 
@@ -121,7 +121,7 @@ def _check_closes_over_nothing(f: Callable[..., Any], x: jax.Array, rest: tuple[
 
 
 @dataclass(frozen=True)
-class _How:
+class _Options:
     """The arguments of `save_in_fp8`, and the dtype of `x`."""
 
     f: Callable[..., Any]
@@ -131,39 +131,39 @@ class _How:
     dtype: np.dtype
 
 
-def _encode(x: jax.Array, how: _How) -> ScaledArray:
+def _encode(x: jax.Array, options: _Options) -> ScaledArray:
     """Return `x` in FP8: codes as uint8, and a bf16 scale for every block."""
-    granularity = Block((how.block,))
-    scale = scale_from_amax(amax(x, granularity), how.fmt, poison=True)
+    granularity = Block((options.block,))
+    scale = scale_from_amax(amax(x, granularity), options.fmt, poison=True)
     # Not a cast and its inverse, which XLA may remove.
     scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
     block = ragged_block(granularity, x.shape)
-    q = quantize_with_scale(x, scale, how.fmt, block=block, inverse=reciprocal(scale))
+    q = quantize_with_scale(x, scale, options.fmt, block=block, inverse=reciprocal(scale))
     return ScaledArray(codes_of(q.data), scale.astype(jnp.bfloat16), block)
 
 
-def _decode(q: ScaledArray, how: _How) -> jax.Array:
+def _decode(q: ScaledArray, options: _Options) -> jax.Array:
     """Return the values that `_encode` stored, in the dtype of `x`."""
-    data = codes_to_format(q.data, how.fmt)
-    return scaled_values(replace(q, data=data)).astype(how.dtype)
+    data = codes_to_format(q.data, options.fmt)
+    return scaled_values(replace(q, data=data)).astype(options.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(how, x, rest):
-    return how.f(x, *rest)
+def _apply(options, x, rest):
+    return options.f(x, *rest)
 
 
-def _forward(how, x, rest):
+def _forward(options, x, rest):
     x = first_order_only(x, "what save_in_fp8 returns", "the function as it was")
     # XLA would delay the computation of the codes until they are needed, and hold x until then.
-    x, q = lax.optimization_barrier((x, _encode(x, how)))
-    kept = jax.tree.map(lambda array: checkpoint_name(array, how.name), q)
-    return how.f(x, *rest), (kept, rest)
+    x, q = lax.optimization_barrier((x, _encode(x, options)))
+    kept = jax.tree.map(lambda array: checkpoint_name(array, options.name), q)
+    return options.f(x, *rest), (kept, rest)
 
 
-def _backward(how, residuals, dy):
+def _backward(options, residuals, dy):
     kept, rest = residuals
-    _, vjp = jax.vjp(lambda x, rest: how.f(x, *rest), _decode(kept, how), rest)
+    _, vjp = jax.vjp(lambda x, rest: options.f(x, *rest), _decode(kept, options), rest)
     return vjp(dy)
 
 
