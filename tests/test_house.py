@@ -405,12 +405,12 @@ BASES_OF_MODULES = {
     "jfp8.layers.transformer_options.Architecture",
     "jfp8.layers.transformer_options.TransformerOptions",
     "jfp8.layers.moe_math.MoEOptions",
-    "jfp8.layers.linen.fused._Deterministic",
+    "jfp8.layers.linen.fused._LinenFeedForward",
     "jfp8.layers.nnx.fused.LayerNormMLP",
     "jfp8.layers.nnx.moe.MoE",
     "jfp8.layers.nnx.transformer.RelativePositionBiases",
     "jfp8.layers.linen.layers.Fp8Layer",
-    "jfp8.layers.linen.transformer._Deterministic",
+    "jfp8.layers.linen.transformer._LinenArchitecture",
     "jfp8.layers.nnx.transformer.TransformerLayer",
 }
 # The files in which something changes after it was made, and why.

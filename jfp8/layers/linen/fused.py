@@ -90,11 +90,11 @@ class LayerNormDense(DenseGeneral):
 
 # A field of Linen's alone, at its place among those that may be given by position.
 @dataclass(eq=False, repr=False)
-class _Deterministic(FeedForward):
+class _LinenFeedForward(FeedForward):
     deterministic: bool | None = None
 
 
-class LayerNormMLP(FeedForwardOptions, _Deterministic, nn.Module):
+class LayerNormMLP(FeedForwardOptions, _LinenFeedForward, nn.Module):
     """Normalization and the two matmuls of a feed-forward block. ::
 
         y = dropout(activation(normalize(x) . wi)) . wo

@@ -82,7 +82,7 @@ class LayerNormAttention(nn.Module):
 
 # A field of Linen's alone, at its place among those that may be given by position.
 @dataclass(eq=False, repr=False)
-class _Deterministic(Architecture):
+class _LinenArchitecture(Architecture):
     deterministic: bool | None = None
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
@@ -90,7 +90,7 @@ class _Deterministic(Architecture):
     cache_dtype: FormatLike | None = None
 
 
-class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
+class TransformerLayer(TransformerOptions, _LinenArchitecture, nn.Module):
     """A layer of a Transformer: attention, attention to an encoder's output, and an MLP. ::
 
         x = x + dropout(attention(normalize(x)))
