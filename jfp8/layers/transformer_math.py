@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.layers import kv_cache
-from jfp8.layers.attention import check_weights_stay_inside
+from jfp8.layers.attention_math import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, position_mask, rotary_embedding
@@ -201,7 +201,7 @@ def projected_attention(
     Args:
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
-      attention: `jfp8.layers.attention.attend` with some arguments; quantizes if `in_fp8`.
+      attention: `jfp8.layers.attention_math.attend` with some arguments; quantizes if `in_fp8`.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         of the next ones, and the mask is for all ``max_length`` keys. Returned with the new keys.
       dropout_rate, dropout_key: see `drop`; for the weights, only in high precision.

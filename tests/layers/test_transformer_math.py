@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jfp8.layers import norm_math, position_math, transformer_math
-from jfp8.layers.attention import attend
+from jfp8.layers.attention_math import attend
 from support.arrays import normal
 
 F32_EPS = 2.0**-23

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.layers.attention import attend
+from jfp8.layers.attention_math import attend
 from jfp8.products.flash import high_precision
 from jfp8.tracing.devices import Gpu
 from support.arrays import normal

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 from flax.linen.dtypes import promote_dtype
 
-from jfp8.layers.attention import attend_by, check_weights_stay_inside
+from jfp8.layers.attention_math import attend_by, check_weights_stay_inside
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe

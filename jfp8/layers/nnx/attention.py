@@ -16,7 +16,7 @@ from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
-from jfp8.layers.attention import attend_by, check_weights_stay_inside
+from jfp8.layers.attention_math import attend_by, check_weights_stay_inside
 from jfp8.layers.kv_cache import init_kv_cache, with_earlier
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
@@ -94,7 +94,7 @@ class DotProductAttention(PrintsRecipe):
         return recipe_in_effect(self.recipe, self.path) is not None
 
     def _attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
-        """Compute `jfp8.layers.attention.attend` by the recipe in effect, with one batch axis."""
+        """Compute `attend` of `attention_math` by the recipe in effect, with one batch axis."""
         own = {"implementation": self.implementation, "unless_slower_on": self.unless_slower_on}
         with jax.named_scope(self.path) if self.path else contextlib.nullcontext():
             return attend_by(self.recipe, self.path, *arrays, **options, **own)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfp8.layers import position_math, transformer_math
-from jfp8.layers.attention import attend
+from jfp8.layers.attention_math import attend
 from jfp8.layers.kv_cache import NAMES, KVCache, init_kv_cache
 from jfp8.layers.nnx.attention import DotProductAttention
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP
