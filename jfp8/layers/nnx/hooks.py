@@ -12,7 +12,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jfp8.layers.conv_transpose import convolve_transposed
+from jfp8.layers.conv_transpose_math import convolve_transposed
 from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
 from jfp8.layers.options import promoted
 from jfp8.matmul.spec import Implementation
