@@ -13,7 +13,7 @@ import numpy as np
 from jfp8.kernels import cuda_backends as backends
 from jfp8.kernels.backend import check_not_refused, facts_of
 from jfp8.kernels.cuda_backends import known_gpu
-from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
+from jfp8.kernels.grouped_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.k_major import k_major
 from jfp8.kernels.on_platform import on_cuda
@@ -21,7 +21,7 @@ from jfp8.kernels.partitioning import divided
 from jfp8.kernels.quantize_and_transpose import found_in, has_kernel
 from jfp8.kernels.rates import RATES, rates_of
 from jfp8.kernels.xla import bf16_dot, f8_dot
-from jfp8.kernels.xla.grouped import GroupedByXla
+from jfp8.kernels.xla.grouped_by_xla import GroupedByXla
 from jfp8.matmul.planner import Planner, Scales, Times, Work
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.conv import ConvSpec

@@ -12,7 +12,7 @@ import jfp8
 from jfp8.kernels import verdicts
 from jfp8.kernels.backend import Facts
 from jfp8.kernels.cuda_backends import choose, quantizing_k_major
-from jfp8.kernels.grouped import why_not_grouped_kernels
+from jfp8.kernels.grouped_kernels import why_not_grouped_kernels
 from jfp8.kernels.hopper.backend import BACKEND, why_no_quantizing
 from jfp8.recipes import get
 from jfp8.scaling.formats import E4M3FN

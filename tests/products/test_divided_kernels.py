@@ -7,7 +7,7 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels import grouped as by_kernels
+from jfp8.kernels import grouped_kernels as by_kernels
 from jfp8.kernels import partitioning as divided_functions
 from jfp8.kernels import quantize_and_transpose as both_ways
 from jfp8.kernels.hopper import backend as hopper

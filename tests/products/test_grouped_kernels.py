@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels import grouped as by_kernels
+from jfp8.kernels import grouped_kernels as by_kernels
 from support.devices import needs_mosaic
 
 

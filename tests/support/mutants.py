@@ -20,7 +20,7 @@ EXCLUDED = (
     "jfp8/kernels/blackwell/",
     "jfp8/kernels/hopper/",
     "jfp8/kernels/quantize_and_transpose.py",
-    "jfp8/kernels/grouped.py",
+    "jfp8/kernels/grouped_kernels.py",
 )
 COMPARISONS = {
     ast.Eq: ast.NotEq,
