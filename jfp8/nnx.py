@@ -30,8 +30,8 @@ from jfp8.layers.nnx.transformer import RelativePositionBiases, TransformerLayer
 from jfp8.layers.transformer_math import ClampedSwiglu
 from jfp8.products.ragged.routing import Routing, route, routing_of
 from jfp8.tracing.listing import listing
-from jfp8.training.nnx import value_and_grad
 from jfp8.training.nnx_optimizer import Optimizer
+from jfp8.training.nnx_step import value_and_grad
 
 __all__ = [
     "ClampedSwiglu",
