@@ -4,7 +4,7 @@ There is a file for each family of recipes; `get` finds a recipe by its name. To
 family, write its class there and add it to that file's ``__all__``.
 """
 
-from jfp8.recipes.blocks import *
+from jfp8.recipes.block_scaling import *
 from jfp8.recipes.in_json import from_json
 from jfp8.recipes.intel import *
 from jfp8.recipes.mxfp4 import *

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Quantizer
-from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling
+from jfp8.recipes.block_scaling import Float8BlockScaling, MXFP8BlockScaling
 from jfp8.recipes.mxfp4 import MXFP4BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import Float8CurrentScaling

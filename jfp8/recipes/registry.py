@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jfp8.recipes import blocks, intel, mxfp4, nvfp4, per_tensor, qat, rowwise, unscaled
+from jfp8.recipes import block_scaling, intel, mxfp4, nvfp4, per_tensor, qat, rowwise, unscaled
 from jfp8.recipes.recipe import Recipe
 
 # Each family exports its recipes.
-_FAMILIES = (per_tensor, rowwise, blocks, mxfp4, nvfp4, qat, intel, unscaled)
+_FAMILIES = (per_tensor, rowwise, block_scaling, mxfp4, nvfp4, qat, intel, unscaled)
 RECIPES: tuple[type[Recipe], ...] = tuple(
     getattr(family, name) for family in _FAMILIES for name in family.__all__
 )

@@ -30,7 +30,7 @@ from jfp8 import checkpoint
 from jfp8.checkpoint.state_dict import DTYPES
 from jfp8.optim.adam import adam
 from jfp8.optim.masters import master_weights
-from jfp8.recipes.blocks import MXFP8BlockScaling
+from jfp8.recipes.block_scaling import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 
 FILE, FOLDER = "x.safetensors", "x"

@@ -20,7 +20,7 @@ from jfp8.conversion.layer_tree import tree_lines
 from jfp8.conversion.product_rows import ProductRow
 from jfp8.kernels.cost_model import ON_ADA, expected, work_of
 from jfp8.kernels.rates import RATES
-from jfp8.recipes.blocks import MXFP8BlockScaling
+from jfp8.recipes.block_scaling import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.rowwise import RowwiseScaling

@@ -17,7 +17,7 @@ from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling
+from jfp8.recipes.block_scaling import Float8BlockScaling, MXFP8BlockScaling
 from jfp8.recipes.intel import DirectE5M2, Hybrid
 from jfp8.recipes.mxfp4 import MXFP4BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling, NVFP4FourOverSix, NVFP4RowScaling
