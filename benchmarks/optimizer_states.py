@@ -37,7 +37,7 @@ import optax
 
 import jfp8
 from jfp8.optim.adam import DEFAULT, PRESETS, Moments, adamw
-from jfp8.optim.blocks import Blocks
+from jfp8.optim.block_storage import Blocks
 from jfp8.optim.muon import muon
 from jfp8.optim.storage import Float
 

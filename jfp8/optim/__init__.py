@@ -1,7 +1,7 @@
 """Optax transformations for FP8 training."""
 
 from jfp8.optim.adam import adam, adamw, scale_by_adam
-from jfp8.optim.blocks import Blocks
+from jfp8.optim.block_storage import Blocks
 from jfp8.optim.fp8_gradients import fp8_gradients
 from jfp8.optim.fp8_params import StoredUpdate, apply_updates, carriers, with_carriers
 from jfp8.optim.loss_scale_state import LossScaleState

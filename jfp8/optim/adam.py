@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jfp8.optim.blocks import Blocks
+from jfp8.optim.block_storage import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
 from jfp8.optim.stored_state import store_state
 from jfp8.scaling.formats import E8M0FNU

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax import lax
 
-from jfp8.optim.blocks import ExpandedArray
+from jfp8.optim.block_storage import ExpandedArray
 from jfp8.optim.storage import HalfArray, Storage
 from jfp8.optim.wrapping import seed_words, transformation, widened
 from jfp8.scaling import printing

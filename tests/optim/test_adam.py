@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw, scale_by_adam
-from jfp8.optim.blocks import Blocks
+from jfp8.optim.block_storage import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16
 from support.arrays import assert_same
 from support.scripts import imported

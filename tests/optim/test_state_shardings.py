@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jfp8.optim.adam import PRESETS, adam, adamw
-from jfp8.optim.blocks import Blocks
+from jfp8.optim.block_storage import Blocks
 from jfp8.optim.state_shardings import state_shardings
 from jfp8.optim.stored_state import store_state
 

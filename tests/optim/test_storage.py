@@ -9,7 +9,7 @@ import pytest
 
 from jfp8 import E4M3FN, E5M2, E8M0FNU
 from jfp8.optim.adam import adam
-from jfp8.optim.blocks import Blocks
+from jfp8.optim.block_storage import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
 from jfp8.scaling.random_bits import fold_in
 from support.arrays import codes

@@ -11,7 +11,7 @@ import pytest
 
 import jfp8
 from jfp8.optim.adam import DEFAULT, adam, adamw
-from jfp8.optim.blocks import Blocks
+from jfp8.optim.block_storage import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16
 from jfp8.optim.stored_state import is_stored, store_state
 from support.arrays import assert_same

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import jfp8
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, Block, PerAxis, ScaledArray, recipes
-from jfp8.optim.blocks import ExpandedArray
+from jfp8.optim.block_storage import ExpandedArray
 from jfp8.optim.storage import HalfArray
 from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.quantizers.rowwise import Rowwise
