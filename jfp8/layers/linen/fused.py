@@ -10,8 +10,8 @@ import jax
 from flax.typing import Initializer
 
 from jfp8.layers import norm_math
-from jfp8.layers.linen.blocks import block_in
 from jfp8.layers.linen.layers import DenseGeneral
+from jfp8.layers.linen.nnx_blocks import block_in
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.nnx import fused as nnx_fused
 from jfp8.layers.nnx.layers import LinearGeneral

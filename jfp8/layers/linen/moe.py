@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math
-from jfp8.layers.linen.blocks import block_in
 from jfp8.layers.linen.layers import Dense
+from jfp8.layers.linen.nnx_blocks import block_in
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.nnx import moe as nnx_moe

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.linen import fused
-from jfp8.layers.linen.blocks import block_in
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.kv_cache import read_cache, write_cache
+from jfp8.layers.linen.nnx_blocks import block_in
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.nnx import attention as nnx_attention
 from jfp8.layers.nnx import kv_cache as nnx_kv_cache

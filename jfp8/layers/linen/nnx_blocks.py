@@ -1,4 +1,4 @@
-"""Blocks of Linen: the classes of NNX, with layers and parameters of Linen."""
+"""Blocks of NNX in a Linen module, with Linen layers and parameters: `block_in`."""
 
 from __future__ import annotations
 
