@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Parts:
     """Make the parts of an NNX block, with `rngs`.
 
-    A Linen block is the same class with parts of Linen, see `jfp8.layers.linen.nnx_blocks.block_in`,
+    A Linen block is the same class with parts of Linen, see `linen.nnx_blocks.block_in`,
     so each part has a name.
     """
 
