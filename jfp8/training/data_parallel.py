@@ -27,8 +27,8 @@ from jfp8.layers.nnx.products import Fp8State
 from jfp8.products.explicit_sharding import check_divided
 from jfp8.scaling.sink import BINS, ROLES, SMALL, WIDTH, decode_amax, encode_amax
 from jfp8.training.end_of_step import rescale_grad_histories, rescaled
-from jfp8.training.histories import Collections
 from jfp8.training.micro_batches import without_batch_axis
+from jfp8.training.model_histories import Collections
 from jfp8.training.nnx_step import training_products
 from jfp8.training.state import Gradients, TrainState
 

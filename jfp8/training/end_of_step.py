@@ -23,7 +23,7 @@ from jfp8.scaling.history import (
     sealed,
 )
 from jfp8.scaling.sink import ROLES, decode_amax
-from jfp8.training.histories import Collections, map_products, over_products
+from jfp8.training.model_histories import Collections, map_products, over_products
 
 
 def advance(

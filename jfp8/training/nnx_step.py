@@ -31,8 +31,8 @@ from jfp8.scaling.sink import ROLES
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.caller import user_level
 from jfp8.training.end_of_step import decode_all, end_together, rescaled
-from jfp8.training.histories import over_products, zero_sink
 from jfp8.training.micro_batches import over_micro_batches
+from jfp8.training.model_histories import over_products, zero_sink
 from jfp8.training.state import TrainState
 from jfp8.training.step import check_examples, check_micro_batches, warn_of_float16
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jfp8.scaling.history import CHECK, as_dicts, intact_states, sealed
 from jfp8.scaling.sink import ROLES
 from jfp8.scaling.trees import is_scaled_array
-from jfp8.training.histories import Collections, is_product
+from jfp8.training.model_histories import Collections, is_product
 
 
 def histories_for(model: nn.Module, args: Any, kwargs: Any, state: Any) -> Collections:

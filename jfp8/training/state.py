@@ -27,7 +27,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
 from jfp8.training.carried import Carried
 from jfp8.training.end_of_step import decode_all, end_step, growth_of
-from jfp8.training.histories import Collections, init_sinks
+from jfp8.training.model_histories import Collections, init_sinks
 from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state
 from jfp8.training.skipped import paths_not_finite, warn_of_skipped

@@ -20,8 +20,8 @@ from jfp8.optim.wrapping import has_master_weights
 from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
 from jfp8.tracing.caller import user_level
-from jfp8.training.histories import Collections, add_recorded, foresee, init_sinks
 from jfp8.training.micro_batches import over_parts_of_arguments
+from jfp8.training.model_histories import Collections, add_recorded, foresee, init_sinks
 from jfp8.training.other_model import instead_of_state
 from jfp8.training.state import Gradients, TrainState
 

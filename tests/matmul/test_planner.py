@@ -16,7 +16,7 @@ from jfp8.layers import transformer_math
 from jfp8.matmul.planner import NAMED, Planner, planner_of
 from jfp8.tracing.device import PLANNERS
 from jfp8.tracing.devices import Chip, Gpu
-from jfp8.training.histories import over_products
+from jfp8.training.model_histories import over_products
 from support.devices import traced_for
 
 X, W = jnp.linspace(-1, 1, 512).reshape(16, 32), jnp.linspace(-3, 2, 1024).reshape(32, 32)

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jfp8
 from jfp8.kernels.cuda import Cuda
-from jfp8.training import histories
+from jfp8.training import model_histories
 
 X = jax.random.normal(jax.random.key(1), (4, 8))
 FACTORS = (1.0, 3.0, jnp.nan, 0.5)
@@ -51,7 +51,7 @@ def in_nnx():
 @pytest.mark.parametrize("trained", [in_linen, in_nnx])
 def test_steps_have_the_same_bits(trained, monkeypatch):
     one_by_one = trained()
-    monkeypatch.setattr(histories, "planner_of", Cuda)
+    monkeypatch.setattr(model_histories, "planner_of", Cuda)
     stacked = trained()
     jax.tree.map(np.testing.assert_array_equal, one_by_one, stacked)
     filled = [x for x in jax.tree.leaves(stacked[0]) if x.ndim and x.shape[-1] == 16]
