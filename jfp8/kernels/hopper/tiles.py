@@ -119,12 +119,12 @@ class Grid:
         )
 
 
-Kind = Literal["running", "promoted", "block", "block_columns"]
+Summation = Literal["running", "promoted", "block", "block_columns"]
 
 # The widest tiles whose sums fit the registers, at 64 rows: each thread has half a tile's width of
 # f32, the same again if sums are promoted, and the scales of its columns. Then the clusters and the
 # groups, first those with which an H100 was faster. It ran running sums 8 % slower in clusters.
-_KINDS: dict[Kind, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
+_KINDS: dict[Summation, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
     "running": (256, (1,), (16, 8)),
     "promoted": (192, (2, 1), (8, 16)),
     "block": (192, (2, 1), (16, 8)),
@@ -140,7 +140,7 @@ def multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
-def candidates(kind: Kind) -> list[Tiles]:
+def candidates(kind: Summation) -> list[Tiles]:
     """List the tiles worth measuring: all that fit, with as many stages as fit."""
     widest, clusters, groups = _KINDS[kind]
     shapes = [(64, n) for n in range(64, widest + 1, 64)]
@@ -151,7 +151,7 @@ def candidates(kind: Kind) -> list[Tiles]:
     ]
 
 
-def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
+def ranked(kind: Summation, m: int, n: int, k: int) -> list[Tiles]:
     """Rank all candidates by the time that a model of the device predicts.
 
     A wave of tiles takes as long as the tensor cores or the shared memory need for one of them,
@@ -175,7 +175,7 @@ def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
     return sorted(fitting, key=cycles)
 
 
-def _stages(kind: Kind, tile_m: int, tile_n: int) -> int:
+def _stages(kind: Summation, tile_m: int, tile_n: int) -> int:
     """Return the stages that fit next to 2 x 2 staged stores of 128 bytes a row and barriers."""
     line = 132 if kind.startswith("block") else 128  # bytes of an operand's row, and its scale
     free = SHARED_MEMORY - 4 * tile_m * 128 - 2 * tile_n * 4 - 640
