@@ -174,7 +174,7 @@ def both_masks(causal: jax.Array, mask: jax.Array | None) -> jax.Array:
     return causal & mask
 
 
-def plus_bias(relative: jax.Array, given: jax.Array | None) -> jax.Array:
+def sum_of_biases(relative: jax.Array, given: jax.Array | None) -> jax.Array:
     """Return the sum of two biases of attention scores, of which the second may be missing."""
     if given is None:
         return relative

@@ -264,7 +264,7 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
             keys = length if cache is None else cache.max_length
             first = None if cache is None else cache.index
             relative = self.relpos_bias(length, keys, not self.is_causal, first)
-            bias = transformer_math.plus_bias(relative, bias)
+            bias = transformer_math.sum_of_biases(relative, bias)
 
         def plus(x: jax.Array, y: jax.Array) -> jax.Array:
             if self.dropout is not None:
