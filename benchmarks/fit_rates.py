@@ -30,7 +30,7 @@ from pass_rates import PASS_RATES, Pass
 from scipy.optimize import least_squares
 
 from jfp8.kernels import rates as committed
-from jfp8.kernels.rates import PEAKS, Matmul, Rates
+from jfp8.kernels.rates import PEAKS, MatmulRate, Rates
 
 KERNELS = "trtllm_1.3.0rc20"
 MEASURED = ("H100", "H200")
@@ -96,7 +96,7 @@ def seconds(text: str) -> float:
     return 1e-3 * float(text) if text else np.nan
 
 
-def matmul_seconds(rate: Matmul, cast: Pass, shapes: Timings, fmt: str) -> np.ndarray:
+def matmul_seconds(rate: MatmulRate, cast: Pass, shapes: Timings, fmt: str) -> np.ndarray:
     """Return the expected seconds of matmuls as timed: some with their activation's cast."""
     m, n, k = shapes.m, shapes.n, shapes.k
     moved = BYTES[fmt] * (m * k + k * n) + 2 * m * n
@@ -111,13 +111,13 @@ def pass_seconds(rate: Pass, shapes: Timings, name: str) -> np.ndarray:
     return rate.seconds(PASSES[name][0] * shapes.m * shapes.k)
 
 
-def fit_matmul(shapes: Timings, cast: Pass, fmt: str) -> Matmul:
+def fit_matmul(shapes: Timings, cast: Pass, fmt: str) -> MatmulRate:
     """Fit the rate of a format; the timings of two formats include the cast of the activation."""
     shapes, casts = shapes.timed(fmt), fmt in ("blocks", "nvfp4")
 
-    def rate(logs: np.ndarray) -> Matmul:
+    def rate(logs: np.ndarray) -> MatmulRate:
         launch, peak, memory, ramp, activation = np.exp(logs)
-        return Matmul(launch, peak, memory, ramp, activation if casts else None)
+        return MatmulRate(launch, peak, memory, ramp, activation if casts else None)
 
     distance = lambda logs: np.log(
         matmul_seconds(rate(logs), cast, shapes, fmt) / shapes.seconds[fmt]
@@ -245,7 +245,7 @@ def scaled(rates: Rates, timed: str, name: str) -> Rates:
     peak, whole = PEAKS[name], PEAKS[timed]
     memory = peak.memory / whole.memory
 
-    def matmul(rate: Matmul, share: float) -> Matmul:
+    def matmul(rate: MatmulRate, share: float) -> MatmulRate:
         return rounded(rate._replace(peak=share * rate.peak, memory=memory * rate.memory))
 
     in_f4 = None
@@ -281,7 +281,7 @@ def write(cards: Mapping[str, Timings]) -> None:
     tables = (
         f'\n[rates."{gpu}"]\n{listed(rates._asdict(), "{} = {}")}' for gpu, rates in matmuls.items()
     )
-    lists = re.sub(r"Matmul\((.*)\)", r"[\1]", "".join(tables))
+    lists = re.sub(r"MatmulRate\((.*)\)", r"[\1]", "".join(tables))
     path.write_text(f"{head}{lists}", encoding="utf-8")
     rows = "".join(
         f'    "{gpu}": {{\n{listed(rates, "        {!r}: {},")}    }},\n'.replace("'", '"')

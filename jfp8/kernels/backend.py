@@ -19,8 +19,8 @@ from jfp8.scaling.formats import FORMATS, Format
 from jfp8.tracing.backends import why_left_out
 from jfp8.tracing.devices import Device, Gpu
 
-Granularity = Literal["tensor", "rows", "blocks"]
-Blocks = tuple[int, int]
+ScaleKind = Literal["tensor", "rows", "blocks"]
+BlockSize = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Facts:
     scale_dtypes: tuple[np.dtype, np.dtype]  # dtypes in which the scales of blocks are stored
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
     # One scale for each operand, scales that can be applied after the sum, or others.
-    granularity: Granularity
+    granularity: ScaleKind
     # Elements that share a scale, along the contraction and across it: (0, 0) if all do, None for
     # an operand without matrices, or whose scales' outer level has several for each matrix.
-    blocks: tuple[Blocks | None, Blocks | None]
+    blocks: tuple[BlockSize | None, BlockSize | None]
     sizes: tuple[int, int, int]  # (m, n, k)
     accumulation: str
     powers_of_two: bool = False  # True if all scales are known to be powers of two
@@ -44,7 +44,7 @@ def facts_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> Facts:
     """Return the facts about the matmul of two operands."""
     contract, batch = spec.dimension_numbers
     shapes = scale_shape_of(lhs), scale_shape_of(rhs)
-    granularity: Granularity = "tensor"
+    granularity: ScaleKind = "tensor"
     if any(shapes) or any(isinstance(q.scale, ScaledArray) for q in (lhs, rhs)):
         granularity = "rows"
     if varies_along(lhs, contract[0]) or varies_along(rhs, contract[1]):
@@ -63,7 +63,7 @@ def facts_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> Facts:
     )
 
 
-def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) -> Blocks | None:
+def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) -> BlockSize | None:
     """Return how many elements share a scale along the contraction and across it; see `Facts`."""
     shape = scale_shape_of(q)
     if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
@@ -100,15 +100,15 @@ class Backend:
     name: str
     multiply: Callable[[ScaledArray, ScaledArray, MatmulSpec], jax.Array]
     formats: frozenset[Format] = frozenset(FORMATS)
-    granularities: frozenset[Granularity] = frozenset(("tensor", "rows", "blocks"))
-    blocks: frozenset[Blocks] = frozenset()
+    granularities: frozenset[ScaleKind] = frozenset(("tensor", "rows", "blocks"))
+    blocks: frozenset[BlockSize] = frozenset()
     multiples: bool = False  # True if it takes larger blocks as several of `blocks`
     scale_dtype: Any = None  # in which scales must be stored; None if any
     powers_of_two: bool = False
     accumulations: tuple[str, ...] = ACCUMULATIONS
     multiples_of: int = 1
     why_not_e5m2: str | None = None
-    first_for: frozenset[Granularity] = frozenset()
+    first_for: frozenset[ScaleKind] = frozenset()
     gpus: int | None = None  # the major compute capability that it supports; None if any
     proof: str | None = None
     why_not_on: Callable[[Any], str | None] = lambda device: None
@@ -156,7 +156,7 @@ class Backend:
             return None
         return f"accumulation={accumulation!r}: it computes real matmuls, not models of them"
 
-    def takes(self, block: Blocks | None) -> bool:
+    def takes(self, block: BlockSize | None) -> bool:
         """Return True if it takes scales of such blocks; see `Facts.blocks`."""
         if not self.blocks or block is None or not self.multiples:
             return not self.blocks or block in self.blocks

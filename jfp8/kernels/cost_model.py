@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, NamedTuple, TypeAlias
 
-from jfp8.kernels.rates import Matmul, Rates
+from jfp8.kernels.rates import MatmulRate, Rates
 from jfp8.matmul.planner import Scales, Times, Work
 
 LAUNCH = 2e-6  # minimum seconds of a small kernel
@@ -100,7 +100,7 @@ def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:
     """Return the times of a matmul. `costs` depend on which code quantizes: see `BY_XLA`."""
 
     def multiply(kernel: Kernel) -> float:
-        rate: Matmul | None = getattr(rates, kernel)
+        rate: MatmulRate | None = getattr(rates, kernel)
         if rate is None:  # no tensor cores for it
             kernel, rate = "bf16", rates.bf16
         moved = (2 * _WIDTHS[kernel] + 2) * work.elements / 3

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Matmul(NamedTuple):
+class MatmulRate(NamedTuple):
     """Hold the parameters of the time of one kind of matmul."""
 
     launch: float  # minimum time in microseconds
@@ -34,12 +34,12 @@ class Matmul(NamedTuple):
 class Rates(NamedTuple):
     """Hold the rates of one GPU."""
 
-    bf16: Matmul  # cuBLASLt's
-    fp8: Matmul  # cuBLASLt's, with one scale for each operand
-    blocks: Matmul  # FP8 with scales of blocks of 128
+    bf16: MatmulRate  # cuBLASLt's
+    fp8: MatmulRate  # cuBLASLt's, with one scale for each operand
+    blocks: MatmulRate  # FP8 with scales of blocks of 128
     cast: float  # TB/s of a pass that reads bf16 and writes FP8, neither of which is cached
-    nvfp4: Matmul | None = None  # None if there are no tensor cores for it
-    rows: Matmul | None = None  # our kernel's for scales by row; None if there is none
+    nvfp4: MatmulRate | None = None  # None if there are no tensor cores for it
+    rows: MatmulRate | None = None  # our kernel's for scales by row; None if there is none
 
 
 class Peak(NamedTuple):
@@ -53,7 +53,7 @@ class Peak(NamedTuple):
 
 _DATA = tomllib.loads(resources.files("jfp8.kernels").joinpath("rates.toml").read_text("utf-8"))
 PEAKS = {name: Peak(*numbers) for name, numbers in _DATA["peaks"].items()}
-_rate: Any = lambda x: Matmul(*x) if isinstance(x, list) else x
+_rate: Any = lambda x: MatmulRate(*x) if isinstance(x, list) else x
 RATES = {
     name: Rates(**{k: _rate(x) for k, x in rates.items()}) for name, rates in _DATA["rates"].items()
 }

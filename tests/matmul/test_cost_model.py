@@ -17,7 +17,7 @@ from jfp8.kernels.cost_model import (
     scales_of,
     work_of,
 )
-from jfp8.kernels.rates import PEAKS, RATES, Matmul, Rates, name_of, rates_of
+from jfp8.kernels.rates import PEAKS, RATES, MatmulRate, Rates, name_of, rates_of
 from support.scripts import imported
 
 # Rows of TensorRT-LLM's timings, in ms: the GPU, m, n, k; bf16; FP8, without the two passes over
@@ -124,7 +124,7 @@ def test_no_rates_of_others(kind):
 
 
 # The model, with round rates: launches of 4 µs; 1000 TFLOP/s; 1 TB/s.
-MATMUL = Matmul(4, 1000, 1, 0)
+MATMUL = MatmulRate(4, 1000, 1, 0)
 ROUND = Rates(
     bf16=MATMUL,
     fp8=MATMUL._replace(peak=2000),
@@ -206,7 +206,7 @@ def test_a_product_of_bytes_alone():
 
 def test_arithmetic_and_bytes_together():
     """3 and 4 µs are 5; a ramp of k terms doubles the arithmetic."""
-    rate = Matmul(0, 1, 1, 0)
+    rate = MatmulRate(0, 1, 1, 0)
     assert rate.seconds(1.5e6, 3e3, 4e6) == pytest.approx(5e-6)
     assert rate._replace(ramp=500).seconds(1.5e6, 3e3, 0) == pytest.approx(6e-6)
 

@@ -40,7 +40,7 @@ from jfp8.tracing.notes import EXPLAINING
 SUBLANES = 8  # rows of a tile of LANES columns, in which a TPU stores a matrix
 
 # A matrix quantized for sums over its rows and over its columns, and its amax, or amaxes of slices.
-Quantized: TypeAlias = tuple[Operand, Operand, jax.Array]
+ForBoth: TypeAlias = tuple[Operand, Operand, jax.Array]
 
 
 def quantized_for_both(
@@ -97,7 +97,7 @@ def _multiplies_values(product: Product) -> bool:
     return all(in_blocks) and product.powers_of_two
 
 
-def _one_scale(quantizer: Quantizer, x: _ByXla | _ByKernels, state: AmaxState | None) -> Quantized:
+def _one_scale(quantizer: Quantizer, x: _ByXla | _ByKernels, state: AmaxState | None) -> ForBoth:
     if isinstance(quantizer, Unit):
         scale = jnp.ones((), jnp.float32)
     elif isinstance(quantizer, Current):
@@ -119,7 +119,7 @@ def _one_scale(quantizer: Quantizer, x: _ByXla | _ByKernels, state: AmaxState | 
     return q, q, largest
 
 
-def _lines(quantizer: Rowwise, x: _ByXla | _ByKernels) -> Quantized:
+def _lines(quantizer: Rowwise, x: _ByXla | _ByKernels) -> ForBoth:
     largest = x.amaxes()
     rounding = quantizer.scale_rounding
     scales = [scale_from_amax(a, quantizer.fmt, scale_rounding=rounding) for a in largest]
@@ -168,7 +168,7 @@ class _ByKernels(_Matrix):
         rule = "i j, i ONE, ONE j -> i j, i j"
         return on_each(self.axes, cast, rule)(self.array, *inverses)
 
-    def blocks(self, quantizer: Blockwise) -> Quantized:
+    def blocks(self, quantizer: Blockwise) -> ForBoth:
         block, across = quantizer.block_size
         how = {"fmt": quantizer.fmt, "block": block, "scale_rounding": quantizer.scale_rounding}
         how |= {"dtype": self.dtype}
@@ -205,7 +205,7 @@ class _ByXla(_Matrix):
         values = self.values
         return [_cast(values, inverse, fmt) for inverse in inverses]
 
-    def blocks(self, quantizer: Blockwise) -> Quantized:
+    def blocks(self, quantizer: Blockwise) -> ForBoth:
         """Return values in bf16, which are exact for powers of two, and sufficient for a matmul.
 
         A matmul in bf16 would have to combine codes and scales first.
