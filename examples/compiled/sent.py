@@ -31,7 +31,7 @@ _SENT: dict[str, Callable[[int], float]] = {
     "collective-broadcast": lambda n: 1,
 }
 
-# Of ``(operands, results, ...)`` the results: each one shape, or a tuple of them.
+# The results in ``(operands, results, ...)``: each one shape, or a tuple of them.
 _RESULTS = re.compile(r"\((?:\([^()]*\)|\w+\[[\d,]*\]),(\([^()]*\)|\w+\[[\d,]*\])")
 
 

@@ -133,7 +133,7 @@ def reduce_scatter(
       axis_name: one name, or a tuple of names.
       scatter_dimension: dimension of `x` to scatter over the devices.
       mean: divide the sum by the number of devices.
-      fmt, block, rounding, key: as for `pmean`.
+      fmt, block, rounding, key: see `pmean`.
       min_size: with fewer elements than this, ``jax.lax.psum_scatter`` in f32 is used; also for
         arrays that are not floating.
 
@@ -142,7 +142,7 @@ def reduce_scatter(
       number of devices.
 
     Raises:
-      TypeError, ValueError: as for `pmean`; also if the number of devices does not divide
+      TypeError, ValueError: see `pmean`; also if the number of devices does not divide
         `scatter_dimension`.
 
     >>> import jax, jax.numpy as jnp, jfp8
@@ -195,7 +195,7 @@ def all_gather(
       tiled: concatenate the parts, rather than stack them.
       to: see ``jax.lax.all_gather``: ``"invarying"`` tells ``check_vma`` that the result is the
         same on all devices.
-      fmt, block, rounding, key: as for `pmean`.
+      fmt, block, rounding, key: see `pmean`.
       min_size: an `x` with fewer elements than this is gathered unquantized; also if it is not
         floating.
 
@@ -203,7 +203,7 @@ def all_gather(
       Array of the dtype of `x`.
 
     Raises:
-      TypeError, ValueError: as for `pmean`; also if there is no such `axis`.
+      TypeError, ValueError: see `pmean`; also if there is no such `axis`.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> gather = lambda w: jfp8.collectives.all_gather(w, "data", tiled=True, min_size=0)

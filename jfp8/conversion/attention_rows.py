@@ -39,7 +39,7 @@ def attention_rows(eqn: Any, notes: dict[str, str], times: int) -> Iterator[Prod
             ("wgrad", by_score, by_query, by_key),  # dK = dS^T Q
         ],
     }[which]
-    # What vmap and the like stack is in the result, O or dQ, and not in the name.
+    # Axes that vmap and the like stack are in the result, O or dQ, and not in the name.
     repeated = max(v.aval.size for v in eqn.outvars) // math.prod(by_query) or 1
     flops = 2 * repeated * math.prod(by_score) * depth
     spelled = lambda fmt, x: f"{'f32' if fmt == WIDE else fmt}[{','.join(map(str, x))}]"

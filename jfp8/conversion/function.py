@@ -74,7 +74,7 @@ class Fp8Function:
         """Return the state before the first step; only shapes of the arguments matter.
 
         Args:
-          *args, **kwargs: of the function, without a state; arrays or ``jax.ShapeDtypeStruct`` s.
+          *args, **kwargs: the function's, without a state; arrays or ``jax.ShapeDtypeStruct`` s.
 
         Returns:
           ``{name of a matmul: f32[3 * (2050 + 31 H)]}``, zeros, with a leading axis for each

@@ -35,7 +35,7 @@ from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
 
-_ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
+_ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # the method that Flax's `init` initializes
 
 
 def convert_module(

@@ -54,7 +54,7 @@ class Seen:
       layers: modules that multiply by one weight, such as ``nn.Dense``.
       modules: the others.
       dimensions: how many each parameter of a module has there, inside ``nn.vmap``.
-      attentions: what was decided on attention between the projections of a layer.
+      attentions: the decisions on attention between the projections of a layer.
       held: NNX modules, which are converted where they are made.
       ours: matmuls of layers of jfp8, which compute them in FP8 by themselves.
     """

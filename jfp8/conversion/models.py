@@ -76,11 +76,11 @@ def convert(
 
     Args:
       model: a Linen or NNX module; or a function of arrays, such as a loss.
-      recipe: which quantizer each operand gets. Or a dict, ``{"layers_0/*": None, "*/attention/*":
+      recipe: the quantizer of each operand. Or a dict, ``{"layers_0/*": None, "*/attention/*":
         "mxfp8", "*": "nvfp4"}``: patterns of paths and the recipes of the layers that they match.
         The first that matches wins; None, as no match, leaves layers in high precision.
-      *example: of an NNX model, arguments of a call, or their shapes. Then only matmuls that become
-        FP8 in that call keep state; without it all that may become FP8 do.
+      *example: for an NNX model, arguments of a call, or their shapes. Then only matmuls that
+        become FP8 in that call keep state; without it all that may become FP8 do.
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits. ``()``
@@ -92,13 +92,13 @@ def convert(
         ``MultiHeadDotProductAttention`` (NNX: ``MultiHeadAttention``), by
         `scaled_dot_product_attention`. Its path is ``"<path of the layer>/attention"`` (NNX: that
         of the layer). A call with dropout of its weights or ``sow_weights`` raises.
-      state_collection: of a Linen model, where the amax histories are: ``"fp8"``, or
+      state_collection: for a Linen model, the place of the amax histories: ``"fp8"``, or
         ``"_overwrite_with_gradient"`` for loops that replace its variables by their gradients, such
         as Flax's own ``TrainState``.
       cache_dtype: how attention stores earlier keys and values for decoding: an FP8 format, or a
         wide dtype; see ``decode=True`` of `jfp8.TransformerLayer`. Of ``init_cache`` of NNX layers,
         it replaces the dtype. A call then takes any number of positions. None does as Flax.
-      weights: of a function, the position of the argument that holds its weights, a pytree, or
+      weights: for a function, the position of the argument that holds its weights, a pytree, or
         several positions; default 0. A layer is called by the path of its weight there, and
         `attention` means all matmuls of two activations.
 
@@ -192,7 +192,7 @@ def autocast(recipe: RecipeLike = DelayedScaling(), *, enabled: bool = True) -> 
     are left alone: use `convert`, which takes functions, too.
 
     Args:
-      recipe: which quantizer each operand gets.
+      recipe: the quantizer of each operand.
       enabled: False for a region of high precision.
 
     Returns:

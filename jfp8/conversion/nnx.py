@@ -58,7 +58,7 @@ class TracedCall:
     """Hold the program of a call of a converted module.
 
     Attributes:
-      module: that is called.
+      module: the one that is called.
       variables: all Variables of the call, the real ones.
       weights: by the path of each weight in the call, its module, and what is known of it.
     """
@@ -276,7 +276,7 @@ def _method(function: Callable[..., Any], is_call: bool) -> Callable[..., Any]:
         try:
             return call(function, self, args, kwargs, is_call)
         except _UNTRACEABLE:  # but calls of modules inside may be
-            if any(weight.product(self) for weight in here.weights):  # which would stay
+            if any(weight.product(self) for weight in here.weights):  # the attribute would stay
                 raise
             return function(self, *args, **kwargs)
 

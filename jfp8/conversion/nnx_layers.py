@@ -58,7 +58,7 @@ class Converted:
     """Hold what a module in a converted model knows; see `converted_of`.
 
     Attributes:
-      path: of the module in the model.
+      path: the module's, in the model.
       weights: its parameters.
       is_plain: its methods run as in the plain model: it is in the copy that a call traces.
       reason: why its matmuls stay as they are, for the report of a plain model.

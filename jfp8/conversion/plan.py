@@ -31,9 +31,9 @@ class Named(NamedTuple):
     """Say what a door calls a matmul.
 
     Attributes:
-      name: of its state, unique but for matmuls that share it.
+      name: its state's name, unique but for matmuls that share it.
       path: by which a user selects it.
-      layer: what a user selects it by: a module, or the shape of the weight.
+      layer: the object by which a user selects it: a module, or the shape of the weight.
       kind: the type of the layer, for reports.
       selection: decides on it.
       place: the path of the layer for reports, if it is not `path`.
@@ -190,7 +190,7 @@ class _Looked:
     program: Program
     name_of: Namer
     parts_apart: bool
-    states: dict[str, list[Any]] = field(default_factory=dict)  # of each weight
+    states: dict[str, list[Any]] = field(default_factory=dict)  # one for each weight
     seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)  # without arrays
     loops: dict[Any, set[Place]] = field(default_factory=dict)
     first: set[Any] = field(default_factory=set)  # into which no other's result goes

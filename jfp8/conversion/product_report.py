@@ -26,7 +26,7 @@ from jfp8.conversion.tables import Printed, Table, preformatted, ruled_lines, ta
 
 _WIDTH = 100  # columns of text
 _NAMED = 8  # layers listed under one reason
-_SHAPES = re.compile(r" \(lhs scale (?:[^()]|\([^()]*\))*\)")  # that a reason is given for
+_SHAPES = re.compile(r" \(lhs scale (?:[^()]|\([^()]*\))*\)")  # for which a reason is given
 Rows = Sequence[ProductRow]
 Lines = Sequence[tuple[TreeLine, Rows]]  # a layer, or several that are alike, and their products
 
@@ -209,7 +209,7 @@ def _three_products(rows: Rows) -> tuple[Rows, Rows, Rows]:
     )
     few = sum(row.times for row in backward) < 2 * sum(row.times for row in forward)
     if by_lhs == by_rhs and few:
-        by_lhs = []  # of equal dimensions: data needs no gradient, weights do
+        by_lhs = []  # in a tie: data needs no gradient, weights do
     elif not by_lhs and not by_rhs:
         by_lhs = by_rhs = backward
     return of("fprop", "forward"), [*of("dgrad"), *by_lhs], [*of("wgrad"), *by_rhs]

@@ -27,19 +27,19 @@ class ProductRow:
     """Hold one product of the program.
 
     Attributes:
-      path: of the layer that computes it; empty if none does.
+      path: the layer that computes it; empty if none does.
       layer: its type.
       kind: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; of products in high precision ``"forward"`` or
         ``"backward"``.
       lhs, rhs, out: the operands and the result, such as ``"e4m3fn[8,64]"``.
       fp8: whether both operands are in a narrow format.
       recipe: its name, if it has one.
-      implementation: what the default device computes it with: ``"emulate"``, or the same as `cuda`
+      implementation: the one on the default device: ``"emulate"``, or the same as `cuda`
         on an NVIDIA GPU and as `tpu` on a TPU; ``"jax"`` for products in high precision.
       reason: why it is not FP8.
       times: how often it is computed: iterations of loops.
       flops: multiplications and additions, of all times together.
-      cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
+      cuda: the implementation on an NVIDIA GPU, the current one if there is one: ``"xla"``
         (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"`` or
         ``"bf16"``; and after a colon why each of those that would be better is not used (see
         `kernels.cuda_backends`).

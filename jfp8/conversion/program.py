@@ -33,7 +33,7 @@ class Program:
     Attributes:
       closed: its jaxpr.
       arguments: arrays; weights first. One that is kept in FP8 has its values here.
-      sources: which weight each of the weights is; None for those that are no floating numbers.
+      sources: the index of each weight; None for those that are no floating numbers.
       stored: by path, the weights that are kept in FP8.
       together: makes the result of the arrays in it.
     """

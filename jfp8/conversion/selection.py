@@ -130,7 +130,7 @@ class Selection:
         left = known
         for pattern in self.patterns:
             rest = [path for path in left if not path_matches(pattern, path)]
-            if len(rest) == len(left) and pattern != "*":  # which may be there for what is left
+            if len(rest) == len(left) and pattern != "*":  # it may be there for what is left
                 raise ValueError(
                     f"The recipe of {pattern!r} is that of no layer: the patterns before it match "
                     f"all that it matches, and the first that matches wins. Put {pattern!r} in "

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jfp8.conversion.selection import Decision
 from jfp8.tracing.caller import user_level
 
-_LISTED = 4  # of a kind
+_LISTED = 4  # models of a kind
 _INSTEAD = {
     "linen": "jfp8.linen.DotGeneral or EinsumProduct, and leave the derivative to JAX.",
     "nnx": "jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp, and leave the derivative to JAX.",

@@ -25,7 +25,7 @@ class Source:
     """Say which weight a value was made of, and how.
 
     Attributes:
-      path: of the weight; of several ``"a+b"`` if they were joined, else the largest one's.
+      path: the weight's; of several ``"a+b"`` if they were joined, else the largest one's.
       parts: slices that were taken of it, at known indices.
       repeats: ``"broadcast"``; or ``"rows"``, if these were taken of it at computed indices, as an
         embedding does. Next to a weight it then is an activation.
@@ -76,7 +76,7 @@ class Data:
 class WeightMatmul:
     """Hold a matmul of `x` and `weight`, which is a weight or was made of some."""
 
-    source: Source  # of the weight; with the path "" where neither operand is one
+    source: Source  # the weight's; with the path "" where neither operand is one
     eqn: Any
     x: jax.Array
     weight: jax.Array

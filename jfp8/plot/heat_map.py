@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_COLUMNS = 200
 MAX_LABELS = 64
 
-# What is hatched: the name in the legend, colour and pattern of the lines.
+# Hatched cells: the name in the legend, color and pattern of the lines.
 _DEAD = ("dead: all zeros", BLACK, "////")
 _NONFINITE = ("NaN or Inf", VERMILION, r"\\\\")
 _NOTHING = ("no number", GREY, "xxxx")

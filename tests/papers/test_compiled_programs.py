@@ -62,7 +62,7 @@ def test_collectives_in_loops_count_their_trips():
     assert "some loops do not say" in str(found)
 
 
-# As compiled for H200 by JAX 0.11.2, with backend_config shortened.
+# Compiled for H200 by JAX 0.11.2, with backend_config shortened.
 GROUPS = "replica_groups=mesh['d'=8] {'d'}, dimensions={0}"
 META = 'metadata={op_name="jit(f)/shard_map/all_to_all" stack_frame_id=173}'
 
@@ -152,7 +152,7 @@ def test_groups_of_devices():
         assert found.bytes == (devices - 1) / devices * 256
 
 
-# As compiled for an H200 by JAX 0.11.2: a loop of two iterations over a weight and an activation.
+# Compiled for an H200 by JAX 0.11.2: a loop of two iterations over a weight and an activation.
 ROWS = "[512,512]{1,0}"
 QUANTIZED = f"(f8e4m3fn{ROWS}, f8e4m3fn{ROWS}, f32[1]{{0}})"
 QUANTIZE, MULTIPLY = (

@@ -432,7 +432,7 @@ def test_heat_map_labels_do_not_touch(layers):
     assert all(box.x0 >= page.x0 for box in boxes)
     assert page.height / dots <= 11
     assert boxes[0].height / dots * 72 >= 6  # points
-    assert ax.get_window_extent().width > page.width / 4  # what is left for the map
+    assert ax.get_window_extent().width > page.width / 4  # the rest is for the map
 
 
 @pytest.mark.slow
@@ -460,7 +460,7 @@ def test_heat_map_of_many_steps_shows_the_worst(value, worst):
     drawn = mapped(ax)[0] / (100 if value == "underflow" else 1)
     np.testing.assert_allclose(drawn, expected, rtol=1e-12)
     assert ax.get_xlabel() == "step (a column: the worst of 3)"
-    assert ax.figure.get_figwidth() == 7  # as wide as a page
+    assert ax.figure.get_figwidth() == 7  # the width of a page
 
 
 def test_heat_map_refuses():
@@ -499,7 +499,7 @@ def test_loss_curves_average_over_a_window():
     losses = np.array([[6.0, 3.0, 0.0, 9.0], [0.0, 0.0, 3.0, 0.0]])
     ax = plot.loss_curves({"a": losses}, window=3)
     assert ax.lines[0].get_xdata().tolist() == [2, 3]
-    assert ax.lines[0].get_ydata().tolist() == [2.0, 2.5]  # of 3 and 1, of 4 and 1
+    assert ax.lines[0].get_ydata().tolist() == [2.0, 2.5]  # means of 3 and 1, of 4 and 1
     assert ax.get_ylabel() == "loss, mean of 3 steps"
 
 

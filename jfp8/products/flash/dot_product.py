@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
       key, value: ``[B, S, K, H]``. N is a multiple of K: ``N / K`` heads share a head of keys.
       bias: added to the scores, floating; broadcasts to ``[B, N, T, S]``. It gets a gradient.
       mask: bool; False hides a key from a query; broadcasts likewise.
-      scale: of the scores; None means ``1 / sqrt(H)``.
+      scale: factor on the scores; None means ``1 / sqrt(H)``.
       is_causal: query ``t`` sees keys ``s <= t`` only.
       query_seq_lengths, key_value_seq_lengths: int32[B]; tokens from there on are padding.
       local_window_size: keys that a query sees before and after its own position.

@@ -24,7 +24,7 @@ class Visible:
       sizes: numbers of queries and of keys.
       is_causal: query ``i`` sees no key after ``i``.
       window: how many keys before and after ``i`` query ``i`` sees; None: all.
-      lengths: of the queries and of the keys of each sequence, int32[batch], or None.
+      lengths: numbers of queries and of keys of each sequence, int32[batch], or None.
       mask: bool[batch | 1, heads | 1, groups | 1, queries | 1, keys | 1], or None.
       bias: floating, of such a shape, or None.
       segments: those of queries, int[batch, 1, 1, queries, 1], and of keys, int[batch, 1, 1, 1,
