@@ -205,7 +205,12 @@ def orthogonalize(
     turned = x.shape[1] > x.shape[2]
     x = x.swapaxes(1, 2) if turned else x
     if (order := NORMS[preconditioning]) is not None:
-        x = x / (jnp.linalg.norm(x, ord=order, axis=(1, 2), keepdims=True) + eps)
+        norm = partial(jnp.linalg.norm, ord=order, axis=(1, 2), keepdims=True)
+        size = norm(x)
+        # Squares of large entries overflow.
+        largest = jnp.max(jnp.abs(x), axis=(1, 2), keepdims=True)
+        size = jnp.where(size < jnp.inf, size, largest * norm(x / largest))
+        x = x / (size + eps)
     for i, (c0, c1, c2) in enumerate(coeffs):
         a = matmul(x, x.swapaxes(1, 2))
         if i == 0:

@@ -17,7 +17,14 @@ from flax.nnx import filterlib
 
 from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
-from jfp8.optim.finite import all_finite, all_squares_finite, if_finite, scaled, unscaled
+from jfp8.optim.finite import (
+    all_finite,
+    all_squares_finite,
+    if_finite,
+    nan_unless,
+    scaled,
+    unscaled,
+)
 from jfp8.optim.fp8_params import carriers, with_carriers
 from jfp8.scaling.history import (
     choose,
@@ -136,8 +143,8 @@ def value_and_grad(
         failed = overflow | ~(all_finite(loss) & all_squares_finite(of_loss))
         _end_step(products, before, dict(zip(with_sink, decoded)), failed, loss_scale)
         _put_back(kept, failed)
-        # A saturating cast may hide an Inf from the gradients, which an optimizer looks at.
-        grads = jax.tree.map(lambda g: jnp.where(overflow, jnp.nan, g), grads)
+        # A loss, and a saturating cast, may hide an Inf from the gradients that optimizers see.
+        grads = nan_unless(~failed, grads)
         return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
 
     return compute

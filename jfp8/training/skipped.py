@@ -23,15 +23,15 @@ def warn_of_skipped(count: Any) -> None:
         return
     if count.is_fully_replicated and count.ndim == 0 and int(count) >= _MANY:
         warnings.warn(
-            f"The last {int(count)} steps were skipped, because a gradient or an operand of an FP8 "
-            "matmul was NaN or Inf, or a gradient beyond 2^62: the parameters do not change. "
+            f"The last {int(count)} steps were skipped, because the loss, a gradient or an operand "
+            "of an FP8 matmul was NaN or Inf, or a gradient beyond 2^62: parameters do not change. "
             "grads.not_finite() lists paths, for grads of jfp8.value_and_grad; in a tree of NNX "
             "jax.tree.map(jnp.isfinite, grads).",
             stacklevel=user_level(),
         )
 
 
-def paths_not_finite(params: Any, sinks: Any) -> list[str]:
+def paths_not_finite(params: Any, sinks: Any, loss: Any) -> list[str]:
     """List the paths of gradients that are not finite, and of matmuls with such operands."""
     found = []
     for path, leaf in jax.tree.leaves_with_path({"params": params}):
@@ -40,4 +40,4 @@ def paths_not_finite(params: Any, sinks: Any) -> list[str]:
     for path, sink in jax.tree.leaves_with_path({"fp8_sink": sinks}):
         if decode_amax(sink)[1].any():
             found.append(jax.tree_util.keystr(path[:-1], simple=True, separator="/"))
-    return found
+    return found if all_squares_finite([loss]) else [*found, "loss"]

@@ -48,11 +48,13 @@ class Gradients:
       fp8_sink: gradient with respect to the ``fp8_sink`` collection: amaxes, under the scaled loss.
       collections: new values of the other collections, such as ``batch_stats``: a mapping, which
         `Carried` holds.
+      loss: f32[], the loss times 2^-64, too small for a norm: Inf or NaN if the loss is.
     """
 
     params: Any
     fp8_sink: Collections
     collections: Mapping[str, Any]
+    loss: jax.typing.ArrayLike = 0.0
 
     def __post_init__(self) -> None:
         given = self.collections
@@ -69,9 +71,9 @@ class Gradients:
         Returns:
           Paths of gradients with a NaN, an Inf or a value beyond 2^62, such as
           ``"params/Dense_0/bias"``; then of matmuls with an operand that has one, such as
-          ``"fp8_sink/Dense_0/DotGeneral_0"``.
+          ``"fp8_sink/Dense_0/DotGeneral_0"``; and ``"loss"``.
         """
-        return paths_not_finite(self.params, self.fp8_sink)
+        return paths_not_finite(self.params, self.fp8_sink, self.loss)
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -199,10 +201,10 @@ class TrainState(flax.struct.PyTreeNode):
     def apply_gradients(self, grads: Gradients, **extra_args: Any) -> TrainState:
         """Return the state after one optimizer step.
 
-        The step is skipped if a gradient or any operand of an FP8 matmul contains an Inf or NaN,
-        or if a gradient is beyond 2^62, so that optimizers could not square it. Then parameters,
-        optimizer state, histories and other collections stay as they are, bit for bit; only the
-        counters count on and the loss scale falls. When the loss scale changes, the histories of
+        The step is skipped if the loss, a gradient or an operand of an FP8 matmul contains an Inf
+        or NaN, or if a gradient is beyond 2^62, so that optimizers could not square it. Then
+        parameters, optimizer state, histories and other collections stay as they are, bit for bit;
+        only the counters count on and the loss scale falls. When the loss scale changes, the histories of
         gradients are rescaled. While ``optax.MultiSteps`` accumulates, the histories wait for its
         last micro-step and get the largest amax of all.
 
@@ -221,7 +223,7 @@ class TrainState(flax.struct.PyTreeNode):
         """
         grads = self._with_amaxes(grads)
         amaxes, overflow = decode_all(grads.fp8_sink)
-        finite = all_squares_finite(grads.params) & ~overflow
+        finite = all_squares_finite((grads.params, grads.loss)) & ~overflow
         trained, apply = self.params, optax.apply_updates
         if self.has_stored_params:
             apply = apply_updates

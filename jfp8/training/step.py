@@ -95,7 +95,8 @@ def value_and_grad(
             *known, state.collections, (batch, named)
         )
         sink = jax.tree.map(lambda rows: rows * SMALL, sink)
-        gradients = Gradients(unscaled(grads, loss_scale), sink, collections)
+        grads, small = unscaled(grads, loss_scale), jnp.asarray(loss, jnp.float32) * SMALL
+        gradients = Gradients(grads, sink, collections, small)
         return ((loss, aux) if has_aux else loss), gradients
 
     return compute
