@@ -173,7 +173,7 @@ def _on_one_device(
             params=params,
             fp8_sink=_max_of_sinks(grads.fp8_sink, axis_name, n),
             collections=jax.tree.map(average, dict(grads.collections)),
-            loss=average(grads.loss),
+            loss=average(jnp.asarray(grads.loss)),
         )
 
     is_state = lambda node: isinstance(node, TrainState)

@@ -204,9 +204,9 @@ class TrainState(flax.struct.PyTreeNode):
         The step is skipped if the loss, a gradient or an operand of an FP8 matmul contains an Inf
         or NaN, or if a gradient is beyond 2^62, so that optimizers could not square it. Then
         parameters, optimizer state, histories and other collections stay as they are, bit for bit;
-        only the counters count on and the loss scale falls. When the loss scale changes, the histories of
-        gradients are rescaled. While ``optax.MultiSteps`` accumulates, the histories wait for its
-        last micro-step and get the largest amax of all.
+        only the counters count on and the loss scale falls. When the loss scale changes, the
+        histories of gradients are rescaled. While ``optax.MultiSteps`` accumulates, the histories
+        wait for its last micro-step and get the largest amax of all.
 
         Args:
           grads: the result of `value_and_grad`, averaged over devices or not. Without histories

@@ -217,3 +217,17 @@ def test_o2_stores_the_momentum_of_optax():
 def test_mistakes(arguments, message):
     with pytest.raises(ValueError, match=message):
         muon(0.02, **arguments)
+
+
+def test_large_gradients_have_the_updates_of_small_ones():
+    """The square of 1e18 is beyond f32: a norm of Inf made all updates zero."""
+    params = {"w": jnp.zeros((24, 16))}
+    small = {"w": normal(1, {"w": (24, 16)})["w"]}
+
+    def update(grads):
+        tx = muon(1.0, mu=Float())
+        return tx.update(grads, tx.init(params), params)[0]["w"]
+
+    large = update(jax.tree.map(lambda g: g * 2.0**60, small))
+    np.testing.assert_allclose(large, update(small), rtol=1e-5, atol=1e-6)
+    assert np.linalg.svd(large, compute_uv=False).min() > 0.5

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import jfp8
 from support.arrays import assert_same
@@ -84,3 +85,25 @@ def test_histories_that_stay_empty_are_said(run):
     after, _ = step(state, False)
     assert "all empty" not in repr(after) + repr(state)
     assert "of 16 steps, all empty: scales are current)" in repr(after.replace(fp8=state.fp8))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_loss_that_is_not_finite_is_a_skipped_step(run, bad):
+    """Its gradients are finite, and it counts in no norm of them."""
+    state, _ = run
+    loss_fn = lambda variables, x: (jnp.mean(state.apply_fn(variables, x)) + bad, {})
+    loss, grads = jfp8.value_and_grad(loss_fn)(state, X)
+    assert not jnp.isfinite(loss)
+    assert grads.not_finite() == ["loss"]
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads.params))
+    skipped = state.apply_gradients(grads)
+    assert int(skipped.skipped_steps) == 1
+    assert_same([skipped.params, skipped.fp8], [state.params, state.fp8])
+
+    model = jfp8.nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = jfp8.nnx.Optimizer(model, optax.sgd(0.1))
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    _, grads = jfp8.nnx.value_and_grad(lambda model: jnp.mean(model(X)) + bad)(model)
+    optimizer.update(model, grads)
+    assert int(optimizer.skipped_steps[...]) == 1
+    assert_same(nnx.state(model), before)
