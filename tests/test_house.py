@@ -208,13 +208,8 @@ LINES_OF_ROOMS = {
     "kernels": 6016,
     "layers": 5033,
     "collectives": 530,
-<<<<<<< HEAD
     "optim": 2502,
     "training": 2839,
-=======
-    "optim": 2507,
-    "training": 2835,
->>>>>>> 656eeb39 (Tests of losses that are not finite, and of large gradients in Muon)
     "checkpoint": 3172,
     "conversion": 4759,
     "debug": 3425,

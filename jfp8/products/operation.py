@@ -337,9 +337,15 @@ def as_operands(
             "lhs.dequantize(), or multiply two ScaledArrays with jfp8.scaled_matmul."
         )
     lhs = as_float_array(lhs, "lhs")
-    if not isinstance(rhs, ScaledArray):
-        return lhs, as_float_array(rhs, "rhs")
-    check_scale_shape(rhs)
+    if isinstance(rhs, ScaledArray):
+        check_scale_shape(rhs)
+        return lhs, rhs
+    rhs = as_float_array(rhs, "rhs")
+    if 1 in (lhs.dtype.itemsize, rhs.dtype.itemsize):
+        raise TypeError(
+            f"lhs is {lhs.dtype.name} and rhs {rhs.dtype.name}, but FP8 data needs a scale: pass "
+            "x.astype(jnp.bfloat16), which is quantized here, or rhs=jfp8.ScaledArray(data, scale)."
+        )
     return lhs, rhs
 
 

@@ -123,6 +123,10 @@ class ScaledArray(ByValues):
         carrier = None if self.carrier is None else self.carrier[index]
         return ScaledArray(self.data[index], scale, block, carrier)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        instead = "variable.set_value(jfp8.quantize_params({'kernel': new}, recipe)['kernel'])"
+        raise TypeError(f"New values need new scales: replace it as a whole, in NNX by {instead}.")
+
     def __len__(self) -> int:
         if not self.ndim:
             raise TypeError("A ScaledArray without dimensions has no length.")

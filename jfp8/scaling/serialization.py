@@ -17,7 +17,13 @@ def _to_state_dict(q: ScaledArray) -> dict[str, Any]:
     return {"data": q.data, "scale": serialization.to_state_dict(q.scale), **block}
 
 
-def _from_state_dict(q: ScaledArray, state: dict[str, Any]) -> ScaledArray:
+def _from_state_dict(q: ScaledArray, state: Any) -> ScaledArray:
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"The checkpoint has an array of shape {np.shape(state)}, and the target a ScaledArray. "
+            "Restore into the parameters before they were quantized, then quantize these: "
+            "jfp8.quantize_params(flax.serialization.from_state_dict(params, state), recipe)."
+        )
     block = tuple(np.asarray(state["block"]).tolist()) if "block" in state else q.block
     if block != q.block:
         raise ValueError(
