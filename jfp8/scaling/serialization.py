@@ -20,7 +20,7 @@ def _to_state_dict(q: ScaledArray) -> dict[str, Any]:
 def _from_state_dict(q: ScaledArray, state: Any) -> ScaledArray:
     if not isinstance(state, dict):
         raise ValueError(
-            f"The checkpoint has an array of shape {np.shape(state)}, and the target a ScaledArray. "
+            f"The checkpoint has an array of shape {np.shape(state)}, the target a ScaledArray. "
             "Restore into the parameters before they were quantized, then quantize these: "
             "jfp8.quantize_params(flax.serialization.from_state_dict(params, state), recipe)."
         )

@@ -313,7 +313,7 @@ IN_FP8 = jfp8.quantize(PLAIN, jfp8.E4M3FN)
         ),
         (
             lambda: serialization.from_bytes({"w": IN_FP8}, serialization.to_bytes({"w": PLAIN})),
-            "array of shape .4, 8., and the target a ScaledArray.*then quantize these",
+            "array of shape .4, 8., the target a ScaledArray.*then quantize these",
         ),
         (
             lambda: jfp8.scaled_dot_general(PLAIN, IN_FP8.data, (((1,), (1,)), ((), ()))),
