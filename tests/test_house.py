@@ -109,9 +109,24 @@ def test_rooms_import_from_those_above_them():
     assert not wrong
 
 
+# Rooms that a reader learns when they are needed. The trunk, all others, trains a model without.
+LEAVES = {"kernels", "checkpoint", "debug", "plot", "command_line", "integrations"}
+DOORS = {"__init__", "__main__"}  # name all rooms
+
+
+def test_the_trunk_imports_no_leaf():
+    assert set(map(room_of, modules())) >= LEAVES
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in arrows().items()
+        for other in others
+        if room_of(other) in LEAVES and room_of(module) not in LEAVES | DOORS
+    ]
+    assert not wrong
+
+
 def test_nothing_imports_an_integration():
     inside = {module for module in modules() if room_of(module) == "integrations"}
-    assert inside
     assert not [m for m, others in arrows().items() if m not in inside and others & inside]
 
 
