@@ -23,6 +23,7 @@ from support import weight
 
 ROOT = Path(jfp8.__file__).parent
 CHECKOUT = Path(__file__).parents[1]
+SCRIPTS = ("benchmarks", "examples", "tests", "tools")  # folders that import jfp8
 
 # The rooms of the house in the order of the data's way: a room imports from those above it.
 ROOMS = """
@@ -158,7 +159,7 @@ def exists(name: str) -> bool:
 
 def test_what_scripts_import_exists():
     """Also where it is imported only as it is needed, on a GPU for example."""
-    scripts = [p for d in ("benchmarks", "examples", "tests") for p in (CHECKOUT / d).rglob("*.py")]
+    scripts = [p for d in SCRIPTS for p in (CHECKOUT / d).rglob("*.py")]
     assert len(scripts) > 100
     missing = [
         f"{path.relative_to(CHECKOUT)} imports {name}"
@@ -328,7 +329,7 @@ def test_one_file_elsewhere_uses_private_names():
     words = ("_src", "jaxlib", "lift")  # one of them is in every such name
     texts = {
         path.relative_to(checkout).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
-        for folder in ("tests", "examples", "benchmarks", "docs")
+        for folder in (*SCRIPTS, "docs")
         for path in sorted((checkout / folder).rglob("*.py"))
     }
     using = {

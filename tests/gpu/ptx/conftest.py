@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpu.ptx.schedules import Ahead, Drawn, Turns
+from ptx.schedules import Ahead, Drawn, Turns
 from support.gpu_programs import why_not
 
 LEAST = (0, 11, 2)  # JAX
@@ -25,7 +25,7 @@ def executed(request, record_property):
     """
 
     def run(check: Callable[..., None], f: Callable[..., Any], *args: Any) -> None:
-        from gpu.ptx.emulate import Emulated
+        from ptx.emulate import Emulated
 
         emulated = Emulated(f, *args)
         seeds = itertools.count(zlib.crc32(request.node.name.encode()) % 1000)

@@ -1,14 +1,15 @@
 """Wait for others, and talk to the other lanes: barriers, shuffles, and the register file."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from gpu.ptx.access import address
-from gpu.ptx.events import Event
-from gpu.ptx.memory import Fault, MBarrier
-from gpu.ptx.parser import LANES, Instruction, Registers
-from gpu.ptx.warp import Act, Waiting, Warp
+from ptx.access import address
+from ptx.events import Event
+from ptx.memory import Fault, MBarrier
+from ptx.parser import LANES, Instruction, Registers
+from ptx.warp import Act, Waiting, Warp
 
 NOTHING = ("prefetch", "fence.mbarrier_init", "membar", "nanosleep")
 REGISTER_FILE = 65536
@@ -23,7 +24,7 @@ def control(instruction: Instruction, at: Registers) -> Act | None:
     if op.startswith("fence.proxy.async"):
         return lambda warp, lanes: warp.block.shared.fence(warp.number)
     make = BY_NAME.get(op.split(".")[0])
-    return make and make(op.split("."), operands, at)
+    return make(op.split("."), operands, at) if make else None
 
 
 def _return(*_: Any) -> Act:
@@ -174,7 +175,7 @@ def _meet(op: list[str], operands: tuple[str, ...], at: Registers) -> Act:
     return {"arrive": arrive, "wait": wait}[op[2]]
 
 
-BY_NAME = {
+BY_NAME: dict[str, Callable[..., Act]] = {
     "ret": _return, "bar": _barrier, "mbarrier": _mbarrier, "elect": _elect, "shfl": _shuffle,
     "setmaxnreg": _registers, "mapa": _map_address, "barrier": _meet,
 }  # fmt: skip

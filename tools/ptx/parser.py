@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpu.ptx.memory import REGION, SHARED, SPACING
+from ptx.memory import REGION, SHARED, SPACING
+from ptx.text import read
 
 LANES = np.arange(32)
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -86,7 +87,7 @@ def _resolved(name: str, names: list[dict[str, str]]) -> str:
 
 
 def _instruction(part: str, names: list[dict[str, str]]) -> Instruction:
-    guard, op, rest = re.match(r"(?:@(!?\S+)\s+)?(\S+)\s*(.*)", part).groups()
+    guard, op, rest = read(r"^(?:@(!?\S+)\s+)?(\S+)\s*(.*)", part).groups()
     if op.startswith("bra"):
         rest = _label(rest, names)
     else:

@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gpu.ptx.parser import UNSIGNED, Instruction, Registers, vector
+from ptx.parser import UNSIGNED, Instruction, Registers, vector
 
 F32, F64 = np.float32, np.float64
 TYPES = {
@@ -189,12 +189,13 @@ def _setp(op: list[str], operands: tuple[str, ...], at: Registers) -> tuple[Run,
     compare, kind = COMPARE[op[1]], TYPES[op[-1]]
     outs = [at(x) for x in operands[0].split("|")]
     a, b = (at(x, bits_of(op[-1])) for x in operands[1:3])
-    combine = FUNCTIONS[op[2]] if len(operands) > 3 else None  # with another predicate
-    other = at(operands[3]) if combine else None
+    other = at(operands[3]) if len(operands) > 3 else None  # another predicate
 
     def run(r: list[Any]) -> None:
         found = compare(r[a].view(kind), r[b].view(kind))
-        found = (combine(found, r[other], op) if combine else found).reshape(32, -1)
+        if other is not None:
+            found = FUNCTIONS[op[2]](found, r[other], op)
+        found = found.reshape(32, -1)
         for i, out in enumerate(outs):
             r[out] = found[:, i].copy()
 

@@ -8,11 +8,11 @@ import re
 
 import numpy as np
 
-from gpu.ptx.arithmetic import F32, TYPES
-from gpu.ptx.events import grouped
-from gpu.ptx.memory import Fault
-from gpu.ptx.parser import LANES, Instruction, Registers, vector
-from gpu.ptx.warp import Act, Warp
+from ptx.arithmetic import F32, TYPES
+from ptx.events import grouped
+from ptx.memory import Fault
+from ptx.parser import LANES, Instruction, Registers, vector
+from ptx.warp import Act, Warp
 
 VALUES = {
     kind: np.arange(256, dtype=np.uint8).view(kind).astype(F32)

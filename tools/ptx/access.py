@@ -1,20 +1,20 @@
 """Load and store: of a lane its own, and 8x8 matrices of 16 bits together."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from gpu.ptx.arithmetic import TYPES, bits_of
-from gpu.ptx.memory import REGION, Fault
-from gpu.ptx.parser import UNSIGNED, Instruction, Registers, vector
-from gpu.ptx.warp import Act, Warp
+from ptx.arithmetic import TYPES, bits_of
+from ptx.memory import REGION, Fault
+from ptx.parser import UNSIGNED, Instruction, Registers, vector
+from ptx.text import read
+from ptx.warp import Act, Warp
 
 
 def address(operand: str, at: Registers) -> Callable[[list[Any]], np.ndarray]:
     """Return the function from registers to the addresses of ``[register + offset]``."""
-    name, offset = re.fullmatch(r"\[\s*([^+\]\s]+)\s*(?:\+\s*(-?\d+))?\s*\]", operand).groups()
+    name, offset = read(r"^\[\s*([^+\]\s]+)\s*(?:\+\s*(-?\d+))?\s*\]$", operand).groups()
     place, offset = at(name, 64), int(offset or 0)
     return lambda r: r[place].astype(np.int64) + offset
 

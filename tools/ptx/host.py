@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ptx.text import read
+
 # Bytes of the types that `mosaic_gpu_init_tma_desc` knows by numbers.
 SIZES = {1: 1, 2: 2, 3: 4, 5: 2, 6: 4, 7: 2}
 SWIZZLES = {16: 0, 32: 32, 64: 64, 128: 128}  # by the codes of Mosaic GPU: 16 is none
@@ -43,7 +45,7 @@ class Launch:
 def launch_of(module: str) -> Launch:
     """Run the host code of ``llvm.func @..._mosaic_gpu`` in a dump of passes."""
     module = module[module.rindex("// -----// IR Dump") :]
-    start = re.search(r"llvm\.func @\w+_mosaic_gpu\(%\w+: !llvm\.ptr[^\n]*\{\n", module)
+    start = read(r"llvm\.func @\w+_mosaic_gpu\(%\w+: !llvm\.ptr[^\n]*\{\n", module)
     arguments = re.findall(r"(%\w+): !llvm\.ptr", start[0])
     values: dict[str, Any] = {name: (name, 0) for name in arguments}
     memory: dict[Any, Any] = {}
@@ -51,13 +53,13 @@ def launch_of(module: str) -> Launch:
     array = lambda at, rank: tuple(memory[at[0], 8 * i] for i in range(rank))
     for line in module[start.end() :].split("\n"):
         text = re.sub(r" loc\(.*", "", line).strip()
-        result, code = re.match(r"(?:(%\w+) = )?(.*)", text).groups()
-        op = re.match(r"[\w.]+", code)[0]
-        given = [values.get(name) for name in re.findall(r"%\w+", code)]
+        result, code = read(r"^(?:(%\w+) = )?(.*)", text).groups()
+        op = read(r"^[\w.]+", code)[0]
+        given: list[Any] = [values.get(name) for name in re.findall(r"%\w+", code)]
         if op == "llvm.call" and "init_tma_desc" in code:
             at, base, kind, rank, sizes, strides, swizzle, box = given
-            shape = (array(x, rank) for x in (sizes, strides, box))
-            described[at] = Tensor(base[0], SIZES[kind], *shape, SWIZZLES[swizzle])
+            shape = [array(x, rank) for x in (sizes, strides, box)]
+            described[at] = Tensor(base[0], SIZES[kind], *shape, swizzle=SWIZZLES[swizzle])
         elif op == "llvm.call":
             return _launch(given, memory, described)
         elif op == "llvm.store":
@@ -72,7 +74,7 @@ def _value(op: str, code: str, given: list, memory: dict, result: str, buffers: 
     places = re.search(r"\[([\d, ]+)\]", code)
     path = tuple(map(int, places[1].split(","))) if places else ()
     if op == "llvm.mlir.constant":
-        return int(re.search(r"\((-?\d+)", code)[1])
+        return int(read(r"\((-?\d+)", code)[1])
     if op == "llvm.alloca":
         return result, 0
     if op == "llvm.insertvalue":

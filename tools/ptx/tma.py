@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gpu.ptx.access import address
-from gpu.ptx.events import Event, grouped
-from gpu.ptx.host import Tensor
-from gpu.ptx.memory import REGION, SPACING, Fault
-from gpu.ptx.parser import Instruction, Registers, vector
-from gpu.ptx.warp import Act, Warp
-from gpu.ptx.wgmma import swizzled
+from ptx.access import address
+from ptx.events import Event, grouped
+from ptx.host import Tensor
+from ptx.memory import REGION, SPACING, Fault
+from ptx.parser import Instruction, Registers, vector
+from ptx.text import read
+from ptx.warp import Act, Warp
+from ptx.wgmma import swizzled
 
 if TYPE_CHECKING:
-    from gpu.ptx.block import Block
+    from ptx.block import Block
 
 
 class Copy(NamedTuple):
@@ -82,9 +82,9 @@ def bulk(instruction: Instruction, at: Registers) -> Act | None:
         return waits
     brings = ".global.mbarrier" in op
     tensor, place = (operands[1], operands[0]) if brings else operands
-    base, corner = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*(\{.*\})\s*\]", tensor).groups()
-    base, corner = at(base, 64), [at(x) for x in vector(corner)][::-1]
-    place, barrier = address(place, at), address(operands[2], at) if brings else None
+    base_name, names = read(r"^\[\s*([^,\s]+)\s*,\s*(\{.*\})\s*\]$", tensor).groups()
+    base, corner = at(base_name, 64), [at(x) for x in vector(names)][::-1]
+    placed, barrier = address(place, at), address(operands[2], at) if brings else None
     mask = at(operands[3], 16) if ".multicast" in op else None
 
     def start(warp: Warp, lanes: np.ndarray) -> None:
@@ -97,7 +97,7 @@ def bulk(instruction: Instruction, at: Registers) -> Act | None:
         if mask is not None:
             given = int(r[mask][lane])
             blocks = [block for i, block in enumerate(warp.block.cluster) if given >> i & 1]
-        copies = [Copy.of(block, tensor, corner_here, int(place(r)[lane])) for block in blocks]
+        copies = [Copy.of(block, tensor, corner_here, int(placed(r)[lane])) for block in blocks]
         if barrier is not None:
             for copy in copies:
                 Event("copy to shared memory", warp, [copy.bring(int(barrier(r)[lane]))])

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from gpu.ptx.access import access
-from gpu.ptx.arithmetic import arithmetic
-from gpu.ptx.control import control
-from gpu.ptx.events import Event
-from gpu.ptx.host import Launch, Tensor
-from gpu.ptx.memory import DeviceMemory, Fault, SharedMemory
-from gpu.ptx.parser import LANES, Instruction, Registers, constant, parse
-from gpu.ptx.tma import bulk
-from gpu.ptx.warp import Step, Warp
-from gpu.ptx.wgmma import wgmma
+from ptx.access import access
+from ptx.arithmetic import arithmetic
+from ptx.control import control
+from ptx.events import Event
+from ptx.host import Launch, Tensor
+from ptx.memory import DeviceMemory, Fault, SharedMemory
+from ptx.parser import LANES, Instruction, Registers, constant, parse
+from ptx.tma import bulk
+from ptx.warp import Step, Warp
+from ptx.wgmma import wgmma
 
 WARPS = 4  # in a warpgroup
 # Steps after which others may come in between.

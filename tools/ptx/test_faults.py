@@ -11,19 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpu.ptx.memory import Fault
-from gpu.ptx.schedules import Ahead, Drawn, Turns
+from ptx.exact import E4M3, Numbers, wide
+from ptx.memory import Fault
+from ptx.schedules import Ahead, Drawn, Turns
+from support.gpu_programs import why_not
+
+pytestmark = pytest.mark.skipif(why_not((0, 11, 2)) is not None, reason=str(why_not((0, 11, 2))))
 
 
 @functools.cache
 def kernel(name):
     """Return a kernel with rings of two slots that turn several times, and what it should give."""
-    from gpu.ptx.emulate import Emulated
-    from gpu.ptx.test_products import E4M3, F32, Numbers, wide
     from jfp8.kernels.hopper.matmul import block_matmul, matmul
     from jfp8.kernels.hopper.quantize import quantize_rows_in_blocks
     from jfp8.kernels.hopper.tiles import Tiles
     from jfp8.scaling.formats import E4M3FN
+    from ptx.emulate import Emulated
 
     draw = Numbers(3)
     if name == "quantize":
@@ -38,8 +41,8 @@ def kernel(name):
     if name in ("block", "cluster"):
         s, t = draw.scales(k // 128, m), draw.scales(k // 128, n)
         want = (a * wide(s.T, a.shape)) @ (b * wide(t.T, b.shape)).T
-        return Emulated(lambda *x: block_matmul(*x, F32, tiles=tiles), a, b, s, t), want
-    f = lambda *x: matmul(*x, F32, promote=name == "promoted", tiles=tiles)
+        return Emulated(lambda *x: block_matmul(*x, jnp.float32, tiles=tiles), a, b, s, t), want
+    f = lambda *x: matmul(*x, jnp.float32, promote=name == "promoted", tiles=tiles)
     return Emulated(f, a, b, s, t), a.astype(float) @ b.astype(float).T * s[:, None] * t
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpu.ptx.events import Groups
-from gpu.ptx.memory import Fault
-from gpu.ptx.parser import Instruction
+from ptx.events import Groups
+from ptx.memory import Fault
+from ptx.parser import Instruction
 
 if TYPE_CHECKING:
-    from gpu.ptx.block import Block
+    from ptx.block import Block
 
 ALL, NONE = bytes([1] * 32), bytes(32)
 EVERY_LANE = np.ones(32, bool)
@@ -81,7 +81,8 @@ class Warp:
             self.place += 1
             if lanes is None:
                 continue
-            if step.compute is not None:
+            if step.act is None:
+                assert step.compute is not None
                 before = [r[i] for i in step.writes] if part else ()
                 step.compute(r)
                 for i, old in zip(step.writes, before, strict=False):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpu.ptx.warp import Warp
+    from ptx.warp import Warp
 
 
 @dataclass(eq=False)
