@@ -39,8 +39,8 @@ def run():
         step = jax.grad(lambda *args, model=model: loss_fn(model, *args), (0, 1), has_aux=True)
         results[name], seen = jax.jit(jfp8.debug.stats(step))(params, X, GRADS)
         rows += seen.rows(step=0)
-        _, seen = jax.jit(jfp8.debug.stats(model.apply))({"params": params}, X)
-        rows += seen.rows(step=1)  # a step without gradients
+    _, seen = jax.jit(jfp8.debug.stats(model.apply))({"params": params}, X)
+    rows += seen.rows(step=1)  # a step without gradients
     model = jfp8.convert(plain, "nvfp4", exempt=())
     kernels = {name: layer["kernel"] for name, layer in params.items()}
     return rows, jfp8.report(model, {"params": params}, X), results, kernels

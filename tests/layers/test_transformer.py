@@ -346,7 +346,7 @@ def packed_layer(**options):
     return layer, variables
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "options", [{}, {"attention_products": True}, {"saved_activations": jfp8.E4M3FN}], ids=str
 )

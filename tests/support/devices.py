@@ -16,9 +16,9 @@ needs_mosaic = pytest.mark.skipif(
 )
 
 
-def traced_for(kind="NVIDIA H200"):
+def traced_for(kind="NVIDIA H200", multiprocessors=132):
     """Return a context that traces for a GPU of this kind."""
-    gpu = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    gpu = AbstractDevice(device_kind=kind, num_cores=multiprocessors, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
 
 

@@ -197,19 +197,20 @@ def test_a_step_leaks_no_tracer():
     model = jfp8.linen.MultiHeadDotProductAttention(num_heads=2)
     x = X[None]
     loss = lambda v, x: mean_square(model.apply(v, x))
-    with jax.checking_leaks():
-        state = jfp8.TrainState.create(
+    state_of = lambda model, x: jax.eval_shape(
+        lambda: jfp8.TrainState.create(
             apply_fn=None, variables=model.init(jax.random.key(0), x), tx=optax.sgd(0.1)
         )
-        jax.jit(jfp8.value_and_grad(loss))(state, x)
+    )
+    with jax.checking_leaks():
+        jax.eval_shape(jfp8.value_and_grad(loss), state_of(model, x), x)
         attention = jfp8.nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0))
-        nnx.jit(jfp8.nnx.value_and_grad(lambda m, x: mean_square(m(x))))(attention, x)
+        nnx.eval_shape(jfp8.nnx.value_and_grad(lambda m, x: mean_square(m(x))), attention, x)
         converted = jfp8.convert(nn.Sequential([nn.Dense(D), nn.relu, nn.Dense(D)]), exempt=())
-        state = state.create(
-            apply_fn=None, variables=converted.init(jax.random.key(0), x), tx=optax.sgd(0.1)
-        )
-        jax.jit(jfp8.value_and_grad(lambda v, x: mean_square(converted.apply(v, x))))(state, x)
+        loss = lambda v, x: mean_square(converted.apply(v, x))
+        jax.eval_shape(jfp8.value_and_grad(loss), state_of(converted, x), x)
         block = jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w)
         function = jfp8.convert(lambda w, x: mean_square(block(w, x)), exempt=())
         w = jnp.ones((D, D))
-        jax.jit(jax.grad(function, argnums=(0, 1)))(w, function.init(w, x), x)
+        states = jax.eval_shape(function.init, w, x)
+        jax.eval_shape(jax.grad(function, argnums=(0, 1)), w, states, x)
