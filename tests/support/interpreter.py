@@ -10,14 +10,19 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.products.flash import high_precision
+from support.devices import traced_for
 
 
 @contextmanager
 def no_races() -> Iterator[None]:
-    """Interpret kernels in this context. Races between threads fail the test at the end."""
+    """Interpret kernels in this context. Races between threads fail the test at the end.
+
+    The GPU has two multiprocessors: sweeps start as many blocks for each, and few do as much.
+    """
     interpret_pallas_call.reset_gpu_interpret_mode_state()
+    racing = plgpu.InterpretGPUParams(detect_races=True)
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with traced_for(multiprocessors=2), plgpu.force_gpu_interpret_mode(racing):
             yield
         assert not interpret_pallas_call.get_races().races_found
     finally:
