@@ -7,7 +7,6 @@ import importlib.util
 import mmap
 import os
 import sys
-import zlib
 from collections import Counter
 
 # Read once, when JAX starts its CPU backend, so they stand before the first import of JAX. The
@@ -37,6 +36,8 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from support import parts
 
 # A program for the command line, and what only a late JAX can import.
 collect_ignore = ["mutations.py", "support"]
@@ -106,16 +107,17 @@ def compiled_here() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="I/N", help="only the I-th of N parts")
+    parser.addoption("--measure", action="store_true", help=f"write seconds to {parts.MEASURED}")
 
 
-def in_another_part(nodeid: str, part: str) -> bool:
-    """Whether a test is in another part than the one asked for, such as ``"2/4"``."""
-    index, parts = map(int, part.split("/"))
-    return zlib.crc32(nodeid.encode()) % parts != index - 1
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     """Marks as slow what `representative` tests leave out, and doctests; keeps one part of all."""
     seen: Counter[str] = Counter()
     for item in items:
@@ -128,8 +130,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.slow)
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.slow)
-    part = config.getoption("--part")
-    items[:] = [item for item in items if not in_another_part(item.nodeid, part)]
+    yield  # to what leaves out tests by marks and names
+    files = {file_of(item.nodeid) for item in items}
+    chosen = parts.files_of_part(files, parts.measured(), config.getoption("--part"))
+    items[:] = [item for item in items if file_of(item.nodeid) in chosen]
+
+
+seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds up the seconds of each file; where there are workers, in the process that has them."""
+    seconds[file_of(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--measure") and not hasattr(session.config, "workerinput"):
+        parts.update(seconds, session.config.rootpath)
 
 
 def pytest_collection_finish() -> None:
