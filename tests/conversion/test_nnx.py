@@ -17,7 +17,7 @@ import jfp8.nnx
 from jfp8.nnx import Fp8State, convert_module, layers_of
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from support.arrays import relative_error
-from support.recorded import record
+from support.recorded import histories, record
 
 D = 16
 X = jax.random.normal(jax.random.key(0), (4, D))
@@ -33,13 +33,6 @@ def everything(path, layer):
 
 def parameter(rngs, shape):
     return nnx.Param(0.3 * jax.random.normal(rngs.params(), shape))
-
-
-def histories(model):
-    """All histories by the path of the product and the tensor."""
-    flat = nnx.to_flat_state(nnx.state(model, Fp8State))
-    found = {(*path[:-2], path[-1]): np.asarray(v.get_value()) for path, v in flat}
-    return {path: history for path, history in found.items() if path[-1] != "check"}
 
 
 def moved(model):

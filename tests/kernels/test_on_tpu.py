@@ -23,18 +23,10 @@ from jfp8.quantizers.quantizer import Context, Current
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.tracing.device import current_tpu
 from jfp8.tracing.devices import Tpu
-from support.devices import interpret_tpu_kernels, pretend
+from support.devices import pretend
 
 BF16 = jnp.bfloat16
 ROWS = (((1,), (0,)), ((), ()))
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Kernels for TPUs run on this machine."""
-    interpret_tpu_kernels(monkeypatch)
-    yield
-    jax.clear_caches()
 
 
 def operands(m=128, k=256, n=128):

@@ -1,6 +1,5 @@
 """The Pallas kernels for TPUs, interpreted, against NumPy in float64 and ml_dtypes."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,16 +14,9 @@ from jfp8.kernels.tpu.quantize_kernels import (
     quantize_tiles,
 )
 from jfp8.scaling.formats import E4M3FN, E5M2
-from support.devices import interpret_tpu_kernels
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, F8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    interpret_tpu_kernels(monkeypatch)
-    yield
-    jax.clear_caches()
 
 
 def draw(shape, seed=0):

@@ -14,7 +14,8 @@ from jfp8.layers.linen.attention import MultiHeadDotProductAttention
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from support.arrays import assert_same, cosine, relative_error
-from support.layers import KEY, apply, exact_product, fake_product, init, normal
+from support.arrays import device_normal as normal
+from support.layers import KEY, apply, exact_product, fake_product, init
 
 # Parameters alone are enough for a formula.
 pytestmark = pytest.mark.filterwarnings("ignore:A model with delayed scaling is trained without")

@@ -17,6 +17,7 @@ from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.expert_rows import ToExperts
 from jfp8.training.hoist import split
+from support.arrays import normal
 from support.compiled import collective_bytes
 
 EXPERTS, FEATURES = 8, 128
@@ -30,10 +31,6 @@ MESHES = {
 def mesh_of(sizes):
     kinds = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def layouts(sizes, variables):
@@ -78,7 +75,7 @@ def compiled_on(sizes, recipe, hidden, tokens):
     specs, rows = layouts(sizes, variables)
     rows = rows if tokens % 8 == 0 else P()
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    x, dy = (place(normal(seed, tokens, FEATURES), rows) for seed in (1, 2))
+    x, dy = (place(normal((tokens, FEATURES), seed), rows) for seed in (1, 2))
     args = (jax.tree.map(place, variables, specs), x, dy)
     with jax.set_mesh(mesh):
         return jax.jit(functools.partial(step, model)).lower(*args).compile(), args
@@ -115,7 +112,7 @@ def test_layer_for_nnx():
     model = jfp8.nnx.MoE(
         FEATURES, EXPERTS, 32, expert_axis="expert", recipe="current", rngs=nnx.Rngs(0)
     )
-    x = jnp.asarray(normal(1, 64, FEATURES))
+    x = jnp.asarray(normal((64, FEATURES), 1))
     graph, state = nnx.split(model)
     run = lambda state, x: nnx.merge(graph, state)(x)
     with jax.set_mesh(mesh_of(MESHES["data and expert"])):
@@ -248,7 +245,7 @@ def test_weights_are_quantized_once_for_all_micro_batches(recipe):
 
 
 def test_columns_are_sorted_with_their_scales():
-    q = jfp8.quantize(normal(0, 1, 4, 8), granularity=jfp8.Block((1, 1, 2)))
+    q = jfp8.quantize(normal((1, 4, 8), 0), granularity=jfp8.Block((1, 1, 2)))
     exchange = SimpleNamespace(mesh=SimpleNamespace(tensor=2))
     rows = ToExperts(exchange, divided=True, projections=2)
     expected = np.asarray(q.dequantize())[..., [0, 1, 4, 5, 2, 3, 6, 7]]

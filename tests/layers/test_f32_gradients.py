@@ -8,15 +8,12 @@ import pytest
 from flax import nnx
 
 import jfp8
+from support.arrays import keyed_normal as normal
 
 # Parameters alone are enough for a formula.
 pytestmark = pytest.mark.filterwarnings("ignore:A model with delayed scaling is trained without")
 BF16, F32 = jnp.bfloat16, jnp.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def linen(make, *inputs):
@@ -38,8 +35,8 @@ class Expert(nn.Module):
         return ExpertDense(2, 16, dtype=BF16, recipe="current")(x, sizes)
 
 
-X = normal(32, 48).astype(BF16)
-IMAGE = normal(2, 6, 6, 8).astype(BF16)
+X = normal(0, (32, 48)).astype(BF16)
+IMAGE = normal(0, (2, 6, 6, 8)).astype(BF16)
 DENSE = {"features": 64, "dtype": BF16}
 CASES = {
     "current": lambda: linen(jfp8.Dense(**DENSE, recipe="current"), X),
@@ -49,7 +46,7 @@ CASES = {
     "ConvTranspose": lambda: linen(jfp8.ConvTranspose(16, (3, 3), dtype=BF16), IMAGE),
     "ExpertDense": lambda: linen(Expert(), X, jnp.array([20, 12])),
     "attention": lambda: linen(
-        jfp8.MultiHeadDotProductAttention(4, dtype=BF16), normal(2, 8, 32).astype(BF16)
+        jfp8.MultiHeadDotProductAttention(4, dtype=BF16), normal(0, (2, 8, 32)).astype(BF16)
     ),
     "converted": lambda: linen(jfp8.convert(nn.Dense(**DENSE), exempt=()), X),
     "nnx.Linear": lambda: of_nnx(jfp8.nnx.Linear(48, 64, dtype=BF16, rngs=nnx.Rngs(0)), X),
@@ -67,7 +64,7 @@ def test_gradients_are_not_rounded(case):
     @jax.jit
     def run(params):
         y, back = jax.vjp(apply, params)
-        dy = normal(*y.shape, seed=2).astype(y.dtype)
+        dy = normal(2, y.shape).astype(y.dtype)
         return y, back(dy)[0]
 
     y, grads = run(params)
@@ -91,7 +88,7 @@ def test_error_against_exact_sums(case):
     @jax.jit
     def gradient(params):
         y, back = jax.vjp(apply, params)
-        dy = normal(*y.shape, seed=2).astype(BF16)
+        dy = normal(2, y.shape).astype(BF16)
         return back(dy)[0], dy
 
     grads, dy = gradient(params)

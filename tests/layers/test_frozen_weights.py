@@ -10,7 +10,7 @@ import pytest
 import jfp8
 from jfp8 import ScaledArray, recipes
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
-from support.arrays import relative_error
+from support.arrays import on_host, relative_error
 
 CURRENT, DELAYED = Float8CurrentScaling(), DelayedScaling()
 MATRIX = (((1,), (0,)), ((), ()))
@@ -37,11 +37,6 @@ def product(request):
     return OPERANDS[request.param]
 
 
-def values(q) -> np.ndarray:
-    """What a per-tensor `ScaledArray` stands for, in numpy."""
-    return np.asarray(q.data).astype(np.float32) * np.asarray(q.scale, np.float32)
-
-
 def value_and_gradient(function, x, *args):
     """``y`` and the gradient by `x` for a gradient of `y` with all magnitudes."""
     y, vjp = jax.vjp(lambda x: function(x, *args), x)
@@ -61,9 +56,9 @@ def test_gradient_by_the_input_is_that_of_quantized_operands(product):
         return (np.asarray(x) * (np.float32(1) / scale)).astype(dtype).astype(np.float32) * scale
 
     if function is dot:
-        plain = lambda x: x @ values(q)
+        plain = lambda x: x @ on_host(q)
     else:
-        plain = lambda x: jax.lax.conv_general_dilated(x, values(q), (1, 1), "SAME", **NHWC)
+        plain = lambda x: jax.lax.conv_general_dilated(x, on_host(q), (1, 1), "SAME", **NHWC)
     y_oracle, vjp = jax.vjp(plain, jnp.asarray(fake(x, ml_dtypes.float8_e4m3fn)))
     dy = jax.random.normal(jax.random.key(9), y.shape)
     assert relative_error(y, y_oracle) < 1e-6
@@ -105,7 +100,7 @@ def test_other_recipes_quantize_its_values(name, recipe):
     q = jfp8.quantize(w)
     run = jax.jit(lambda w: value_and_gradient(lambda x, w: function(x, w, recipe), x, w))
     ours = run(q)
-    for a, b in zip(ours, run(jnp.asarray(values(q))), strict=True):
+    for a, b in zip(ours, run(jnp.asarray(on_host(q))), strict=True):
         np.testing.assert_array_equal(a, b)
     assert relative_error(ours[0], jax.jit(function)(x, q)) > 1e-3  # not what its bytes give
 
@@ -132,7 +127,7 @@ def test_scales_that_do_not_fit():
 
 def test_layers_without_fp8_multiply_its_values():
     params = {"kernel": jfp8.quantize(W), "bias": jnp.zeros(16)}
-    plain = {**params, "kernel": jnp.asarray(values(params["kernel"]))}
+    plain = {**params, "kernel": jnp.asarray(on_host(params["kernel"]))}
     with jfp8.autocast(enabled=False):
         y = jax.jit(jfp8.Dense(16).apply)({"params": params}, X)
     np.testing.assert_array_equal(y, jax.jit(nn.Dense(16).apply)({"params": plain}, X))

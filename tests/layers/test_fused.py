@@ -12,13 +12,13 @@ from jfp8.layers import norm_math
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.layers import DenseGeneral
 from support.arrays import cosine, relative_error
+from support.arrays import device_normal as normal
 from support.layers import (
     KEY,
     apply,
     exact_product,
     fake_product,
     init,
-    normal,
     random_params,
     shapes_of,
 )

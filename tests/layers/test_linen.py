@@ -34,14 +34,14 @@ def history(fp8, role) -> np.ndarray:
     return np.asarray(only_product(fp8)[role]["amax_history"])
 
 
-def normal(shape, seed=0, scale=1.0) -> jax.Array:
+def in_sixteenths(shape, seed=0, scale=1.0) -> jax.Array:
     """Normal numbers in sixteenths, so that sums over a few of them are exact."""
     draw = np.random.default_rng(seed).normal(size=shape)
     return jnp.asarray(np.round(draw * 16) / 16 * scale, jnp.float32)
 
 
-X = normal((8, 16))
-DY = normal((8, 4), 1, 2.0**-10)
+X = in_sixteenths((8, 16))
+DY = in_sixteenths((8, 4), 1, 2.0**-10)
 MATRIX = "ai,ij->aj"
 
 
@@ -87,7 +87,7 @@ def test_layer_is_flax_with_quantized_operands(case):
     """Same parameters, stock checkpoints run, close to stock and equal to the oracle."""
     name, args, kwargs, shape, equation = case
     stock, ours = getattr(nn, name)(*args, **kwargs), getattr(jfp8, name)(*args, **kwargs)
-    x = normal(shape)
+    x = in_sixteenths(shape)
 
     @jax.jit
     def run(x):
@@ -140,7 +140,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_clone_uses_the_new_recipe(layer):
-    x = normal((8, 16)) * 1000
+    x = in_sixteenths((8, 16)) * 1000
     original = layer(recipe=Unscaled())
     clone = original.clone(recipe=DelayedScaling(amax_history_len=3, fp8_format="E5M2"))
     assert sorted(original.init(KEY, x)) == ["params"]
@@ -171,7 +171,7 @@ def test_a_recipe_by_name(layer):
 
 
 def test_state_of_another_recipe_is_refused():
-    x = normal((8, 16))
+    x = in_sixteenths((8, 16))
     variables = jfp8.Dense(4).init(KEY, x)
     with pytest.raises(ValueError, match=r"belongs to another recipe.*\(16,\).*\(4,\)"):
         jfp8.Dense(4, recipe=DelayedScaling(amax_history_len=4)).apply(variables, x)
@@ -181,7 +181,7 @@ def test_state_of_another_recipe_is_refused():
 
 def test_frozen_and_boxed_state_is_read_as_what_is_in_it():
     """Flax hands out FrozenDicts in some lifted loops; metadata of NNX or meshes comes in boxes."""
-    x = normal((8, 16))
+    x = in_sixteenths((8, 16))
     layer = jfp8.Dense(4)
     variables = layer.init(KEY, x)
     variables.pop("fp8_sink")

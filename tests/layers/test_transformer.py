@@ -14,13 +14,13 @@ from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.unscaled import Unscaled
 from support import layers
 from support.arrays import cosine, relative_error
+from support.arrays import device_normal as normal
 from support.layers import (
     KEY,
     apply,
     exact_product,
     fake_product,
     init,
-    normal,
     quantizations,
     shapes_of,
 )

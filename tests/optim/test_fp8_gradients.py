@@ -9,16 +9,10 @@ import pytest
 
 import jfp8
 from jfp8.optim.fp8_gradients import fp8_gradients
+from support.amaxes import on_a_grid_of_power_of_two as rounded
 from support.arrays import normal
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-
-
-def rounded(g, dtype=E4M3) -> np.ndarray:
-    """On the grid of `dtype` with the smallest power of two as scale that fits."""
-    largest = float(ml_dtypes.finfo(dtype).max)
-    scale = np.float32(2.0 ** np.ceil(np.log2(np.abs(g).max() / largest)))
-    return (g / scale).astype(dtype).astype(np.float32) * scale
 
 
 def apply(tx, grads):

@@ -18,7 +18,7 @@ from jfp8.optim.fp8_params import StoredUpdate, apply_updates, carriers, with_ca
 from jfp8.optim.masters import init_masters, master_weights
 from jfp8.optim.wrapping import MasterWeightsState
 from jfp8.recipes.per_tensor import Float8CurrentScaling
-from support.arrays import assert_same, normal, spread
+from support.arrays import assert_same, normal, on_host, spread
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 MASTERS = (None, "bfloat16", "float16_scaled", "float32")
@@ -34,11 +34,6 @@ all_masters = pytest.mark.parametrize("master", MASTERS)
 def bits(x) -> np.ndarray:
     x = np.asarray(x)
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
-
-
-def values(q) -> np.ndarray:
-    """What a `ScaledArray` stands for, in numpy."""
-    return np.asarray(q.data).astype(np.float32) * spread(q.scale, q.shape, q.block)
 
 
 def requantized(value, old) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +88,7 @@ class TestWhatArrives:
         body = lambda _, carry: stepping(tx)(*carry, {"w": -jnp.ones(self.SHAPE)})
         loop = jax.jit(lambda carry: jax.lax.fori_loop(0, self.STEPS, body, carry))
         after, _ = loop((params, state))
-        gained = values(after["w"]).astype(np.float64) - values(params["w"])
+        gained = on_host(after["w"]).astype(np.float64) - on_host(params["w"])
         error_of_mean = gained.std() / np.sqrt(gained.size)
         assert error_of_mean < 2e-4
         assert abs(gained.mean() - self.STEPS * self.RATE) < 5 * error_of_mean
@@ -121,7 +116,7 @@ class TestMasters:
         q = quantized(normal((24, 50)) * np.float32(0.1), GRANULARITIES[name])
         tx = master_weights(optax.sgd(0.5), "float32")
         params, state, step = {"w": q}, tx.init({"w": q}), stepping(tx)
-        m = values(q)
+        m = on_host(q)
         np.testing.assert_array_equal(state.masters["w"], m)
         scales = []
         for g in self.GRADS:  # the weights grow tenfold
@@ -146,7 +141,7 @@ class TestMasters:
             s = np.float32(2.0 ** np.floor(np.log2(65504 / np.abs(m).max())))
             return (m * s).astype(np.float16), np.float32(1) / s
 
-        data, scale = stored(values(q))
+        data, scale = stored(on_host(q))
         for g in self.GRADS:
             m = data.astype(np.float32) * scale - np.float32(2.0**-10) * np.asarray(g["w"])
             data, scale = stored(m)
@@ -162,7 +157,7 @@ class TestMasters:
         params, state = run(tx, {"w": q}, self.GRADS[:1])
         m = state.masters["w"]
         assert m.dtype == jnp.bfloat16
-        exact = values(q).astype(BF16).astype(np.float64) - np.asarray(self.GRADS[0]["w"]) / 8
+        exact = on_host(q).astype(BF16).astype(np.float64) - np.asarray(self.GRADS[0]["w"]) / 8
         ulp = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
         error = np.asarray(m, np.float64) - exact
         assert np.all(np.abs(error) < ulp)
@@ -230,7 +225,7 @@ class TestScales:
             grads[0, 0] = 1.0
             tx = master_weights(optax.sgd(0.01))
             params, _ = run(tx, {"w": q}, [{"w": jnp.asarray(grads)}] * 20)
-            changed = values(params["w"]) != values(q)
+            changed = on_host(params["w"]) != on_host(q)
             assert changed[0, 0]
             assert not np.any(changed.reshape(-1)[1:])
 
@@ -247,10 +242,10 @@ class TestScales:
                 master_weights(optax.sgd(-1.0), master), {"w": q}, [{"w": jnp.asarray(grads)}]
             )
             assert params["w"].scale == q.scale * np.float32(factor)
-            ours = values(params["w"])
+            ours = on_host(params["w"])
             np.testing.assert_allclose(ours[-1], target, rtol=2.0**-3 if master is None else 2**-4)
             if factor < 1:  # finer subnormals: what was held is held
-                np.testing.assert_array_equal(ours[:-1], values(q)[:-1])
+                np.testing.assert_array_equal(ours[:-1], on_host(q)[:-1])
 
     def test_the_least_normal_scale_is_not_halved(self):
         q = dataclasses.replace(quantized(np.float32([1, 4])), scale=jnp.float32(2**-126))
@@ -268,7 +263,7 @@ class TestScales:
             exact = -np.float32(2.0**-20) * np.asarray(grads["w"])
             rounding = 2.0**-3 if master is None else 2.0**-4
             big = np.abs(exact) > np.abs(exact).max() / 1000
-            np.testing.assert_allclose(values(params["w"])[big], exact[big], rtol=rounding)
+            np.testing.assert_allclose(on_host(params["w"])[big], exact[big], rtol=rounding)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -278,7 +273,7 @@ class TestScales:
         grads = np.zeros((16, 256), np.float32)
         grads[3, 5] = bad
         params, _ = run(master_weights(optax.sgd(1.0), master), {"w": q}, [{"w": grads}])
-        assert not np.isfinite(values(params["w"])[3, 5])
+        assert not np.isfinite(on_host(params["w"])[3, 5])
 
 
 class TestUpdates:
@@ -341,7 +336,7 @@ class TestComposition:
         assert_same(find(new_state), find(state))
         assert len(find(state)) == 1
         moved, _ = stepping(tx)(after, new_state, good)
-        assert np.any(values(moved["w"]) != values(params["w"]))
+        assert np.any(on_host(moved["w"]) != on_host(params["w"]))
 
     def test_loss_scale_around_wider_masters_of_16_bits_is_refused(self):
         tx = jfp8.loss_scale(master_weights(optax.sgd(1.0), "float32"))
@@ -373,7 +368,7 @@ class TestComposition:
         tx = optax.masked(master_weights(optax.sgd(1.0), "float32"), mask)
         grads = {"a": jnp.ones((8, 8)), "b": jnp.ones(4), "c": jnp.ones(2)}
         after, _ = run(tx, params, [grads])
-        assert np.all(values(after["a"]) != values(params["a"]))
+        assert np.all(on_host(after["a"]) != on_host(params["a"]))
         np.testing.assert_array_equal(after["b"], np.zeros(4))
         np.testing.assert_array_equal(after["c"], np.full(2, 2.0))  # optax.masked passes it on
 
@@ -475,7 +470,7 @@ class TestTrainState:
         kernel = variables["params"]["layers_0"]["kernel"]
         codes = (kernel / jnp.abs(kernel).max() * 448).astype(jnp.float8_e4m3fn)
         q = ScaledArray(codes, jnp.float32(2.0**-9))
-        dense = jnp.asarray(values(q))
+        dense = jnp.asarray(on_host(q))
         grads = {}
         for name, leaf, tx in (
             ("stored", q, master_weights(optax.sgd(1.0))),

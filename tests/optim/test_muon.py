@@ -38,18 +38,18 @@ NUMBERS = {
 EXACT = {"mu": Float(), "nu": Float()}
 
 
-def normal(seed, shapes=SHAPES):
+def drawn(seed, shapes=SHAPES):
     rng = np.random.default_rng(seed)
     return {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in shapes.items()}
 
 
 def train(tx, steps=3, *, params=None, state=None, first=0):
-    params = normal(99) if params is None else params
+    params = drawn(99) if params is None else params
     shapes = {name: p.shape for name, p in params.items()}
     state = jax.jit(tx.init)(params) if state is None else state
     update = jax.jit(tx.update)
     for step in range(first, first + steps):
-        updates, state = update(normal(step, shapes), state, params)
+        updates, state = update(drawn(step, shapes), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -133,7 +133,7 @@ def test_polar_factors(products, error, monkeypatch):
 @pytest.mark.representative(1)
 def test_nan_shows_and_is_skipped(products):
     tx = muon(0.02, products=products)
-    params = normal(0, {"w": (64, 64), "small": (8, 8)})
+    params = drawn(0, {"w": (64, 64), "small": (8, 8)})
     bad = {**params, "w": params["w"].at[3, 5].set(jnp.nan)}
     before = jax.jit(tx.init)(params)
     updates, state = jax.jit(tx.update)(bad, before, params)
@@ -177,7 +177,7 @@ def test_each_device_takes_its_share(products):
 
 def test_checkpoints_of_optax_and_of_other_devices(tmp_path):
     """A state goes on as if it had not been saved; one of optax is another storage's."""
-    tx, start = muon(0.02), normal(99, {"w": (64, 64)})
+    tx, start = muon(0.02), drawn(99, {"w": (64, 64)})
     whole, _ = train(tx, 4, params=start)
     params, state = train(tx, 2, params=start)
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -195,7 +195,7 @@ def test_checkpoints_of_optax_and_of_other_devices(tmp_path):
 
 
 def test_o2_stores_the_momentum_of_optax():
-    params = normal(0, {"w": (64, 64)})
+    params = drawn(0, {"w": (64, 64)})
     _, tx = jfp8.initialize(nn.Dense(8), optax.contrib.muon(0.02), opt_level="O2")
     state = jax.eval_shape(tx.init, params)[1]
     assert momentum_of(state)["w"].data.dtype == jnp.float8_e4m3fn

@@ -20,7 +20,7 @@ SHAPES = {"w": (64, 200), "deep": {"w": (2, 32, 128), "bias": (5000,), "small": 
 MOMENTS = DEFAULT._asdict()
 
 
-def normal(seed: int, dtype=jnp.float32, scale=1.0):
+def drawn(seed: int, dtype=jnp.float32, scale=1.0):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda shape: jnp.asarray(scale * rng.normal(size=shape), dtype),
@@ -30,11 +30,11 @@ def normal(seed: int, dtype=jnp.float32, scale=1.0):
 
 
 def train(tx, steps=4, *, params=None, state=None, first=0):
-    params = normal(99) if params is None else params
+    params = drawn(99) if params is None else params
     state = jax.jit(tx.init)(params) if state is None else state
     update = jax.jit(tx.update)
     for step in range(first, first + steps):
-        updates, state = update(normal(step, scale=1e-3), state, params)
+        updates, state = update(drawn(step, scale=1e-3), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -49,7 +49,7 @@ def test_updates_follow_from_moments_that_are_not_rounded():
     storages = {"mu": Blocks(), "nu": DEFAULT.nu}
     tx = store_state(inner, storages)
     params, state = train(tx, 3)
-    gradient = normal(50, scale=1e-3)
+    gradient = drawn(50, scale=1e-3)
     updates, after = jax.jit(tx.update)(gradient, state, params)
 
     (adam_state, *rest) = state.inner_state
@@ -73,8 +73,8 @@ def test_updates_follow_from_moments_that_are_not_rounded():
 
 
 def assert_trained_alike(params, expected, most):
-    """Relative to how far training went from `normal(99)`."""
-    for p, e, s in zip(*map(jax.tree.leaves, (params, expected, normal(99))), strict=True):
+    """Relative to how far training went from `drawn(99)`."""
+    for p, e, s in zip(*map(jax.tree.leaves, (params, expected, drawn(99))), strict=True):
         assert np.linalg.norm(p - e) < most * np.linalg.norm(e - s) + 1e-12
 
 
@@ -144,7 +144,7 @@ def test_fields_of_dataclasses_are_found():
     )
     _, state = train(store_state(inner, {"m": Blocks()}), 1)
     assert len(stored_leaves(state)) == 2
-    store_state(inner, {"empty": Blocks()}).init(normal(0))  # a field without leaves is one
+    store_state(inner, {"empty": Blocks()}).init(drawn(0))  # a field without leaves is one
 
 
 @pytest.mark.slow
@@ -153,25 +153,25 @@ def test_fields_of_dataclasses_are_found():
 @pytest.mark.parametrize("make", [adam, lambda rate: adam(rate, preset="msamp_o2")])
 def test_trap_a_finite_gradient_leaves_no_infinite_moment(make, wrap, huge):
     """Its square is Inf in f32, and one Inf spoils all that share a scale with it."""
-    tx, params = wrap(make(1e-3)), normal(99)
+    tx, params = wrap(make(1e-3)), drawn(99)
     optax.tree.get_all_with_path(tx.init(params), "loss_scale")  # gradients are scaled by hand
     update = jax.jit(tx.update)
-    _, state = update(normal(0), tx.init(params), params)
-    spoiled = jax.tree.map(lambda g: g.at[..., 0].set(huge), normal(1))
+    _, state = update(drawn(0), tx.init(params), params)
+    spoiled = jax.tree.map(lambda g: g.at[..., 0].set(huge), drawn(1))
     updates, after = update(spoiled, state, params)
     assert not any(np.any(leaf != 0) for leaf in jax.tree.leaves(updates))
     for new, old in zip(stored_leaves(after), stored_leaves(state), strict=True):
         assert_same(new, old)
-    updates, _ = update(normal(2), after, params)
+    updates, _ = update(drawn(2), after, params)
     assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(updates))
 
 
 @pytest.mark.slow
 def test_trap_bf16_parameters_get_f32_moments():
     """optax (and torchao) make moments of the dtype of the parameters."""
-    params = normal(99, jnp.bfloat16)
+    params = drawn(99, jnp.bfloat16)
     tx = adamw(1e-2, mu=Float(), nu=Float(), weight_decay=0.1)
-    gradient = normal(1, jnp.bfloat16, 1e-3)
+    gradient = drawn(1, jnp.bfloat16, 1e-3)
     updates, state = jax.jit(tx.update)(gradient, jax.jit(tx.init)(params), params)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, gradient))
     plain = optax.adamw(1e-2, weight_decay=0.1)
@@ -185,7 +185,7 @@ def test_trap_bf16_parameters_get_f32_moments():
 @pytest.mark.slow
 def test_tree_map_params_finds_the_moments():
     """It calls ``init`` with placeholders."""
-    tx, params = optax.chain(optax.clip(1.0), adam(1e-3)), normal(99)
+    tx, params = optax.chain(optax.clip(1.0), adam(1e-3)), drawn(99)
     fits = lambda kept, param: kept.shape == param.shape
     options = {"transform_non_params": lambda _: None, "is_leaf": is_stored}
     found = optax.tree_utils.tree_map_params(tx, fits, tx.init(params), params, **options)
@@ -251,7 +251,7 @@ def test_extra_arguments_reach_inner():
 
     inner = optax.GradientTransformationExtraArgs(lambda params: Momentum(params), update)
     tx = store_state(inner, {"m": Blocks()})
-    params = normal(0)
+    params = drawn(0)
     step = lambda params: tx.update(params, tx.init(params), params, factor=2.0)
     updates, _ = jax.jit(step)(params)
     np.testing.assert_array_equal(updates["w"], 2 * params["w"])
@@ -263,4 +263,4 @@ def test_mistakes_are_told():
     with pytest.raises(TypeError, match=r"'mu': 'fp8'.*must be a Storage such as"):
         store_state(optax.adam(1e-3), {"mu": "fp8"})
     with pytest.raises(ValueError, match=r"names \['trace'\].*It has \['count', 'mu', 'nu'\]"):
-        store_state(optax.adam(1e-3), {"mu": Blocks(), "trace": Blocks()}).init(normal(0))
+        store_state(optax.adam(1e-3), {"mu": Blocks(), "trace": Blocks()}).init(drawn(0))

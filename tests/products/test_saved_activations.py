@@ -13,12 +13,9 @@ import jfp8
 from jfp8.layers import attention_math, transformer_math
 from jfp8.products.saved_activations import BLOCK, save_in_fp8
 from jfp8.products.vjp import SAVED
+from support.arrays import device_normal as normal
 
 KEY = jax.random.key(3)
-
-
-def normal(*shape, seed=0, dtype=jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def sqnr(y, reference) -> float:
@@ -78,7 +75,7 @@ FORMATS = {"E4M3FN": (ml_dtypes.float8_e4m3fn, 448.0), "E5M2": (ml_dtypes.float8
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("shape", "block"), [((2, 3, 80), 32), ((5, 20), 128), ((40,), 8)])
 def test_the_codes_kept_are_those_of_ml_dtypes(shape, block, fmt):
-    x = normal(*shape, seed=1) * jnp.exp(2 * normal(*shape, seed=2))
+    x = normal(shape, 1) * jnp.exp(2 * normal(shape, 2))
     x = x.at[..., -block:].set(0) if shape[-1] > block else x
     g = save_in_fp8(jax.nn.silu, fmt=getattr(jfp8, fmt), block=block)
     codes, scale = kept_by(g, x)
@@ -93,8 +90,8 @@ def test_the_codes_kept_are_those_of_ml_dtypes(shape, block, fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(6, 96), (2, 3, 80), (40,)])
 def test_gradients_are_those_at_what_was_kept(shape, fmt):
-    x, dy = normal(*shape, seed=1), normal(*shape, seed=2)
-    scale = 1 + 0.1 * normal(shape[-1], seed=3)
+    x, dy = normal(shape, 1), normal(shape, 2)
+    scale = 1 + 0.1 * normal((shape[-1],), 3)
     *_, kept = oracle(x, *FORMATS[fmt], BLOCK)
     how = {"fmt": getattr(jfp8, fmt)}
     (dx,) = jax.jit(lambda x, dy: jax.vjp(save_in_fp8(jax.nn.silu, **how), x)[1](dy))(x, dy)
@@ -110,7 +107,7 @@ def test_gradients_are_those_at_what_was_kept(shape, fmt):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_forward_pass_does_not_change(dtype, compiled):
-    x, scale = normal(8, 96, dtype=dtype), normal(96, seed=1, dtype=dtype)
+    x, scale = normal((8, 96), dtype=dtype), normal((96,), 1, dtype=dtype)
     transform = jax.jit if compiled else lambda f: f
     for f, args in ((jax.nn.gelu, (x,)), (rmsnorm, (x, scale))):
         g = save_in_fp8(f)
@@ -129,7 +126,7 @@ def test_trap_f8_arrays_are_widened_in_loops():
     def loss(x):
         return jnp.sum(jax.lax.scan(lambda c, _: (g(c) + c, None), x, None, length=8)[0])
 
-    hlo = jax.jit(jax.grad(loss)).lower(normal(16, 64)).compile().as_text()
+    hlo = jax.jit(jax.grad(loss)).lower(normal((16, 64))).compile().as_text()
     assert "u8[8,16,64]" in hlo
     assert not any(f"{wide}[8,16,64]" in hlo for wide in ("f8e4m3fn", "f16", "bf16", "f32"))
 
@@ -141,13 +138,13 @@ def test_trap_outliers_take_the_scale_of_their_neighbours():
     Such an outlier is most of its row's mean square: kept with the 3 % of E4M3 it would turn all
     gradients of its row. As the largest of its block it is kept to the rounding of a bf16 scale.
     """
-    x = normal(64, 256, seed=1).at[:, ::64].set(100 + normal(64, 4, seed=3))
+    x = normal((64, 256), 1).at[:, ::64].set(100 + normal((64, 4), 3))
     codes, scale = kept_by(save_in_fp8(jax.nn.silu), x)
     values = np.asarray(codes).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     values = values * np.repeat(np.asarray(scale, np.float32), BLOCK, -1)
     np.testing.assert_allclose(values[:, ::64], x[:, ::64], rtol=2.0**-8)
     assert np.abs(values[:, ::64] / x[:, ::64] - 1).max() > 0, "it is rounded at all"
-    dy, ones = normal(64, 256, seed=2), jnp.ones(256)
+    dy, ones = normal((64, 256), 2), jnp.ones(256)
     dx, d_scale = jax.vjp(save_in_fp8(rmsnorm), x, ones)[1](dy)
     exact = rmsnorm_vjp(x, ones, dy)
     assert sqnr(dx, exact[0]) > 50
@@ -159,7 +156,7 @@ def test_trap_outliers_take_the_scale_of_their_neighbours():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_in_the_gradient(bad, fmt):
     """Where `f` itself would hide it: tanh has no slope at infinity."""
-    x = normal(4, 64).at[2, 5].set(bad)
+    x = normal((4, 64)).at[2, 5].set(bad)
     dx = jax.jit(jax.grad(lambda x: jnp.sum(save_in_fp8(jnp.tanh, fmt=fmt)(x))))(x)
     assert np.isnan(dx[2, 5])
     assert np.isfinite(np.delete(np.asarray(dx), 2, axis=0)).all()
@@ -173,8 +170,8 @@ def masked(x, key, tree, mask):
 
 @pytest.mark.slow
 def test_the_rest_is_any_tree_and_kept_exactly():
-    x, mask = normal(6, 64), normal(6, 64, seed=1) > 0
-    tree = {"w": (1 + normal(1, 64, seed=2), None), "b": normal(6, 64, seed=3)}
+    x, mask = normal((6, 64)), normal((6, 64), 1) > 0
+    tree = {"w": (1 + normal((1, 64), 2), None), "b": normal((6, 64), 3)}
     *_, kept = oracle(x, *FORMATS["E4M3FN"], BLOCK)
     loss = lambda f, x, tree: jnp.sum(jnp.cos(f(x, KEY, tree, mask)))
     grad = lambda f, x: jax.grad(loss, argnums=2)(f, x, tree)
@@ -192,7 +189,7 @@ def test_transformations_keep_to_the_loop():
     """scan, remat and jit of the same layers, with keys and masks, give the same gradient."""
     g = save_in_fp8(masked)
     keys = jax.random.split(KEY, 3)
-    tree = {"w": (1 + normal(3, 1, 64, seed=2), None), "b": normal(3, 1, 1, seed=3)}
+    tree = {"w": (1 + normal((3, 1, 64), 2), None), "b": normal((3, 1, 1), 3)}
 
     def loop(x, tree):
         for i in range(3):
@@ -206,7 +203,7 @@ def test_transformations_keep_to_the_loop():
     def scan(layer, x, tree):
         return jnp.sum(jax.lax.scan(layer, x, (keys, tree))[0] ** 2)
 
-    x = normal(6, 64)
+    x = normal((6, 64))
     both = lambda f: jax.jit(jax.grad(f, argnums=(0, 1)))(x, tree)
     expected = jax.grad(loop, argnums=(0, 1))(x, tree)
     assert np.linalg.norm(expected[0]) > 1
@@ -224,7 +221,10 @@ def test_transformations_keep_to_the_loop():
 def test_shard_map(sharded, check_vma):
     """The gradient of what is replicated is summed over the devices, as it is without."""
     g = save_in_fp8(lambda x, w: x * jnp.tanh(x * w))
-    x, w = normal(8 if sharded == "first" else 1, 64), normal(1 if sharded == "first" else 8, 64)
+    x, w = (
+        normal((8 if sharded == "first" else 1, 64)),
+        normal((1 if sharded == "first" else 8, 64)),
+    )
     specs = (P("data"), P()) if sharded == "first" else (P(), P("data"))
     loss = lambda x, w: jnp.sum(jnp.sin(g(x, w)))
 
@@ -245,7 +245,7 @@ def test_shard_map(sharded, check_vma):
 @pytest.mark.parametrize(("given", "name"), [({}, SAVED), ({"name": "another"}, "another")])
 def test_policies_of_checkpoint_keep_the_codes_by_their_name(given, name):
     block = lambda x, w: x + save_in_fp8(jax.nn.silu, **given)(x @ w) @ w
-    x, w = normal(32, 64), normal(64, 64, seed=1) / 8
+    x, w = normal((32, 64)), normal((64, 64), 1) / 8
     for named in (name, "a third"):
         policy = jax.checkpoint_policies.save_only_these_names(named)
         kept = kept_by(jax.checkpoint(block, policy=policy), x, w)
@@ -255,7 +255,7 @@ def test_policies_of_checkpoint_keep_the_codes_by_their_name(given, name):
 
 @pytest.mark.slow
 def test_forward_mode_and_second_derivatives_are_refused():
-    g, x = save_in_fp8(jnp.tanh), normal(64)
+    g, x = save_in_fp8(jnp.tanh), normal((64,))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(g, (x,), (x,))
     gradient = jax.grad(lambda x: jnp.sum(g(x)))
@@ -264,7 +264,7 @@ def test_forward_mode_and_second_derivatives_are_refused():
 
 
 def test_a_closure_over_traced_arrays_is_refused():
-    x = normal(64)
+    x = normal((64,))
 
     def by_closure(w):
         return jnp.sum(save_in_fp8(lambda x: x * w)(x))
@@ -313,7 +313,7 @@ def gradients(layer, params, x):
 @pytest.mark.slow
 def test_attention_keeps_no_weights():
     """Of queries, keys and values there are fewer than of weights: H * T^2 of them."""
-    query, key, value = (normal(2, 48, 4, 8, seed=i) for i in range(3))
+    query, key, value = (normal((2, 48, 4, 8), i) for i in range(3))
     by_blocks = functools.partial(attention_math.attend, recipe=None)
     how = {"attention": by_blocks, "in_fp8": False, "is_causal": True}
 
@@ -329,7 +329,7 @@ def test_attention_keeps_no_weights():
     for attend_by in (attend, saving):
         assert max(a.size for a in kept_by(attend_by, query, key, value)) < 2 * 4 * 48**2
     np.testing.assert_array_equal(saving(query, key, value), attend(query, key, value))
-    dy = normal(2, 48, 4, 8, seed=4)
+    dy = normal((2, 48, 4, 8), 4)
     ours, exact = (jax.vjp(f, query, key, value)[1](dy) for f in (saving, attend))
     # The weights are exact, and with them the gradient of the values; the others are not.
     np.testing.assert_allclose(ours[2], exact[2], rtol=1e-5, atol=1e-6)

@@ -16,6 +16,7 @@ from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
 from jfp8.tracing.compat import jaxprs_of
+from support.arrays import normal
 
 PLAIN = (((1,), (0,)), ((), ()))
 N = 48
@@ -24,10 +25,6 @@ EYE = np.eye(N, dtype=np.float32)
 HYBRID = recipes.Hybrid(quantize_outputs=False)
 NVFP4 = recipes.NVFP4BlockScaling(random_hadamard=False)
 SOME = pytest.mark.parametrize("recipe", [HYBRID, NVFP4], ids=lambda r: r.name)
-
-
-def normal(seed=0, shape=(N, N)):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @partial(jax.jit, static_argnames=("recipe", "numbers"))
@@ -56,7 +53,7 @@ def same(a, b) -> bool:
 @SOME
 def test_without_a_key_the_data_decides(recipe):
     """Reproducible, the same tensor rounded the same way every time, and documented."""
-    dy = normal()
+    dy = normal((N, N))
     first = rounded_gradients(dy, recipe=recipe)
     for one, other in zip(first, rounded_gradients(dy.copy(), recipe=recipe)):
         assert same(one, other)
@@ -72,7 +69,7 @@ def test_without_a_key_the_data_decides(recipe):
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
 def test_operands_and_directions_use_different_bits(key):
     """One matrix as lhs, rhs and gradient is rounded in six ways, with equal scales."""
-    x = np.where(normal(1) > 0, np.float32(1.1), np.float32(-1.7))
+    x = np.where(normal((N, N), 1) > 0, np.float32(1.1), np.float32(-1.7))
     x[:, 0], x[0] = 2.0, 2.0
     rowwise = Rowwise(jfp8.E4M3FN, rounding="stochastic")
     run = partial(value_and_grads, key=key, recipe=PerOperand(*[Product(rowwise, rowwise)] * 3))
@@ -86,7 +83,7 @@ def test_operands_and_directions_use_different_bits(key):
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
 def test_scan_iterations_and_examples_differ_if_their_data_do(key):
     """One key for all of them: no key is threaded through scan, vmap or shard_map."""
-    x = normal()
+    x = normal((N, N))
     # Elements of equal value under amaxes that differ by a hair.
     stack = np.stack([x] * 8)
     for i in range(8):
@@ -155,8 +152,8 @@ def test_the_mean_gradient_is_that_of_the_unrounded_one(name):
     """Within 5 standard errors over keys; rounding to nearest even fails by far."""
     recipe, nearest = UNBIASED[name]
     n = 32
-    lhs = rhs = np.where(normal(7, (n, n)) > 0, np.float32(7), np.float32(-7))
-    dy = with_the_largest_in_each_block(normal(8, (n, n)))
+    lhs = rhs = np.where(normal((n, n), 7) > 0, np.float32(7), np.float32(-7))
+    dy = with_the_largest_in_each_block(normal((n, n), 8))
     which = [0, 1]
     if name == "nvfp4, rotated":  # then it is the rotated gradient whose blocks count, in wgrad
         lhs, dy, which = 7 * np.eye(n, dtype=np.float32), unrotated(dy), [1]
@@ -200,7 +197,7 @@ def weight_gradients(params, dy, rngs, *, model=None):
 def test_layers_draw_from_the_stream_fp8():
     """Two layers get different bits from it, the same key gives the same result."""
     params = TwoLayers().init(jax.random.key(0), EYE)["params"]  # no stream is required
-    dy = normal()
+    dy = normal((N, N))
     first, second = weight_gradients(params, dy, {"fp8": jax.random.key(1)})
     assert differ(first, second)
     again = weight_gradients(params, dy, {"fp8": jax.random.key(1)})

@@ -13,6 +13,7 @@ from jfp8.quantizers.quantizer import Current
 from jfp8.quantizers.rotations import Hadamard, RandomHadamard, Rotation
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
+from support.arrays import normal
 
 UNIT = 2.0**-24  # unit roundoff of f32
 DEFAULT = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -36,10 +37,6 @@ def rotated(x, signs, axis) -> np.ndarray:
     return np.moveaxis(parts.reshape(x.shape), -1, axis)
 
 
-def sample(*shape) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
-
-
 def assert_close(actual, expected, x, n):
     """An f32 sum of n products with rounded factors: within (n + 2) u of the sum of magnitudes,
     which is at most sqrt(n) max|x|."""
@@ -54,7 +51,7 @@ def assert_close(actual, expected, x, n):
 @pytest.mark.parametrize("axis", [2, 0, -2])
 def test_any_axis_of_any_size(n, axis):
     """Also where the last stretch is cut short: the padding is rotated along, and stays."""
-    x = sample(3, 40, 33)
+    x = normal((3, 40, 33))
     y = jax.jit(Hadamard(SIGNS[n]), static_argnums=1)(x, axis)
     expected = rotated(x, SIGNS[n], axis)
     assert expected.shape[axis] == -(-x.shape[axis] // n) * n
@@ -63,14 +60,14 @@ def test_any_axis_of_any_size(n, axis):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: np.dtype(d).name)
 def test_narrow_arrays_are_rotated_in_f32(dtype):
-    x = sample(4, 48).astype(dtype)
+    x = normal((4, 48)).astype(dtype)
     assert Hadamard().signs == DEFAULT  # Transformer Engine's signs
     assert_close(Hadamard()(x, 1), rotated(x, DEFAULT, 1), x, 16)
 
 
 def test_trap_rotated_values_exceed_the_amax_of_the_tensor():
     """Up to sqrt(16) times: along the signs everything adds up in one element of the stretch."""
-    x, w = np.tile(np.float32(DEFAULT), (4, 2)), sample(32, 5)
+    x, w = np.tile(np.float32(DEFAULT), (4, 2)), normal((32, 5))
     assert np.max(np.abs(Hadamard()(x, 1))) == 4
     plain = Product(Current(E4M3FN), Current(E4M3FN))
     recipe = PerOperand(dataclasses.replace(plain, rotation=Hadamard()), plain, plain)

@@ -44,7 +44,7 @@ def assert_deployed(grid, multiplied, stored, kernel):
     assert (abs(multiplied - expected) <= ulps * 2.0**-24 * abs(expected)).all()
 
 
-def normal(*shape, seed=1) -> jax.Array:
+def uneven(*shape, seed=1) -> jax.Array:
     """With rows of different sizes, so that scales differ."""
     rng = np.random.default_rng(seed)
     sizes = 2.0 ** rng.integers(-3, 4, (shape[-2], 1))
@@ -63,7 +63,7 @@ def stored_for(recipe, params, **how):
 
 def linen_dense(recipe):
     layer = jfp8.Dense(128, use_bias=False, recipe=recipe)
-    params = {"kernel": normal(128, 128)}
+    params = {"kernel": uneven(128, 128)}
     stored = stored_for(recipe, {"layer": params})["layer"]
     apply = jax.jit(lambda params: layer.apply({"params": params}, jnp.eye(128)))
     np.testing.assert_array_equal(apply(stored), apply(params))
@@ -73,7 +73,7 @@ def linen_dense(recipe):
 def linen_dense_general(recipe):
     """The output projection of attention, which sums over two dimensions of its kernel."""
     layer = jfp8.DenseGeneral(128, axis=(-2, -1), use_bias=False, recipe=recipe)
-    params = {"kernel": normal(128, 128).reshape(2, 64, 128)}
+    params = {"kernel": uneven(128, 128).reshape(2, 64, 128)}
     out = {"attention": {"out": params}}
     stored = stored_for(recipe, out, contracting={"*/out": (0, 1)})["attention"]["out"]
     apply = jax.jit(
@@ -87,7 +87,7 @@ def linen_dense_general(recipe):
 def nnx_einsum(recipe):
     """A kernel that is summed over its last dimension, as that of an embedding that is tied."""
     layer = nnx.Einsum("...k,nk->...n", (128, 256), rngs=nnx.Rngs(0))
-    kernel = normal(256, 128)
+    kernel = uneven(256, 128)
     layer.kernel.set_value(kernel.T)
     layer = jfp8.convert(layer, recipe, exempt=())
     call = nnx.jit(lambda layer: layer(jnp.eye(256)))
@@ -99,7 +99,7 @@ def nnx_einsum(recipe):
 
 
 def experts(recipe):
-    kernels = normal(3, 128, 128) * jnp.array([1.0, 8.0, 0.125]).reshape(3, 1, 1)
+    kernels = uneven(3, 128, 128) * jnp.array([1.0, 8.0, 0.125]).reshape(3, 1, 1)
     x, sizes = jnp.tile(jnp.eye(128), (3, 1)), jnp.full(3, 128)
     stored = stored_for(recipe, {"wi": {"kernel": kernels}}, stacked="wi")["wi"]["kernel"]
     dot = jax.jit(lambda w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipe))
@@ -116,7 +116,7 @@ def each_of(stack, i):
 def function(recipe):
     """A product of any function, with the weight first."""
     converted = jfp8.convert(lambda params, x: params["w"].T @ x, recipe, exempt=())
-    params = {"w": normal(128, 128)}
+    params = {"w": uneven(128, 128)}
     stored = stored_for(recipe, params, kernels="w")["w"]
     yield jax.jit(converted)(params, jnp.eye(128)).T, stored, params["w"]
 
@@ -150,7 +150,7 @@ def test_each_layer_has_its_grid():
     recipes = {"first": None, "second": QAT["nvfp4"], "*": QAT["mxfp8"]}
     model, x = jfp8.convert(Model(), recipes, exempt=()), jnp.eye(64)
     params = {
-        name: {"kernel": normal(64, 64, seed=i)}
+        name: {"kernel": uneven(64, 64, seed=i)}
         for i, name in enumerate(("first", "second", "third"))
     }
     y = jax.jit(model.apply)({"params": params}, x)
@@ -165,7 +165,7 @@ def test_each_layer_has_its_grid():
 def test_layers_in_bf16_quantize_what_they_cast(grid):
     recipe = QAT[grid]
     layer = jfp8.Dense(64, use_bias=False, dtype=jnp.bfloat16, recipe=recipe)
-    params = {"kernel": normal(128, 64)}
+    params = {"kernel": uneven(128, 64)}
     stored = stored_for(recipe, {"layer": params}, dtype=jnp.bfloat16)["layer"]
     y = jax.jit(layer.apply)({"params": params}, jnp.eye(128))
     assert y.dtype == jnp.bfloat16
@@ -180,7 +180,11 @@ def test_layers_in_bf16_quantize_what_they_cast(grid):
 def test_adapters_train_on_the_deployed_weights():
     """LoRA: the gradient goes through the bytes that the forward pass multiplied."""
     layer, recipe = jfp8.Dense(64, use_bias=False, recipe=QAT["mxfp4"]), QAT["mxfp4"]
-    kernel, x, dy = normal(64, 64), normal(8, 64, seed=3), normal(8, 64, seed=4)
+    kernel, x, dy = (
+        uneven(64, 64),
+        uneven(8, 64, seed=3),
+        uneven(8, 64, seed=4),
+    )
     stored = stored_for(recipe, {"layer": {"kernel": kernel}})["layer"]
 
     def loss(adapter):
@@ -188,7 +192,7 @@ def test_adapters_train_on_the_deployed_weights():
         x_in = x + x @ a @ b
         return jnp.vdot(layer.apply({"params": stored}, x_in), dy)
 
-    a, b = normal(64, 2, seed=5) / 64, normal(2, 64, seed=6) / 64
+    a, b = uneven(64, 2, seed=5) / 64, uneven(2, 64, seed=6) / 64
     found = jax.jit(jax.grad(loss))((a, b))
     dx = np.asarray(dy, np.float64) @ fake_quantized("mxfp4", kernel).T
     d_b = np.asarray(x @ a, np.float64).T @ dx
@@ -203,10 +207,10 @@ def test_adapters_train_on_the_deployed_weights():
 @grids
 def test_bf16_products_are_exact(grid, kind):
     products = QAT[grid].products()
-    kernel = normal(128, 64)
+    kernel = uneven(128, 64)
     q = stored_for(QAT[grid], {"layer": {"kernel": kernel}})["layer"]["kernel"]
     summed = {"fprop": 0, "dgrad": 1}[kind]
-    x = normal(16, kernel.shape[summed], seed=3).astype(jnp.bfloat16)
+    x = uneven(16, kernel.shape[summed], seed=3).astype(jnp.bfloat16)
     spec = MatmulSpec(
         (((1,), (summed,)), ((), ())),
         powers_of_two=getattr(products, kind).powers_of_two,

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import jfp8
 from jfp8 import E4M3FN, E8M0FNU, Block, ScaledArray
+from support.arrays import on_host
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 Q = jfp8.quantize(X)
@@ -202,19 +203,6 @@ def test_attributes_are_those_of_the_values():
     assert blocks.astype(jnp.bfloat16).dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="no length"):
         len(blocks[0, 0])
-
-
-def on_host(q: ScaledArray) -> np.ndarray:
-    """Codes times scales, each scale repeated over its block, by NumPy."""
-    scale = q.scale
-    if isinstance(scale, ScaledArray):
-        scale = np.asarray(scale.data).astype(np.float32) * scale.scale
-    scale = np.asarray(scale).astype(np.float32)
-    for axis, m in enumerate(scale.shape):
-        n = q.shape[axis]
-        b = q.block[axis] if q.block else n // m if m else 1
-        scale = np.repeat(scale, b, axis)[(slice(None),) * axis + (slice(n),)]
-    return np.asarray(q.data).astype(np.float32) * scale
 
 
 DATA = np.asarray(Q.data)

@@ -33,3 +33,10 @@ def peaking(shape, peak, seed=0) -> np.ndarray:
     draw = np.random.default_rng(seed).uniform(-1, 1, size=shape).astype(np.float32)
     draw.flat[seed % draw.size] = peak
     return draw
+
+
+def on_a_grid_of_power_of_two(x, dtype=E4M3) -> np.ndarray:
+    """Round `x` to the grid of `dtype` with the smallest power of two as scale that fits."""
+    x = np.asarray(x)
+    scale = np.float32(2.0 ** np.ceil(np.log2(np.abs(x).max() / FORMAT_MAX[dtype])))
+    return (x / scale).astype(dtype).astype(np.float32) * scale

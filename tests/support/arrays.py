@@ -4,11 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8 import E3M4
+from jfp8 import E3M4, ScaledArray
 
 
 def normal(shape, seed=0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def device_normal(shape, seed=0, scale=1.0, dtype=jnp.float32) -> jax.Array:
+    """Return the numbers of `normal`, times `scale`, as an array of JAX."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, dtype)
 
 
 def standard_normal(seed, shape, dtype=jnp.float8_e4m3fn) -> jax.Array:
@@ -87,3 +92,11 @@ def values_of(array, fmt) -> np.ndarray:
     magnitude = np.where(e > 0, np.ldexp(16.0 + k, e - 7), np.ldexp(1.0 * k, -6))
     magnitude = np.where(code & 0x7F == 0x7F, np.nan, magnitude)
     return np.where(code >> 7, -magnitude, magnitude)
+
+
+def on_host(q) -> np.ndarray:
+    """Return the f32 values of a `ScaledArray`, each scale repeated over its block, by NumPy."""
+    scale = on_host(q.scale) if isinstance(q.scale, ScaledArray) else np.asarray(q.scale)
+    return np.asarray(q.data).astype(np.float32) * spread(scale, q.shape, q.block).astype(
+        np.float32
+    )

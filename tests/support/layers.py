@@ -4,14 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from support.arrays import device_normal
 
 KEY = jax.random.key(7)
-
-
-def normal(shape, seed=0, scale=1.0) -> jax.Array:
-    draw = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(draw * scale, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -33,7 +29,9 @@ def random_params(layer, *inputs, scale=0.4, shift=0.1):
     """Draw parameters of which none is zero or one."""
     shapes = jax.eval_shape(layer.init, KEY, *inputs)["params"]
     leaves, structure = jax.tree.flatten(shapes)
-    drawn = [(normal(a.shape, i, scale) + shift).astype(a.dtype) for i, a in enumerate(leaves)]
+    drawn = [
+        (device_normal(a.shape, i, scale) + shift).astype(a.dtype) for i, a in enumerate(leaves)
+    ]
     return jax.tree.unflatten(structure, drawn)
 
 

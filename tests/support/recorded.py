@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+
+from jfp8.nnx import Fp8State
 
 
 def square_of(y):
@@ -27,3 +30,10 @@ def record(model, *args, **options):
     """Record in an NNX `model`, by ``nnx.grad``."""
     loss = lambda model, *args: square_of(model(*args, **options))
     nnx.jit(nnx.grad(loss))(model, *args)
+
+
+def histories(model):
+    """Return every history of an NNX `model`, by the path of its matmul and its role."""
+    flat = nnx.to_flat_state(nnx.state(model, Fp8State))
+    found = {(*path[:-2], path[-1]): np.asarray(v.get_value()) for path, v in flat}
+    return {path: history for path, history in found.items() if path[-1] != "check"}

@@ -14,6 +14,7 @@ import jfp8
 from jfp8 import recipes
 from jfp8.optim.adam import adam
 from jfp8.optim.masters import master_weights
+from support.amaxes import on_a_grid_of_power_of_two as rounded
 from support.arrays import normal
 
 X = jnp.ones((2, 8))
@@ -110,13 +111,6 @@ PARAMS = {"w": jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), "b": jnp.zeros(12
 
 def gradients(seed):
     return {"w": jnp.asarray(normal((64, 128), seed)), "b": jnp.asarray(normal(128, seed + 50))}
-
-
-def rounded(g) -> np.ndarray:
-    """On the grid of E4M3 with the smallest power of two as scale that fits."""
-    g = np.asarray(g)
-    scale = np.float32(2.0 ** np.ceil(np.log2(np.abs(g).max() / 448)))
-    return (g / scale).astype(E4M3).astype(np.float32) * scale
 
 
 def steps(tx, grads, params=PARAMS):

@@ -15,6 +15,7 @@ from jfp8.nnx import Fp8Sink, Fp8State
 from support.amaxes import E4M3, E5M2, amax, fake_quantize
 from support.arrays import assert_same
 from support.arrays import keyed_normal as normal
+from support.recorded import histories
 
 D = 8
 
@@ -39,13 +40,6 @@ def loss_of(model, x):
 step = nnx.jit(jfp8.nnx.value_and_grad(loss_of))
 flax_step = nnx.jit(nnx.value_and_grad(loss_of))
 call = nnx.jit(lambda model, x: model(x))
-
-
-def histories(model):
-    """Every history of `model`, by the path of its product and its role."""
-    flat = nnx.to_flat_state(nnx.state(model, Fp8State))
-    found = {(*path[:-2], path[-1]): np.asarray(v.get_value()) for path, v in flat}
-    return {path: history for path, history in found.items() if path[-1] != "check"}
 
 
 def newest(product, n=3):

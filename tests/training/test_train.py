@@ -18,7 +18,7 @@ import jfp8
 from jfp8.training.state import Gradients
 from support.amaxes import E4M3, E5M2, ROLES, amax, fake_quantize, peaking
 from support.arrays import assert_same
-from support.layers import normal
+from support.arrays import device_normal as normal
 from support.recorded import recorded
 
 KEY = jax.random.key(3)
