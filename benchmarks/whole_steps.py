@@ -35,8 +35,10 @@ from results_file import write
 import jfp8
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from gpu_programs import why_not
 from support.compiled import Instruction, Launches, audit_of, read
-from support.gpu_programs import why_not
 from support.whole_steps import PROGRAMS, TOKENS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,6 @@
 import pytest
 
-from support.gpu_programs import assert_resources, compile_divided, compile_for
+from gpu_programs import assert_resources, compile_divided, compile_for
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import pytest
 from jax import lax
 
 import jfp8
+from gpu_programs import assert_resources, compile_for, forward_and_backward, why_not
 from jfp8 import recipes
 from jfp8.kernels.cost_model import ON_HOPPER
 from jfp8.kernels.quantize_and_transpose import Gradient
@@ -37,7 +38,6 @@ from support.compiled_layers import (
     is_rotation,
     of,
 )
-from support.gpu_programs import assert_resources, compile_for, forward_and_backward, why_not
 from support.interpreter import cudnn_known
 
 if reason := why_not():

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jfp8
+from gpu_programs import compile_divided, forward_and_backward, why_not
 from jfp8 import recipes
 from jfp8.kernels import verdicts
 from jfp8.kernels.cost_model import ON_BLACKWELL
@@ -21,7 +22,6 @@ from support.compiled_layers import (
     is_rotation,
     of,
 )
-from support.gpu_programs import compile_divided, forward_and_backward, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

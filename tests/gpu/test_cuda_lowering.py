@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import jfp8
+from gpu_programs import forward_and_backward
 from jfp8 import recipes
 from jfp8.linen import DotGeneral
 from jfp8.scaling.sink import init_sink
 from support.compiled_layers import gradients_of
-from support.gpu_programs import forward_and_backward
 
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 PLAIN, BATCHED = (((1,), (0,)), ((), ())), (((2,), (1,)), ((0,), (0,)))

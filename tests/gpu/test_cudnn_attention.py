@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from gpu_programs import compile_divided, compile_for, why_not
 from support.compiled_layers import gradients_of
-from support.gpu_programs import compile_divided, compile_for, why_not
 from support.interpreter import cudnn_known
 
 if reason := why_not():

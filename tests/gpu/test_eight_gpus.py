@@ -11,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
+from gpu_programs import compile_divided, forward_and_backward, why_not
 from jfp8 import recipes
 from jfp8.linen import MoE
 from support.compiled_layers import gradients_of, gradients_of_groups
-from support.gpu_programs import compile_divided, forward_and_backward, why_not
 from support.interpreter import cudnn_known
 
 if reason := why_not():

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 import jfp8
-from support.gpu_programs import device_of, why_not
+from gpu_programs import device_of, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

@@ -5,8 +5,8 @@ import re
 import jax.numpy as jnp
 import pytest
 
+from gpu_programs import compile_for, why_not
 from support.compiled_layers import BF16, F8, F8_GRAD, F32, of
-from support.gpu_programs import compile_for, why_not
 
 if reason := why_not((0, 11, 2)):
     pytest.skip(reason, allow_module_level=True)

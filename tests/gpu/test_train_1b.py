@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from support.gpu_programs import compile_divided, why_not
+from gpu_programs import compile_divided, why_not
 from support.scripts import imported
 
 if reason := why_not():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from support.gpu_programs import Program, why_not
+from gpu_programs import Program, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

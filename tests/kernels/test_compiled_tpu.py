@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jfp8
-from support.gpu_programs import forward_and_backward
-from support.tpu_programs import (
+from gpu_programs import forward_and_backward
+from tpu_programs import (
     AXES,
     KINDS,
     WAYS,

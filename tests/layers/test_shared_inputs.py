@@ -10,12 +10,12 @@ from jax.sharding import AbstractMesh
 
 import jfp8
 import jfp8.nnx
+from gpu_programs import device_of
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Options, State
 from jfp8.products.shared_input import SharedInput, shared_inputs
 from jfp8.recipes import DelayedScaling
 from support.arrays import assert_same
-from support.gpu_programs import device_of
 
 ROWS, WIDTH = 24, 16
 X = jax.random.normal(jax.random.key(0), (1, ROWS, WIDTH))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jfp8
+from gpu_programs import compile_for, forward_and_backward
 from jfp8 import recipes
-from support.gpu_programs import compile_for, forward_and_backward
 from support.models import gradients_of
 
 F8, F8_GRAD, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from support.gpu_programs import Program, compile_divided, device_of, forward_and_backward
+from gpu_programs import Program, compile_divided, device_of, forward_and_backward
 from support.interpreter import cudnn_known
 
 BF16 = jnp.bfloat16

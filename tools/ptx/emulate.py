@@ -13,9 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
+from gpu_programs import Kernel, compile_for, device_of
 from ptx.block import Program
 from ptx.host import launch_of
-from support.gpu_programs import Kernel, compile_for, device_of
 
 TARGET = "h200:2"
 KERNEL = "mpmd_map"  # the primitive that a call of `plgpu.kernel` leaves

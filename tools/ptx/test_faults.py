@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gpu_programs import why_not
 from ptx.exact import E4M3, Numbers, wide
 from ptx.memory import Fault
 from ptx.schedules import Ahead, Drawn, Turns
-from support.gpu_programs import why_not
 
 pytestmark = pytest.mark.skipif(why_not((0, 11, 2)) is not None, reason=str(why_not((0, 11, 2))))
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from gpu_programs import why_not
 from ptx.schedules import Ahead, Drawn, Turns
-from support.gpu_programs import why_not
 
 LEAST = (0, 11, 2)  # JAX
 

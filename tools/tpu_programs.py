@@ -3,7 +3,7 @@
 libtpu compiles for a description of devices. Arguments that lie on such devices say in their types
 what they are on; nothing else has to be told to jfp8.
 
-``PYTHONPATH=tests python tests/support/tpu_programs.py report.xml`` prints docs/tpus.md's table.
+``python tools/tpu_programs.py report.xml`` prints docs/tpus.md's table.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import jfp8
+from gpu_programs import forward_and_backward, print_rows, properties_of
 from support.compiled import CollectiveBytes, Hlo, collective_bytes
-from support.gpu_programs import forward_and_backward, print_rows, properties_of
 
 KINDS = {"TPU7x": "tpu7x:2x2x1", "v6e": "v6e:2x4"}  # eight cores each
 WAYS = ("one core", "8 cores, FSDP", "8 cores, tensor parallel")
 AXES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 BF16 = jnp.bfloat16
 # No loops that multiply what has arrived so far: the compiler counts the body of a loop once.
-OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+OPTIONS: dict[str, bool | str] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 def why_not() -> str | None:
@@ -120,9 +120,9 @@ def compile_on(
         traced = jitted.trace(*jax.tree.map(on, args, place(specs)))
     compiled = traced.lower().compile(compiler_options=OPTIONS)
     seconds = time.perf_counter() - began
-    cost = compiled.cost_analysis()
+    cost: Any = compiled.cost_analysis()
     return Program(
-        compiled.as_text(),
+        compiled.as_text() or "",
         1e6 * (cost["optimal_seconds"] % 1),
         cost["bytes accessed"] / 1e6,
         seconds,
@@ -144,7 +144,7 @@ def dense(kind: str, way: str, recipe: str, axes: str = "auto") -> Program:
     features = 4096 if alone or fsdp else 8 * 4096
     layer = nn.Dense(features, **how)
     if recipe != "bf16":
-        layer = jfp8.Dense(features, **how, recipe=recipe)
+        layer = jfp8.Dense(features, **how, recipe=jfp8.recipes.get(recipe))
     f, args = forward_and_backward(layer, (8 * 8192 if fsdp else 8192, 4096))
     if alone:
         return compile_for(kind, f, *args)

@@ -4,7 +4,7 @@ The CUDA plugin of JAX compiles for a text description of a device, in ``tests/d
 Mosaic GPU, LLVM and ptxas run as for the device itself; only autotuning does not.
 `compile_for` returns the optimized HLO and the resources of the Mosaic kernels as a `Program`.
 
-``python tests/support/gpu_programs.py report.xml...`` prints the table of counts of test runs.
+``python tools/gpu_programs.py report.xml...`` prints the table of counts of test runs.
 
 In one process Mosaic GPU compiles kernels for one kind of GPU: programs with kernels for an H200
 and for a B200 are tested in different files, which run apart.
@@ -47,8 +47,9 @@ from support.compiled import (
     large,
     read,
 )
+from ptx.text import read as read_text
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "tests" / "data"
 CORES = {"h200": 132, "b200": 148, "rtx5090": 170}
 NAMES = {"rtx5090": "NVIDIA GeForce RTX 5090"}  # other cards' names equal their keys
 SHARED_MEMORY = 232_448  # bytes that one block may use, on both
@@ -205,13 +206,13 @@ class Kernel:
             path.read_text() if (path := stem.with_name(stem.name + suffix)).exists() else ""
             for suffix in (".ptx", ".mlir-passes.log")
         )
-        size = re.search(r"dynamic_shared_memory_size %(\S+)", module)[1]
+        size = read_text(r"dynamic_shared_memory_size %(\S+)", module)[1]
         mma = re.findall(r"\b(Q?H?I?GMMA\.\S+|U?[HQI]MMA\.\S+|UTC\w*MMA\S*)", sass)
         return cls(
-            re.search(r"Compiling entry function '(\w+?)(_mosaic_gpu_kernel)?'", ptxas)[1],
-            int(re.search(r"Used (\d+) registers", ptxas)[1]),
+            read_text(r"Compiling entry function '(\w+?)(_mosaic_gpu_kernel)?'", ptxas)[1],
+            int(read_text(r"Used (\d+) registers", ptxas)[1]),
             sum(map(int, re.findall(r"(\d+) bytes spill", ptxas))),
-            int(re.search(rf"%{size} = arith.constant (\d+) : i32", module)[1]),
+            int(read_text(rf"%{size} = arith.constant (\d+) : i32", module)[1]),
             tuple(m for m in mma if m.startswith(FP8_MMA)),
             tuple(m for m in mma if not m.startswith(FP8_MMA)),
             len(re.findall(r"\bBAR\.", sass)),
@@ -307,7 +308,8 @@ def compile_divided(
         kernels = tuple(
             Kernel.read(p.with_suffix("")) for p in sorted(Path(folder).glob("*.ptxas"))
         )
-    of, hlo = compiled.memory_analysis(), Hlo(read(compiled))
+    of: Any = compiled.memory_analysis()
+    hlo = Hlo(read(compiled))
     memory = of.argument_size_in_bytes + of.output_size_in_bytes - of.alias_size_in_bytes
     memory += of.temp_size_in_bytes
     multiplying = {kernel.name for kernel in kernels if kernel.qgmma}
