@@ -23,7 +23,7 @@ OWG = "_overwrite_with_gradient"
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (8, 16))
 Y = jnp.ones((8, 4))
-TX = optax.adam(1e-2)
+TX = optax.sgd(0.1)
 LAYER = jfp8.Dense(4, state_collection=OWG)
 
 

@@ -46,16 +46,6 @@ def newest(product, n=3):
     return {role: [float(a) for a in h[:n]] for role, h in product.histories().items()}
 
 
-def test_evaluation_records_nothing_and_reads_the_histories():
-    layer, x = linear(), normal(1, (4, D))
-    flax_step(layer, 5 * x)
-    before = histories(layer)
-    y = call(layer, x)
-    assert_same(histories(layer), before)
-    # Scales of the history, five times as large as those of x itself.
-    assert np.linalg.norm(y - call(linear(), x)) > 1e-3
-
-
 def test_modes_make_no_difference():
     """They are about dropout and running statistics: only a gradient records."""
     layer, x = linear(), normal(1, (4, D))
