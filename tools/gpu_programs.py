@@ -38,6 +38,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
+from ptx.text import read as read_text
 from support.compiled import (
     Audit,
     CollectiveBytes,
@@ -47,7 +48,6 @@ from support.compiled import (
     large,
     read,
 )
-from ptx.text import read as read_text
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 CORES = {"h200": 132, "b200": 148, "rtx5090": 170}

@@ -222,7 +222,7 @@ def test_mistakes(arguments, message):
 def test_large_gradients_have_the_updates_of_small_ones():
     """The square of 1e18 is beyond f32: a norm of Inf made all updates zero."""
     params = {"w": jnp.zeros((24, 16))}
-    small = {"w": normal(1, {"w": (24, 16)})["w"]}
+    small = drawn(1, {"w": (24, 16)})
 
     def update(grads):
         tx = muon(1.0, mu=Float())
