@@ -30,24 +30,29 @@ def attend(
     local_window_size: int | tuple[int, int] | None = None,
     tokens: tuple[jax.Array | None, ...] = (None,) * 4,
     sinks: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Compute `scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
 
     Args:
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
       recipe: None quantizes nothing.
-      tokens: see `jfp8.products.flash.dot_product.attention`.
+      tokens, dropout_key: see `jfp8.products.flash.dot_product.attention`.
+      dropout_rate: share of the weights that are dropped, in high precision.
     """
     for x in (query, key, value):
         check_operand(x)
-    options = AttentionOptions(scale, is_causal, local_window_size, recipe, implementation)
+    how = scale, is_causal, local_window_size, recipe, implementation, dropout_rate
     shape, batch = query.shape, query.shape[:-3]
     mask = None if mask is None else jnp.asarray(mask, bool)
     if len(batch) > 1:
         bias, mask = _by_score(bias, batch), _by_score(mask, batch)
         each = lambda x: x.reshape(-1, *x.shape[len(batch) :])
         query, key, value, tokens = jax.tree.map(each, (query, key, value, tokens))
-    return attention(options, (query, key, value, bias, mask, sinks), tokens).reshape(shape)
+    arrays = query, key, value, bias, mask, sinks
+    y = attention(AttentionOptions(*how), arrays, tokens, dropout_key=dropout_key)
+    return y.reshape(shape)
 
 
 def attend_by(

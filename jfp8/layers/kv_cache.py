@@ -112,32 +112,33 @@ def keys_and_values(cache: KVCache, dtype: jax.typing.DTypeLike) -> tuple[jax.Ar
     return read(cache.key), read(cache.value)
 
 
-def visible(cache: KVCache, length: int, window: int | tuple[int, int] | None = None) -> jax.Array:
-    """``bool[length, max_length]``: the keys that the next `length` queries may attend to."""
-    return position_mask((length, cache.max_length), window=window, first=cache.index)
-
-
-def nan_if_full(query: jax.Array, cache: KVCache) -> jax.Array:
-    """Return `query`, or NaN if more positions were written than `cache` has room for.
-
-    A compiled program cannot raise, and the positions that were written over would go unnoticed.
-    """
-    return jnp.where(cache.index <= cache.max_length, query, jnp.nan).astype(query.dtype)
-
-
 def with_earlier(
-    cache: KVCache, query: jax.Array, key: jax.Array, value: jax.Array
+    cache: KVCache,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    window: int | tuple[int, int] | None = None,
 ) -> tuple[KVCache, tuple[jax.Array, ...], jax.Array]:
-    """Return the new cache; query, and keys and values up to here; and their mask.
+    """Return the new cache; queries, and keys and values up to here; and which of these they see.
 
-    The mask is ``bool[..., 1, queries, keys]``.
+    Queries are NaN if more positions were written than `cache` has room for: a compiled program
+    cannot raise, and the positions that were written over would go unnoticed.
+
+    Args:
+      query, key, value: ``[..., n, heads, depth]``, of the next positions.
+      mask: bool or numbers, broadcast to ``[..., heads, n, max_length]``: applies as well.
+      window: see ``local_window_size`` of ``jax.nn.dot_product_attention``.
     """
-    *batch, length, _, _ = query.shape
+    length = query.shape[-3]
     if length != key.shape[-3]:
         raise ValueError(
             f"decode=True is for self attention, but there are {length} queries and "
             f"{key.shape[-3]} keys. Use a layer without decode=True to attend to other inputs."
         )
-    mask = visible(cache, length).reshape((1,) * (len(batch) + 1) + (length, -1))
+    seen = position_mask((length, cache.max_length), window, cache.index)
+    seen = seen.reshape((1,) * (query.ndim - 2) + seen.shape)
     cache = extended(cache, key, value)
-    return cache, (nan_if_full(query, cache), *keys_and_values(cache, value.dtype)), mask
+    query = jnp.where(cache.index <= cache.max_length, query, jnp.nan).astype(query.dtype)
+    seen = seen if mask is None else seen & jnp.asarray(mask, bool)  # Flax makes some of floats
+    return cache, (query, *keys_and_values(cache, value.dtype)), seen

@@ -17,14 +17,15 @@ Rotary = tuple[tuple[float, float], GroupMethod]  # the options of `rotary_embed
 
 def position_mask(
     sizes: tuple[int, int],
-    is_causal: bool = True,
     window: int | tuple[int, int] | None = None,
     first: jax.Array | int = 0,
 ) -> jax.Array:
-    """Return ``bool[queries, keys]``: the keys that queries at `first` and later positions see."""
+    """Return ``bool[queries, keys]``: the keys that queries see, of which one is at `first`.
+
+    Queries see no later keys.
+    """
     i, j = first + jnp.arange(sizes[0])[:, None], jnp.arange(sizes[1])[None]
-    seen = (j <= i) | (not is_causal)
-    bounds = window_of(window)
+    seen, bounds = j <= i, window_of(window)
     return seen if bounds is None else seen & (j >= i - bounds[0]) & (j <= i + bounds[1])
 
 

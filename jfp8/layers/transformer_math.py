@@ -15,13 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jfp8.layers import kv_cache
-from jfp8.layers.attention_math import check_weights_stay_inside
-from jfp8.layers.kv_cache import KVCache
+from jfp8.layers.attention_math import attend, check_weights_stay_inside
+from jfp8.layers.kv_cache import KVCache, with_earlier
 from jfp8.layers.options import check_option
-from jfp8.layers.position_math import Rotary, position_mask, rotary_embedding
+from jfp8.layers.position_math import Rotary, rotary_embedding
 from jfp8.matmul.planner import planner_of
 from jfp8.products.mlp import make_all
 from jfp8.products.observers import OBSERVER
@@ -155,25 +153,6 @@ def _residual_sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
     return residual_sum(*primals), dx + dy.astype(dx.dtype)
 
 
-def drop(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:
-    """Drop a share `rate` of `x` as Flax's ``Dropout``; without a `key` return `x` as it is."""
-    if key is None:
-        return x
-    if rate == 1:
-        return jnp.zeros_like(x)
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
-
-
-def both_masks(causal: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Two masks combined, of which the second may be missing."""
-    if mask is None:
-        return causal
-    # Flax makes masks of floats, too.
-    causal, mask = jnp.broadcast_arrays(causal, jnp.asarray(mask, bool))
-    return causal & mask
-
-
 def sum_of_biases(relative: jax.Array, given: jax.Array | None) -> jax.Array:
     """Return the sum of two biases of attention scores, of which the second may be missing."""
     if given is None:
@@ -186,11 +165,9 @@ def projected_attention(
     query: jax.Array,
     keys_values: jax.Array,
     *,
-    attention: Callable[..., jax.Array],
-    in_fp8: bool = True,
+    in_fp8: Callable[..., jax.Array] | None = None,
     rotary: Rotary | None = None,
     cache: KVCache | None = None,
-    mask: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     saved_activations: Format | None = None,
@@ -201,14 +178,14 @@ def projected_attention(
     Args:
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
-      attention: `jfp8.layers.attention_math.attend` with some arguments; quantizes if `in_fp8`.
+      in_fp8: attention with a recipe, by `attend_by`; None for high precision.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         of the next ones, and the mask is for all ``max_length`` keys. Returned with the new keys.
-      dropout_rate, dropout_key: see `drop`; for the weights, only in high precision.
+      dropout_rate, dropout_key: drop weights of attention; no key: none. Only in high precision.
       saved_activations: keep the values in this format for the backward pass, queries and keys as
         they are (an error in a score would be one in the exponent of a weight); in high precision.
-      options: arguments of `attend`: the bias, sinks, and which keys a query sees. With a
-        `cache` the mask alone says that.
+      options: arguments of `attend`: mask, bias, sinks, and which keys a query sees; causal ones
+        with a `cache`.
     """
     *leading, groups, shared_by, depth = query.shape
     query = query.reshape(*leading, groups * shared_by, depth)
@@ -218,79 +195,23 @@ def projected_attention(
         positions = None if cache is None else cache.index + jnp.arange(query.shape[-3])
         turn = partial(rotary_embedding, positions=positions, windows=windows, group_method=method)
         query, key = turn(query), turn(key)
+    names = "bias", "mask", "sinks"
+    arrays = {name: options.pop(name, None) for name in names}
     if cache is not None:
-        cache = kv_cache.extended(cache, key, value)
-        query = kv_cache.nan_if_full(query, cache)
-        key, value = kv_cache.keys_and_values(cache, value.dtype)
-    bias = options.pop("bias", None)
-    dropped = 0.0 if dropout_key is None else dropout_rate
-    if in_fp8:
-        check_weights_stay_inside(dropped, sown=False)
-        return attention(query, key, value, bias, mask, **options), cache
-    # JAX's attention drops no weights, and computes the softmax in float32.
-    by_weights = dropped or value.dtype == jnp.float64
-    if by_weights:
-        attention = partial(attention_by_weights, dropout=partial(drop, rate=dropout_rate))
+        window = options.pop("local_window_size", None)
+        cache, operands, arrays["mask"] = with_earlier(
+            cache, query, key, value, arrays["mask"], window
+        )
+        query, key, value = operands
+        options["is_causal"] = False
+    if in_fp8 is not None:
+        check_weights_stay_inside(0.0 if dropout_key is None else dropout_rate, sown=False)
+        return in_fp8(query, key, value, **arrays, **options), cache
 
-    def attend(value, query, key, bias, mask, sinks, tokens, dropout_key) -> jax.Array:
-        arrays: dict[str, Any] = {"sinks": sinks, "tokens": tokens}
-        if by_weights:
-            arrays["dropout_args"] = (dropout_key,)
-        return attention(query, key, value, bias, mask, **options, **arrays)
+    def in_high_precision(value: jax.Array, query: jax.Array, key: jax.Array, rest: Any) -> Any:
+        return attend(query, key, value, **rest, **options, recipe=None, dropout_rate=dropout_rate)
 
-    rest = options.pop("sinks", None), options.pop("tokens", (None,) * 4)
+    rest = {**arrays, "tokens": options.pop("tokens", (None,) * 4), "dropout_key": dropout_key}
     if saved_activations is not None:
-        attend = save_in_fp8(attend, fmt=saved_activations)
-    return attend(value, query, key, bias, mask, *rest, dropout_key), cache
-
-
-def attention_by_weights(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    *,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    tokens: tuple[jax.Array | None, ...] = (None,) * 4,
-    sinks: jax.Array | None = None,
-    dropout: Callable[..., jax.Array] = _identity,
-    dropout_args: tuple[Any, ...] = (),
-) -> jax.Array:
-    """Compute `attend` with an array of all weights, of which some may be dropped. ::
-
-        y = dropout(softmax(query . key^T / sqrt(depth) + bias)) . value
-
-    Args:
-      query: ``[..., q, H, depth]``; head ``h`` reads head ``h // (H / G)`` of `key` and `value`.
-      key, value: ``[..., k, G, depth]``, where ``G`` divides ``H``.
-      dropout: a function of the weights, ``[..., H, q, k]`` in float32, and of `dropout_args`,
-        such as a key.
-    """
-    *batch, q_length, heads, depth = query.shape
-    k_length, groups = key.shape[-3:-1]
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    every_head = (*batch, heads, q_length, k_length)
-    grouped = (*batch, groups, heads // groups, q_length, k_length)
-    query = query.reshape(*batch, q_length, groups, heads // groups, depth)
-    by = "...qgrd,...kgd->...grqk"
-    scores = jnp.einsum(by, query, key, preferred_element_type=wide)
-    scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
-    if bias is not None:
-        scores += jnp.broadcast_to(bias, every_head).astype(wide)
-    places = (q_length, k_length), is_causal, local_window_size
-    seen = jnp.broadcast_to(position_mask(*places), every_head)
-    *_, of_query, of_key = tokens
-    if of_query is not None and of_key is not None:
-        seen = seen & (of_query[..., None, :, None] == of_key[..., None, None, :])
-    if mask is not None:
-        seen = seen & jnp.broadcast_to(jnp.asarray(mask, bool), every_head)
-    scores = jnp.where(seen, scores, jnp.finfo(wide).min)
-    if sinks is not None:
-        sinks = jnp.broadcast_to(sinks[:, None, None].astype(wide), (*every_head[:-1], 1))
-        scores = jnp.concatenate([scores, sinks], -1)
-    weights = jnp.where(seen, jax.nn.softmax(scores)[..., :k_length], 0)
-    weights = dropout(weights, *dropout_args).astype(value.dtype)
-    context = jnp.einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
-    return context.reshape(*batch, q_length, heads, depth)
+        in_high_precision = save_in_fp8(in_high_precision, fmt=saved_activations)
+    return in_high_precision(value, query, key, rest), cache

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8.layers import kv_cache, transformer_math
-from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import PRODUCT_OPTIONS, check_option, options_of
 from jfp8.layers.position_math import GroupMethod, Rotary
@@ -163,26 +161,6 @@ class TransformerOptions(Architecture):
         """Return the shape of the keys of inputs ``[..., length, hidden_size]``."""
         groups = self.num_gqa_groups or self.num_attention_heads
         return (*input_shape[:-1], groups, self.hidden_size // self.num_attention_heads)
-
-    def _seen_keys(
-        self,
-        mask: jax.Array | None,
-        segment_ids: jax.Array | None,
-        length: int,
-        cache: KVCache | None,
-    ) -> dict[str, Any]:
-        """Return which keys the self attention sees, as options of `attend`."""
-        window = self.local_window_size
-        if cache is None:
-            tokens = None, None, segment_ids, segment_ids
-            names = "mask", "is_causal", "local_window_size", "tokens"
-            return dict(zip(names, (mask, self.is_causal, window, tokens), strict=True))
-        if segment_ids is not None:
-            raise ValueError(
-                "segment_ids are for packed sequences in training, but this call decodes, and the "
-                "cache has no segments. Decode the sequences side by side: one in each row."
-            )
-        return {"mask": transformer_math.both_masks(kv_cache.visible(cache, length, window), mask)}
 
     def normalization(self) -> dict[str, Any]:
         names = "layernorm_type", "zero_centered_gamma", "saved_activations"

@@ -121,7 +121,7 @@ def test_forward_and_gradients_are_those_of_rounded_operands(case):
         return layer.apply({"params": params}, *inputs, **masks)
 
     # Layers call these; tests/products/test_flash_attention.py compares them with sums of bytes.
-    in_f32 = transformer_math.attention_by_weights
+    in_f32 = functools.partial(jfp8.scaled_dot_product_attention, recipe=None)
     fp8 = jfp8.scaled_dot_product_attention if layer.attention_products else in_f32
     renamed = {"mask": MASK} if len(inputs) == 1 else {"encoder_mask": ENCODER_MASK}
     oracle = functools.partial(written_out, layer, **renamed)

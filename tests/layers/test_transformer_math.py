@@ -159,45 +159,49 @@ def heads_of(groups, heads=4, depth=6, q=3, k=5):
     return draw(q, heads, 0), draw(k, groups, 1), draw(k, groups, 2)
 
 
+in_high_precision = partial(attend, recipe=None)
+
+
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention(groups, biased, masked):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_attention(groups, biased, masked, dtype):
     heads = heads_of(groups)
     bias = normal((2, 4, 3, 5), 3) if biased else None
     mask = np.random.default_rng(4).random((2, 4, 3, 5)) > 0.4 if masked else None
     if mask is not None:
         mask[..., 0] = True
-    y = transformer_math.attention_by_weights(*map(jnp.asarray, heads), mask=mask, bias=bias)
-    assert_close(y, attention_of_heads(*heads, mask, bias), ulps=16)
+    with jax.enable_x64(dtype == "float64"):
+        y = in_high_precision(*(jnp.asarray(x, dtype) for x in heads), bias, mask)
+        assert y.dtype == dtype
+        assert_close(y, attention_of_heads(*heads, mask, bias), ulps=16, dtype=dtype)
 
 
 def test_masks_and_biases_broadcast():
     query, key, value = heads_of(4)
     mask, bias = np.arange(5) < 4, normal((1, 4, 1, 1), 3)
-    y = transformer_math.attention_by_weights(
-        *map(jnp.asarray, (query, key, value)), mask=jnp.asarray(mask), bias=jnp.asarray(bias)
-    )
+    y = in_high_precision(query, key, value, bias, mask)
     full = np.broadcast_to(mask, (2, 4, 3, 5)), np.broadcast_to(bias, (2, 4, 3, 5))
     assert_close(y, attention_of_heads(query, key, value, *full), ulps=16)
 
 
-def test_nothing_to_attend_to_is_zero():
-    query, key, value = heads_of(4)
-    mask = np.ones((2, 4, 3, 5), bool)
-    mask[0, :, 1] = False
-    y = transformer_math.attention_by_weights(*map(jnp.asarray, (query, key, value)), mask=mask)
-    seen = np.any(np.asarray(y) != 0, axis=-1)
-    np.testing.assert_array_equal(seen, mask[..., 0].swapaxes(1, 2))
-
-
 @pytest.mark.parametrize("rate", [0.3, 1.0])
-def test_drop_is_flax(rate):
-    x, key = jnp.linspace(1, 2, 96).reshape(4, 24), jax.random.key(5)
-    expected = nn.Dropout(rate, deterministic=False).apply({}, x, rng=key)
-    np.testing.assert_array_equal(transformer_math.drop(x, key, rate=rate), expected)
-    assert 0 < np.mean(np.asarray(expected) == 0) <= rate + 0.2
-    np.testing.assert_array_equal(transformer_math.drop(x, None, rate=rate), x)
+@pytest.mark.parametrize("groups", [4, 2])
+def test_weights_are_dropped_as_flax_does(rate, groups):
+    """Keys have unit vectors as values, so the result is the weights; one query sees no key."""
+    query, key, _ = heads_of(groups, depth=5)
+    value = np.broadcast_to(np.eye(5, dtype=np.float32)[:, None], key.shape)
+    mask, rng = np.ones((2, 4, 3, 5), bool), jax.random.key(5)
+    mask[0, :, 1] = False
+    weights = in_high_precision(query, key, value, None, mask).swapaxes(1, 2)
+    dropped = nn.Dropout(rate, deterministic=False).apply({}, weights, rng=rng)
+    how = {"dropout_rate": rate, "dropout_key": rng}
+    y = in_high_precision(query, key, value, None, mask, **how).swapaxes(1, 2)
+    np.testing.assert_array_equal(np.any(weights != 0, -1), mask[..., 0])
+    np.testing.assert_array_equal(y == 0, dropped == 0)
+    np.testing.assert_allclose(y, dropped, rtol=8 * F32_EPS)
+    assert rate == 1 or 0.1 < np.mean(np.asarray(y == 0)) < 0.6
 
 
 def test_heads_that_cannot_be_shared_are_refused():
@@ -206,32 +210,32 @@ def test_heads_that_cannot_be_shared_are_refused():
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_attention_by_blocks_is_attention_by_weights(groups):
-    """With a bias, a window, packed sequences and sinks; and both see the same keys as one mask."""
-    heads = [jnp.asarray(x) for x in heads_of(groups, q=9, k=9)]
-    ids = jnp.array([[1] * 4 + [2] * 5, [1] * 7 + [0, 0]])
-    more = {
-        "sinks": jnp.asarray(normal((4,), 5)),
-        "is_causal": True,
-        "local_window_size": (3, 0),
-        "tokens": (None, None, ids, ids),
-    }
-    bias, grad = jnp.asarray(normal((2, 4, 9, 9), 3)), jnp.asarray(normal(heads[0].shape, 4))
+def test_attention_of_all_options_and_its_gradients(groups):
+    """In float32, by JAX, what it is in float64; and hidden scores have no gradient."""
+    heads = heads_of(groups, q=9, k=9)
+    ids = np.array([[1] * 4 + [2] * 5, [1] * 7 + [0, 0]])
+    bias, grad = normal((2, 4, 9, 9), 3), normal(heads[0].shape, 4)
     found = []
-    for attention in (partial(attend, recipe=None), transformer_math.attention_by_weights):
+    for dtype in ("float32", "float64"):
+        with jax.enable_x64(dtype == "float64"):
+            tokens = None, None, jnp.asarray(ids), jnp.asarray(ids)
+            how = {"is_causal": True, "local_window_size": (3, 0), "tokens": tokens}
+            how["sinks"] = jnp.asarray(normal((4,), 5))
+            arrays = [jnp.asarray(x, dtype) for x in (*heads, bias, grad)]
 
-        @jax.jit
-        def run(*arrays, by=attention):
-            y, back = jax.vjp(lambda *x: by(*x, None, **more), *arrays)
-            return [y, *back(grad)]
+            @jax.jit
+            def run(*arrays, how=how):
+                of = lambda *operands: in_high_precision(*operands, None, **how)
+                y, back = jax.vjp(of, *arrays[:-1])
+                return [y, *back(arrays[-1])]
 
-        found.append(run(*heads, bias))
+            found.append([np.asarray(x) for x in run(*arrays)])
     i, j = np.arange(9)[:, None], np.arange(9)
-    same = np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None]
+    same = ids[:, None, :, None] == ids[:, None, None]
     seen = (j <= i) & (j >= i - 3) & same
     for a, b in zip(*found, strict=True):
         assert_close(a, b, ulps=32)
-    np.testing.assert_array_equal(np.asarray(found[0][4]) != 0, np.broadcast_to(seen, (2, 4, 9, 9)))
+    np.testing.assert_array_equal(found[0][4] != 0, np.broadcast_to(seen, (2, 4, 9, 9)))
 
 
 @pytest.mark.parametrize("lengths", [(4, 4), (3, 5), (5, 3)])

@@ -18,7 +18,6 @@ from jfp8.layers.linen.layers import own_product
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.options import replaced
-from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
 from jfp8.products.shared_input import SharedInput, shared_inputs
@@ -187,9 +186,9 @@ def cached(
         cache = read_cache(layer, key.shape, key.dtype if dtype is None else dtype)
         if cache is None:
             return attention_fn(query, key, value, **options)
-        cache, operands, mask = with_earlier(cache, query, key, value)
+        cache, operands, mask = with_earlier(cache, query, key, value, options.get("mask"))
         write_cache(layer, cache)
-        options["mask"] = both_masks(mask, options.get("mask"))
+        options["mask"] = mask
         return attention_fn(*operands, **options)
 
     return {"decode": False, "attention_fn": attend}

@@ -24,7 +24,6 @@ from jfp8.layers.nnx.layers import EMPTY
 from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule, PrintsRecipe
 from jfp8.layers.options import pass_on, replaced
-from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
 from jfp8.products.shared_input import shared_inputs
 from jfp8.recipes.in_effect import recipe_in_effect
@@ -217,9 +216,9 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
                 return pass_on(call, given)  # without a cache Flax says what is missing
 
             def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> Any:
-                cache, operands, mask = with_earlier(cached, query, key, value)
+                cache, operands, mask = with_earlier(cached, query, key, value, given["mask"])
                 write_cache(self, cache)
-                given |= {"mask": both_masks(mask, given["mask"]), "is_causal": False}
+                given |= {"mask": mask, "is_causal": False}
                 return attention_fn(*operands, **given)
 
             with replaced(self, attention_fn=attend):

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfp8.layers import position_math, transformer_math
-from jfp8.layers.attention_math import attend
 from jfp8.layers.kv_cache import NAMES, KVCache, init_kv_cache
 from jfp8.layers.nnx.attention import DotProductAttention
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP
@@ -129,15 +128,13 @@ class LayerNormAttention(ExplicitModule):
         else:
             query, keys_values = self.query(inputs), self.kv(encoded)
         if self.sinks is not None:
-            options["sinks"] = self.sinks.get_value()
+            options["sinks"] = self.sinks.get_value().astype(jnp.float32)
         own = self.attention
         in_fp8 = own is not None and own._is_in_fp8()
-        plain = partial(attend, recipe=None)
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
-            attention=getattr(own, "_attend", own) if in_fp8 else plain,
-            in_fp8=in_fp8,
+            in_fp8=getattr(own, "_attend", own) if in_fp8 else None,
             rotary=self.rotary,
             cache=cache,
             dropout_rate=self.dropout_rate,
@@ -259,7 +256,11 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
         self._check_inputs(inputs, encoded, encoder_decoder_mask)
         cache = self._cache(decode)
         length, bias = inputs.shape[-2], attention_bias
-        seen = self._seen_keys(attention_mask, segment_ids, length, cache)
+        if cache is not None and segment_ids is not None:
+            raise ValueError(
+                "segment_ids are for packed sequences in training, but this call decodes, and the "
+                "cache has no segments. Decode the sequences side by side: one in each row."
+            )
         if self.relpos_bias is not None:
             keys = length if cache is None else cache.max_length
             first = None if cache is None else cache.index
@@ -272,6 +273,12 @@ class TransformerLayer(TransformerOptions, ExplicitModule):
             return transformer_math.residual_sum(x, y)
 
         how = {"deterministic": deterministic}
+        seen: dict[str, Any] = {
+            "mask": attention_mask,
+            "is_causal": self.is_causal,
+            "local_window_size": self.local_window_size,
+            "tokens": (None, None, segment_ids, segment_ids),
+        }
         y, cache = self.self_attention(inputs, bias=bias, cache=cache, **how, **seen)
         if cache is not None:
             write_cache(self, cache)

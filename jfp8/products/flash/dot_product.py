@@ -127,6 +127,7 @@ class AttentionOptions(NamedTuple):
     window: int | tuple[int, int] | None
     recipe: Recipe | None  # None: nothing is quantized
     implementation: str | None
+    dropout_rate: float = 0.0
 
 
 @in_mesh_of_arguments
@@ -136,19 +137,24 @@ def attention(
     tokens: tuple[Any, ...] = (None,) * 4,
     state: States | None = None,
     sink: Mapping[str, jax.Array] | None = None,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `scaled_dot_product_attention`.
+    """Compute `scaled_dot_product_attention`; in high precision also of float64.
 
     Args:
       arrays: query, key, value, bias, mask and sinks; all gradients are with respect to these.
       tokens: the arguments in `OF_TOKENS`, or None.
+      dropout_key: random key with which weights are dropped, only in high precision; None: none.
     """
     if has_explicit_axes():
         inside = lambda *arrays: (attention(options, *arrays), ())
         spec = jax.typeof(jnp.asarray(arrays[0])).sharding.spec
-        return with_result_like(spec, inside, arrays, tokens, state, sink)[0]
+        return with_result_like(spec, inside, arrays, tokens, state, sink, dropout_key)[0]
     *operands, bias, mask, sinks = arrays
-    q, k, v = map(as_float_array, operands, ("query", "key", "value"))
+    numerics = numerics_of(options.recipe)
+    in_high_precision = numerics == Numerics()
+    names = "query", "key", "value"
+    q, k, v = (_floating(x, n, in_high_precision) for x, n in zip(operands, names, strict=True))
     shape = q.shape
     if q.ndim == 3:
         q, k, v = q[None], k[None], v[None]
@@ -172,13 +178,13 @@ def attention(
     )
     _check_state(options.recipe, state, sink)
     scale = float(1 / math.sqrt(depth) if options.scale is None else options.scale)
-    numerics = numerics_of(options.recipe)
     _check_implementation(options.implementation, numerics)
-    if numerics == Numerics():
+    if in_high_precision:
         by = None if options.implementation == "emulate" else options.implementation
         why = "" if options.recipe is None else "the recipe keeps attention in high precision"
         with note("reason", why):
-            return attend_in_high_precision(q, k, v, visible, scale, by).reshape(shape)
+            dropout = options.dropout_rate, dropout_key
+            return attend_in_high_precision(q, k, v, visible, scale, by, *dropout).reshape(shape)
     first_allowed("attention in FP8", "bf16", "emulate")
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4)
     state = None if state is None else {name: dict(state[name]) for name in ("scores", "context")}
@@ -278,6 +284,12 @@ def _check_implementation(implementation: str | None, numerics: Numerics) -> Non
             f"implementation={implementation!r} computes attention in high precision only. Pass "
             "recipe=None as well, or leave out the implementation: FP8 has one for all devices."
         )
+
+
+def _floating(x: Any, name: str, in_high_precision: bool) -> jax.Array:
+    x = jnp.asarray(x)
+    is_wide = in_high_precision and x.dtype == jnp.float64
+    return x if is_wide else as_float_array(x, name)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ def attend_in_high_precision(
     visible: Visible,
     scale: float,
     implementation: str | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Compute attention of ``[batch, tokens, heads, depth]``; 0 for a query that sees no key.
 
@@ -28,7 +31,13 @@ def attend_in_high_precision(
 
     Args:
       implementation: ``"xla"`` or ``"cudnn"``; None: cuDNN where it computes this, else XLA.
+      dropout_rate, dropout_key: drop this share of the weights, by this key; None drops none.
     """
+    # JAX's attention drops no weights, and computes the softmax in float32.
+    drops = dropout_key is not None and dropout_rate > 0
+    if drops or v.dtype == jnp.float64:
+        kept = partial(_kept, dropout_key, dropout_rate) if drops else lambda weights: weights
+        return _attend_by_weights(q, k, v, visible, scale, kept)
     dtype, common = q.dtype, jnp.result_type(q, k, v)
     q, k, v = (x.astype(common) for x in (q, k, v))
     if implementation is None:
@@ -64,6 +73,40 @@ def _attend(
         key_value_seq_lengths=of_keys,
         **how,
     )[:, :rows]
+
+
+def _attend_by_weights(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: Visible,
+    scale: float,
+    kept: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Compute attention with an array of all weights, ``kept(softmax(q k^T scale + bias)) v``."""
+    batch, queries, heads, depth = q.shape
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    q = q.reshape(batch, queries, k.shape[2], -1, depth)
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", q, k, preferred_element_type=wide)
+    scores /= wide.type(1 / scale)
+    if visible.bias is not None:
+        scores += visible.bias.astype(wide)
+    seen = visible.whole()
+    scores = jnp.where(seen, scores, jnp.finfo(wide).min)
+    if visible.sinks is not None:
+        sinks = jnp.broadcast_to(visible.sinks[..., None].astype(wide), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sinks], -1)
+    weights = jnp.where(seen, jax.nn.softmax(scores)[..., : k.shape[1]], 0)
+    out = jnp.einsum("bgrqk,bkgd->bqgrd", kept(weights).astype(v.dtype), v)
+    return out.reshape(batch, queries, heads, depth).astype(q.dtype)
+
+
+def _kept(key: jax.Array, rate: float, weights: jax.Array) -> jax.Array:
+    """Drop a share `rate` of the weights, as Flax's ``Dropout`` does."""
+    if rate == 1:
+        return jnp.zeros_like(weights)
+    stays = jax.random.bernoulli(key, 1 - rate, weights.shape)
+    return jnp.where(stays, weights / (1 - rate), jnp.zeros_like(weights))
 
 
 def _even(
