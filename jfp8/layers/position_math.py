@@ -20,10 +20,7 @@ def position_mask(
     window: int | tuple[int, int] | None = None,
     first: jax.Array | int = 0,
 ) -> jax.Array:
-    """Return ``bool[queries, keys]``: the keys that queries see, of which one is at `first`.
-
-    Queries see no later keys.
-    """
+    """Return ``bool[queries, keys]``: queries at `first` and behind it see these keys, no later."""
     i, j = first + jnp.arange(sizes[0])[:, None], jnp.arange(sizes[1])[None]
     seen, bounds = j <= i, window_of(window)
     return seen if bounds is None else seen & (j >= i - bounds[0]) & (j <= i + bounds[1])

@@ -318,4 +318,4 @@ def _is_floating(x: Any) -> bool:
 
 def _rescale_histories(model: nnx.Module, factor: Any) -> None:
     for product in training_products((model,)).values():
-        product.set_histories({"grad": rescaled(product.intact_histories()["grad"], factor)})
+        product.set_histories({"grad": rescaled(product._intact_histories()["grad"], factor)})

@@ -160,13 +160,13 @@ def _differentiated(entries: Any) -> tuple[tuple[nnx.DiffState, ...], tuple[nnx.
 
 def _intact_histories(products: Mapping[Path, Product]) -> dict[Path, Any]:
     """Return the histories of `products`, empty ones of those that were changed otherwise."""
-    states = [(product.histories(), product.check()) for product in products.values()]
+    states = [(product.histories(), product._check()) for product in products.values()]
     return dict(zip(products, over_products(intact, states), strict=True))
 
 
 def _overwrite(products: Iterable[Product], states: Sequence[tuple[Any, jax.Array]]) -> None:
     for product, state in zip(products, states, strict=True):
-        product.overwrite_histories(*state)
+        product._overwrite(*state)
 
 
 def _to_read(loss_scale: Any, histories: dict[str, jax.Array]) -> Any:

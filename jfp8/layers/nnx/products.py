@@ -123,28 +123,30 @@ class Product(PrintsRecipe):
 
     def histories(self) -> dict[str, jax.Array]:
         """Return the three amax histories; only for a matmul that has some."""
-        return _histories(self.fp8)
-
-    def intact_histories(self) -> dict[str, jax.Array]:
-        """Return the histories if they are `intact`, else empty ones."""
-        return _intact_histories(self.fp8)
+        return self._histories()
 
     def set_histories(self, histories: dict[str, jax.Array]) -> None:
         """Replace the amax histories of the tensors that `histories` names."""
-        _set_histories(self.fp8, histories)
+        new = {**self._intact_histories(), **histories}
+        self._overwrite(new, fingerprint(new))
 
-    def overwrite_histories(self, histories: dict[str, jax.Array], check: jax.Array) -> None:
-        """Replace histories without reading the old ones.
+    # Flax's `nnx.tabulate` traces methods without an underscore as if they were layers.
+    def _histories(self) -> dict[str, jax.Array]:
+        return {role: self.fp8[role].get_value() for role in ROLES}
 
-        Args:
-          histories: the amax histories f32[..., H], by tensor.
-          check: the `fingerprint` of all three, f32[...].
-        """
-        _overwrite(self.fp8, histories, check)
-
-    def check(self) -> jax.Array:
+    def _check(self) -> jax.Array:
         """Return the `fingerprint` that the histories should have, f32[...]."""
-        return _check(self.fp8)
+        return self.fp8[CHECK].get_value()[..., 0]
+
+    def _intact_histories(self) -> dict[str, jax.Array]:
+        """Return the histories if they are `intact`, else empty ones."""
+        return intact(self._histories(), self._check())
+
+    def _overwrite(self, histories: dict[str, jax.Array], check: jax.Array) -> None:
+        """Replace histories, and the `fingerprint` of all three, without reading the old ones."""
+        for role, history in histories.items():
+            self.fp8[role].set_value(history)
+        self.fp8[CHECK].set_value(check[..., None])
 
     def _multiply(
         self,
@@ -160,7 +162,6 @@ class Product(PrintsRecipe):
         with scope, note("path", self.path):
             return multiply_at(self, quantized, plain, lhs, rhs, layer, self.shared_input)
 
-    # Flax's `nnx.tabulate` traces methods without an underscore as if they were layers.
     def _begin(self, recipe: Recipe) -> tuple[State, bool, str | None]:
         histories, sink = self._read_state(recipe), None
         if histories is not None and self.fp8_sink is not None:
@@ -197,35 +198,11 @@ class Product(PrintsRecipe):
         return {role: {"amax_history": h, "amax": none} for role, h in histories.items()}
 
 
-# No methods: Flax's `nnx.tabulate` takes methods that a layer calls for layers.
-def _histories(fp8: Any) -> dict[str, jax.Array]:
-    return {role: fp8[role].get_value() for role in ROLES}
-
-
-def _check(fp8: Any) -> jax.Array:
-    return fp8[CHECK].get_value()[..., 0]
-
-
-def _intact_histories(fp8: Any) -> dict[str, jax.Array]:
-    return intact(_histories(fp8), _check(fp8))
-
-
-def _set_histories(fp8: Any, histories: dict[str, jax.Array]) -> None:
-    new = {**_intact_histories(fp8), **histories}
-    _overwrite(fp8, new, fingerprint(new))
-
-
-def _overwrite(fp8: Any, histories: dict[str, jax.Array], check: jax.Array) -> None:
-    for role, history in histories.items():
-        fp8[role].set_value(history)
-    fp8[CHECK].set_value(check[..., None])
-
-
 def histories_to_read(product: Product) -> dict[str, jax.Array]:
     """Return the three histories from which the scales of a step follow."""
     # With a sink, `jfp8.nnx.value_and_grad` has checked them.
-    read = _intact_histories if product.fp8_sink is None else _histories
-    return lax.stop_gradient(read(product.fp8))  # a path filter may differentiate by them
+    read = product._intact_histories if product.fp8_sink is None else product._histories
+    return lax.stop_gradient(read())  # a path filter may differentiate by them
 
 
 def why_lost(product: Product) -> str | None:
@@ -254,14 +231,14 @@ def why_lost(product: Product) -> str | None:
 
 def record(product: Product, observed: Observed) -> None:
     """Make the amaxes the newest entries of lhs and rhs, unless nothing was observed."""
-    histories, check = lax.stop_gradient((_histories(product.fp8), _check(product.fp8)))
+    histories, check = lax.stop_gradient((product._histories(), product._check()))
     new, largest = dict(intact(histories, check)), []
     for role, amax in zip(Observed._fields, observed, strict=True):
         amax = largest_of_examples(seen(amax, histories[role]), histories[role])
         largest.append(amax)
         new[role] = push_amax(new[role], amax)
     kept = choose(jnp.maximum(*largest) > 0, (new, fingerprint(new)), (histories, check))
-    _overwrite(product.fp8, *kept)
+    product._overwrite(*kept)
 
 
 def _name(product: Product) -> str:
