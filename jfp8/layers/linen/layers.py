@@ -95,13 +95,18 @@ class Dense(Fp8Layer, nn.Dense):
         return product(inputs, kernel, numbers, self.precision, bias=bias)
 
 
+def _parameters(layer: Any, shape: Sequence[int], bias_shape: Sequence[int]) -> tuple[Any, Any]:
+    """Return the kernel of a layer, and its bias or None."""
+    kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+    if not layer.use_bias:
+        return kernel, None
+    return kernel, layer.param("bias", layer.bias_init, bias_shape, layer.param_dtype)
+
+
 def _operands(layer: Any, inputs: jax.Array, features: Sequence[int]) -> tuple[Any, ...]:
     """Return inputs, kernel and bias of the matmul of a layer, and its dimension numbers."""
     shape = (jnp.shape(inputs)[-1], *features)
-    kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
-    bias = None
-    if layer.use_bias:
-        bias = layer.param("bias", layer.bias_init, shape[1:], layer.param_dtype)
+    kernel, bias = _parameters(layer, shape, features)
     inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
     return inputs, kernel, bias, (((inputs.ndim - 1,), (0,)), ((), ()))
 
@@ -151,8 +156,16 @@ class ConvTranspose(Fp8Layer, nn.ConvTranspose):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Apply the layer to `inputs`, ``[*batch, *space, features]``."""
-        product = product_of(self, ConvGeneralDilated)
-        return apply_conv_transpose(self, product, inputs)
+        size = self.kernel_size
+        window = (size,) if isinstance(size, int) else tuple(size)
+        channels = (inputs.shape[-1], self.features)
+        shape = (*window, *(reversed(channels) if self.transpose_kernel else channels))
+        kernel, bias = _parameters(self, shape, (self.features,))
+        how = {
+            "promote": functools.partial(self.promote_dtype, dtype=self.dtype),
+            "convolve": product_of(self, ConvGeneralDilated)(),
+        }
+        return convolve_transposed(self, inputs, kernel, bias, **how)
 
 
 class Einsum(Fp8Layer, nn.Einsum):
@@ -170,50 +183,15 @@ class Einsum(Fp8Layer, nn.Einsum):
           inputs: the left operand.
           einsum_str: the equation, unless given to the constructor: two operands and "->".
         """
-        product = product_of(self, DotGeneral)
-        return apply_einsum(self, product, inputs, einsum_str)
-
-
-def apply_einsum(
-    layer: nn.Einsum, product: ProductOf, inputs: jax.Array, einsum_str: str | None = None
-) -> jax.Array:
-    """Return the result of ``nn.Einsum.__call__``, computed by `product`: Flax has no hook."""
-    equation = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
-    terms = einsum.parse(equation, inputs.ndim, len(layer.shape))
-    kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
-    bias, sizes = None, dict(zip(terms.rhs, layer.shape, strict=True))
-    if layer.use_bias:
+        equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
+        terms = einsum.parse(equation, inputs.ndim, len(self.shape))
+        sizes = dict(zip(terms.rhs, self.shape, strict=True))
         bias_shape = tuple(sizes[c] for c in terms.out if c in sizes)
-        bias = layer.param("bias", layer.bias_init, bias_shape, layer.param_dtype)
-    lhs, rhs, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    assert lhs is not None  # promotion preserves operands
-    assert rhs is not None
-    dot_general = product()
-    y = einsum.as_dot_general(
-        terms,
-        lhs,
-        rhs,
-        lambda lhs, rhs, numbers: dot_general(
-            lhs, rhs, numbers, layer.precision, layer.preferred_element_type
-        ),
-        kernel_dtype(lhs, rhs, casts_kernel=True),
-    )
-    if bias is not None:
-        y += bias.reshape([sizes.get(c, 1) for c in terms.out])
-    return y
-
-
-def apply_conv_transpose(
-    layer: nn.ConvTranspose, product: ProductOf, inputs: jax.Array
-) -> jax.Array:
-    """Return the result of ``nn.ConvTranspose.__call__``, computed by `product`."""
-    size = layer.kernel_size
-    window = (size,) if isinstance(size, int) else tuple(size)
-    channels = (inputs.shape[-1], layer.features)
-    shape = (*window, *(reversed(channels) if layer.transpose_kernel else channels))
-    kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
-    bias = None
-    if layer.use_bias:
-        bias = layer.param("bias", layer.bias_init, (layer.features,), layer.param_dtype)
-    promote = functools.partial(layer.promote_dtype, dtype=layer.dtype)
-    return convolve_transposed(layer, inputs, kernel, bias, promote=promote, convolve=product())
+        kernel, bias = _parameters(self, self.shape, bias_shape)
+        lhs, rhs, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        product = product_of(self, DotGeneral)()
+        how = self.precision, self.preferred_element_type
+        multiply = lambda lhs, rhs, numbers: product(lhs, rhs, numbers, *how)
+        rhs_dtype = kernel_dtype(lhs, rhs, casts_kernel=True)
+        y = einsum.as_dot_general(terms, lhs, rhs, multiply, rhs_dtype)
+        return y if bias is None else y + bias.reshape([sizes.get(c, 1) for c in terms.out])

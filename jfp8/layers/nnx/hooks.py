@@ -6,34 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jfp8.layers.conv_transpose_math import convolve_transposed
 from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
 from jfp8.layers.options import promoted
 from jfp8.matmul.spec import Implementation
 from jfp8.recipes.registry import RecipeLike
-
-
-class HookedConvTranspose(nnx.ConvTranspose):
-    """``flax.nnx.ConvTranspose`` that computes its convolution with `conv_general_dilated`."""
-
-    conv_general_dilated: ConvGeneralDilated
-
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Apply the layer to ``[*batch, *space, features]``."""
-        return convolve_transposed(
-            self,
-            inputs,
-            self.kernel.get_value(),
-            None if self.bias is None else self.bias.get_value(),
-            promote=lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype),
-            convolve=self.conv_general_dilated,
-        )
 
 
 def _own_kernel_shape(layer: Any) -> tuple[int, ...]:

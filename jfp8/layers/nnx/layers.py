@@ -14,8 +14,9 @@ from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike, PromoteDtypeFn
 
-from jfp8.layers.nnx.hooks import HookedConvTranspose, install
-from jfp8.layers.nnx.products import DotGeneral
+from jfp8.layers.conv_transpose_math import convolve_transposed
+from jfp8.layers.nnx.hooks import install
+from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.options import pass_on
 from jfp8.layers.site import Begun, begin_at
@@ -139,8 +140,10 @@ class Conv(ExplicitModule, nnx.Conv):
         install(self, recipe=recipe, implementation=implementation)
 
 
-class ConvTranspose(ExplicitModule, HookedConvTranspose):
+class ConvTranspose(ExplicitModule, nnx.ConvTranspose):
     """``flax.nnx.ConvTranspose`` with an FP8 convolution, forward and backward; see `Linear`."""
+
+    conv_general_dilated: ConvGeneralDilated
 
     def __init__(
         self,
@@ -169,6 +172,17 @@ class ConvTranspose(ExplicitModule, HookedConvTranspose):
     ) -> None:
         pass_on(super().__init__, locals())
         install(self, recipe=recipe, implementation=implementation)
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Apply the layer to ``[*batch, *space, features]``."""
+        return convolve_transposed(
+            self,
+            inputs,
+            self.kernel.get_value(),
+            None if self.bias is None else self.bias.get_value(),
+            promote=lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype),
+            convolve=self.conv_general_dilated,
+        )
 
 
 class Einsum(ExplicitModule, nnx.Einsum):
