@@ -18,7 +18,6 @@ from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.nnx import moe as nnx_moe
 from jfp8.layers.nnx.layers import Linear
-from jfp8.layers.options import pass_on
 from jfp8.layers.site import Begun, begin_at, multiply_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
@@ -55,7 +54,7 @@ class RaggedDot(ProductModule):
           precision: the matmul's where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
         """
-        quantized, plain = pass_on(moe_math.grouped_products, locals())
+        quantized, plain = moe_math.grouped_products(group_sizes, precision, preferred_element_type)
         return multiply_at(self, quantized, plain, lhs, rhs, "moe")
 
 

@@ -54,7 +54,7 @@ class LinenParts(Parts):
         return nnx.Param(self.module.param(name, init, *args))
 
     def dropout(self, rate: float) -> Any:
-        return Dropout(self.module, rate)
+        return Dropout(self.module, rate) if rate else None
 
 
 class Dropout(NamedTuple):

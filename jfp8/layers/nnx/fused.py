@@ -144,8 +144,7 @@ class LayerNormMLP(FeedForwardOptions, InFeatures, ExplicitModule):
         self.projections = transformer_math.projections_of(self.activation)
         features = self.projections, width
         self.wi = parts.layer(LayerNormLinear, "wi", size, features, **norm, **dense)
-        rate = self.intermediate_dropout_rate
-        self.dropout = parts.dropout(rate) if rate else nnx.data(None)
+        self.dropout = parts.dropout(self.intermediate_dropout_rate)
         self.wo = parts.layer(LinearGeneral, "wo", width, size, **dense)
 
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> Any:

@@ -18,7 +18,7 @@ from jfp8.layers.nnx.layers import Linear
 from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.signatures import ExplicitModule, SignatureOfClass
-from jfp8.layers.options import options_of, pass_on, promoted
+from jfp8.layers.options import options_of, promoted
 from jfp8.layers.site import Begun, begin_at
 from jfp8.layers.transformer_options import InFeatures
 from jfp8.matmul.spec import Implementation
@@ -49,7 +49,7 @@ class RaggedDot(Product):
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
         """Return ``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
-        quantized, plain = pass_on(moe_math.grouped_products, locals())
+        quantized, plain = moe_math.grouped_products(group_sizes, precision, preferred_element_type)
         return self._multiply(quantized, plain, lhs, rhs, "moe")
 
 

@@ -102,8 +102,8 @@ class LayerNormAttention(ExplicitModule):
             self.query = projected("query", hidden_size, (groups, shared_by, depth))
             self.kv = linear("kv", encoded_features, (groups, 2, depth))
         self.saved_activations = norm["saved_activations"]
-        rate = self.dropout_rate = attention_dropout
-        self.dropout = parts.dropout(rate) if rate else nnx.data(None)
+        self.dropout_rate = attention_dropout
+        self.dropout = parts.dropout(attention_dropout)
         self.attention = self.sinks = nnx.data(None)
         if attention_products:
             in_fp8 = parts.bare(DotProductAttention, "attention", recipe=dense["recipe"])
