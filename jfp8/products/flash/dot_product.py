@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
     or rounded stochastically.
 
     Args:
-      query: ``f32 | bf16 | f16 [B, T, N, H]``, or ``[T, N, H]``.
+      query: ``f32 | bf16 | f16 [B, T, N, H]``, or ``[T, N, H]``; f64 with ``recipe=None``.
       key, value: ``[B, S, K, H]``. N is a multiple of K: ``N / K`` heads share a head of keys.
       bias: added to the scores, floating; broadcasts to ``[B, N, T, S]``. It gets a gradient.
       mask: bool; False hides a key from a query; broadcasts likewise.
