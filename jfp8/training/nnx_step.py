@@ -140,11 +140,12 @@ def value_and_grad(
         (loss, aux), rows, grads = gradient(sinks, *args)
         decoded, overflow = decode_all(rows)
         of_loss = unscaled(grads, None if loss_scale is None else jnp.asarray(loss_scale))
-        failed = overflow | ~(all_finite(loss) & all_squares_finite(of_loss))
+        hidden = overflow | ~all_finite(loss)
+        failed = hidden | ~all_squares_finite(of_loss)
         _end_step(products, before, dict(zip(with_sink, decoded)), failed, loss_scale)
         _put_back(kept, failed)
         # A loss, and a saturating cast, may hide an Inf from the gradients that optimizers see.
-        grads = nan_unless(~failed, grads)
+        grads = nan_unless(~hidden, grads)
         return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
 
     return compute
