@@ -18,7 +18,6 @@ from flax.nnx import filterlib
 from jfp8.layers.nnx.moe import RouterBias
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.finite import (
-    all_finite,
     all_squares_finite,
     if_finite,
     nan_unless,
@@ -140,7 +139,7 @@ def value_and_grad(
         (loss, aux), rows, grads = gradient(sinks, *args)
         decoded, overflow = decode_all(rows)
         of_loss = unscaled(grads, None if loss_scale is None else jnp.asarray(loss_scale))
-        hidden = overflow | ~all_finite(loss)
+        hidden = overflow | ~jnp.all(jnp.isfinite(loss))
         failed = hidden | ~all_squares_finite(of_loss)
         _end_step(products, before, dict(zip(with_sink, decoded)), failed, loss_scale)
         _put_back(kept, failed)

@@ -271,6 +271,7 @@ def test_group_sizes_beyond_the_rows_do_not_crash():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A loss is differentiated with respect to a weight")
 def test_histories_are_those_of_lhs_and_grad():
     """Twice the amax in a history doubles the scale, of lhs and grad; that of rhs is not read."""
     lhs, rhs, dy = operands(m=64, groups=2)
