@@ -39,12 +39,13 @@ def layer_noted(path: str, layer: str, reason: str) -> Iterator[None]:
 
 
 def notes_of(name_stack: str) -> dict[str, str]:
-    """Return the innermost note of each kind."""
-    found: dict[str, str] = {}
+    """Return the innermost note of each kind about the innermost layer."""
+    by_path: dict[str, dict[str, str]] = {}
+    found = by_path.setdefault("", {})
     kinds = "|".join(get_args(Kind))
     for kind, text in re.findall(rf"\b({kinds})=(.*?);", name_stack):
-        if kind == "path" and text != found.get("path"):  # further notes are about this layer
-            found = {}
+        if kind == "path":  # further notes are about this layer
+            found = by_path.setdefault(text, {})
         found[kind] = text
     return found
 

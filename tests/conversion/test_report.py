@@ -453,6 +453,9 @@ def test_notes_of_a_name_stack():
     stack = "jit(f)/path=A;/layer=Dense;/recipe=current;/dot/path=A/b;/layer=Conv;/reason=no, it;/x"
     assert notes_of(stack) == {"path": "A/b", "layer": "Conv", "reason": "no, it"}
     assert notes_of("jit(f)/xpath=A;/dot") == {}
+    # A matmul that stays keeps its own stack, behind what the conversion said of it.
+    again = "path=A/b;/reason=exempt: 'A/b';/M/path=A;/layer=M;/path=A/b;/layer=Dense;/dot"
+    assert notes_of(again) == {"path": "A/b", "layer": "Dense", "reason": "exempt: 'A/b'"}
 
 
 def test_layers_that_are_alike_are_one_line():

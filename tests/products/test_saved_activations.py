@@ -313,7 +313,7 @@ def gradients(layer, params, x):
 @pytest.mark.slow
 def test_attention_keeps_no_weights():
     """Of queries, keys and values there are fewer than of weights: H * T^2 of them."""
-    query, key, value = (normal(2, 48, 4, 8, seed=i) for i in range(3))
+    query, key, value = (normal((2, 48, 4, 8), i) for i in range(3))
     how = {"is_causal": True}
 
     def attend(query, key, value, saved=None):
