@@ -228,7 +228,7 @@ LINES_OF_ROOMS = {
     "training": 2850,
     "checkpoint": 3172,
     "conversion": 4759,
-    "debug": 3425,
+    "debug": 3426,
     "plot": 905,
     "command_line": 1022,
 }

@@ -56,7 +56,8 @@ def mismatch(
       train: f32 array of any shape, log-probabilities of the tokens from one pass over the whole
         sequence, in nats:
         ``jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]``.
-      decode: the same from decoding step by step, or from another engine with the exported weights.
+      decode: f32 array like `train`, from decoding step by step, or from another engine with the
+        exported weights.
       mask: bool array of this shape, True or 1 where a token counts; None counts all.
 
     Returns:
