@@ -7,7 +7,7 @@ import pytest
 from support import parts
 
 SECONDS = {"a.py": 60.0, "b.py": 30.0, "c.py": 20.0, "d.py": 11.0}
-FILES = [*SECONDS, "new.py"]  # which takes 5 s
+FILES = [*SECONDS, "new.py"]  # an unknown file counts as 5 s
 
 
 def test_each_file_is_in_one_part_and_the_longest_are_apart():

@@ -82,7 +82,7 @@ PASSING |= {"dynamic-update-slice", "divide", "iota"}
 
 
 class Hlo(Launches):
-    """What `examples/audit.py` counts, one by one, and what else tests ask for."""
+    """The counts of `examples/audit.py`, one by one, and further ones for tests."""
 
     def matmuls(self, *kinds: str) -> list[Instruction]:
         return [self.by_name[name] for name, kind in self.kinds.items() if kind in kinds]

@@ -127,7 +127,7 @@ def test_matmuls_of_one_weight_share_its_state(door):
 
 @every_door
 def test_a_weight_that_is_scanned_and_joined_has_two_states(door):
-    """A state of the layers in a loop cannot serve a matmul outside of it."""
+    """The state of layers in a loop cannot serve a matmul outside the loop."""
 
     def run(p, x):
         x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["q"])

@@ -155,7 +155,7 @@ def test_nothing_leaks_from_another_segment(recipe, by):
 
 @pytest.mark.parametrize("recipe", ["delayed", None])
 def test_rows_that_a_finite_bias_hides_count_as_a_mean(recipe):
-    """Such as those of padding: f32 has no room for a sum of weights next to -1e9."""
+    """Rows of padding, for example: f32 has no room for a sum of weights next to -1e9."""
     q, k, v, grad, _ = operands(tokens=8)
     bias = np.zeros((1, 1, 8, 8), "f4")
     bias[:, :, 3] = -1e9

@@ -86,9 +86,9 @@ def scaled_dot_product_attention(
       state: amax histories, ``{"scores": recipe.init_state(), "context": recipe.init_state()}``:
         of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
       sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
-      implementation: ``"emulate"``: FP8, on any device. ``"xla"`` or ``"cudnn"``: that of
-        ``jax.nn.dot_product_attention``, in high precision only. None: cuDNN in high precision
-        where it computes this.
+      implementation: ``"emulate"``: FP8, on any device. ``"xla"`` or ``"cudnn"``, only in high
+        precision: see ``jax.nn.dot_product_attention``. None: in high precision, cuDNN where it
+        computes this.
 
     Returns:
       Array of the shape and dtype of `query`; 0 for a query that sees no key.
