@@ -225,7 +225,7 @@ LINES_OF_ROOMS = {
     "layers": 4889,
     "collectives": 530,
     "optim": 2507,
-    "training": 2850,
+    "training": 2851,
     "checkpoint": 3172,
     "conversion": 4759,
     "debug": 3426,

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jfp8.optim.finite import all_squares_finite
 from jfp8.scaling.sink import decode_amax
@@ -40,4 +41,4 @@ def paths_not_finite(params: Any, sinks: Any, loss: Any) -> list[str]:
     for path, sink in jax.tree.leaves_with_path({"fp8_sink": sinks}):
         if decode_amax(sink)[1].any():
             found.append(jax.tree_util.keystr(path[:-1], simple=True, separator="/"))
-    return found if all_squares_finite([loss]) else [*found, "loss"]
+    return found if jnp.isfinite(loss).all() else [*found, "loss"]

@@ -223,7 +223,7 @@ class TrainState(flax.struct.PyTreeNode):
         """
         grads = self._with_amaxes(grads)
         amaxes, overflow = decode_all(grads.fp8_sink)
-        finite = all_squares_finite((grads.params, grads.loss)) & ~overflow
+        finite = all_squares_finite(grads.params) & jnp.all(jnp.isfinite(grads.loss)) & ~overflow
         trained, apply = self.params, optax.apply_updates
         if self.has_stored_params:
             apply = apply_updates

@@ -100,6 +100,11 @@ def test_a_loss_that_is_not_finite_is_a_skipped_step(run, bad):
     assert int(skipped.skipped_steps) == 1
     assert_same([skipped.params, skipped.fp8], [state.params, state.fp8])
 
+    large = lambda variables, x: (jnp.mean(state.apply_fn(variables, x)) + 3e38, {})
+    grads = jfp8.value_and_grad(large)(state, X)[1]
+    assert grads.not_finite() == []
+    assert int(state.apply_gradients(grads).skipped_steps) == 0
+
     model = jfp8.nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     optimizer = jfp8.nnx.Optimizer(model, optax.sgd(0.1))
     before = jax.tree.map(jnp.copy, nnx.state(model))
