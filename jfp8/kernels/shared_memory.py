@@ -7,7 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import utils as mosaic_gpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfp8.tracing.compat import kernels_are_interpreted
 
 # Bytes that a block may use, on Hopper and on Blackwell.
 SHARED_MEMORY = 232_448
@@ -52,13 +55,23 @@ def load(vector: Any, layout: Any) -> jax.Array:
     return plgpu.load(vector, layout=layout, optimized=False)
 
 
-def release(empty: Any) -> None:
+def release(empty: Any, cluster: bool) -> None:
     """Signal that a slot of a ring may be refilled: all warps have read, and multiplied, it.
 
-    A warp waits only for its share of a matmul, and one thread arrives for all.
+    A warp waits only for its share of a matmul. At a block's own barrier each thread arrives; at a
+    cluster's, one for all of its warpgroup. Arriving orders reads before the copy that overwrites
+    them, as in CUTLASS and DeepGEMM, so no fence is needed; the interpreter asks for one.
     """
-    plgpu.commit_smem()
+    if kernels_are_interpreted():
+        plgpu.commit_smem()
+    elif cluster:
+        _synchronize_warpgroup()
     plgpu.barrier_arrive(empty)
+
+
+@plgpu.inline_mgpu()
+def _synchronize_warpgroup(_: Any) -> None:
+    mosaic_gpu.warpgroup_barrier()
 
 
 def along(x: Any, shape: tuple[int, ...], dimension: int) -> Any:

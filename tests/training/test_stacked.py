@@ -59,16 +59,17 @@ def test_steps_have_the_same_bits(trained, monkeypatch):
     assert all((x > 0).sum() == 3 for x in filled)
 
 
-def test_what_differs_is_not_stacked():
+def test_what_differs_is_not_stacked_and_at_most_eight_are():
     seen = []
 
     def double(x):
         seen.append(x.shape)
         return {"y": 2 * x, "n": jnp.zeros(x.shape[:-1])}
 
-    arguments = [(jnp.full(shape, i + 1.0),) for i, shape in enumerate([(3,), (2, 3), (3,), (5,)])]
+    shapes = [(3,), (2, 3), (3,), (5,), *9 * [(4,)]]
+    arguments = [(jnp.full(shape, i + 1.0),) for i, shape in enumerate(shapes)]
     found = Cuda().over_stacked(double, arguments)
-    assert sorted(seen) == [(2, 3), (2, 3), (5,)]
+    assert sorted(seen) == [(2, 3), (2, 3), (4,), (5,), (8, 4)]
     for (x,), each in zip(arguments, found, strict=True):
         np.testing.assert_array_equal(each["y"], 2 * x)
         assert each["n"].shape == x.shape[:-1]

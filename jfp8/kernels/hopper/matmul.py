@@ -108,8 +108,9 @@ def _product(
     }
 
     def kernel(a: Any, b: Any, scale: dict[str, Any], out: Any, **shared: Any) -> None:
-        block = _Block(grid, k, promote, a, b, scale, out, SimpleNamespace(**shared))
-        lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.multiply, block.copy)
+        memory, warpgroup = SimpleNamespace(**shared), lax.axis_index("warpgroup")
+        block = _Block(grid, k, promote, a, b, scale, out, memory, warpgroup)
+        lax.cond(warpgroup < COMPUTE, block.multiply, block.copy)
 
     product = plgpu.kernel(
         kernel,
@@ -167,6 +168,7 @@ class _Block:
     scale: dict[str, Any]
     out: Any
     memory: SimpleNamespace  # with the names of `_scratch`
+    warpgroup: jax.Array  # asked for once: in a loop the question is a shuffle
 
     @property
     def steps(self) -> int:  # per tile
@@ -218,7 +220,7 @@ class _Block:
         @pl.loop(0, self.tiles())
         def _(i):
             corner = self.corner(i)
-            row = corner.row + lax.axis_index("warpgroup") * self.grid.tiles.tile_m
+            row = corner.row + self.warpgroup * self.grid.tiles.tile_m
             by_row = self.request_scales(row, corner.column)
             total = self.promoted(i, corner.column) if self.promote else self.running(i)
             self.store(total, by_row, row, corner)
@@ -233,11 +235,11 @@ class _Block:
 
     def half(self) -> Any:
         """Return this warpgroup's rows of the block."""
-        return pl.ds(lax.axis_index("warpgroup") * self.grid.tiles.tile_m, self.grid.tiles.tile_m)
+        return pl.ds(self.warpgroup * self.grid.tiles.tile_m, self.grid.tiles.tile_m)
 
     def release(self, step: jax.Array) -> None:
-        signal = release if self.grid.shared else plgpu.barrier_arrive
-        signal(self.memory.empty.at[lax.rem(step, self.grid.tiles.stages)])
+        empty = self.memory.empty.at[lax.rem(step, self.grid.tiles.stages)]
+        release(empty, cluster=bool(self.grid.shared))
 
     def running(self, i: jax.Array) -> list[jax.Array]:
         """Return one sum over all of k. A matmul is issued before the previous one is done."""
@@ -271,10 +273,6 @@ class _Block:
 
             def product(acc):
                 plgpu.wgmma(acc, a, b)
-                has_scales = by_row is not None or by_part
-                if has_scales and not self.grid.shared:  # else `release` does that
-                    # Read by all threads, before the copy engine overwrites it. While wgmma runs.
-                    plgpu.commit_smem()
                 # Loaded a step ahead, and after wgmma: the compiler makes everything after these
                 # loads wait for them.
                 following = self.tile_scales(jnp.minimum(t + 1, self.steps - 1), column)
@@ -310,11 +308,10 @@ class _Block:
     def request_scales(self, row: jax.Array, column: jax.Array) -> Any:
         """Request the scales of a tile's rows. `store` waits for the scales of its columns."""
         if "columns" in self.scale:
-            warpgroup = lax.axis_index("warpgroup")
             plgpu.copy_gmem_to_smem(
                 self.scale["columns"].at[pl.ds(column, self.grid.tiles.tile_n)],
-                self.memory.columns.at[warpgroup],
-                self.memory.copied.at[warpgroup],
+                self.memory.columns.at[self.warpgroup],
+                self.memory.copied.at[self.warpgroup],
             )
         if "rows" in self.scale:
             return load(self.scale["rows"].at[pl.ds(row, self.grid.tiles.tile_m)], BY_ROW)
@@ -322,7 +319,7 @@ class _Block:
 
     def store(self, total: list[jax.Array], by_row: Any, row: jax.Array, corner: Corner) -> None:
         """Scale, round and write a tile, while the next one's operands are already copied."""
-        warpgroup, tile_m = lax.axis_index("warpgroup"), self.grid.tiles.tile_m
+        warpgroup, tile_m = self.warpgroup, self.grid.tiles.tile_m
         width = self.memory.staging.shape[-1]
         shape = (tile_m, width)
         if "rows" in self.scale:

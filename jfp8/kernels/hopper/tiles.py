@@ -176,7 +176,10 @@ def ranked(kind: Summation, m: int, n: int, k: int) -> list[Tiles]:
 
 
 def _stages(kind: Summation, tile_m: int, tile_n: int) -> int:
-    """Return the stages that fit next to 2 x 2 staged stores of 128 bytes a row and barriers."""
+    """Return the stages that fit next to 2 x 2 staged stores of 128 bytes a row and barriers.
+
+    Their number is a power of two: a remainder is taken in each step.
+    """
     line = 132 if kind.startswith("block") else 128  # bytes of an operand's row, and its scale
     free = SHARED_MEMORY - 4 * tile_m * 128 - 2 * tile_n * 4 - 640
-    return min(8, free // ((2 * tile_m + tile_n) * line))
+    return 1 << (min(8, free // ((2 * tile_m + tile_n) * line)).bit_length() - 1)
