@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 
 from jfp8.kernels import cost_model
@@ -19,7 +20,7 @@ from jfp8.kernels.blackwell import backend as blackwell
 from jfp8.kernels.cost_model import scales_of
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.rates import RATES, Rates, rates_of
-from jfp8.kernels.verdicts import measured_gain
+from jfp8.kernels.verdicts import measured_gains
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.matmul.explained import explained
 from jfp8.matmul.planner import Planner, Scales, Times, Work
@@ -119,13 +120,24 @@ def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bo
 
 
 def times_of(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
-    """Return the expected times, FP8's as measured if this card has a measurement."""
+    """Return the expected times. Where this card was timed, FP8's are the model's, corrected.
+
+    The correction is ``measured gain / expected gain`` of the layers that were timed, interpolated
+    in ``log(multiplications)`` and constant beyond them. The model keeps what it knows of shapes:
+    cubes were timed, and narrow layers move more bytes.
+    """
     costs = cost_model.ON_HOPPER
     if hopper.BACKEND.why_not_on(gpu) is not None:
         costs = cost_model.costs_on(gpu.capability, hopper.why_no_quantizing(gpu) is None)
-    times = cost_model.expected(work, rates, scales, costs)
-    gain = measured_gain(gpu.kind, scales, work.multiplications)
-    return times if gain is None else replace(times, fp8=times.bf16 / gain)
+    expected = lambda work: cost_model.expected(work, rates, scales, costs)
+    times, measured = expected(work), measured_gains(gpu.kind, scales)
+    if not measured:
+        return times
+    cubes = [expected(cost_model.work_of((n, n, n))) for n in measured]
+    pairs = zip(measured.values(), cubes, strict=True)
+    corrections = [gain * cube.fp8 / cube.bf16 for gain, cube in pairs]
+    size, sizes = math.log(max(work.multiplications, 1.0)), [3 * math.log(n) for n in measured]
+    return replace(times, fp8=times.fp8 / float(np.interp(size, sizes, corrections)))
 
 
 def devices() -> int:

@@ -17,7 +17,7 @@ from jfp8.command_line import cases, check, layer_times
 from jfp8.command_line.child import ask
 from jfp8.command_line.exactness import check_sums, rehearsed
 from jfp8.command_line.parser import main
-from jfp8.kernels.verdicts import measured_gain, verdict_file, why_failed
+from jfp8.kernels.verdicts import measured_gains, verdict_file, why_failed
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.devices import Gpu
 from support.devices import needs_mosaic
@@ -80,9 +80,10 @@ def test_layers_are_timed_with_the_verdicts(monkeypatch):
     assert "nonsense" in result["layers"]["nonsense"]["failure"]
     assert "All 1 kernels are right." in text
     times = {name: result["layers"][name]["us"] for name in ("bf16", "rowwise")}
-    assert measured_gain(H200, "rows", 16**3) == times["bf16"]["16"] / times["rowwise"]["16"]
+    gains = {n: times["bf16"][str(n)] / times["rowwise"][str(n)] for n in (16, 32)}
+    assert measured_gains(H200, "rows") == gains
     assert f"32: {times['rowwise']['32']:.4g}" in text
-    assert measured_gain(H200, "blocks", 16**3) is None
+    assert measured_gains(H200, "blocks") == {}
 
 
 def test_the_slope_is_the_time_of_one_call(monkeypatch):

@@ -1,19 +1,24 @@
 """Verdicts on kernels, made up here: planners for a GPU obey them, and say so."""
 
+import functools
 import json
+import math
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
 from jfp8.kernels import verdicts
 from jfp8.kernels.backend import Facts
-from jfp8.kernels.cuda_backends import choose, quantizing_k_major
+from jfp8.kernels.cost_model import work_of
+from jfp8.kernels.cuda_backends import choose, quantizing_k_major, times_of
 from jfp8.kernels.grouped_kernels import why_not_grouped_kernels
 from jfp8.kernels.hopper.backend import BACKEND, why_no_quantizing
+from jfp8.kernels.rates import RATES
 from jfp8.recipes import get
 from jfp8.scaling.formats import E4M3FN
 from jfp8.tracing.devices import Gpu
@@ -59,7 +64,7 @@ def test_geforce_uses_mx_instructions_only_after_they_passed():
     assert backend(gpu=H200).backend.name == "xla"
 
 
-def test_layers_that_were_timed_replace_the_model_of_time():
+def test_layers_that_were_timed_correct_the_model_of_time():
     gpu, rows = Gpu("NVIDIA L40S", (8, 9)), {"granularity": "rows"}
     assert backend(gpu=gpu, **rows).backend.name == "xla"
     layers = {
@@ -69,17 +74,37 @@ def test_layers_that_were_timed_replace_the_model_of_time():
     judge(gpu.kind, layers=layers)
     assert backend(gpu=gpu, **rows).backend.name == "bf16"
     assert backend(gpu=gpu).backend.name == "xla"  # another recipe, which was not timed
-    halfway = 1024**1.5 * 8192**1.5
     layers["rowwise"]["us"]["8192"] = 250.0
     layers["block"] = {"failure": "it crashed"}
     path = judge(gpu.kind, layers=layers)
-    gain = lambda m, scales="rows": verdicts.measured_gain(gpu.kind, scales, m)
-    assert [gain(m) for m in (1.0, 1024.0**3, halfway, 1e30)] == pytest.approx(
-        [0.5, 0.5, 2.25, 4.0]
-    )
-    assert gain(1.0, "blocks") is None
+    gains = functools.partial(verdicts.measured_gains, gpu.kind)
+    assert gains("rows") == {1024: 0.5, 8192: 4.0}
+    assert gains("blocks") == {}
     path.write_text("{")
-    assert gain(1.0) is None
+    assert gains("rows") == {}
+
+
+def test_a_narrow_layer_is_judged_by_its_shape_and_by_the_cubes_that_were_timed():
+    """Cubes as timed on an H100; between them the factor, not the gain, is interpolated."""
+    gpu, rates = Gpu("NVIDIA H100 80GB HBM3", (9, 0)), RATES["H100"]
+    shapes = [(1024, 1024, 1024), (8192, 8192, 8192), (3250, 3250, 3250), (32768, 1024, 1024)]
+
+    def gains():
+        found = (times_of(work_of(shape), rates, "one", gpu) for shape in shapes)
+        return np.array([times.bf16 / times.fp8 for times in found])
+
+    model = gains()
+    timed = {"bf16": (19.8, 4690.0), "delayed": (42.6, 2835.0), "current": (42.2, 2945.0)}
+    layers = {name: {"us": {"1024": us[0], "8192": us[1]}} for name, us in timed.items()}
+    judge(gpu.kind, layers=layers)
+    small = np.mean([19.8 / 42.6, 19.8 / 42.2])
+    large = np.mean([4690 / 2835, 4690 / 2945])
+    factors = np.array([small / model[0], large / model[1]])
+    at = np.log([1024**3, 8192**3])
+    expected = model * [np.interp(np.log(math.prod(shape)), at, factors) for shape in shapes]
+    np.testing.assert_allclose(gains()[:2], [small, large])
+    np.testing.assert_allclose(gains(), expected)
+    assert gains()[3] < gains()[2] - 0.1  # as many multiplications, more bytes
 
 
 def test_a_kernel_that_failed_is_never_chosen_and_that_is_said():
