@@ -9,6 +9,7 @@ import difflib
 
 from jfp8 import (
     checkpoint,
+    checkpoint_policies,
     collectives,
     debug,
     linen,
@@ -98,6 +99,7 @@ __all__ = [
     "backends",
     "cast",
     "checkpoint",
+    "checkpoint_policies",
     "collectives",
     "convert",
     "data_parallel",

@@ -63,6 +63,7 @@ PRODUCT_NAME = "jfp8_"
 # again, so that weights are quantized, or gathered from other devices, a second time.
 SAVED = "fp8_saved"
 SAVED_WEIGHT = "fp8_saved_weight"
+RESULT = "fp8_result"
 
 Kept = ScaledArray | jax.Array | None
 
@@ -264,6 +265,7 @@ def forward(
     x_use = Use("fprop", fprop, fprop.lhs, x_sum, rotation_seed=rotated_by)
     q_lhs, kept_lhs, lhs_amax = q_lhs or _saved(*x.quantized(x_use, x_again), SAVED)
     y = _matmul(operation, options, "fprop", q_lhs, q_rhs, seed, stored=frozen)
+    y = checkpoint_name(y, RESULT)
 
     # Without a sink the gradient's amax would be lost, so its history is not updated.
     recorded = history("grad"), Observed(lhs_amax, rhs_amax)
