@@ -104,7 +104,7 @@ def test_a_narrow_layer_is_judged_by_its_shape_and_by_the_cubes_that_were_timed(
     expected = model * [np.interp(np.log(math.prod(shape)), at, factors) for shape in shapes]
     np.testing.assert_allclose(gains()[:2], [small, large])
     np.testing.assert_allclose(gains(), expected)
-    assert gains()[3] < gains()[2] - 0.1  # as many multiplications, more bytes
+    assert gains()[3] < gains()[2] - 0.1  # it moves more bytes for as many multiplications
 
 
 def test_a_kernel_that_failed_is_never_chosen_and_that_is_said():
