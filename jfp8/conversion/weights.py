@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.core import meta
 
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.matmul.as_matrices import as_matrix, matrix_groups
@@ -21,6 +23,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import amax
+from jfp8.tracing.caller import user_level
 
 
 def quantize_params(
@@ -53,7 +56,8 @@ def quantize_params(
       exempt, only: layers whose kernels stay, or are the only ones quantized: patterns of paths
         (``"decoder/*"``) or functions ``(path, kernel) -> bool``, as for `jfp8.convert`.
       stacked: patterns of layers whose kernels have a leading axis of layers (``nn.scan``, NNX
-        models made under ``nnx.vmap``) or of experts: scales for each.
+        models made under ``nnx.vmap``) or of experts: scales for each. Others get one scale, with a
+        warning where that flushes whole slices.
       kernels: the names of parameters to quantize, ``("kernel", "w")``; of modules that multiply by
         them themselves, only in converted models.
       contracting: patterns of layers, and the dimensions of their kernels, without a leading axis
@@ -66,7 +70,8 @@ def quantize_params(
       The same tree with a `ScaledArray` for every kernel of at least two dimensions.
 
     Raises:
-      TypeError: `params` are not nested dicts; `recipe` is not a recipe.
+      TypeError: `params` are not nested dicts, or have boxes (``nn.Partitioned``) around kernels;
+        `recipe` is not a recipe.
       ValueError: a pattern that matches no layer with a kernel; a kernel in FP8 already; with
         `QuantizationAware`, a kernel whose values would differ from the forward pass's.
 
@@ -109,6 +114,7 @@ def quantize_params(
         quantize = _Single(path, chosen, quantizer, (dims,) if isinstance(dims, int) else dims)
         is_stacked = stacks.decide(path, kernel, None).recipe is None
         q = quantize.stacked(value) if is_stacked else quantize(value)
+        _warn_of_flushed_slices(path, value, q)
         return kernel.replace(q) if isinstance(kernel, nnx.Variable) else q
 
     return _mapped(params, (), names, quantized)
@@ -153,6 +159,25 @@ class _Single:
         return Current(self.quantizer.fmt)(kernel, Context((), amax(kernel)))
 
 
+def _warn_of_flushed_slices(path: str, kernel: jax.Array, q: ScaledArray) -> None:
+    """Warn if one scale leaves a slice along the first axis only subnormal numbers and zeros."""
+    if kernel.ndim == 2 or q.scale.ndim:
+        return
+    found = jnp.max(jnp.abs(kernel), axis=tuple(range(1, kernel.ndim)))
+    if isinstance(found, jax.core.Tracer) or not found.is_fully_addressable:
+        return
+    sizes = np.asarray(found, np.float32)
+    normal = float(q.scale) * q.format.smallest_normal
+    if flushed := np.count_nonzero((sizes > 0) & (sizes < normal)):
+        warnings.warn(
+            f"The kernel of {path or 'the layer'!r}, of shape {kernel.shape}, gets one scale, with which FP8 has "
+            f"no normal number below {normal:.2g}: {flushed} of the {len(sizes)} slices along its "
+            "first axis lose most of their precision, or become zero. If these are layers or "
+            f"experts, pass stacked={path or '*'!r}: then each has a scale of its own.",
+            stacklevel=user_level(),
+        )
+
+
 def _with_dims(scale: Any, ndim: int) -> Any:
     """Give the scales of a stack a dimension for each dimension of the data."""
     if isinstance(scale, ScaledArray):
@@ -172,6 +197,11 @@ def _mapped(tree: Any, path: tuple[str, ...], names: Sequence[str], function: An
     for name, node in tree.items():
         if isinstance(node, Mapping):
             new[name] = _mapped(node, (*path, str(name)), names, function)
+        elif name in names and isinstance(node, meta.AxisMetadata):
+            raise TypeError(
+                f"params has a {name} in a {type(node).__name__}, which names its shardings. Take "
+                "the arrays out: jfp8.quantize_params(flax.linen.meta.unbox(params), ...)."
+            )
         else:
             new[name] = function("/".join(path), node) if is_kernel(name, node, names) else node
     return nnx.State(new) if isinstance(tree, nnx.State) else new

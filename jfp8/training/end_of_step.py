@@ -42,9 +42,9 @@ def advance(
 
     Args:
       fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated; or
-        the state of one product, as `scaled_dot_general` takes it.
-      sink_cotangent: the tree of gradients with respect to the ``fp8_sink`` collection, or that to
-        the sink of one product. A product that is missing from it (a frozen layer) keeps what `fp8`
+        the state of one product, as `scaled_dot_general` takes it, or a dict of such states.
+      sink_cotangent: the tree of gradients with respect to the ``fp8_sink`` collection, or to the
+        sinks of these products. A product that is missing from it (a frozen layer) keeps what `fp8`
         itself recorded. None means all.
       opt_states: the optimizer's state before and after this step. Pass them if it contains a
         `jfp8.loss_scale`: gradients are then S times as large, and their histories are rescaled
@@ -72,9 +72,7 @@ def advance(
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
     Array([1., 0., 0.], dtype=float32)
     """
-    if not isinstance(sink_cotangent, Mapping):
-        sink_cotangent = {} if sink_cotangent is None else {"amax": sink_cotangent}
-    amaxes, overflow = decode_all(sink_cotangent)
+    amaxes, overflow = decode_all({} if sink_cotangent is None else sink_cotangent)
     old = map_products(lambda product: {**product, **intact_states(product)}, as_dicts(fp8))
     growth = None if opt_states is None else growth_of(*opt_states)
     if opt_states is None or growth is None:
@@ -118,7 +116,8 @@ def end_step(
 
     Args:
       states: an ``fp8`` collection, with the amaxes that were recorded in it.
-      amaxes: the amaxes in its sinks, from `decode_all`; a matmul may be missing.
+      amaxes: the amaxes in its sinks, from `decode_all`, as ``{"amax": ...}`` or alone; a matmul
+        may be missing.
       finite: bool[], False to skip the step, so that states stay bit for bit; None for True.
       ends: bool[], False while gradients accumulate, so that the step goes on; None for True.
       growth: f32[], the factor on the loss scale, which histories of gradients follow, also in a
@@ -132,7 +131,8 @@ def end_step(
     """
 
     def end(product: Any, amaxes: Any) -> Any:
-        new = end_together({role: product[role] for role in ROLES}, amaxes.get("amax"), ends)
+        amaxes = amaxes.get("amax") if isinstance(amaxes, Mapping) else amaxes
+        new = end_together({role: product[role] for role in ROLES}, amaxes, ends)
         new = sealed(new) if CHECK in product else new
         new = new if finite is None else choose(finite, new, product)
         return new if growth is None else _with_rescaled_grads(new, growth)

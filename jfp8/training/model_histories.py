@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,8 @@ def map_products(function: Callable[..., Any], fp8: Any, *others: Any) -> Any:
             products.append((node, *others))
             return len(products) - 1
         for other in others:
-            if unknown := sorted(set(other) - set(node)):
+            names = other if isinstance(other, Mapping) else {"an array"}
+            if unknown := sorted(set(names) - set(node)):
                 raise ValueError(
                     f"sink_cotangent has {unknown} at {'/'.join(path) or 'the top'}, which the fp8 "
                     f"collection lacks; it has {sorted(node)}. Pass the two collections of the "
