@@ -88,8 +88,8 @@ def _weights(arrays: Arrays, layouts: list[WeightLayout]) -> dict[str, WeightLay
             needed = stored.scale_shape(layout.shape_of(data))
             misfits[name] = (
                 f"{short(name)}, {data.dtype}{list(data.shape)}, has a scale {scale.dtype}"
-                f"{list(scale.shape)}, but {layout.in_words()} need {list(needed)}. Does "
-                "config.json belong to these weights?"
+                f"{list(scale.shape)}, but {layout.in_words()} need {layout.codes_dtype} and a "
+                f"scale {list(needed)}. Does config.json belong to these weights?"
             )
     for name in sorted(misfits.keys() - found.keys()):
         raise ValueError(misfits[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from jfp8.quantizers.quantizer import Context, Current
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import amax
+from jfp8.tracing.caller import user_level
 
 Arrays = dict[str, np.ndarray]
 OF_INPUTS = ("input_scale", "input_global_scale", "act_scale")  # the last in older files for vLLM
@@ -52,7 +54,8 @@ def stored(serving: ServingTensors, name: str) -> tuple[Arrays, dict[str, Stored
     tensors = serving.tensors
     x, layer = on_this_host(tensors[name]), name.removesuffix(".weight")
     if not isinstance(x, ScaledArray):
-        return {name: x}, {layer: None} if x.ndim >= 2 and layer != name else {}
+        is_weight = x.ndim >= (2 if layer != name else 3)  # stacked experts have no ".weight"
+        return {name: x}, {layer: None} if is_weight else {}
     layout, arrays = serving.style.split(name, x)
     if taken := arrays.keys() & tensors.keys() - {name}:
         raise ValueError(f"{min(taken)!r} is taken by the scale of {name!r}.")
@@ -126,6 +129,13 @@ def _quantized(tensors: Mapping[str, Any], names: Names | None, recipe: Recipes)
 
     def made(name: str) -> Any:
         x = on_this_host(tensors[name])
+        if names is None and name not in paths and np.ndim(x) > 2:
+            warnings.warn(
+                f"The stack {name!r}, of shape {x.shape}, stays in {x.dtype}: without names=, only "
+                'tensors called ".weight" are known to be [out, in]. Split it into matrices with '
+                "such names, or pass Flax parameters and names=.",
+                stacklevel=user_level(),
+            )
         chosen = selection.decide(paths[name], x, None).recipe if name in paths else None
         if chosen is None or isinstance(x, ScaledArray) or x.ndim < 2:
             return x

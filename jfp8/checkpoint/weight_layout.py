@@ -60,6 +60,11 @@ class WeightLayout:
         full = self._grid(shape)
         return full[:-1] if not self.block[1] and self.scale_ndim < len(shape) else full
 
+    @property
+    def codes_dtype(self) -> str:
+        """Name of the dtype of stored codes."""
+        return self.packed_dtype if self._is_fp4 else _E4M3
+
     def names_in(self, stored: Mapping[str, Any]) -> list[str]:
         """Return the names of the weights of which all tensors are `stored`."""
         codes, most = self.suffixes[0], 2 + self.grouped
@@ -81,8 +86,8 @@ class WeightLayout:
         scales = ("float32", "bfloat16", "float16", _E8M0)
         if self.is_mx or self._has_outer:
             scales = (_E4M3,) if self._has_outer else ("uint8", _E8M0)
-        is_known = data.dtype.name == (self.packed_dtype if self._is_fp4 else _E4M3)
-        if not is_known or scale.dtype.name not in scales or any(x.size != 1 for x in outer):
+        is_known = data.dtype.name == self.codes_dtype and scale.dtype.name in scales
+        if not is_known or any(x.size != 1 for x in outer):
             return False
         return scale.shape == self.scale_shape(self.shape_of(data))
 
@@ -166,7 +171,8 @@ class WeightLayout:
         """Return a scale for each block of the layout; None if such a block has several."""
         given = q.block_sizes() if scale.ndim else q.shape
         scale = scale if scale.ndim else scale.reshape((1,) * q.ndim)
-        wanted = (*(1,) * (q.ndim - 2), *self._sizes(q.shape))
+        stack = q.shape[:-2] if self.block == (0, 0) else (1,) * (q.ndim - 2)
+        wanted = (*stack, *self._sizes(q.shape))
         if not self.kind.startswith("fp8") and q.shape[-1] % wanted[-1]:
             return None  # these formats have no blocks that are cut short
         for axis, (n, a, b) in enumerate(zip(q.shape, given, wanted, strict=True)):

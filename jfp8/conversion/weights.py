@@ -170,10 +170,10 @@ def _warn_of_flushed_slices(path: str, kernel: jax.Array, q: ScaledArray) -> Non
     normal = float(q.scale) * q.format.smallest_normal
     if flushed := np.count_nonzero((sizes > 0) & (sizes < normal)):
         warnings.warn(
-            f"The kernel of {path or 'the layer'!r}, of shape {kernel.shape}, gets one scale, with which FP8 has "
-            f"no normal number below {normal:.2g}: {flushed} of the {len(sizes)} slices along its "
-            "first axis lose most of their precision, or become zero. If these are layers or "
-            f"experts, pass stacked={path or '*'!r}: then each has a scale of its own.",
+            f"The kernel of {path or 'the layer'!r}, of shape {kernel.shape}, gets one scale, with "
+            f"which FP8 has no normal number below {normal:.2g}: {flushed} of the {len(sizes)} "
+            "slices along its first axis lose most of their precision, or become zero. If these "
+            f"are layers or experts, pass stacked={path or '*'!r}, for a scale for each.",
             stacklevel=user_level(),
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.codes import refuse_codes
 
 # Options of a normalization, and of each matmul.
 NORM_OPTIONS = ("layernorm_type", "epsilon", "zero_centered_gamma", "saved_activations")
@@ -83,6 +84,9 @@ def promoted(
 
     With `casts_kernel` the matmul casts a kernel in f32, see `kernel_dtype`.
     """
+    for name, x in zip(("inputs", "kernel"), arrays[:2], strict=True):
+        if not isinstance(x, ScaledArray):
+            refuse_codes(x, name)
     cast = promote([None if isinstance(x, ScaledArray) else x for x in arrays])
     both = zip(arrays, cast, strict=True)
     inputs, kernel, *bias = (x if isinstance(x, ScaledArray) else p for x, p in both)

@@ -27,7 +27,7 @@ from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape, scaled_values
-from jfp8.scaling.codes import as_float_array
+from jfp8.scaling.codes import as_operand
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
 from jfp8.tracing.device import current_device
@@ -336,16 +336,11 @@ def as_operands(
             "lhs is a ScaledArray, but only rhs may be one: a weight that is kept in FP8. Pass "
             "lhs.dequantize(), or multiply two ScaledArrays with jfp8.scaled_matmul."
         )
-    lhs = as_float_array(lhs, "lhs")
-    if isinstance(rhs, ScaledArray):
-        check_scale_shape(rhs)
-        return lhs, rhs
-    rhs = as_float_array(rhs, "rhs")
-    if 1 in (lhs.dtype.itemsize, rhs.dtype.itemsize):
-        raise TypeError(
-            f"lhs is {lhs.dtype.name} and rhs {rhs.dtype.name}, but FP8 data needs a scale: pass "
-            "x.astype(jnp.bfloat16), which is quantized here, or rhs=jfp8.ScaledArray(data, scale)."
-        )
+    lhs = as_operand(lhs, "lhs")
+    if not isinstance(rhs, ScaledArray):
+        return lhs, as_operand(rhs, "rhs")
+    _ = rhs.format  # raises for data of any other dtype
+    check_scale_shape(rhs)
     return lhs, rhs
 
 

@@ -127,6 +127,12 @@ class ScaledArray(ByValues):
         instead = "variable.set_value(jfp8.quantize_params({'kernel': new}, recipe)['kernel'])"
         raise TypeError(f"New values need new scales: replace it as a whole, in NNX by {instead}.")
 
+    def __getattr__(self, name: str) -> Any:
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if hasattr(vars(self).get("data"), name):
+            message += f". Its values have it, q.dequantize().{name}, and its codes, q.data.{name}"
+        raise AttributeError(message, name=name, obj=self)
+
     def __len__(self) -> int:
         if not self.ndim:
             raise TypeError("A ScaledArray without dimensions has no length.")
@@ -223,6 +229,7 @@ def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
         raise TypeError(f"dequantize takes a ScaledArray, got {type(q).__name__}.")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating dtype, got {np.dtype(dtype)}.")
+    _ = q.format  # raises for data of any other dtype
     check_scale_shape(q)
     scale = q.scale
     if isinstance(scale, ScaledArray):

@@ -35,6 +35,22 @@ def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:
     return x
 
 
+def as_operand(x: jax.typing.ArrayLike, what: str) -> jax.Array:
+    """Return `x` as `as_float_array` does; codes of FP8 without their scale raise ``TypeError``."""
+    refuse_codes(x, what)
+    return as_float_array(x, what)
+
+
+def refuse_codes(x: jax.typing.ArrayLike, what: str) -> None:
+    """Raise ``TypeError`` if `x` is of an FP8 dtype, so that its values are unknown."""
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
+        raise TypeError(
+            f"{what} is {dtype.name}, but FP8 data needs a scale: pass x.astype(jnp.bfloat16), "
+            "which is quantized here, or a weight as jfp8.ScaledArray(data, scale)."
+        )
+
+
 def encode(
     x: jax.Array,
     fmt: Format,

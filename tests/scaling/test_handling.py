@@ -305,7 +305,7 @@ IN_FP8 = jfp8.quantize(PLAIN, jfp8.E4M3FN)
         ),
         (
             lambda: jfp8.scaled_dot_general(PLAIN, IN_FP8.data, (((1,), (1,)), ((), ()))),
-            "lhs is float32 and rhs float8_e4m3fn, but FP8 data needs a scale",
+            "rhs is float8_e4m3fn, but FP8 data needs a scale",
         ),
     ],
     ids=["assignment", "plain bytes", "no scale"],
