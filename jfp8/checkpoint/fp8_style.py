@@ -54,7 +54,7 @@ class Fp8Style:
             if name in self.outer and layout.is_outer_scale(self.outer[name], q):
                 tensors[layout.tensors(name)[2]] = self.outer[name]
             return layout, tensors
-        others = [key for key, style in styles().items() if style._held(name, q)]
+        others = [key for key, style in styles().items() if style._holds_exactly(name, q)]
         raise ValueError(
             f"{name!r}, {q!r}, cannot be stored in this style, which has (FP8 in E4M3 alone) "
             f"{', '.join(layout.in_words() for layout in self.layouts)}. Save it in another style"
@@ -66,6 +66,12 @@ class Fp8Style:
         fitted = [layout.fitted(q) for layout in self.layouts]
         splits = [(layout, layout.split(name, q)) for layout in fitted]
         return [(layout, tensors) for layout, tensors in splits if tensors is not None]
+
+    def _holds_exactly(self, name: str, q: ScaledArray) -> bool:
+        try:
+            return bool(self._held(name, q))
+        except ValueError:  # would round its scales
+            return False
 
     def config(self, layers: Mapping[str, Stored | None]) -> dict[str, Any]:
         """Return the ``quantization_config`` of config.json.
