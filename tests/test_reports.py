@@ -191,13 +191,12 @@ def test_histories_move_where_a_gradient_is_taken_and_nowhere_else(door, jit):
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_histories_that_are_not_finite_are_not_read(door, bad):
     """A state went through float16: gradients of kernels were 0 for 16 steps."""
-    is_history = lambda a: a.shape == (16,)
-    spoiled = jax.tree.map(
-        lambda a: a.at[1].set(bad) if is_history(a) else a, door.step(door.state, X)[1]
-    )
-    y, gradient = jax.jit(lambda state: (door.call(state, X)[0], door.step(state, X)[0]))(spoiled)
-    exact = jax.grad(lambda w: mean_square(X @ w))(W)
-    assert relative_error(y, X @ W) < 0.06
+    x = 1e-4 * X  # whose gradients are zeros unless something scales them
+    spoil = lambda a: a.at[1].set(bad) if a.shape == (16,) else a  # a history
+    spoiled = jax.tree.map(spoil, door.step(door.state, x)[1])
+    y, gradient = jax.jit(lambda state: (door.call(state, x)[0], door.step(state, x)[0]))(spoiled)
+    exact = jax.grad(lambda w: mean_square(x @ w))(W)
+    assert relative_error(y, x @ W) < 0.06
     assert relative_error(gradient, exact) < 0.08
 
 
@@ -249,8 +248,6 @@ TOLD: dict[str, tuple[Any, str]] = {
         lambda: serialization.from_state_dict({"w": Q}, {"w": W}),
         "array of shape .16, 16., the target a ScaledArray.*then quantize these",
     ),
-    "a method": (lambda: Q.mean(), r"Its values have it, q.dequantize\(\).mean,"),
-    "a property": (lambda: Q.sharding, "and its codes, q.data.sharding"),
     "NumPy's file": (
         lambda: read_from_a_file_of_numpy().dequantize(),
         r"\|V1 stores none of jfp8's formats.*data.view\(jnp.float8_e4m3fn\)",
@@ -302,7 +299,7 @@ TOLD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("call", "message"), TOLD.values(), ids=TOLD)
 def test_mistakes_are_told_with_their_cure(call, message):
-    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 

@@ -167,7 +167,7 @@ def _warn_of_flushed_slices(path: str, kernel: jax.Array, q: ScaledArray) -> Non
     if isinstance(found, jax.core.Tracer) or not found.is_fully_addressable:
         return
     sizes = np.asarray(found, np.float32)
-    normal = float(q.scale) * q.format.smallest_normal
+    normal = float(np.asarray(q.scale)) * q.format.smallest_normal
     if flushed := np.count_nonzero((sizes > 0) & (sizes < normal)):
         warnings.warn(
             f"The kernel of {path or 'the layer'!r}, of shape {kernel.shape}, gets one scale, with "

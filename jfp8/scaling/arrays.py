@@ -127,12 +127,6 @@ class ScaledArray(ByValues):
         instead = "variable.set_value(jfp8.quantize_params({'kernel': new}, recipe)['kernel'])"
         raise TypeError(f"New values need new scales: replace it as a whole, in NNX by {instead}.")
 
-    def __getattr__(self, name: str) -> Any:
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if hasattr(vars(self).get("data"), name):
-            message += f". Its values have it, q.dequantize().{name}, and its codes, q.data.{name}"
-        raise AttributeError(message, name=name, obj=self)
-
     def __len__(self) -> int:
         if not self.ndim:
             raise TypeError("A ScaledArray without dimensions has no length.")

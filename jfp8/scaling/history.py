@@ -119,7 +119,7 @@ def recheck(check: jax.Array, old: Any, new: Any) -> jax.Array:
 
 
 def history_amax(history: jax.Array, algo: str) -> jax.Array:
-    """Return the amax that a history predicts; 0 if it is empty.
+    """Return the amax that a history predicts, from its finite entries; 0 if it has none.
 
     Args:
       history: ``f32[..., H]``, newest first.
@@ -128,7 +128,8 @@ def history_amax(history: jax.Array, algo: str) -> jax.Array:
     Returns:
       ``f32[...]``.
     """
-    return jnp.max(history, axis=-1) if algo == "max" else history[..., 0]
+    finite = jnp.where(jnp.isfinite(history), history, 0)
+    return jnp.max(finite, axis=-1) if algo == "max" else finite[..., 0]
 
 
 def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
