@@ -22,7 +22,7 @@ from support.arrays import keyed_normal as normal
 D = 16
 X, W = normal(1, (8, D)), normal(2, (D, D))
 MATMUL = (((1,), (0,)), ((), ()))
-HISTORIES = [np.max(np.abs(X)), np.max(np.abs(W))]  # of lhs and rhs, after a gradient
+LARGEST = [np.max(np.abs(X)), np.max(np.abs(W))]  # the amaxes of lhs and rhs
 
 
 def mean_square(y):
@@ -180,7 +180,7 @@ def test_histories_move_where_a_gradient_is_taken_and_nowhere_else(door, jit):
     moved = {name: door.histories(s) for name, s in run(with_a_gradient, door.state).items()}
     for name, found in moved.items():
         newest = [found[role][0] for role in ("lhs", "rhs")]
-        np.testing.assert_array_equal(newest, HISTORIES, err_msg=name)
+        np.testing.assert_array_equal(newest, LARGEST, err_msg=name)
         assert found["grad"][0] > 0, name
         assert not any(np.any(history[1:]) for history in found.values()), name
     for state in (door.state, door.step(door.state, X)[1]):
@@ -211,7 +211,7 @@ def test_a_step_of_gradients_of_each_example(door):
         return door.after(state, jax.tree.map(lambda g: g.mean(0), each))
 
     found = door.histories(step(door.state))
-    for role, largest in zip(("lhs", "rhs"), HISTORIES, strict=True):
+    for role, largest in zip(("lhs", "rhs"), LARGEST, strict=True):
         assert largest <= found[role][0] <= largest * 9 / 8
         assert not np.any(found[role][1:])
 

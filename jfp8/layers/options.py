@@ -13,7 +13,7 @@ import numpy as np
 
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.codes import refuse_codes
+from jfp8.scaling.codes import as_float_array
 
 # Options of a normalization, and of each matmul.
 NORM_OPTIONS = ("layernorm_type", "epsilon", "zero_centered_gamma", "saved_activations")
@@ -52,12 +52,16 @@ def check_use_bias(layer: Any) -> None:
 
 def check_operand(lhs: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raise ``TypeError`` if a layer has rounded its input to FP8 already, without a scale."""
-    if jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize == 1:
+    if _is_fp8(lhs.dtype):
         raise TypeError(
             f"The layer was given dtype={lhs.dtype.name}, to which Flax rounds its operands "
             "without a scale. Leave dtype out, or pass jnp.bfloat16: the layer quantizes to FP8 "
             "itself, in the formats of its recipe=."
         )
+
+
+def _is_fp8(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
 def kernel_dtype(lhs: Any, rhs: Any, casts_kernel: bool) -> np.dtype | None:
@@ -85,8 +89,8 @@ def promoted(
     With `casts_kernel` the matmul casts a kernel in f32, see `kernel_dtype`.
     """
     for name, x in zip(("inputs", "kernel"), arrays[:2], strict=True):
-        if not isinstance(x, ScaledArray):
-            refuse_codes(x, name)
+        if not isinstance(x, ScaledArray) and _is_fp8(jnp.result_type(x)):
+            as_float_array(x, name, codes=False)  # raises
     cast = promote([None if isinstance(x, ScaledArray) else x for x in arrays])
     both = zip(arrays, cast, strict=True)
     inputs, kernel, *bias = (x if isinstance(x, ScaledArray) else p for x, p in both)

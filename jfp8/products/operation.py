@@ -27,7 +27,7 @@ from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape, scaled_values
-from jfp8.scaling.codes import as_operand
+from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
 from jfp8.tracing.device import current_device
@@ -336,9 +336,9 @@ def as_operands(
             "lhs is a ScaledArray, but only rhs may be one: a weight that is kept in FP8. Pass "
             "lhs.dequantize(), or multiply two ScaledArrays with jfp8.scaled_matmul."
         )
-    lhs = as_operand(lhs, "lhs")
+    lhs = as_float_array(lhs, "lhs", codes=False)
     if not isinstance(rhs, ScaledArray):
-        return lhs, as_operand(rhs, "rhs")
+        return lhs, as_float_array(rhs, "rhs", codes=False)
     _ = rhs.format  # raises for data of any other dtype
     check_scale_shape(rhs)
     return lhs, rhs

@@ -19,8 +19,11 @@ from jfp8.tracing.device import current_device
 from jfp8.tracing.devices import Gpu
 
 
-def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:
-    """Return `x` as an array of a floating dtype of at most 32 bits, or raise ``TypeError``."""
+def as_float_array(x: jax.typing.ArrayLike, what: str, *, codes: bool = True) -> jax.Array:
+    """Return `x` as an array of a floating dtype of at most 32 bits, or raise ``TypeError``.
+
+    With `codes` False, FP8 without its scale raises as well.
+    """
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
@@ -32,23 +35,12 @@ def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:
             f"{what} has dtype float64, which would be rounded twice on its way to FP8 (first to "
             "float32). Convert it yourself where that is acceptable: x.astype(jnp.float32)."
         )
-    return x
-
-
-def as_operand(x: jax.typing.ArrayLike, what: str) -> jax.Array:
-    """Return `x` as `as_float_array` does; codes of FP8 without their scale raise ``TypeError``."""
-    refuse_codes(x, what)
-    return as_float_array(x, what)
-
-
-def refuse_codes(x: jax.typing.ArrayLike, what: str) -> None:
-    """Raise ``TypeError`` if `x` is of an FP8 dtype, so that its values are unknown."""
-    dtype = jnp.result_type(x)
-    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
+    if x.dtype.itemsize == 1 and not codes:
         raise TypeError(
-            f"{what} is {dtype.name}, but FP8 data needs a scale: pass x.astype(jnp.bfloat16), "
+            f"{what} is {x.dtype.name}, but FP8 data needs a scale: pass x.astype(jnp.bfloat16), "
             "which is quantized here, or a weight as jfp8.ScaledArray(data, scale)."
         )
+    return x
 
 
 def encode(

@@ -93,10 +93,9 @@ def format_of(dtype: np.dtype) -> Format:
         if fmt.dtype == dtype:
             return fmt
     stored = ", ".join(f"{fmt.dtype} ({fmt.name})" for fmt in FORMATS)
-    from_file = " A file of NumPy forgets these dtypes: data.view(jnp.float8_e4m3fn)."
     raise TypeError(
-        f"{np.dtype(dtype)} stores none of jfp8's formats. Formats: {stored}."
-        f"{from_file if dtype == np.dtype('V1') else ''}"
+        f"{np.dtype(dtype)} stores none of jfp8's formats. Formats: {stored}. NumPy's files forget "
+        "these dtypes: after np.load, pass data.view(jnp.float8_e4m3fn)."
     )
 
 

@@ -23,7 +23,7 @@ from jfp8.products.vjp import first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.scaling.codes import as_operand
+from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState, check_states
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.backends import first_allowed
@@ -289,7 +289,7 @@ def _check_implementation(implementation: str | None, numerics: Numerics) -> Non
 def _floating(x: Any, name: str, in_high_precision: bool) -> jax.Array:
     x = jnp.asarray(x)
     is_wide = in_high_precision and x.dtype == jnp.float64
-    return x if is_wide else as_operand(x, name)
+    return x if is_wide else as_float_array(x, name, codes=False)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
