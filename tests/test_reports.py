@@ -233,6 +233,15 @@ def assign_in_nnx():
     nnx.Param(Q)[...] = W
 
 
+def train_codes():
+    """The kernel stood still, and only the bias was trained."""
+    model = jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0))
+    nnx.update(model, jfp8.quantize_params(nnx.state(model, nnx.Param)))
+    optimizer = jfp8.nnx.Optimizer(model, jfp8.optim.master_weights(optax.sgd(0.1)))
+    gradient = nnx.grad(lambda model: mean_square(model(X)))(model)
+    optimizer.update(model, gradient)
+
+
 def boxed(w):
     return nn.LogicallyPartitioned(w, ("in", "out"))
 
@@ -289,6 +298,10 @@ TOLD: dict[str, tuple[Any, str]] = {
     "a box": (
         lambda: jfp8.quantize_params({"a": {"kernel": boxed(W)}, "b": {"kernel": W}}),
         r"kernel in a LogicallyPartitioned.*flax.linen.meta.unbox\(params\)",
+    ),
+    "gradients of codes": (
+        train_codes,
+        "master_weights got gradients of codes and scales.*by jfp8.value_and_grad, or jfp8.nnx",
     ),
     "a sink without its name": (
         lambda: jfp8.advance(Function().state["fp8"], jnp.zeros((3, 2050))),

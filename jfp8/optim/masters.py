@@ -131,6 +131,12 @@ class Rounded:
                 "state, params)."
             )
         leaves, structure = _flatten(params)
+        if any(map(is_scaled_array, structure.flatten_up_to(updates))):
+            raise TypeError(
+                f"{self.function} got gradients of codes and scales, which say nothing of the "
+                "values of FP8 parameters. Take gradients by jfp8.value_and_grad, or "
+                "jfp8.nnx.value_and_grad, and update by jfp8.nnx.Optimizer."
+            )
         kept = [_beside(p, self.storage) for p in leaves]
         masters = structure.flatten_up_to(state.masters)
         wide = [_wide(*leaf) for leaf in zip(leaves, kept, masters, strict=True)]
