@@ -5,7 +5,7 @@ Rates of the cards in `MEASURED` are from our own timings, as rates.toml says, a
     python benchmarks/fit_rates.py TIMINGS               # fit half of the shapes, judge others
     python benchmarks/fit_rates.py TIMINGS --write       # and fit all, into rates.toml and the page
     python benchmarks/fit_rates.py TIMINGS --judge       # rates.toml; nothing is fitted
-    python benchmarks/fit_rates.py --table               # expected gains, into docs/gpus.md
+    python benchmarks/fit_rates.py --table               # expected gains, into docs/benchmarks.md
 
 TIMINGS is a folder with `gemm.csv.gz` and `quantize.csv.gz`, which ai-dynamo/aiconfigurator
 (Apache-2.0) publishes: TensorRT-LLM's kernels, timed by their authors. A shape is on one side of
@@ -316,7 +316,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the split by shape")
     parser.add_argument("--write", action="store_true", help="fit all shapes, into rates.toml")
     parser.add_argument("--judge", action="store_true", help="judge rates.toml; fit nothing")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/gpus.md")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/benchmarks.md")
     options = parser.parse_args(argv)
     if options.table:
         write_table()

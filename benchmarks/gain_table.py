@@ -1,4 +1,4 @@
-"""Write the tables of docs/gpus.md that come from the model of time: see `fit_rates.py`."""
+"""Write the tables of docs/benchmarks.md that come from the model of time: see `fit_rates.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jfp8.kernels.cost_model import Costs, Scales, Times, costs_on, expected, wo
 from jfp8.kernels.rates import RATES
 from jfp8.tracing.device import current_gpu
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpus.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 SIZES = (1024, 4096, 8192)
 LARGEST = 2**15
 # Cards that were not timed. GeForce cards sum f32 at half the rate of an RTX PRO 6000.

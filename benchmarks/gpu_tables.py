@@ -1,4 +1,4 @@
-"""Print the tables of docs/gpus.md that were measured on an H100 by `gpu.py`.
+"""Print the tables of docs/benchmarks.md that were measured on an H100 by `gpu.py`.
 
 python benchmarks/gpu_tables.py
 """

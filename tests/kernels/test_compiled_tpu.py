@@ -32,7 +32,7 @@ IN_F8 = ("delayed", "current", "rowwise")
 RECIPES = (*IN_F8, "block", "mxfp8")
 # The others are close to these, tensor parallelism to FSDP, and bf16 is 1 by definition.
 ON_THE_PAGE = ((ONE, FSDP), ("delayed", "block"))
-PAGE = (Path(__file__).parents[2] / "docs" / "tpus.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 
 
 def stands_on_the_page(found):

@@ -26,7 +26,7 @@ def page(name: str) -> str:
 def test_tables_on_the_page_are_the_record(table):
     text = table(RECORD)
     assert len(re.findall(r"\d\.\d\d|\d %", text)) > 2
-    assert text in page("docs/gpus.md")
+    assert text in page("docs/benchmarks.md")
 
 
 def ratios(section: str, groups: list[str], name: str) -> str:
@@ -95,30 +95,30 @@ FACTS = {
     ("docs/gpus.md", r"1024³ trains at ([\d.]+) times"): lambda: ratios(
         "linear", ["1024x1024x1024"], "delayed"
     ),
-    ("docs/gpus.md", r"clocks \| ([\d,]+ to [\d,]+) MHz"): clocks,
-    ("docs/gpus.md", r"reach at least (\d+) % of cuBLASLt"): best_share_of_cublaslt,
-    ("docs/gpus.md", r"from ([\d,]+) to [\d,]+ TFLOP/s"): lambda: block_rate(1),
-    ("docs/gpus.md", r"from [\d,]+ to ([\d,]+) TFLOP/s"): lambda: block_rate(2),
-    ("docs/gpus.md", r"FP8 is ([\d.]+) times as fast as the former"): lambda: (
+    ("docs/benchmarks.md", r"clocks \| ([\d,]+ to [\d,]+) MHz"): clocks,
+    ("docs/benchmarks.md", r"reach at least (\d+) % of cuBLASLt"): best_share_of_cublaslt,
+    ("docs/benchmarks.md", r"from ([\d,]+) to [\d,]+ TFLOP/s"): lambda: block_rate(1),
+    ("docs/benchmarks.md", r"from [\d,]+ to ([\d,]+) TFLOP/s"): lambda: block_rate(2),
+    ("docs/benchmarks.md", r"FP8 is ([\d.]+) times as fast as the former"): lambda: (
         f"{experts()['ratio']:.1f}"
     ),
-    ("docs/gpus.md", r"whose gaps took ([\d.]+) ms"): lambda: (
+    ("docs/benchmarks.md", r"whose gaps took ([\d.]+) ms"): lambda: (
         f"{experts()['ms'] - experts()['busy_ms']:.2f}"
     ),
-    ("docs/gpus.md", r"used the GPU, the kernels took ([\d.]+) ms"): lambda: milliseconds(
+    ("docs/benchmarks.md", r"used the GPU, the kernels took ([\d.]+) ms"): lambda: milliseconds(
         "8 equal | delayed"
     ),
-    ("docs/gpus.md", r"delayed scaling took ([\d.]+) ms"): lambda: milliseconds("delayed | fused"),
-    ("docs/gpus.md", r"separate layers took ([\d.]+) ms"): lambda: milliseconds(
+    ("docs/benchmarks.md", r"delayed scaling took ([\d.]+) ms"): lambda: milliseconds("delayed | fused"),
+    ("docs/benchmarks.md", r"separate layers took ([\d.]+) ms"): lambda: milliseconds(
         "delayed | separate layers"
     ),
-    ("docs/gpus.md", r"for q, k and v took ([\d.]+) ms"): lambda: milliseconds("one layer"),
-    ("docs/gpus.md", r"and three took\s([\d.]+) ms"): lambda: milliseconds("three layers"),
-    ("docs/gpus.md", r"run ([\d.]+ to [\d.]+) times as fast as\s+in"): lambda: ratios(
+    ("docs/benchmarks.md", r"for q, k and v took ([\d.]+) ms"): lambda: milliseconds("one layer"),
+    ("docs/benchmarks.md", r"and three took\s([\d.]+) ms"): lambda: milliseconds("three layers"),
+    ("docs/benchmarks.md", r"run ([\d.]+ to [\d.]+) times as fast as\s+in"): lambda: ratios(
         "linear", [CUBE, LARGER], "block"
     ),
-    ("docs/gpus.md", r"FP8 matmuls take (\d+) %"): lambda: share("2048 | delayed", "nvjet"),
-    ("docs/gpus.md", r"and quantization (\d+) %"): lambda: share("2048 | delayed", "quantize"),
+    ("docs/benchmarks.md", r"FP8 matmuls take (\d+) %"): lambda: share("2048 | delayed", "nvjet"),
+    ("docs/benchmarks.md", r"and quantization (\d+) %"): lambda: share("2048 | delayed", "quantize"),
     ("docs/attention.md", r"ran at ([\d.]+ to [\d.]+) times"): lambda: ratios(
         "attention", ATTENTION, "FP8"
     ),
@@ -134,7 +134,7 @@ def test_figures_on_pages_are_in_the_record(fact):
 
 def test_conditions_on_the_page_are_the_record():
     run = RECORD["runs"]["before-clusters"]
-    text, versions = page("docs/gpus.md"), run["versions"]
+    text, versions = page("docs/benchmarks.md"), run["versions"]
     assert f"{run['device']['kind']}, 700 W, driver {run['device']['driver']}" in text
     assert f"Flax {versions['flax']}, JAX {versions['jax']}, CUDA 13" in text
     assert f"medians of {run['settings']['repeats']} interleaved runs" in text

@@ -97,10 +97,10 @@ def table_of_attention(script) -> list[str]:
 # Script in benchmarks -> page, and what a record says there.
 RECORDS = {
     "parity": ("docs/results.md", gaps),
-    "exported_lm": ("docs/recipes.md", table_of_runs),
+    "exported_lm": ("docs/benchmarks.md", table_of_runs),
     "rl_mismatch": ("docs/trainers/tunix.md", table_of_runs),
-    "attention_accuracy": ("docs/attention.md", table_of_attention),
-    "gain_table": ("docs/gpus.md", lambda script: ["\n".join(script.gains())]),
+    "attention_accuracy": ("docs/benchmarks.md", table_of_attention),
+    "gain_table": ("docs/benchmarks.md", lambda script: ["\n".join(script.gains())]),
     "clients.table": (
         "docs/trainers/index.md",
         lambda script: ["\n".join(script.table(json.loads(script.RESULTS.read_text())))],
@@ -118,7 +118,7 @@ def test_tables_on_pages_are_the_records(name):
 
 def test_the_page_has_the_gains_of_whole_steps():
     programs = json.loads((ROOT / "benchmarks/results/whole_steps.json").read_text())["programs"]
-    table = TEXTS["docs/gpus.md"].partition("### Whole training steps")[2].split("\n\n")[2]
+    table = TEXTS["docs/benchmarks.md"].partition(" steps")[2].split("\n\n")[2]
     head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert len(rows) == len(programs)
     for name, bf16, *gains in rows:
