@@ -316,7 +316,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the split by shape")
     parser.add_argument("--write", action="store_true", help="fit all shapes, into rates.toml")
     parser.add_argument("--judge", action="store_true", help="judge rates.toml; fit nothing")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/benchmarks.md")
+    parser.add_argument("--table", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args(argv)
     if options.table:
         write_table()

@@ -41,18 +41,9 @@ def program(ending: str) -> dict:
     return next(p for p in BY_HAND["kernels"]["programs"] if p["program"].endswith(ending))
 
 
-def milliseconds(ending: str) -> str:
-    return f"{program(ending)['busy_us'] / 1000:.2f}"
-
-
 def share(ending: str, word: str) -> str:
     found = program(ending)
     return f"{100 * sum(t for k, t in found['us'].items() if word in k) / found['busy_us']:.0f}"
-
-
-def block_rate(cluster: int) -> str:
-    rows = [row for row in BY_HAND["tiles"]["rows"] if row[:2] == [CUBE, "block"]]
-    return f"{max(row[6] for row in rows if row[5] == cluster):,}"
 
 
 def best_share_of_cublaslt() -> str:
@@ -97,28 +88,16 @@ FACTS = {
     ),
     ("docs/benchmarks.md", r"clocks \| ([\d,]+ to [\d,]+) MHz"): clocks,
     ("docs/benchmarks.md", r"reach at least (\d+) % of cuBLASLt"): best_share_of_cublaslt,
-    ("docs/benchmarks.md", r"from ([\d,]+) to [\d,]+ TFLOP/s"): lambda: block_rate(1),
-    ("docs/benchmarks.md", r"from [\d,]+ to ([\d,]+) TFLOP/s"): lambda: block_rate(2),
     ("docs/benchmarks.md", r"FP8 is ([\d.]+) times as fast as the former"): lambda: (
         f"{experts()['ratio']:.1f}"
     ),
-    ("docs/benchmarks.md", r"whose gaps took ([\d.]+) ms"): lambda: (
-        f"{experts()['ms'] - experts()['busy_ms']:.2f}"
-    ),
-    ("docs/benchmarks.md", r"used the GPU, the kernels took ([\d.]+) ms"): lambda: milliseconds(
-        "8 equal | delayed"
-    ),
-    ("docs/benchmarks.md", r"delayed scaling took ([\d.]+) ms"): lambda: milliseconds("delayed | fused"),
-    ("docs/benchmarks.md", r"separate layers took ([\d.]+) ms"): lambda: milliseconds(
-        "delayed | separate layers"
-    ),
-    ("docs/benchmarks.md", r"for q, k and v took ([\d.]+) ms"): lambda: milliseconds("one layer"),
-    ("docs/benchmarks.md", r"and three took\s([\d.]+) ms"): lambda: milliseconds("three layers"),
     ("docs/benchmarks.md", r"run ([\d.]+ to [\d.]+) times as fast as\s+in"): lambda: ratios(
         "linear", [CUBE, LARGER], "block"
     ),
     ("docs/benchmarks.md", r"FP8 matmuls take (\d+) %"): lambda: share("2048 | delayed", "nvjet"),
-    ("docs/benchmarks.md", r"and quantization (\d+) %"): lambda: share("2048 | delayed", "quantize"),
+    ("docs/benchmarks.md", r"and quantization (\d+) %"): lambda: share(
+        "2048 | delayed", "quantize"
+    ),
     ("docs/attention.md", r"ran at ([\d.]+ to [\d.]+) times"): lambda: ratios(
         "attention", ATTENTION, "FP8"
     ),
