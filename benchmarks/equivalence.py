@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-Verdict = Literal["equivalent", "different", "cannot be told"]
+Verdict = Literal["equivalent", "different", "inconclusive"]
 
 MOST_PAIRS = 1000  # the upper limit of `Equivalence.pairs_needed`
 
@@ -31,7 +31,7 @@ class Equivalence:
       margin: the largest gap that does not matter, to either side.
       confidence: the level of the interval.
       verdict: ``"equivalent"`` if the interval lies between ``-margin`` and ``margin``,
-        ``"different"`` if all of it lies beyond one of them, else ``"cannot be told"``.
+        ``"different"`` if all of it lies beyond one of them, else ``"inconclusive"``.
       pairs_needed: an estimate of how many pairs decide, if mean and spread stay as they are; at
         most `n` if these pairs already do; ``math.inf`` above 1,000 and `n`. The mean will move, so
         about half of the time that many are too few.
@@ -49,10 +49,10 @@ class Equivalence:
     def __str__(self) -> str:
         interval = f"{self.mean:+.3g} [{self.low:+.3g}, {self.high:+.3g}]"
         told: str = self.verdict
-        if told == "cannot be told":
+        if told == "inconclusive":
             pairs = math.isfinite(self.pairs_needed)
             number = f"about {self.pairs_needed:.0f}" if pairs else f"more than {MOST_PAIRS:,}"
-            told += f"; {number} pairs might tell"
+            told += f"; {number} pairs may decide"
         of = f"({100 * self.confidence:g} %, {self.n} pairs)"
         return f"{interval} {of}, margin {self.margin:g}: {told}"
 
@@ -64,7 +64,7 @@ def equivalence(gaps: ArrayLike, *, margin: float = 0.25, confidence: float = 0.
                                                               Student's distribution, n - 1 degrees
         "equivalent"       -margin < low and high < margin
         "different"        high < -margin or margin < low
-        "cannot be told"   otherwise
+        "inconclusive"   otherwise
 
     A 90 % interval inside the margins is two one-sided tests at 5 % each: runs whose true mean gap
     is a margin or more are called equivalent in at most one case of 20. The gaps should be
@@ -114,7 +114,7 @@ def equivalence(gaps: ArrayLike, *, margin: float = 0.25, confidence: float = 0.
     halves = t_quantile((1 + confidence) / 2, numbers - 1) * values.std(ddof=1) / np.sqrt(numbers)
     half = float(halves[n - 2])
     low, high = mean - half, mean + half
-    verdict: Verdict = "cannot be told"
+    verdict: Verdict = "inconclusive"
     if -margin < low and high < margin:
         verdict = "equivalent"
     elif high < -margin or margin < low:

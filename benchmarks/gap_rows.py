@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Colour and marker of the mean, by verdict: markers tell them apart in print.
-_LOOK = {"equivalent": (GREEN, "o"), "different": (VERMILION, "D"), "cannot be told": (BLUE, "s")}
+_LOOK = {"equivalent": (GREEN, "o"), "different": (VERMILION, "D"), "inconclusive": (BLUE, "s")}
 
 
 def gap_rows(

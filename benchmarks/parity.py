@@ -316,7 +316,7 @@ def _cells(told: dict[str, Any]) -> list[str]:
     verdict = told["verdict"]
     if verdict == "equivalent":
         verdict = f"equivalent within {MARGIN}"
-    elif verdict == "cannot be told":
+    elif verdict == "inconclusive":
         needed = told["pairs_needed"]
         verdict += f" ({needed:.0f} seeds might)" if needed else " (too close to the margin)"
     else:

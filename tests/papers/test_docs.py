@@ -338,7 +338,7 @@ OTHERS = (
     "FP8 Emulation Toolkit",
     "Accelerate",
     "MaxText",
-    *("haiku", "equinox", "keras", "haliax"),
+    *("haiku", "equinox", "keras", "haliax", "tokamax"),
     *("Flax's examples", "gemma", "tunix", "bonsai", "big_vision", "transformers", "diffusers"),
 )
 

@@ -30,12 +30,12 @@ WIDE = 2.919986 / math.sqrt(3)
     ("middle", "margin", "verdict"),
     [
         (0.0, WIDE + 1e-4, "equivalent"),
-        (0.0, WIDE - 1e-4, "cannot be told"),  # one and the same: both ends are beyond
-        (0.2, WIDE + 0.1, "cannot be told"),
-        (2.0, 0.4, "cannot be told"),  # surely above 0, and not surely above the margin
+        (0.0, WIDE - 1e-4, "inconclusive"),  # one and the same: both ends are beyond
+        (0.2, WIDE + 0.1, "inconclusive"),
+        (2.0, 0.4, "inconclusive"),  # surely above 0, and not surely above the margin
         (2.0, 4.0, "equivalent"),  # surely above 0, and surely small
         (2.0, 2.0 - WIDE - 1e-4, "different"),
-        (2.0, 2.0 - WIDE + 1e-4, "cannot be told"),
+        (2.0, 2.0 - WIDE + 1e-4, "inconclusive"),
         (-2.0, 2.0 - WIDE - 1e-4, "different"),
     ],
 )
@@ -43,20 +43,20 @@ def test_verdicts(middle, margin, verdict):
     found = equivalence([middle - 1, middle, middle + 1], margin=margin)
     assert found.verdict == verdict
     assert (found.low, found.high) == pytest.approx((middle - WIDE, middle + WIDE), abs=1e-6)
-    assert (found.pairs_needed <= found.n) == (verdict != "cannot be told")
+    assert (found.pairs_needed <= found.n) == (verdict != "inconclusive")
 
 
 def test_gaps_without_spread():
     found = equivalence([0.1, 0.1])
     assert (found.low, found.high, found.verdict) == (0.1, 0.1, "equivalent")
     at_the_margin = equivalence([0.25, 0.25])
-    assert (at_the_margin.verdict, at_the_margin.pairs_needed) == ("cannot be told", math.inf)
+    assert (at_the_margin.verdict, at_the_margin.pairs_needed) == ("inconclusive", math.inf)
 
 
 def test_pairs_needed_tell_if_nothing_changes():
     """Of gaps m - a and m + a in equal numbers, mean and spread are known for any number."""
     found = equivalence([-0.4, 0.6] * 2)
-    assert found.verdict == "cannot be told"
+    assert found.verdict == "inconclusive"
     spread, needed = np.std([-0.4, 0.6] * 2, ddof=1), int(found.pairs_needed)
     half = lambda n: special.stdtrit(n - 1, 0.95) * spread / math.sqrt(n)
     assert half(needed) < 0.25 - 0.1 <= half(needed - 1)
@@ -78,10 +78,10 @@ def test_errors_are_as_rare_as_promised():
 def test_one_line_says_it():
     found = equivalence([-0.53, 0.16, 0.25])
     assert str(found) == (
-        "-0.04 [-0.759, +0.679] (90 %, 3 pairs), margin 0.25: cannot be told; about 14 pairs might "
-        "tell"
+        "-0.04 [-0.759, +0.679] (90 %, 3 pairs), margin 0.25: inconclusive; about 14 pairs may "
+        "decide"
     )
-    assert str(equivalence([-9.0, 9.0])).endswith("more than 1,000 pairs might tell")
+    assert str(equivalence([-9.0, 9.0])).endswith("more than 1,000 pairs may decide")
     different = equivalence([1.0, 1.1, 1.2], confidence=0.95)
     assert str(different) == "+1.1 [+0.852, +1.35] (95 %, 3 pairs), margin 0.25: different"
 

@@ -76,7 +76,7 @@ def test_gaps_are_between_equal_seeds():
     assert (percent["n"], percent["mean"], percent["median"]) == (2, -0.5, -0.5)
     assert percent["low"] == pytest.approx(-0.5 - 1.5 * 6.313752, abs=1e-4)
     assert points["high"] == pytest.approx(-0.25 + 0.75 * 6.313752, abs=1e-4)
-    assert (percent["verdict"], percent["margin"]) == ("cannot be told", 0.25)
+    assert (percent["verdict"], percent["margin"]) == ("inconclusive", 0.25)
     of_three = parity.compared({"0": 0.0, "1": 0.0, "2": 3.0}, [])
     assert (of_three["n"], of_three["mean"], of_three["median"]) == (3, 1.0, 0.0)
 
