@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md, from the records of the clients.
+"""The table of the gaps that docs/benchmarks.md sums up, from the records of the clients.
 
 python benchmarks/clients/table.py
 """

@@ -42,7 +42,7 @@ def on_the_page() -> dict[tuple[str, str, str], str]:
     """Return the times of a TPU7x relative to bf16."""
     found = {}
     for key, name in ROWS.items():
-        row = rf"^\| {name} \| delayed; block \| (\S+); (\S+) \|$"
+        row = rf"^- {name}: delayed (\S+), block (\S+)$"
         (times,) = re.findall(row, PAGE, re.MULTILINE)
         found |= {(*key, "delayed"): times[0], (*key, "block"): times[1]}
     return found

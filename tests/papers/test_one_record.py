@@ -101,6 +101,14 @@ def mismatch_of_rounding(script) -> list[str]:
     return [f"largest mismatch was {float(row.split(' | ')[-1].strip('| ')):g} nats"]
 
 
+def gaps_of_clients(script) -> list[str]:
+    rows = script.table(json.loads(script.RESULTS.read_text()))[2:]
+    assert all(re.search(r"\| (\d+) of \1 \|", row) for row in rows)
+    means = [float(gap) for row in rows for gap in re.findall(r"([-+][\d.]+) \[", row)]
+    lie = f"mean losses lay within {max(map(abs, means)):.1f} % of float32"
+    return [f"{len(rows)} small models of these libraries", lie]
+
+
 # Script in benchmarks -> page, and what a record says there.
 RECORDS = {
     "parity": ("docs/results.md", gaps),
@@ -108,10 +116,7 @@ RECORDS = {
     "rl_mismatch": ("docs/benchmarks.md", mismatch_of_rounding),
     "attention_accuracy": ("docs/benchmarks.md", errors_of_attention),
     "gain_table": ("docs/benchmarks.md", lambda script: ["\n".join(script.gains())]),
-    "clients.table": (
-        "docs/benchmarks.md",
-        lambda script: ["\n".join(script.table(json.loads(script.RESULTS.read_text())))],
-    ),
+    "clients.table": ("docs/benchmarks.md", gaps_of_clients),
 }
 
 
@@ -120,21 +125,18 @@ def test_tables_on_pages_are_the_records(name):
     page, found_in = RECORDS[name]
     found = found_in(imported(name, "benchmarks"))
     assert found
-    assert [text for text in found if text not in TEXTS[page]] == []
+    page = " ".join(TEXTS[page].split())
+    assert [text for text in found if " ".join(text.split()) not in page] == []
 
 
 def test_the_page_has_the_gains_of_whole_steps():
     programs = json.loads((ROOT / "benchmarks/results/whole_steps.json").read_text())["programs"]
-    table = TEXTS["docs/benchmarks.md"].partition(" steps")[2].split("\n\n")[2]
-    head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    assert len(rows) >= 4
-    for name, bf16, *gains in rows:
-        found = programs[name]
-        assert float(bf16) == pytest.approx(found["bf16"]["ms"], abs=0.05)
-        by_recipe = dict(zip((cell.strip("`") for cell in head[-4:]), gains, strict=True))
-        shown = {recipe: float(gain) for recipe, gain in by_recipe.items() if gain.strip(" –")}
-        ratios = {r: found["bf16"]["ms"] / x["ms"] for r, x in found.items() if r != "bf16"}
-        assert shown == pytest.approx(ratios, abs=0.005001)
+    names = ("one GPU", "8 GPUs, FSDP", "8 GPUs, FSDP×TP 2×4", "width 512")
+    gains = (programs[name]["bf16"]["ms"] / programs[name]["delayed"]["ms"] for name in names)
+    text = (
+        TEXTS["docs/benchmarks.md"].partition("## Whole training steps")[2].partition("`python")[0]
+    )
+    assert re.findall(r"\b[01]\.\d\d\b", text) == [f"{gain:.2f}" for gain in gains]
 
 
 def test_the_picture_of_the_readme_is_described_by_the_record():
