@@ -4,6 +4,7 @@ import inspect
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -101,6 +102,15 @@ def link_to_copies(app, docname, source):
     """Links to notebooks, `../notebooks/..`, lead to the copies; other files are downloads."""
     up = "../" * (docname.count("/") + 1)
     source[0] = source[0].replace(f"]({up}notebooks/", "](/notebooks/")
+
+
+def list_promises(app, docname, source):
+    """The promises stand once, next to the names of their tests."""
+    if docname == "promises":
+        file = HERE.parent / "tests/papers/promises.toml"
+        sections = tomllib.loads(file.read_text(encoding="utf-8")).items()
+        text = (f"## {name}\n\n- " + "\n- ".join(promises) for name, promises in sections)
+        source[0] = source[0].replace("<!-- the promises -->", "\n\n".join(text))
 
 
 # `**NNX**`, code, `**Linen**`, code: the same program twice. All tabs of the site switch together.
@@ -244,6 +254,7 @@ def setup(app):
     app.connect("autodoc-process-docstring", end_first_paragraph, priority=400)
     app.connect("source-read", link_to_copies)
     app.connect("source-read", tabs)
+    app.connect("source-read", list_promises)
     app.connect("doctree-read", link_names)
     app.connect("doctree-read", link_papers)
     app.connect("doctree-resolved", name_pictures)
