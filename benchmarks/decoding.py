@@ -1,6 +1,6 @@
 """Sample from a small language model step by step, and compare with one pass over the whole.
 
-    python benchmarks/decoding.py            # the tables of docs/benchmarks.md: about 5 minutes
+    python benchmarks/decoding.py            # the figures of docs/benchmarks.md: about 5 minutes
     python benchmarks/decoding.py --recipes delayed mxfp8 --json
 
 Two causal `TransformerLayer`s with random weights (128 features, 4 heads, 256 tokens) draw 8

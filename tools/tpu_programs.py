@@ -3,7 +3,7 @@
 libtpu compiles for a description of devices. Arguments that lie on such devices say in their types
 what they are on; nothing else has to be told to jfp8.
 
-``python tools/tpu_programs.py report.xml`` prints docs/benchmarks.md's table.
+``python tools/tpu_programs.py report.xml`` prints the table that docs/benchmarks.md sums up.
 """
 
 from __future__ import annotations
