@@ -2,7 +2,7 @@
 
 The published timings are of TensorRT-LLM 1.3.0rc20, by ai-dynamo/aiconfigurator (Apache-2.0,
 21 August 2026): cuBLASLt's matmuls in bf16 and FP8, the same that XLA calls; its own for FP8 in
-blocks of 128 and for NVFP4, the nearest to cuDNN's; its casts. docs/benchmarks.md sums up the errors.
+blocks of 128 and for NVFP4, the nearest to cuDNN's; its casts. docs/benchmarks.md has the errors.
 """
 
 from __future__ import annotations
