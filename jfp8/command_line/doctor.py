@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import os
 import platform
@@ -26,9 +27,11 @@ from jfp8 import recipes
 from jfp8.command_line.child import ask
 from jfp8.conversion.report import report
 from jfp8.conversion.tables import table_lines
+from jfp8.kernels.rates import RATES, name_of
 from jfp8.kernels.verdicts import verdict_file, verdicts, versions
 from jfp8.layers.linen.layers import Dense
 from jfp8.tracing.compat import cudnn_version
+from jfp8.tracing.devices import capability_of
 
 Facts = dict[str, Any]
 Advice = tuple[bool, str]  # whether something is wrong until it is done, and what to do
@@ -47,7 +50,18 @@ N = 4096
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--card", help='a card that is not here, such as "NVIDIA H200"')
+    parser.add_argument("--card", type=known, help='a card that is not here, such as "NVIDIA H200"')
+
+
+def known(card: str) -> str:
+    """Return the name of a `card` that jfp8 knows; raise for others."""
+    if name_of(card) is None and capability_of(card) is None:
+        near = difflib.get_close_matches(card.split()[-1].upper() if card else "", RATES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise argparse.ArgumentTypeError(
+            f"{card!r} is no card that jfp8 knows.{hint} Cards with known rates: {', '.join(RATES)}"
+        )
+    return card
 
 
 def run(options: argparse.Namespace) -> tuple[Facts, list[str], bool]:

@@ -8,7 +8,7 @@ import importlib
 import json
 from typing import Any
 
-from jfp8.command_line.doctor import described
+from jfp8.command_line.doctor import described, known
 from jfp8.conversion.report import report
 
 
@@ -32,7 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="a function without arguments that returns the arguments of jfp8.report, "
         "such as (model, variables, x)",
     )
-    parser.add_argument("--card", help='trace for a card that is not here, such as "NVIDIA H200"')
+    here = 'trace for a card that is not here, such as "NVIDIA H200"'
+    parser.add_argument("--card", type=known, help=here)
     parser.add_argument("--verbose", action="store_true", help="print a line for each matmul")
 
 

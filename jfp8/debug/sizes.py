@@ -19,8 +19,10 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.training.state import TrainState
 
-# The last is that of flax.linen.fp8_ops, for models that come from there.
-_FP8_COLLECTIONS = ("fp8", "fp8_sink", "_overwrite_with_gradient")
+# Sinks are not counted: they are zeros that nobody keeps, and differentiation can make new ones.
+_SINKS = "fp8_sink"
+# flax.linen.fp8_ops has the second collection, too.
+_FP8_COLLECTIONS = ("fp8", "_overwrite_with_gradient")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class SummaryRow:
       path: ``"encoder/Dense_0"``; empty for the model itself.
       params: parameters.
       params_in_fp8: parameters that are stored in FP8 (`ScaledArray`).
-      fp8_state: amax histories, and the zeros (``fp8_sink``) whose gradient carries amaxes.
+      fp8_state: amax histories, without the zeros (``fp8_sink``) whose gradient carries amaxes.
       other: all other variables, such as ``batch_stats``.
     """
 
@@ -151,13 +153,13 @@ def summary(model: Any, variables: Any = None, *, depth: int = 2) -> Summary:
     >>> import jax, jax.numpy as jnp, jfp8
     >>> model, x = jfp8.Dense(8), jnp.ones((1, 4))
     >>> print(jfp8.summary(model, model.init(jax.random.key(0), x)))
-    Dense: 40 parameters, 160 B; FP8 state 24.8 kB
+    Dense: 40 parameters, 160 B; FP8 state 208 B
     <BLANKLINE>
-    module              parameters  bytes  FP8 state    bytes
-    ---------------------------------------------------------
-    (the model itself)          40  160 B      6,202  24.8 kB
-    ---------------------------------------------------------
-    total                       40  160 B      6,202  24.8 kB
+    module              parameters  bytes  FP8 state  bytes
+    -------------------------------------------------------
+    (the model itself)          40  160 B         52  208 B
+    -------------------------------------------------------
+    total                       40  160 B         52  208 B
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise ValueError(f"depth={depth!r}: must be an int of at least 1, such as 2.")
@@ -196,6 +198,7 @@ _Variable = tuple[tuple[str, ...], str, Any]
 def _of_linen(variables: Mapping[str, Any]) -> Iterator[_Variable]:
     kinds = {"params": "params"} | dict.fromkeys(_FP8_COLLECTIONS, "fp8_state")
     for collection, tree in variables.items():
+        tree = {} if collection == _SINKS else tree
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array):
             # Boxes around arrays (nn.Partitioned) add keys that are not names of modules.
             names = [str(key.key) for key in path if hasattr(key, "key")]
@@ -204,9 +207,9 @@ def _of_linen(variables: Mapping[str, Any]) -> Iterator[_Variable]:
 
 def _of_nnx(model: nnx.Module) -> Iterator[_Variable]:
     for path, node in nnx.iter_graph(model, graph=True):
-        if isinstance(node, nnx.Variable):
+        if isinstance(node, nnx.Variable) and not isinstance(node, Fp8Sink):
             kind = "params" if isinstance(node, nnx.Param) else "other"
-            if isinstance(node, (Fp8State, Fp8Sink)):
+            if isinstance(node, Fp8State):
                 kind = "fp8_state"
             yield tuple(map(str, path[:-1])), kind, node.get_value()
 

@@ -48,6 +48,17 @@ def test_a_report_of_a_model_for_a_card_that_is_not_here(capsys, models):
     assert capsys.readouterr().out.strip() == str(jfp8.report(*models.example()))
 
 
+@pytest.mark.parametrize("command", [["report", "my_models:example"], ["doctor"]])
+@pytest.mark.parametrize(("card", "nearest"), [("NVIDIA H900", "H200"), ("h100", "H100")])
+def test_a_card_that_is_none_is_refused_with_the_names_that_exist(capsys, command, card, nearest):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--card", card])
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{card!r} is no card that jfp8 knows. Did you mean {nearest!r}? " in said
+    assert "known rates: B200, B300, GB300, H100, H200, L40S, RTX PRO 6000" in said
+
+
 def test_a_name_that_is_none_is_told(capsys):
     for name in ("my_models:nothing", "no_module:x", "nothing"):
         with pytest.raises(SystemExit) as ended:
