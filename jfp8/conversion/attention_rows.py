@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jfp8.conversion.flops import microseconds
 from jfp8.conversion.product_rows import ProductRow
 from jfp8.products.flash.passes import ATTENTION_NAME, WIDE, read_name
 
@@ -45,6 +46,7 @@ def attention_rows(eqn: Any, notes: dict[str, str], times: int) -> Iterator[Prod
     spelled = lambda fmt, x: f"{'f32' if fmt == WIDE else fmt}[{','.join(map(str, x))}]"
     for (kind, lhs, rhs, out), *operands in zip(products, formats[::2], formats[1::2], strict=True):
         narrow = WIDE not in operands
+        elements = repeated * sum(map(math.prod, (lhs, rhs, out)))
         yield ProductRow(
             path=notes.get("path", ""),
             layer=notes.get("layer", ""),
@@ -59,4 +61,5 @@ def attention_rows(eqn: Any, notes: dict[str, str], times: int) -> Iterator[Prod
             reason="" if narrow else "the recipe keeps an operand in high precision",
             times=times,
             flops=times * flops,
+            **microseconds(flops, elements, "rounded" if narrow else "bf16", "rows"),
         )

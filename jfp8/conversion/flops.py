@@ -1,4 +1,4 @@
-"""Count the multiplications and additions of products that JAX computes."""
+"""Count the multiplications and additions of matmuls that JAX computes, and expect their times."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import jax
 
 from jfp8.conversion.weight_matmul import PRODUCTS
+from jfp8.matmul.planner import Scales, Times, Work, planner_of
+from jfp8.tracing.device import current_gpu
 
 
 def flops(eqn: Any) -> int:
@@ -38,3 +40,20 @@ def conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumbe
     for i, k, o in zip(lhs_space, taps, out_space, strict=True):
         flops *= math.prod(sorted((lhs[i], rhs[k], out[o]))[:2])
     return flops
+
+
+def expected_times(flops: int, elements: int, scales: Scales) -> Times | None:
+    """Return the expected times of a matmul on the GPU that JAX traces for; None if not known.
+
+    `elements` are those of both operands and the result.
+    """
+    return planner_of(current_gpu()).expected_times(Work(flops / 2, elements), scales)
+
+
+def microseconds(
+    flops: int, elements: int, how: str = "bf16", scales: Scales = "one"
+) -> dict[str, float | None]:
+    """Return the times of a `ProductRow`: as it is computed, ``Times.{how}``, and in bf16."""
+    times = expected_times(flops, elements, scales)
+    of = lambda name: None if times is None else 1e6 * getattr(times, name)
+    return {"expected_us": of(how), "bf16_us": of("bf16")}

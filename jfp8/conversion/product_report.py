@@ -20,7 +20,6 @@ from jfp8.conversion.product_rows import (
     product_table,
     si,
     slower_message,
-    times_message,
 )
 from jfp8.conversion.tables import Printed, Table, preformatted, ruled_lines, table_lines
 
@@ -38,7 +37,8 @@ class Report(Printed):
     Numbered siblings whose products are the same share a line, ``block_{0..5}``. ``fprop``,
     ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed. FLOPs
     are the sums of all three matmuls, in all layers of the line. Traced for a GPU with known rates,
-    ``gain`` is how many times as fast as unconverted its FP8 is expected to be. Below are reasons.
+    ``gain`` is how many times as fast as in bf16 the matmuls of a line are expected to be, and the
+    last sentence has the gain of all matmuls. Below are reasons.
 
     Attributes:
       rows: every product, in the order of the program.
@@ -87,16 +87,15 @@ class Report(Printed):
         n = sum(row.times for row in self.rows)
         fp8 = sum(row.times for row in self.rows if row.fp8)
         gain = gain_of(self.rows)
-        speed = f" Expected by a cost model: {gain:.2f} times as fast as bf16." if gain else ""
+        speed = f"Expected by a cost model: {gain or 1:.2f} times as fast as bf16, in all products."
         return (
             f"{100 * self.fp8_fraction:.1f} % of {si(self.flops)}FLOPs are FP8: "
-            f"{fp8} of {n} products.{speed}"
+            f"{fp8} of {n} products.{f' {speed}' if gain else ''}"
         )
 
     def verbose(self) -> str:
-        """Return a line for each product; with times if traced for a GPU of known rates."""
-        times = _wrapped(times_message(self.rows))
-        return "\n".join([*ruled_lines(product_table(self.rows)), *times, *self._said()])
+        """Return a line for each product."""
+        return "\n".join([*ruled_lines(product_table(self.rows)), *self._said()])
 
     def __str__(self) -> str:
         layers = _lines_of(self.rows)

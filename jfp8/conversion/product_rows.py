@@ -18,8 +18,7 @@ OWN_ATTENTION = (
 AT_CODE = NO_LAYER, OWN_ATTENTION
 """Reasons after which reports name the line of code."""
 
-_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs")
-_TIMES = ("expected µs", "in bf16 µs")
+_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class ProductRow:
         later one changes an earlier result; see ``Recipe.is_causal``. For a product with a history,
         this is about the steps after its first entry.
       expected_us: microseconds for computing it once, quantizing included, by the model of
-        `kernels.cost_model`; None for products in high precision, and unless JAX traces for a GPU
-        whose rates the model has.
+        `kernels.cost_model`; of products in high precision their time in bf16; None unless JAX
+        traces for a GPU whose rates the model has.
       bf16_us: the same if the layer were not converted.
       recipes_us: the same under other recipes, by name; empty for convolutions.
     """
@@ -94,27 +93,26 @@ def listed(items: Sequence[str], most: int) -> str:
 
 
 def product_table(rows: Sequence[ProductRow]) -> Table:
-    """Return a head, and a line for each product; with times if any is expected."""
-    timed = any(row.expected_us is not None for row in rows)
-    head = (*_HEAD, *(_TIMES if timed else ()), "how")
-    return [head, *(_cells(row, timed=timed) for row in rows)]
-
-
-def times_of(rows: Iterable[ProductRow], recipe: str = "") -> tuple[float, float]:
-    """Return the expected microseconds in FP8, or as if under `recipe`, and in bf16."""
-    timed = [(row, row.expected_us) for row in rows if row.expected_us is not None]
-    fp8 = sum(row.times * row.recipes_us.get(recipe, us) for row, us in timed)
-    return fp8, sum(row.times * (row.bf16_us or 0.0) for row, _ in timed)
+    """Return a head, and a line for each product."""
+    return [_HEAD, *map(_cells, rows)]
 
 
 def gain_of(rows: Iterable[ProductRow], recipe: str = "") -> float | None:
-    """Return the expected speed of FP8 relative to unconverted layers, or None if unknown."""
-    fp8, bf16 = times_of(rows, recipe)
-    return bf16 / fp8 if fp8 else None
+    """Return the expected speed of products, or as if under `recipe`, relative to bf16.
+
+    Products that are not FP8 count with their times in bf16. None if none is FP8, or no time is
+    known.
+    """
+    timed = [(row, row.expected_us) for row in rows if row.expected_us is not None]
+    if not any(row.fp8 for row, _ in timed):
+        return None
+    total = sum(row.times * row.recipes_us.get(recipe, us) for row, us in timed)
+    return sum(row.times * (row.bf16_us or 0.0) for row, _ in timed) / total
 
 
 def slower_message(rows: Sequence[ProductRow], gpu: str) -> str:
     """Warn that FP8 is expected to be slower, and name a better recipe; "" if it is not."""
+    rows = [row for row in rows if row.fp8]
     gain = gain_of(rows)
     if gain is None or gain >= 1:
         return ""
@@ -129,20 +127,6 @@ def slower_message(rows: Sequence[ProductRow], gpu: str) -> str:
     )
 
 
-def times_message(rows: Iterable[ProductRow]) -> str:
-    """Say the expected time of all products in FP8, and in bf16; "" if none is expected."""
-    fp8, bf16 = times_of(rows)
-    said = (
-        f"Expected by a model, not measured: {_spelled(fp8)} for the products that are FP8, "
-        f"{_spelled(bf16)} if their layers were in bf16."
-    )
-    return said if fp8 else ""
-
-
-def _spelled(us: float) -> str:
-    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} µs"
-
-
 def si(n: int) -> str:
     """Write a number with a prefix of units: ``"1.02 k"``."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -151,11 +135,9 @@ def si(n: int) -> str:
     return f"{n} "
 
 
-def _cells(row: ProductRow, *, timed: bool) -> tuple[str, ...]:
+def _cells(row: ProductRow) -> tuple[str, ...]:
     how = f"{row.recipe}, {row.implementation}" if row.fp8 else f"high precision: {row.reason}"
     if row.cuda not in ("", row.implementation) and not row.tpu:
         how += f"; on CUDA {row.cuda}"
-    expected = (row.expected_us, row.bf16_us) if timed else ()
-    times = ("" if us is None else f"{row.times * us:.3g}" for us in expected)
     what = row.path or "(no layer)", row.kind, row.lhs, row.rhs, row.out
-    return (*what, str(row.times), si(row.flops), *times, how)
+    return (*what, str(row.times), si(row.flops), how)

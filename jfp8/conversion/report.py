@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.flops import flops
+from jfp8.conversion.flops import expected_times, flops, microseconds
 from jfp8.conversion.function import weights_apart
 from jfp8.conversion.linen_attention import own_attention
 from jfp8.conversion.nnx_copy import with_notes
@@ -34,7 +34,7 @@ from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.layers.linen.attention import MultiHeadDotProductAttention
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.transformer import LayerNormAttention
-from jfp8.matmul.planner import Scales, Times, Work, planner_of
+from jfp8.matmul.planner import Scales
 from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.recipes.in_effect import why_disabled
@@ -241,10 +241,8 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     work = 2 * out.size * int(terms) if terms else sum(map(flops, _equations(eqn)))
     cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
     tpu = "" if current_tpu() is None else _noted(eqn, "tpu")
-    arrays = first, second, out
-    expected = _expected_times(work, arrays, scales) if narrow else None
-    in_fp8 = cuda.partition(":")[0] not in ("bf16", "emulate")
-    us = None if expected is None else 1e6 * (expected.fp8 if in_fp8 else expected.rounded)
+    elements = first.size + second.size + out.size
+    how = "rounded" if cuda.partition(":")[0] in ("bf16", "emulate") else "fp8"
     return ProductRow(
         path=notes.get("path", ""),
         layer=notes.get("layer", ""),
@@ -261,9 +259,8 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         reason="" if narrow else "the recipe keeps an operand in high precision",
         times=times,
         flops=times * work,
-        expected_us=us,
-        bf16_us=None if expected is None else 1e6 * expected.bf16,
-        recipes_us=_times_of_others(eqn, work, arrays) if narrow else {},
+        **microseconds(work, elements, how if narrow else "bf16", scales),
+        recipes_us=_times_of_others(eqn, work, elements) if narrow else {},
     )
 
 
@@ -273,18 +270,12 @@ def _noted(eqn: Any, kind: Kind, default: str = "emulate") -> str:
     return next((n[kind] for n in map(notes_of, stacks) if kind in n), default)
 
 
-def _times_of_others(eqn: Any, flops: int, arrays: Sequence[Any]) -> dict[str, float]:
+def _times_of_others(eqn: Any, flops: int, elements: int) -> dict[str, float]:
     """Return the expected microseconds of a product under recipes for which there are kernels."""
     if any(inner.primitive.name == "conv_general_dilated" for inner in _equations(eqn)):
         return {}  # in bf16 under each of them
-    times = {name: _expected_times(flops, arrays, kind) for kind, name in _RECIPES.items()}
+    times = {name: expected_times(flops, elements, kind) for kind, name in _RECIPES.items()}
     return {name: 1e6 * min(t.fp8, t.rounded) for name, t in times.items() if t is not None}
-
-
-def _expected_times(flops: int, arrays: Sequence[Any], scales: Scales) -> Times | None:
-    """Return what the cost model expects of a product on the GPU that JAX traces for, if any."""
-    work = Work(flops / 2, sum(x.size for x in arrays))
-    return planner_of(current_gpu()).expected_times(work, scales)
 
 
 def _operands(eqn: Any) -> tuple[Any, Any, Scales]:
@@ -322,16 +313,17 @@ def _kind_of(scales: list[Any]) -> Scales:
 
 
 def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
-    notes = notes_of(stack)
-    lhs, rhs, out = (_spelled(v.aval) for v in (*eqn.invars[:2], eqn.outvars[0]))
+    notes, work = notes_of(stack), flops(eqn)
+    arrays = [v.aval for v in (*eqn.invars[:2], eqn.outvars[0])]
     return ProductRow(
         notes.get("path", ""),
         notes.get("layer", ""),
         "backward" if "transpose(" in stack else "forward",
-        *(lhs, rhs, out),
+        *map(_spelled, arrays),
         reason=notes.get("reason") or why_disabled() or _why_not(eqn),
         times=times,
-        flops=times * flops(eqn),
+        flops=times * work,
+        **microseconds(work, sum(x.size for x in arrays)),
     )
 
 

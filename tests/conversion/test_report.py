@@ -199,7 +199,7 @@ def test_expected_times_of_a_known_gpu():
     model = nn.Sequential([jfp8.Dense(4096), jfp8.Dense(128), jfp8.Dense(16)])
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     variables = jax.eval_shape(model.init, KEY, x)
-    assert "expected" not in jfp8.report(model, variables, x).verbose()
+    assert "Expected" not in jfp8.report(model, variables, x).summary()
     with traced_for("NVIDIA L40S"):
         r = jfp8.report(model, variables, x)
     found = {row.path: (row.cuda.split(":")[0], row) for row in r.rows}
@@ -212,11 +212,33 @@ def test_expected_times_of_a_known_gpu():
         assert row.bf16_us == pytest.approx(1e6 * times.bf16)
     first = r.rows[0]
     assert (f"{first.expected_us:.3g}", f"{first.bf16_us:.3g}") == ("499", "664")
-    head, _, *lines = r.verbose().splitlines()
-    assert "expected µs  in bf16 µs  how" in head
-    assert re.search(r"137 G +499 +664 +delayed, ", lines[0])
-    text = r"Expected by a model, not measured: [\d.]+ .s for the products that are FP8, [\d.]+ ms"
-    assert re.search(text, " ".join(r.verbose().split()))
+
+def test_the_gain_is_that_of_all_products():
+    """By Amdahl's law: ten equal layers, of which one or none is converted."""
+
+    class Ten(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(10):
+                x = nn.relu(nn.Dense(4096, use_bias=False, dtype=jnp.bfloat16, name=f"w{i}")(x))
+            return x
+
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    with traced_for("NVIDIA H100"):
+        model = jfp8.convert(Ten(), CURRENT, only="w3")
+        r = jfp8.report(model, jax.eval_shape(model.init, KEY, x), x)
+        plain = jfp8.report(Ten(), jax.eval_shape(Ten().init, KEY, x), x)
+    of_layer = [row for row in r.rows if row.path == "w3"]
+    layer = sum(row.bf16_us for row in of_layer) / sum(row.expected_us for row in of_layer)
+    assert layer > 1.2
+    share = 3 / (3 * 9 + 2)  # the first layer has no dgrad
+    gain = 1 / (1 - share + share / layer)
+    assert f"Expected by a cost model: {gain:.2f} times as fast as bf16" in str(r)
+    (line,) = [line for line in str(r).splitlines() if line.startswith("w3")]
+    assert line.endswith(f" {layer:.2f}x")
+    assert sum(line.endswith("x") for line in str(r).splitlines()) == 1
+    assert "Expected" not in str(plain)
+    assert all(row.expected_us == row.bf16_us == of_layer[0].bf16_us for row in plain.rows)
 
 
 def test_mi300_says_that_it_has_other_formats():
