@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -35,9 +35,10 @@ from jfp8.layers.nnx.attention import (
     install_cache,
 )
 from jfp8.layers.nnx.hooks import hook_of, product_for
-from jfp8.layers.nnx.products import DotGeneral
+from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.layers.nnx.transformer import TransformerLayer
 from jfp8.recipes.per_layer import PerLayer
+from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 
@@ -90,8 +91,9 @@ def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] 
     """Convert `model` as `selection` says; see `jfp8.convert`."""
     _check_recipes(model, selection)
     found = _convertible(model, selection)
-    selection.check_patterns([weight.path for _, weight, _ in found])
-    selection.check_types([node for node, _, _ in found])
+    ours = _without_recipe(model)
+    selection.check_patterns([*(w.path for _, w, _ in found), *(path for path, _, _ in ours)])
+    selection.check_types([*(node for node, _, _ in found), *(layer for _, layer, _ in ours)])
     converted = copy_of(model, selection, example)
     if not any(selection.decide(weight.path, node, None).recipe for node, weight, _ in found):
         warn_if_unconverted(converted, {})
@@ -137,6 +139,10 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
         kinds = [type(node) for _, node in nodes_of(converted)]
         layer = nnx.MultiHeadAttention
         check_caching_layers(selection.cache_dtype, kinds, layer, "nnx.MultiHeadAttention")
+    for path, layer, product in _without_recipe(converted):
+        recipe = selection.decide(path, layer, None).recipe
+        if recipe != DelayedScaling():  # the default of a layer: it keeps its histories
+            product.set_recipe(recipe)
     planned = _planned(converted, example) if example else None
     for node, weight, leading in found:
         decision = selection.decide(weight.path, node, None)
@@ -147,6 +153,13 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
         elif planned is not None and decision.reason:
             _stay(node, weight, decision.reason)
     return converted
+
+
+def _without_recipe(model: nnx.Module) -> list[tuple[str, Any, Product]]:
+    """List the matmuls of jfp8's own layers that were given no recipe, with path and layer."""
+    found = dict(nnx.iter_graph(model, graph=True))
+    both = [(keys[:-1], x) for keys, x in found.items() if isinstance(x, Product)]
+    return [(spelled(keys), found.get(keys), x) for keys, x in both if x.recipe is None]
 
 
 def _enter(node: Any, path: str, selection: Selection) -> None:
@@ -211,17 +224,27 @@ def _planned(converted: Any, example: tuple[Any, ...]) -> dict[Any, tuple[Decisi
 
 def _check_recipes(model: nnx.Module, selection: Selection) -> None:
     """Raise ``ValueError`` if a layer that was converted before is to have another recipe."""
+    for path, node, product in _converted_products(model):
+        recipe, wanted = product.recipe, selection.decide(path, node, None).recipe
+        if wanted is not None and wanted != recipe:
+            name = getattr(recipe, "name", None)
+            raise ValueError(
+                f"The model is converted already: {path!r} has the recipe {name!r}, "
+                f"and keeps it. Convert the original: jfp8.convert(original, {wanted.name!r})."
+            )
+
+
+def _converted_products(model: nnx.Module) -> Iterator[tuple[str, Any, Product]]:
+    """List the matmuls with a recipe in a model that was converted before."""
     for keys, node in nodes_of(model):
         here = converted_of(node)
+        ours = (x for x in vars(node).values() if isinstance(x, Product) and x.recipe is not None)
+        if here is not None and not here.weights:  # a layer of jfp8
+            yield from ((spelled(keys), node, product) for product in ours)
         for weight in () if here is None else here.weights:
-            own = () if weight.path == place_of(node) else weight.keys
-            path, recipe = spelled((*keys, *own)), getattr(weight.product(node), "recipe", None)
-            wanted = selection.decide(path, node, None).recipe
-            if wanted is not None and recipe is not None and wanted != recipe:
-                raise ValueError(
-                    f"The model is converted already: {path!r} has the recipe {recipe.name!r}, "
-                    f"and keeps it. Convert the original: jfp8.convert(original, {wanted.name!r})."
-                )
+            own, product = () if weight.path == place_of(node) else weight.keys, weight.product(node)
+            if product is not None:
+                yield spelled((*keys, *own)), node, product
 
 
 def _is_attention(node: Any) -> bool:

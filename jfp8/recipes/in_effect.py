@@ -56,7 +56,7 @@ def is_overridden() -> bool:
     return _override.value is not None
 
 
-def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
+def recipe_in_effect(own: Recipe | PerLayer | None, path: str) -> Recipe | None:
     """Return the recipe of the layer at `path` with its `own`; None for high precision."""
     region = current()
     if region is not None and not region.enabled:
@@ -70,7 +70,7 @@ def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
     return region.recipe.for_layer(path)
 
 
-def recipe_of_matmul(own: Recipe | None, path: str) -> Recipe | None:
+def recipe_of_matmul(own: Recipe | PerLayer | None, path: str) -> Recipe | None:
     """Return `recipe_in_effect`; None where the program of the model is converted instead."""
     region = current()
     if own is None and region is not None and region.by_program and not is_overridden():

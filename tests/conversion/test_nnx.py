@@ -436,6 +436,34 @@ def test_a_conversion_of_nothing_names_its_modules():
         jfp8.convert(nnx.Sequential(jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.relu))(X)
 
 
+def test_layers_of_jfp8_without_a_recipe_take_that_of_the_conversion():
+    """As in Linen. With a recipe of their own they keep it; the default keeps its histories."""
+    rngs = nnx.Rngs(0)
+    given = jfp8.nnx.Linear(D, D, recipe="current", rngs=rngs)
+    make = lambda: jfp8.nnx.Linear(D, D, rngs=rngs)
+    model = nnx.Dict(a=make(), b=make(), moe=jfp8.nnx.MoE(D, 2, D, rngs=rngs), given=given)
+    states = lambda m: {keys[0] for keys, _ in nnx.to_flat_state(nnx.state(m, Fp8State))}
+    chosen = jfp8.convert(model, {"a": None, "moe/wi": "rowwise", "*": "mxfp8"})
+    assert [chosen[n].dot_general.recipe.for_layer("") for n in "ab"] == [
+        None,
+        jfp8.recipes.get("mxfp8"),
+    ]
+    assert chosen.moe.wi.ragged_dot.recipe.name == "rowwise"
+    assert chosen.moe.wo.ragged_dot.recipe.name == "mxfp8"
+    assert chosen.given.dot_general.recipe == given.dot_general.recipe
+    assert (states(model), states(chosen)) == ({"a", "b", "moe"}, set())
+    longer = jfp8.convert(model, DelayedScaling(amax_history_len=64))
+    assert longer.a.dot_general.histories()["grad"].shape == (64,)
+    model.a.dot_general.set_histories({"lhs": jnp.full(16, 3.0)})
+    assert jfp8.convert(model).a.dot_general.histories()["lhs"].max() == 3
+    assert model.a.dot_general.recipe is None
+    alone = jfp8.convert(make(), "mxfp8")
+    assert {row.recipe for row in jfp8.report(alone, X).rows} == {"mxfp8"}
+    assert np.array_equal(alone(X), jfp8.convert(alone, "mxfp8")(X))
+    with pytest.raises(ValueError, match="converted already: '' has the recipe 'mxfp8'"):
+        jfp8.convert(alone, "current")
+
+
 def chain(rngs, head=nnx.Linear, **how):
     """A chain of layers, as most are written: numbers do not say which is the last."""
     up, down = (nnx.Linear(D, D, rngs=rngs) for _ in range(2))

@@ -23,6 +23,7 @@ from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.expert_rows import ExpertRows
 from jfp8.products.ragged.experts import planned_expert_dot
+from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 
@@ -259,7 +260,8 @@ class MoE(moe_math.MoEOptions, nn.Module):
         """
         kinds = {nnx_moe.Router: Router, nnx_moe.ExpertDense: ExpertDense, Linear: Dense}
         block = block_in(self, nnx_moe.MoE, kinds, in_features=inputs.shape[-1])
-        y, losses = block._apply(inputs, ["/".join((*self.path, name)) for name in ("wi", "wo")])
+        paths = ["/".join((*self.path, name)) for name in ("wi", "wo")]
+        y, losses = block._apply(inputs, recipes_in_effect(self.recipe, paths))
         for name, value in losses.items():
             self.sow("intermediates", name, value)
         return y

@@ -26,7 +26,8 @@ from jfp8.products.ragged import routing
 from jfp8.products.ragged.expert_mesh import expert_mesh
 from jfp8.products.ragged.expert_rows import ExpertRows
 from jfp8.products.ragged.experts import planned_expert_dot
-from jfp8.recipes.in_effect import recipes_in_effect
+from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 
@@ -228,16 +229,19 @@ class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
         Returns:
           ``[..., in_features]``; or a pair, see `return_load_balancing_loss`.
         """
-        paths = [layer.ragged_dot.path for layer in (self.wi, self.wo)]
-        y, losses = self._apply(inputs, paths)
+        products = self.wi.ragged_dot, self.wo.ragged_dot
+        recipes = [recipe_in_effect(product.recipe, product.path) for product in products]
+        y, losses = self._apply(inputs, [recipe for recipe in recipes if recipe is not None])
         if hasattr(self, "__captures__"):  # in nnx.capture; elsewhere sow changes the module
             for name, value in losses.items():
                 self.sow(nnx.Intermediate, name, value)
         return y
 
     # Flax's `nnx.tabulate` has a row for each called method without an underscore.
-    def _apply(self, inputs: jax.Array, paths: Sequence[str]) -> tuple[Any, dict[str, jax.Array]]:
-        """Return the result, and the losses to sow; `paths` of both matmuls choose recipes."""
+    def _apply(
+        self, inputs: jax.Array, recipes: Sequence[Recipe]
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Return the result, and the losses to sow, by the `recipes` of both matmuls."""
         tokens = inputs.reshape(-1, inputs.shape[-1])
         routed = self.router(tokens)
         losses = moe_math.losses_of(routed, inputs.shape)
@@ -249,7 +253,7 @@ class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
             self.wi,
             self.wo,
             mesh=expert_mesh(*axes, self.num_experts),
-            recipes=recipes_in_effect(self.recipe, paths),
+            recipes=recipes,
             **options_of(self, (*names, "capacity_factor")),
         )
         if self.shared_wi is not None and self.shared_wo is not None:

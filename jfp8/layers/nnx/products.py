@@ -25,6 +25,7 @@ from jfp8.products.operation import Observed, State
 from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
+from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
@@ -103,16 +104,15 @@ class Product(PrintsRecipe):
         self.casts_kernel = False
         # The matmuls of a region that disables FP8 may be called outside it.
         recipe = recipe_in_effect(self.recipe, path) or self.recipe or DelayedScaling()
-        state = recipe.init_state()
-        self.fp8: Any = nnx.data(None)
-        if state is not None:
-            # An array in each Variable, not a dict in one: nnx.replace_by_pure_dict needs that.
-            shape = lambda role: (*leading, *state[role]["amax_history"].shape)
-            empty = lambda role: jnp.zeros(shape(role), jnp.float32)
-            check = Fp8State(jnp.zeros((*leading, 1), jnp.float32))
-            self.fp8 = nnx.Dict({CHECK: check, **{r: Fp8State(empty(r)) for r in ROLES}})
+        self.fp8: Any = nnx.data(_empty_state(recipe, leading))
         self.fp8_sink: Fp8Sink | None = nnx.data(None)
         self.shared_input: SharedInput | None = nnx.data(None)
+
+    def set_recipe(self, recipe: Recipe | None) -> None:
+        """Replace the recipe, None for high precision, and the state by the empty one it needs."""
+        leading = () if self.fp8 is None else self.fp8[CHECK].shape[:-1]
+        self.recipe = PerLayer(()) if recipe is None else recipe
+        self.fp8 = nnx.data(None if recipe is None else _empty_state(recipe, leading))
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Accept an option that ``nnx.view`` sets.
@@ -196,6 +196,16 @@ class Product(PrintsRecipe):
             )
         none = jnp.zeros((), jnp.float32)
         return {role: {"amax_history": h, "amax": none} for role, h in histories.items()}
+
+
+def _empty_state(recipe: Recipe, leading: Sequence[int]) -> nnx.Dict | None:
+    state = recipe.init_state()
+    if state is None:
+        return None
+    # An array in each Variable, not a dict in one: nnx.replace_by_pure_dict needs that.
+    empty = lambda *shape: Fp8State(jnp.zeros((*leading, *shape), jnp.float32))
+    histories = {role: empty(*state[role]["amax_history"].shape) for role in ROLES}
+    return nnx.Dict({CHECK: empty(1), **histories})
 
 
 def histories_to_read(product: Product) -> dict[str, jax.Array]:

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.nnx import reprlib
 
 from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.recipe import Recipe
 
 
@@ -58,7 +59,7 @@ def _unknown(layer: type, name: str, known: list[str]) -> Exception:
 class PrintsRecipe(ExplicitModule):
     """A base of modules that print the recipe in effect, from any source."""
 
-    recipe: Recipe | None
+    recipe: Recipe | PerLayer | None
     path: str
 
     def __nnx_repr__(self) -> Generator[Any, Any, None]:
