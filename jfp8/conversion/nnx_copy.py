@@ -242,8 +242,8 @@ def _converted_products(model: nnx.Module) -> Iterator[tuple[str, Any, Product]]
         if here is not None and not here.weights:  # a layer of jfp8
             yield from ((spelled(keys), node, product) for product in ours)
         for weight in () if here is None else here.weights:
-            own, product = () if weight.path == place_of(node) else weight.keys, weight.product(node)
-            if product is not None:
+            own = () if weight.path == place_of(node) else weight.keys
+            if (product := weight.product(node)) is not None:
                 yield spelled((*keys, *own)), node, product
 
 

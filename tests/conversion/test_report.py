@@ -213,6 +213,7 @@ def test_expected_times_of_a_known_gpu():
     first = r.rows[0]
     assert (f"{first.expected_us:.3g}", f"{first.bf16_us:.3g}") == ("499", "664")
 
+
 def test_the_gain_is_that_of_all_products():
     """By Amdahl's law: ten equal layers, of which one or none is converted."""
 
