@@ -52,7 +52,7 @@ def expected_times(flops: int, elements: int, scales: Scales) -> Times | None:
 
 def microseconds(
     flops: int, elements: int, how: str = "bf16", scales: Scales = "one"
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """Return the times of a `ProductRow`: as it is computed, ``Times.{how}``, and in bf16."""
     times = expected_times(flops, elements, scales)
     of = lambda name: None if times is None else 1e6 * getattr(times, name)

@@ -314,16 +314,16 @@ def _kind_of(scales: list[Any]) -> Scales:
 
 def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
     notes, work = notes_of(stack), flops(eqn)
-    arrays = [v.aval for v in (*eqn.invars[:2], eqn.outvars[0])]
+    lhs, rhs, out = (v.aval for v in (*eqn.invars[:2], eqn.outvars[0]))
     return ProductRow(
         notes.get("path", ""),
         notes.get("layer", ""),
         "backward" if "transpose(" in stack else "forward",
-        *map(_spelled, arrays),
+        *(_spelled(lhs), _spelled(rhs), _spelled(out)),
         reason=notes.get("reason") or why_disabled() or _why_not(eqn),
         times=times,
         flops=times * work,
-        **microseconds(work, sum(x.size for x in arrays)),
+        **microseconds(work, lhs.size + rhs.size + out.size),
     )
 
 

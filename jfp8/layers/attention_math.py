@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jfp8.layers.options import check_operand
 from jfp8.products.flash.dot_product import OF_TOKENS, AttentionOptions, attention
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
+from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
@@ -56,7 +57,7 @@ def attend(
 
 
 def attend_by(
-    own: Recipe | None,
+    own: Recipe | PerLayer | None,
     path: str,
     *arrays: Any,
     unless_slower_on: Gpu | None = None,
