@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import flax
 import jax
@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
-from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jfp8.layers.attention_math import attend_by, check_weights_stay_inside
 from jfp8.layers.kv_cache import init_kv_cache, with_earlier
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
-from jfp8.layers.nnx.layers import EMPTY
 from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule, PrintsRecipe
 from jfp8.layers.options import pass_on, replaced
@@ -99,6 +97,36 @@ class DotProductAttention(PrintsRecipe):
             return attend_by(self.recipe, self.path, *arrays, **options, **own)
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Flax's arguments of `MultiHeadAttention` that are given by name."""
+
+    dtype: Dtype | None
+    param_dtype: Dtype
+    broadcast_dropout: bool
+    dropout_rate: float
+    deterministic: bool | None
+    precision: PrecisionLike
+    kernel_init: Initializer
+    out_kernel_init: Initializer | None
+    bias_init: Initializer
+    out_bias_init: Initializer | None
+    use_bias: bool
+    attention_fn: Callable[..., jax.Array]
+    decode: bool | None
+    normalize_qk: bool
+    qkv_promote_dtype: PromoteDtypeFn
+    out_promote_dtype: PromoteDtypeFn
+    ln_promote_dtype: PromoteDtypeFn
+    rngs: Required[nnx.Rngs]
+    keep_rngs: bool
+    kernel_metadata: Mapping[str, Any]
+    out_kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+    out_bias_metadata: Mapping[str, Any]
+    query_ln_scale_metadata: Mapping[str, Any]
+    key_ln_scale_metadata: Mapping[str, Any]
+
+
 class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
     """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
 
@@ -135,36 +163,13 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
         num_kv_heads: int | None = None,
         in_kv_features: int | None = None,
         *,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        broadcast_dropout: bool = True,
-        dropout_rate: float = 0.0,
-        deterministic: bool | None = None,
-        precision: PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        out_kernel_init: Initializer | None = None,
-        bias_init: Initializer = default_bias_init,
-        out_bias_init: Initializer | None = None,
-        use_bias: bool = True,
-        attention_fn: Callable[..., jax.Array] = nnx.dot_product_attention,
-        decode: bool | None = None,
-        normalize_qk: bool = False,
-        qkv_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        out_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        ln_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        rngs: nnx.Rngs,
-        keep_rngs: bool = True,
-        kernel_metadata: Mapping[str, Any] = EMPTY,
-        out_kernel_metadata: Mapping[str, Any] = EMPTY,
-        bias_metadata: Mapping[str, Any] = EMPTY,
-        out_bias_metadata: Mapping[str, Any] = EMPTY,
-        query_ln_scale_metadata: Mapping[str, Any] = EMPTY,
-        key_ln_scale_metadata: Mapping[str, Any] = EMPTY,
         recipe: RecipeLike | None = None,
         implementation: Implementation = None,
         attention_products: bool = False,
+        **options: Unpack[AttentionOptions],
     ) -> None:
-        pass_on(super().__init__, locals())
+        sizes = in_features, qkv_features, out_features, num_kv_heads, in_kv_features
+        super().__init__(num_heads, *sizes, **options)
         for name in ("query", "key", "value", "out"):
             install(getattr(self, name), recipe=recipe, implementation=implementation)
         if attention_products:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
-from flax.nnx.nn.linear import default_bias_init, default_kernel_init
-from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
+from flax.typing import Initializer
 
 from jfp8.layers import norm_math, transformer_math
-from jfp8.layers.nnx.layers import EMPTY, LinearGeneral
+from jfp8.layers.nnx.layers import GeneralOptions, LinearGeneral
 from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.norm_math import LayerNormType
-from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_option, options_of, pass_on
+from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_option, options_of
 from jfp8.layers.site import Begun, mlp_at
 from jfp8.layers.transformer_math import Activation
 from jfp8.layers.transformer_options import FeedForwardOptions, InFeatures
-from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import hidden_like
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format
 
 
@@ -56,20 +52,6 @@ class LayerNormLinear(LinearGeneral):
         in_features: int | Sequence[int],
         out_features: int | Sequence[int],
         *,
-        axis: int | Sequence[int] = -1,
-        batch_axis: Mapping[int, int] = EMPTY,
-        use_bias: bool = True,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        precision: PrecisionLike = None,
-        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        preferred_element_type: Dtype | None = None,
-        kernel_metadata: Mapping[str, Any] = EMPTY,
-        bias_metadata: Mapping[str, Any] = EMPTY,
-        recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
         layernorm_type: LayerNormType = "layernorm",
         epsilon: float = 1e-6,
         zero_centered_gamma: bool = False,
@@ -77,16 +59,17 @@ class LayerNormLinear(LinearGeneral):
         ln_bias_init: Initializer = nnx.initializers.zeros,
         return_layernorm_output: bool = False,
         saved_activations: Format | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[GeneralOptions],
     ) -> None:
         check_option("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
-        pass_on(super().__init__, locals())
+        super().__init__(in_features, out_features, **options)
         self.layernorm_type = layernorm_type
         self.epsilon = epsilon
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
         self.saved_activations = saved_activations
         neutral = nnx.initializers.zeros if zero_centered_gamma else nnx.initializers.ones
+        rngs = options["rngs"]
         make = lambda init: nnx.Param(init(rngs.params(), self.in_features, self.param_dtype))
         self.scale = make(scale_init or neutral)
         self.ln_bias = nnx.data(make(ln_bias_init) if layernorm_type == "layernorm" else None)

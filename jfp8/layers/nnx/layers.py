@@ -4,30 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
-from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike, PromoteDtypeFn
 
 from jfp8.layers.conv_transpose_math import convolve_transposed
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule
-from jfp8.layers.options import pass_on
 from jfp8.layers.site import Begun, begin_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products.dot_general import planned_dot_general
 from jfp8.recipes.registry import RecipeLike
 
-EMPTY: Mapping[Any, Any] = MappingProxyType({})
+
+class FlaxOptions(TypedDict, total=False):
+    """Arguments that Flax's layers take by name, and those that all layers here add."""
+
+    dtype: Dtype | None
+    param_dtype: Dtype
+    precision: PrecisionLike
+    kernel_init: Initializer
+    bias_init: Initializer
+    promote_dtype: PromoteDtypeFn
+    preferred_element_type: Dtype | None
+    kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+    rngs: Required[nnx.Rngs]
+    recipe: RecipeLike | None
+    implementation: Implementation
 
 
-class Linear(ExplicitModule, nnx.Linear):
+class LinearOptions(FlaxOptions, total=False):
+    """Arguments of `Linear`."""
+
+    use_bias: bool
+
+
+class GeneralOptions(LinearOptions, total=False):
+    """Arguments of `LinearGeneral`."""
+
+    axis: int | Sequence[int]
+    batch_axis: Mapping[int, int]
+
+
+class ConvTransposeOptions(LinearOptions, total=False):
+    """Arguments of `ConvTranspose`."""
+
+    padding: PaddingLike
+    kernel_dilation: int | Sequence[int] | None
+    mask: jax.Array | None
+    transpose_kernel: bool
+
+
+class ConvOptions(LinearOptions, total=False):
+    """Arguments of `Conv`."""
+
+    padding: PaddingLike
+    input_dilation: int | Sequence[int] | None
+    kernel_dilation: int | Sequence[int] | None
+    feature_group_count: int
+    mask: jax.Array | None
+
+
+class FlaxLayer(ExplicitModule):
+    """A base in front of a layer of Flax, which gives it an FP8 matmul."""
+
+    def __init__(
+        self,
+        *args: Any,
+        recipe: RecipeLike | None = None,
+        implementation: Implementation = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        install(self, recipe=recipe, implementation=implementation)
+
+
+class Linear(FlaxLayer, nnx.Linear):
     """``flax.nnx.Linear`` with its matmul, forward and backward, in FP8.
 
     Accepts every argument of ``nnx.Linear`` except ``dot_general``; the ``nnx.Param`` state is the
@@ -47,54 +103,21 @@ class Linear(ExplicitModule, nnx.Linear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        use_bias: bool = True,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        preferred_element_type: Dtype | None = None,
-        rngs: nnx.Rngs,
-        kernel_metadata: Mapping[str, Any] = EMPTY,
-        bias_metadata: Mapping[str, Any] = EMPTY,
-        recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
+        self, in_features: int, out_features: int, **options: Unpack[LinearOptions]
     ) -> None:
-        pass_on(super().__init__, locals())
-        install(self, recipe=recipe, implementation=implementation)
+        super().__init__(in_features, out_features, **options)
 
 
-class LinearGeneral(ExplicitModule, nnx.LinearGeneral):
+class LinearGeneral(FlaxLayer, nnx.LinearGeneral):
     """``flax.nnx.LinearGeneral`` with its matmul, forward and backward, in FP8; see `Linear`."""
 
     def __init__(
         self,
         in_features: int | Sequence[int],
         out_features: int | Sequence[int],
-        *,
-        axis: int | Sequence[int] = -1,
-        batch_axis: Mapping[int, int] = EMPTY,
-        use_bias: bool = True,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        precision: PrecisionLike = None,
-        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        preferred_element_type: Dtype | None = None,
-        rngs: nnx.Rngs,
-        kernel_metadata: Mapping[str, Any] = EMPTY,
-        bias_metadata: Mapping[str, Any] = EMPTY,
-        recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
+        **options: Unpack[GeneralOptions],
     ) -> None:
-        pass_on(super().__init__, locals())
-        install(self, recipe=recipe, implementation=implementation)
+        super().__init__(in_features, out_features, **options)
 
     def _begin(self, inputs: jax.Array) -> Begun:
         """Decide how the layer is computed as a part of a larger operation, for ``axis=-1``."""
@@ -107,7 +130,7 @@ class LinearGeneral(ExplicitModule, nnx.LinearGeneral):
         return begin_at(product, plan, x, kernel, bias)
 
 
-class Conv(ExplicitModule, nnx.Conv):
+class Conv(FlaxLayer, nnx.Conv):
     """``flax.nnx.Conv`` with its convolution, forward and backward, in FP8; see `Linear`."""
 
     def __init__(
@@ -116,31 +139,12 @@ class Conv(ExplicitModule, nnx.Conv):
         out_features: int,
         kernel_size: int | Sequence[int],
         strides: int | Sequence[int] | None = 1,
-        *,
-        padding: PaddingLike = "SAME",
-        input_dilation: int | Sequence[int] | None = 1,
-        kernel_dilation: int | Sequence[int] | None = 1,
-        feature_group_count: int = 1,
-        use_bias: bool = True,
-        mask: jax.Array | None = None,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        preferred_element_type: Dtype | None = None,
-        rngs: nnx.Rngs,
-        kernel_metadata: Mapping[str, Any] = EMPTY,
-        bias_metadata: Mapping[str, Any] = EMPTY,
-        recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
+        **options: Unpack[ConvOptions],
     ) -> None:
-        pass_on(super().__init__, locals())
-        install(self, recipe=recipe, implementation=implementation)
+        super().__init__(in_features, out_features, kernel_size, strides, **options)
 
 
-class ConvTranspose(ExplicitModule, nnx.ConvTranspose):
+class ConvTranspose(FlaxLayer, nnx.ConvTranspose):
     """``flax.nnx.ConvTranspose`` with an FP8 convolution, forward and backward; see `Linear`."""
 
     conv_general_dilated: ConvGeneralDilated
@@ -151,27 +155,9 @@ class ConvTranspose(ExplicitModule, nnx.ConvTranspose):
         out_features: int,
         kernel_size: int | Sequence[int],
         strides: int | Sequence[int] | None = None,
-        *,
-        padding: PaddingLike = "SAME",
-        kernel_dilation: int | Sequence[int] | None = None,
-        use_bias: bool = True,
-        mask: jax.Array | None = None,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        transpose_kernel: bool = False,
-        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        preferred_element_type: Dtype | None = None,
-        rngs: nnx.Rngs,
-        kernel_metadata: Mapping[str, Any] = EMPTY,
-        bias_metadata: Mapping[str, Any] = EMPTY,
-        recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
+        **options: Unpack[ConvTransposeOptions],
     ) -> None:
-        pass_on(super().__init__, locals())
-        install(self, recipe=recipe, implementation=implementation)
+        super().__init__(in_features, out_features, kernel_size, strides, **options)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Apply the layer to ``[*batch, *space, features]``."""
@@ -185,7 +171,7 @@ class ConvTranspose(ExplicitModule, nnx.ConvTranspose):
         )
 
 
-class Einsum(ExplicitModule, nnx.Einsum):
+class Einsum(FlaxLayer, nnx.Einsum):
     """``flax.nnx.Einsum`` with its matmul, forward and backward, in FP8; see `Linear`."""
 
     def __init__(
@@ -193,19 +179,6 @@ class Einsum(ExplicitModule, nnx.Einsum):
         einsum_str: str,
         kernel_shape: Sequence[int],
         bias_shape: Sequence[int] | None = None,
-        *,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
-        preferred_element_type: Dtype | None = None,
-        rngs: nnx.Rngs,
-        kernel_metadata: Mapping[str, Any] = EMPTY,
-        bias_metadata: Mapping[str, Any] = EMPTY,
-        recipe: RecipeLike | None = None,
-        implementation: Implementation = None,
+        **options: Unpack[FlaxOptions],
     ) -> None:
-        pass_on(super().__init__, locals())
-        install(self, recipe=recipe, implementation=implementation)
+        super().__init__(einsum_str, kernel_shape, bias_shape, **options)

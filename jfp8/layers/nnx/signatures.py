@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, Self
@@ -15,18 +16,36 @@ from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.recipe import Recipe
 
+# Flax's arguments for the matmul, which layers of jfp8 compute themselves.
+_HOOK = re.compile(r"(.*dot_general|conv_general_dilated|einsum_op)(_cls)?")
+
 
 class SignatureOfClass:
     """The ``__signature__`` of an NNX class: its constructor's, which Flax's metaclass hides.
 
-    `inspect.signature` reads it, and with it completion and documentation.
+    `inspect.signature` reads it, and with it completion and documentation. In place of
+    ``**options`` of a typed dict, and of ``*args, **options``, it has the parameters of the next
+    base's constructor.
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         if instance is not None:
             raise AttributeError("__signature__")  # an instance is called by __call__
-        signature = inspect.signature(owner.__init__)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
+        return inspect.Signature(list(_parameters(owner.__mro__).values()))
+
+
+def _parameters(classes: tuple[type, ...]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of the first constructor among `classes`, without ``self``."""
+    first = next(i for i, each in enumerate(classes) if "__init__" in vars(each))
+    _, *found = inspect.signature(classes[first].__init__).parameters.values()
+    any_number = [x for x in found if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    is_typed = any(str(x.annotation).startswith("Unpack[") for x in any_number)
+    own = {x.name: x for x in found}
+    if len(any_number) < 2 and not is_typed:
+        return own
+    both = own | _parameters(classes[first + 1 :])
+    named = [x for x in both.values() if x not in any_number and not _HOOK.fullmatch(x.name)]
+    return {x.name: x for x in sorted(named, key=lambda x: x.kind)}
 
 
 class ExplicitModule(nnx.Module):
