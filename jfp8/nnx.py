@@ -12,8 +12,6 @@ Each matmul holds its amax histories in a Variable of type `Fp8State`; the
 Recipes that round stochastically draw from the data; see `jfp8.scaled_dot_general`.
 """
 
-from jfp8.conversion.nnx_copy import convert_module
-from jfp8.conversion.nnx_layers import layers_of
 from jfp8.layers.nnx.attention import DotProductAttention, MultiHeadAttention
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP
 from jfp8.layers.nnx.layers import Conv, ConvTranspose, Einsum, Linear, LinearGeneral
@@ -57,8 +55,6 @@ __all__ = [
     "RelativePositionBiases",
     "RouterBias",
     "TransformerLayer",
-    "convert_module",
-    "layers_of",
     "Routing",
     "route",
     "routing_of",

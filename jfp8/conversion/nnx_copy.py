@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from jfp8.conversion.nnx_layers import (
     Weight,
     converted_of,
     has_own_product,
-    layers_of,
     nodes_of,
     place_of,
     set_converted,
@@ -37,54 +36,11 @@ from jfp8.layers.nnx.attention import (
 from jfp8.layers.nnx.hooks import hook_of, product_for
 from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.layers.nnx.transformer import TransformerLayer
-from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 
 Module = TypeVar("Module", bound=nnx.Module)
-
-
-def convert_module(
-    module: Module,
-    decide: Callable[[str, nnx.Module], Recipe | None],
-    *,
-    attention: bool = False,
-) -> Module:
-    """Copy `module`; the copy computes in FP8 the layers that `decide` chooses.
-
-    The copy has its own Variables, which hold the same arrays; `module` does not change. The
-    ``nnx.Param`` state is the same, so checkpoints fit both. Stacked layers, made with
-    ``nnx.vmap``, get stacked amax histories.
-
-    Args:
-      module: any NNX model.
-      decide: called with path (``"layers/0/linear1"``) and layer for each of `layers_of`; returns
-        the recipe of the layer, or None to leave it alone.
-      attention: also ask `decide`, for each ``nnx.MultiHeadAttention``, whether attention itself,
-        between its projections, becomes FP8.
-
-    Returns:
-      An instance of a subclass of ``type(module)``.
-
-    Raises:
-      ValueError: layers that are stacked along axes other than the leading ones.
-
-    >>> import jfp8
-    >>> from flax import nnx
-    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
-    >>> fp8 = jfp8.nnx.convert_module(model, lambda path, layer: jfp8.recipes.DelayedScaling())
-    >>> type(fp8.layers[0].dot_general).__name__, type(model.layers[0].dot_general).__name__
-    ('DotGeneral', 'function')
-    """
-    layers = {path for path, _ in layers_of(module)}
-    asked = [
-        (path, decide(path, node))
-        for keys, node in nodes_of(module)
-        if (path := spelled(keys)) in layers or (attention and _is_attention(node))
-    ]
-    # Inner ones first, because a pattern also matches what is inside a module.
-    return copy_of(module, Selection(PerLayer(tuple(asked[::-1])), (), attention=attention))
 
 
 def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] = ()) -> Module:

@@ -123,28 +123,6 @@ def spelled(keys: Keys) -> str:
     return "/".join(map(str, keys))
 
 
-def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """List the layers of `module` that `convert_module` can convert, with their paths.
-
-    They are in the order of their paths, however the model was made. A layer that is shared appears
-    once. Layers whose product is no longer Flax's, because they are of jfp8 or were given another,
-    are left out.
-
-    Args:
-      module: any NNX model.
-
-    Returns:
-      ``[(path, layer), ...]``, with paths such as ``"layers/0/linear1"``.
-
-    >>> import jfp8
-    >>> from flax import nnx
-    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
-    >>> [path for path, _ in jfp8.nnx.layers_of(model)]
-    ['layers/0']
-    """
-    return [(spelled(keys), node) for keys, node in nodes_of(module) if has_stock_product(node)]
-
-
 def params_of(module: nnx.Module) -> list[tuple[Keys, nnx.Param]]:
     """List the parameters that a module holds itself, or in containers."""
     found = list(nnx.iter_graph(module, graph=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,12 +96,6 @@ def promoted(
     if not isinstance(kernel, ScaledArray) and kernel_dtype(kernel, arrays[1], casts_kernel):
         kernel = arrays[1]
     return [inputs, kernel, *bias]
-
-
-def pass_on(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Return `function` of the `arguments` that it names, such as ``locals()`` of its caller."""
-    names = inspect.signature(function).parameters
-    return function(**{name: arguments[name] for name in names if name in arguments})
 
 
 @contextlib.contextmanager

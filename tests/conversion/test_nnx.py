@@ -14,7 +14,7 @@ from flax import nnx
 
 import jfp8
 import jfp8.nnx
-from jfp8.nnx import Fp8State, convert_module, layers_of
+from jfp8.nnx import Fp8State
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from support.arrays import relative_error
 from support.recorded import histories, record
@@ -25,10 +25,6 @@ IMAGE = jax.random.normal(jax.random.key(1), (2, 6, 4))
 RECIPE = DelayedScaling()
 LOGITS = "exempt: a layer whose result the model returns: the final logits"
 call = nnx.jit(lambda model, x: model(x))
-
-
-def everything(path, layer):
-    return RECIPE
 
 
 def parameter(rngs, shape):
@@ -258,11 +254,11 @@ def test_containers():
     model = Model(nnx.Rngs(0))
     many = [f"many/{i}" for i in range(11)]  # 10 comes after 9
     paths = [*many, "plain/y/0", "plain/y/1/0", "shared"]
-    assert [path for path, _ in layers_of(model)] == paths
-    converted = convert_module(model, everything)
+    asked = []
+    converted = jfp8.convert(model, RECIPE, exempt=lambda path, _: asked.append(path))
+    assert list(dict.fromkeys(asked)) == paths
     assert converted.shared is converted.z["b"]
     assert converted.plain["y"][1][0].dot_general.path == "plain/y/1/0"
-    assert layers_of(converted) == []
     y, reference = call(converted, X), call(model, X)
     assert 1e-3 < relative_error(y, reference) < 0.15
 
@@ -273,7 +269,7 @@ def test_the_original_is_untouched():
     graphdef, state = nnx.split(model)
     arrays = [v.get_value() for _, v in nnx.to_flat_state(state)]
     variables = {id(v) for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
-    converted = convert_module(model, everything)
+    converted = jfp8.convert(model, RECIPE, exempt=())
     assert isinstance(converted, Plain)
     kept = [v.get_value() for _, v in nnx.to_flat_state(nnx.state(converted, nnx.Param))]
     assert all(a is b for a, b in zip(arrays, kept, strict=True))  # nothing was copied
@@ -282,7 +278,7 @@ def test_the_original_is_untouched():
     _, grads = nnx.jit(jfp8.nnx.value_and_grad(loss_of))(converted, X)
     optimizer = nnx.Optimizer(converted, optax.sgd(0.1), wrt=nnx.Param)
     optimizer.update(converted, grads)
-    assert np.any(call(converted, X) != call(convert_module(model, everything), X))
+    assert np.any(call(converted, X) != call(jfp8.convert(model, RECIPE, exempt=()), X))
     assert nnx.graphdef(model) == graphdef
     after = [v for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)]
     assert {id(v) for v in after} == variables
@@ -302,34 +298,26 @@ def test_the_original_is_untouched():
 )
 def test_each_kind(layer):
     stock, x = layer(nnx.Rngs(0)), IMAGE
-    ours = convert_module(stock, everything)
+    ours = jfp8.convert(stock, RECIPE, exempt=())
     assert isinstance(ours, type(stock))
     y, reference = call(ours, x), call(stock, x)
     assert 1e-3 < relative_error(y, reference) < 0.06
     nnx.jit(nnx.grad(loss_of))(ours, x)
     (found,) = (history for path, history in histories(ours).items() if path[-1] == "lhs")
     assert found[0] == jnp.abs(x).max()
-    assert not layers_of(ours)
 
 
 def test_attention_itself_is_opt_in():
     model, asked = nnx.Dict(attn=nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0))), []
-
-    def decide(path, layer):
-        asked.append((path, type(layer).__name__))
-        return RECIPE
-
-    projections = {f"attn/{name}" for name in ("query", "key", "value", "out")}
-    convert_module(model, decide)
-    assert {path for path, _ in asked} == projections
-    asked.clear()
-    converted = convert_module(model, decide, attention=True)
-    assert asked[0] == ("attn", "MultiHeadAttention")
+    exempt = lambda path, layer: asked.append((path, type(layer).__name__))
+    jfp8.convert(model, RECIPE, exempt=exempt)
+    assert set(asked) == {(f"attn/{n}", "LinearGeneral") for n in ("query", "key", "value", "out")}
+    converted = jfp8.convert(model, RECIPE, exempt=exempt, attention=True)
+    assert ("attn", "MultiHeadAttention") in asked
     assert converted["attn"].attention_fn.path == "attn/attention_fn"
     assert model["attn"].attention_fn is nnx.dot_product_attention
-    refused = convert_module(
-        model, lambda path, _: None if path == "attn" else RECIPE, attention=True
-    )
+    is_attention = lambda path, layer: path == "attn"
+    refused = jfp8.convert(model, RECIPE, exempt=is_attention, attention=True)
     assert refused["attn"].attention_fn is nnx.dot_product_attention
 
 
@@ -337,7 +325,7 @@ def test_attention_itself_is_opt_in():
 def test_stacks_of_stacks():
     """Histories get the leading axes of the kernels, so that whatever lifts these lifts them."""
     make = nnx.vmap(nnx.vmap(lambda rngs: Plain(rngs)))
-    converted = convert_module(nnx.split_rngs(splits=(2, 3))(make)(nnx.Rngs(0)), everything)
+    converted = jfp8.convert(nnx.split_rngs(splits=(2, 3))(make)(nnx.Rngs(0)), RECIPE, exempt=())
     assert {h.shape for h in histories(converted).values()} == {(2, 3, 16)}
     twice = nnx.vmap(nnx.vmap(lambda block, x: block(x), in_axes=(0, None)), in_axes=(0, None))
     nnx.jit(nnx.grad(lambda model, x: jnp.sum(twice(model, x) ** 2)))(converted, X)
@@ -345,7 +333,7 @@ def test_stacks_of_stacks():
     np.testing.assert_array_equal(found[..., 0], np.full((2, 3), np.abs(X).max()))
     make = nnx.vmap(lambda rngs: nnx.Linear(4, 5, use_bias=False, rngs=rngs), in_axes=0, out_axes=2)
     with pytest.raises(ValueError, match=r"\(4, 5, 3\).*leading axes"):
-        convert_module(nnx.split_rngs(splits=3)(make)(nnx.Rngs(0)), everything)
+        jfp8.convert(nnx.split_rngs(splits=3)(make)(nnx.Rngs(0)), RECIPE, exempt=())
 
 
 own_derivative = jax.custom_jvp(jnp.dot)
@@ -410,9 +398,6 @@ def test_a_report_has_a_reason_for_every_product():
         ("ours", "Linear"): {""},
         ("head", "Linear"): {LOGITS},
     }
-    # Layers with another product, and layers of jfp8, are left out.
-    others = ["head", "mine", "transposed", "up"]
-    assert [path for path, _ in layers_of(model)] == [*projections, *others]
     assert isinstance(converted.mine, Mine)
     assert converted.own.dot_general is own_dot_general
     assert converted.ours.dot_general.recipe == Float8CurrentScaling()

@@ -22,7 +22,7 @@ from jfp8.layers.linen.state_in_gradients import (
     StateCollection,
     check_state_collection,
 )
-from jfp8.layers.options import pass_on, promoted
+from jfp8.layers.options import promoted
 from jfp8.layers.site import multiply_at
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
@@ -270,7 +270,9 @@ class ConvGeneralDilated(ProductModule):
           lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
           precision: the convolution's if FP8 is disabled (see `jfp8.autocast`).
         """
-        quantized, plain = pass_on(convolutions, locals())
+        window: Any = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+        how: Any = (feature_group_count, precision, preferred_element_type)
+        quantized, plain = convolutions(*window, *how)
         return multiply_at(self, quantized, plain, lhs, rhs, "conv")
 
 

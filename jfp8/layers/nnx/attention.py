@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Required, TypedDict, Unpack
 
 import flax
@@ -21,7 +22,7 @@ from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule, PrintsRecipe
-from jfp8.layers.options import pass_on, replaced
+from jfp8.layers.options import replaced
 from jfp8.matmul.spec import Implementation
 from jfp8.products.shared_input import shared_inputs
 from jfp8.recipes.in_effect import recipe_in_effect
@@ -81,7 +82,9 @@ class DotProductAttention(PrintsRecipe):
         """
         dropped, kept = 0.0 if deterministic else dropout_rate, module is not None
         if not (self._is_in_fp8() or options) and (dropped or kept):
-            return pass_on(nnx.dot_product_attention, locals())
+            dropout = broadcast_dropout, dropout_rng, dropout_rate, deterministic
+            how = bias, mask, *dropout, dtype, precision, module, promote_dtype, is_causal
+            return nnx.dot_product_attention(query, key, value, *how)
         check_weights_stay_inside(dropped, kept)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         return self._attend(query, key, value, bias, mask, is_causal=is_causal, **options)
@@ -209,16 +212,21 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
         input_positions: jax.Array | None = None,
     ) -> jax.Array:
         """See ``flax.nnx.MultiHeadAttention.__call__``."""
-        call, given = super().__call__, locals()
-        known = inspect.signature(call).parameters
-        if input_positions is not None and "input_positions" not in known:
-            raise TypeError(
-                f"input_positions needs a newer Flax than {flax.__version__}: pip install -U flax"
-            )
+        options: dict[str, Any] = {"mask": mask, "deterministic": deterministic, "rngs": rngs}
+        options |= {"sow_weights": sow_weights, "is_causal": is_causal}
+        options |= {"out_sharding": out_sharding, "qkv_sharding": qkv_sharding}
+        if input_positions is not None:
+            if "input_positions" not in inspect.signature(super().__call__).parameters:
+                raise TypeError(
+                    f"input_positions needs a newer Flax than {flax.__version__}: "
+                    "pip install -U flax"
+                )
+            options["input_positions"] = input_positions
+        call = partial(super().__call__, inputs_q, inputs_k, inputs_v, **options)
         attention_fn, cached = self.attention_fn, read_cache(self)
         with self._sharing(inputs_q, inputs_k, inputs_v):
             if not (self.decode if decode is None else decode) or cached is None:
-                return pass_on(call, given)  # without a cache Flax says what is missing
+                return call(decode=decode)  # without a cache Flax says what is missing
 
             def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> Any:
                 cache, operands, mask = with_earlier(cached, query, key, value, given["mask"])
@@ -227,7 +235,7 @@ class MultiHeadAttention(ExplicitModule, nnx.MultiHeadAttention):
                 return attention_fn(*operands, **given)
 
             with replaced(self, attention_fn=attend):
-                return pass_on(call, given | {"decode": False})
+                return call(decode=False)
 
     @contextlib.contextmanager
     def _sharing(self, q: Any, k: Any, v: Any) -> Iterator[None]:

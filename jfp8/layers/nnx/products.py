@@ -15,7 +15,6 @@ from flax.nnx.bridge.wrappers import current_linen_module
 from jax import lax
 
 from jfp8.layers.nnx.signatures import PrintsRecipe, SignatureOfClass
-from jfp8.layers.options import pass_on
 from jfp8.layers.site import multiply_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
@@ -332,7 +331,9 @@ class ConvGeneralDilated(Product):
         Args:
           out_sharding: sharding of the result, for meshes with explicit axes.
         """
-        quantized, plain = pass_on(convolutions, locals())
+        window: Any = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+        how: Any = (feature_group_count, precision, preferred_element_type, out_sharding)
+        quantized, plain = convolutions(*window, *how)
         return self._multiply(quantized, plain, lhs, rhs, "conv")
 
 
