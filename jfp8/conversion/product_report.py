@@ -18,10 +18,10 @@ from jfp8.conversion.product_rows import (
     listed,
     looks_ahead_message,
     product_table,
-    si,
     slower_message,
 )
 from jfp8.conversion.tables import Printed, Table, preformatted, ruled_lines, table_lines
+from jfp8.scaling.printing import si
 
 _WIDTH = 100  # columns of text
 _NAMED = 8  # layers listed under one reason

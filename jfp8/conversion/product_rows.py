@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jfp8.conversion.tables import Table
+from jfp8.scaling.printing import si
 
 NO_LAYER = "computed by no layer that can be converted"
 INSIDE_OF_ATTENTION = "inside of attention (convert with attention=True)"
@@ -125,14 +126,6 @@ def slower_message(rows: Sequence[ProductRow], gpu: str) -> str:
         f"On {gpu}, FP8 is expected to have {gain:.2f} of the speed of bf16 in converted layers. "
         f'{advice} jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out slower layers.'
     )
-
-
-def si(n: int) -> str:
-    """Write a number with a prefix of units: ``"1.02 k"``."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {prefix}"
-    return f"{n} "
 
 
 def _cells(row: ProductRow) -> tuple[str, ...]:

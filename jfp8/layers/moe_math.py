@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
@@ -17,15 +18,12 @@ from jfp8.layers import transformer_math
 from jfp8.layers.site import mlp_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import hidden_like
-from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.expert_rows import ExpertRows, FromExperts, ToExperts
+from jfp8.products.ragged.expert_rows import FromExperts, ToExperts
 from jfp8.products.ragged.experts import (
     can_be_divided,
     height_for,
-    observed_expert_dot,
-    plain_expert_dot,
 )
 from jfp8.products.ragged.routing import Routing, largest, route
 from jfp8.recipes.recipe import Recipe
@@ -65,24 +63,12 @@ class MoEOptions:
 
 
 def expert_kernels(
-    init: Initializer, key: jax.Array, num_experts: int, shape: Sequence[int], dtype: Dtype
+    key: jax.Array, init: Initializer, num_experts: int, shape: Sequence[int], dtype: Dtype
 ) -> jax.Array:
     """Return a kernel for each expert, each with its own key: ``[num_experts, *shape]``."""
-    return jax.vmap(lambda key: init(key, shape, dtype))(jax.random.split(key, num_experts))
-
-
-def grouped_products(
-    group_sizes: jax.Array | ExpertRows,
-    precision: Any,
-    preferred_element_type: jax.typing.DTypeLike | None,
-) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
-    """Return the products of a ``RaggedDot`` with these arguments, in FP8 and in high precision."""
-    how: dict[str, Any] = {"preferred_element_type": preferred_element_type}
-    if isinstance(group_sizes, ExpertRows):
-        how |= {"rows": group_sizes}
-        return partial(observed_expert_dot, **how), partial(plain_expert_dot, **how)
-    how |= {"group_sizes": group_sizes}
-    return partial(observed_ragged_dot, **how), partial(lax.ragged_dot, precision=precision, **how)
+    kernels = jax.vmap(lambda key: init(key, shape, dtype))(jax.random.split(key, num_experts))
+    # Where the initializer says how kernels are partitioned, over experts they are not.
+    return nn.meta.add_axis(kernels, 0, {nn.meta.PARTITION_NAME: None})
 
 
 def router_logits(tokens: jax.Array, kernel: jax.Array) -> jax.Array:

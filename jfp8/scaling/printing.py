@@ -102,12 +102,17 @@ def n_bytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize if is_arraylike(x) else 0
 
 
-def byte_size(n: float) -> str:
-    """Return ``"14 B"``, ``"3.4 MB"``: powers of 1000."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+def si(n: float) -> str:
+    """Return a number with a prefix of units, in powers of 1000: ``"1.02 k"``, ``"14 "``."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:.0f} B"
+            return f"{n / size:.3g} {prefix}"
+    return f"{n:.0f} "
+
+
+def byte_size(n: float) -> str:
+    """Return ``"14 B"``, ``"3.4 MB"``."""
+    return f"{si(n)}B"
 
 
 def counted(n: int, what: str) -> str:

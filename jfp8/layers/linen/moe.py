@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -12,23 +11,22 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math
+from jfp8.layers.calls import RaggedDotCall
 from jfp8.layers.linen.layers import Dense
 from jfp8.layers.linen.nnx_blocks import block_in
-from jfp8.layers.linen.products import ProductModule, promote_dtype
+from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.nnx import moe as nnx_moe
 from jfp8.layers.nnx.layers import Linear
-from jfp8.layers.site import Begun, begin_at, multiply_at
+from jfp8.layers.site import Begun
 from jfp8.matmul.spec import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.expert_rows import ExpertRows
-from jfp8.products.ragged.experts import planned_expert_dot
 from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.registry import RecipeLike
-from jfp8.scaling.arrays import ScaledArray
 
 
-class RaggedDot(ProductModule):
+class RaggedDot(RaggedDotCall, ProductModule):
     """An FP8 ``ragged_dot`` with its state.
 
     It has the state that every product has. The history for "rhs" records the largest amax of all
@@ -36,27 +34,7 @@ class RaggedDot(ProductModule):
     `ProductModule`.
     """
 
-    @nn.compact
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
-        group_sizes: jax.Array | ExpertRows,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-    ) -> jax.Array:
-        """Return ``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
-
-        Args:
-          lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.
-          rhs: the same of shape ``[g, k, n]``, or a `ScaledArray`.
-          group_sizes: integers of shape ``[g]``; or the rows of experts on many devices, see
-            `observed_expert_dot`.
-          precision: the matmul's where FP8 is disabled (see `jfp8.autocast`).
-          preferred_element_type: dtype of the result.
-        """
-        quantized, plain = moe_math.grouped_products(group_sizes, precision, preferred_element_type)
-        return multiply_at(self, quantized, plain, lhs, rhs, "moe")
+    __call__ = nn.compact(RaggedDotCall.__call__)
 
 
 class ExpertDense(nn.Module):
@@ -89,30 +67,16 @@ class ExpertDense(nn.Module):
           inputs: ``[tokens, in]``, sorted by expert.
           group_sizes: i32[num_experts], the tokens of each expert; or see `RaggedDot`.
         """
-        product, *operands = self._operands(inputs)
-        return product(*operands, group_sizes, self.precision)
+        return self._block(inputs)(inputs, group_sizes)
 
     def _begin(self, inputs: jax.Array, rows: ExpertRows) -> Begun:
         """Decide how the layer is computed as a part of a larger operation."""
-        product, *operands = self._operands(inputs)
-        return begin_at(product, partial(planned_expert_dot, rows=rows), *operands)
+        return self._block(inputs)._begin(inputs, rows)
 
     @nn.compact
-    def _operands(self, inputs: jax.Array) -> tuple[Any, ...]:
-
-        def init(key: jax.Array) -> jax.Array:
-            shape, dtype = (inputs.shape[-1], self.features), self.param_dtype
-            kernels = moe_math.expert_kernels(self.kernel_init, key, self.num_experts, shape, dtype)
-            # Where the initializer says how kernels are partitioned, over experts they are not.
-            return nn.meta.add_axis(kernels, 0, {nn.meta.PARTITION_NAME: None})
-
-        kernel = self.param("kernel", init)
-        x, kernel = promote_dtype(inputs, kernel, dtype=self.dtype)
-        where = self.state_collection
-        product = RaggedDot(
-            self.recipe, self.implementation, state_collection=where, casts_kernel=True
-        )
-        return product, x, kernel
+    def _block(self, inputs: jax.Array) -> nnx_moe.ExpertDense:
+        kinds, size = {nnx_moe.RaggedDot: RaggedDot}, inputs.shape[-1]
+        return block_in(self, nnx_moe.ExpertDense, kinds, in_features=size)
 
 
 class Router(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from flax.core import meta, unfreeze
 from flax.linen import dtypes
 from jax import lax
 
+from jfp8.layers.calls import ConvCall, DotGeneralCall
 from jfp8.layers.linen import messages
 from jfp8.layers.linen.state_in_gradients import (
     NAME,
@@ -24,16 +24,11 @@ from jfp8.layers.linen.state_in_gradients import (
 )
 from jfp8.layers.options import promoted
 from jfp8.layers.site import multiply_at
-from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
-from jfp8.products.conv import convolutions
-from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, State
-from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.in_effect import is_overridden, recipe_of_matmul
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import (
     CHECK,
     AmaxState,
@@ -65,6 +60,10 @@ class ProductModule(nn.Module):
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
     casts_kernel: bool = False
+
+    @nn.nowrap
+    def _multiply(self, *how: Any, **options: Any) -> jax.Array:
+        return multiply_at(self, *how, **options)
 
     @nn.nowrap
     def _in_effect(self) -> Recipe | None:
@@ -202,78 +201,24 @@ class ProductModule(nn.Module):
         self.put_variable(collection, name, value)
 
 
-class DotGeneral(ProductModule):
+class DotGeneral(DotGeneralCall, ProductModule):
     """An FP8 ``dot_general`` with its state, for ``nn.Dense(dot_general_cls=DotGeneral)``.
 
     Use ``functools.partial(DotGeneral, recipe=...)`` for a recipe other than the default. For the
     attributes see `ProductModule`.
     """
 
-    @nn.compact
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
-        dimension_numbers: lax.DotDimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        bias: jax.Array | None = None,
-        shared_input: SharedInput | None = None,
-    ) -> jax.Array:
-        """Compute ``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
-
-        Args:
-          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
-          dimension_numbers: see ``jax.lax.dot_general``.
-          precision: the matmul's if FP8 is disabled (see `jfp8.autocast`).
-          preferred_element_type: dtype of the result.
-          bias: ``[n]``, added to each row of the result.
-          shared_input: for layers with the same `lhs`; see `SharedInput`.
-        """
-        how: dict[str, Any] = {
-            "dimension_numbers": dimension_numbers,
-            "preferred_element_type": preferred_element_type,
-        }
-        quantized = partial(observed_dot_general, **how, bias=bias)
-
-        def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)
-
-        return multiply_at(self, quantized, plain, lhs, rhs, shared=shared_input)
+    __call__ = nn.compact(DotGeneralCall.__call__)
 
 
-class ConvGeneralDilated(ProductModule):
+class ConvGeneralDilated(ConvCall, ProductModule):
     """FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
 
     Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for a recipe other than the default.
     For the attributes see `ProductModule`.
     """
 
-    @nn.compact
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
-        window_strides: Sequence[int],
-        padding: str | Sequence[tuple[int, int]],
-        lhs_dilation: Sequence[int] | None = None,
-        rhs_dilation: Sequence[int] | None = None,
-        dimension_numbers: Any = None,
-        feature_group_count: int = 1,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-    ) -> jax.Array:
-        """Return ``jax.lax.conv_general_dilated`` in FP8; see `jfp8.scaled_conv_general_dilated`.
-
-        Args:
-          lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
-          precision: the convolution's if FP8 is disabled (see `jfp8.autocast`).
-        """
-        window: Any = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
-        how: Any = (feature_group_count, precision, preferred_element_type)
-        quantized, plain = convolutions(*window, *how)
-        return multiply_at(self, quantized, plain, lhs, rhs, "conv")
+    __call__ = nn.compact(ConvCall.__call__)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math, transformer_math
+from jfp8.layers.calls import RaggedDotCall
 from jfp8.layers.nnx.layers import Linear
 from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.products import Product
@@ -29,29 +30,16 @@ from jfp8.products.ragged.experts import planned_expert_dot
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
-from jfp8.scaling.arrays import ScaledArray
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
-class RaggedDot(Product):
+class RaggedDot(RaggedDotCall, Product):
     """An FP8 ``ragged_dot`` with its state.
 
     The history for "rhs" records the largest amax of all groups, but is not read: each group's
     matrix is scaled by its own amax. For the arguments and attributes see `Product`.
     """
-
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
-        group_sizes: jax.Array | ExpertRows,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-    ) -> jax.Array:
-        """Return ``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
-        quantized, plain = moe_math.grouped_products(group_sizes, precision, preferred_element_type)
-        return self._multiply(quantized, plain, lhs, rhs, "moe")
 
 
 class ExpertDense(ExplicitModule):
@@ -83,12 +71,11 @@ class ExpertDense(ExplicitModule):
     ) -> None:
         self.dtype = dtype
         self.precision = precision
-        shape = (in_features, features)
-        self.kernel = nnx.Param(
-            moe_math.expert_kernels(kernel_init, rngs.params(), num_experts, shape, param_dtype)
-        )
-        self.ragged_dot = RaggedDot(recipe=recipe, implementation=implementation)
-        self.ragged_dot.casts_kernel = True
+        parts, shape = Parts.of(rngs), (in_features, features)
+        kernels = kernel_init, num_experts, shape, param_dtype
+        self.kernel = parts.parameter("kernel", moe_math.expert_kernels, *kernels)
+        how: dict[str, Any] = {"recipe": recipe, "implementation": implementation}
+        self.ragged_dot = parts.bare(RaggedDot, "RaggedDot_0", casts_kernel=True, **how)
 
     def __call__(self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows) -> jax.Array:
         """Apply the layer.

@@ -14,11 +14,11 @@ from flax import errors, nnx
 from flax.nnx.bridge.wrappers import current_linen_module
 from jax import lax
 
+from jfp8.layers.calls import ConvCall, DotGeneralCall
 from jfp8.layers.nnx.signatures import PrintsRecipe, SignatureOfClass
 from jfp8.layers.site import multiply_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
-from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, State
 from jfp8.products.shared_input import SharedInput
@@ -91,6 +91,7 @@ class Product(PrintsRecipe):
         implementation: Implementation = None,
         path: str = "",
         leading: Sequence[int] = (),
+        casts_kernel: bool = False,
     ) -> None:
         """Create the matmul and its state.
 
@@ -100,7 +101,7 @@ class Product(PrintsRecipe):
         self.recipe = None if recipe is None else check_recipe(recipe)
         self.implementation = implementation
         self.path = path
-        self.casts_kernel = False
+        self.casts_kernel = casts_kernel
         # The matmuls of a region that disables FP8 may be called outside it.
         recipe = recipe_in_effect(self.recipe, path) or self.recipe or DelayedScaling()
         self.fp8: Any = nnx.data(_empty_state(recipe, leading))
@@ -154,12 +155,13 @@ class Product(PrintsRecipe):
         lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         layer: Layer = "dense",
+        shared: SharedInput | None = None,
     ) -> jax.Array:
         """Compute `multiply_at`, in a scope named after the path."""
         warn_inside_linen(self.path)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
         with scope, note("path", self.path):
-            return multiply_at(self, quantized, plain, lhs, rhs, layer, self.shared_input)
+            return multiply_at(self, quantized, plain, lhs, rhs, layer, shared or self.shared_input)
 
     def _begin(self, recipe: Recipe) -> tuple[State, bool, str | None]:
         histories, sink = self._read_state(recipe), None
@@ -268,7 +270,7 @@ def warn_inside_linen(path: str) -> None:
         )
 
 
-class DotGeneral(Product):
+class DotGeneral(DotGeneralCall, Product):
     """An FP8 ``dot_general`` with its state, for ``nnx.Linear(..., dot_general=DotGeneral())``.
 
     Each layer needs a separate one. For the arguments and attributes see `Product`.
@@ -280,61 +282,12 @@ class DotGeneral(Product):
     (2, 4)
     """
 
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
-        dimension_numbers: lax.DotDimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Return ``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
-        Args:
-          out_sharding: sharding of the result, for meshes with explicit axes.
-        """
-        how: dict[str, Any] = {
-            "dimension_numbers": dimension_numbers,
-            "preferred_element_type": preferred_element_type,
-            "out_sharding": out_sharding,
-        }
-        quantized = partial(observed_dot_general, **how)
-        plain = partial(lax.dot_general, **how, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs)
-
-
-class ConvGeneralDilated(Product):
+class ConvGeneralDilated(ConvCall, Product):
     """An FP8 ``conv_general_dilated`` with its state, for ``nnx.Conv(conv_general_dilated=...)``.
 
     Each layer needs a separate one. For the arguments and attributes see `Product`.
     """
-
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
-        window_strides: Sequence[int],
-        padding: str | Sequence[tuple[int, int]],
-        lhs_dilation: Sequence[int] | None = None,
-        rhs_dilation: Sequence[int] | None = None,
-        dimension_numbers: Any = None,
-        feature_group_count: int = 1,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Compute ``jax.lax.conv_general_dilated`` in FP8; see `jfp8.linen.ConvGeneralDilated`.
-
-        Args:
-          out_sharding: sharding of the result, for meshes with explicit axes.
-        """
-        window: Any = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
-        how: Any = (feature_group_count, precision, preferred_element_type, out_sharding)
-        quantized, plain = convolutions(*window, *how)
-        return self._multiply(quantized, plain, lhs, rhs, "conv")
 
 
 class EinsumOp(Product):
