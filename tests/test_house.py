@@ -231,7 +231,7 @@ LINES_OF_ROOMS = {
     "conversion": 4789,
     "debug": 3426,
     "plot": 905,
-    "command_line": 1022,
+    "command_line": 1037,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

@@ -32,12 +32,12 @@ from jfp8.conversion.nnx_layers import (
     place_of,
     set_converted,
     spelled,
-    warn_if_unconverted,
 )
 from jfp8.conversion.plan import Named, Plan, PlannedMatmul, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import Amaxes, States, run_planned
 from jfp8.conversion.selection import Edge
+from jfp8.conversion.unconverted_warning import own_parameters, warn_of_nothing
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.nnx.products import Product, histories_to_read, record, warn_inside_linen, why_lost
 from jfp8.products.operation import Observed, State
@@ -178,7 +178,7 @@ def call(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -> A
                 _, result = context.merge(*whole)
     traced.update(amaxes, changed or {})
     if is_call and place_of(module) == "":
-        _warn(module, plan)
+        _warn(traced, plan)
     return result
 
 
@@ -222,11 +222,21 @@ def _state(product: Product, planned: PlannedMatmul) -> State | None:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state)
 
 
-def _warn(model: Any, plan: Plan) -> None:
-    """Warn if nothing of the model becomes FP8, although the user did not ask for that."""
+def _warn(traced: TracedCall, plan: Plan) -> None:
+    """Warn if nothing of the model becomes FP8, although nobody asked for that."""
+    ours = {id(traced.product(name)) for name in traced.weights}
+    others = (x for _, x in nnx.iter_graph(traced.module, graph=True) if isinstance(x, Product))
     in_fp8 = any(decision.recipe is not None for _, decision in plan.decisions.values())
-    if not in_fp8 and not why_disabled():
-        warn_if_unconverted(model, plan.decisions)
+    if in_fp8 or why_disabled() or any(id(product) not in ours for product in others):
+        return
+    multiplied = {each.matmul.source.path for each in plan.matmuls.values()}
+    left = [weight for name, weight in traced.weights.items() if name not in multiplied]
+    kinds = {place_of(module): type(module) for module, _ in left}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {place: {} for place in kinds}
+    for module, weight in left:
+        shape = getattr(weight.of(module).get_raw_value(), "shape", ())
+        shapes[place_of(module)][spelled(weight.keys)] = tuple(shape)
+    warn_of_nothing(traced.module, "nnx", plan.decisions, own_parameters(kinds, shapes))
 
 
 def enter(module: Any, converted: Converted, kind: type | None = None) -> None:

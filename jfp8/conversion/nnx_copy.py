@@ -23,7 +23,6 @@ from jfp8.conversion.nnx_layers import (
     set_converted,
     spelled,
     stacks_of,
-    warn_if_unconverted,
     weights_of,
     why_not,
 )
@@ -35,6 +34,7 @@ from jfp8.layers.nnx.attention import (
 )
 from jfp8.layers.nnx.hooks import hook_of, product_for
 from jfp8.layers.nnx.products import DotGeneral, Product
+from jfp8.layers.nnx.signatures import PrintsRecipe
 from jfp8.layers.nnx.transformer import TransformerLayer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -50,10 +50,7 @@ def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] 
     ours = _without_recipe(model)
     selection.check_patterns([*(w.path for _, w, _ in found), *(path for path, _, _ in ours)])
     selection.check_types([*(node for node, _, _ in found), *(layer for _, layer, _ in ours)])
-    converted = copy_of(model, selection, example)
-    if not any(selection.decide(weight.path, node, None).recipe for node, weight, _ in found):
-        warn_if_unconverted(converted, {})
-    return converted
+    return copy_of(model, selection, example)
 
 
 def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
@@ -111,10 +108,10 @@ def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) 
     return converted
 
 
-def _without_recipe(model: nnx.Module) -> list[tuple[str, Any, Product]]:
+def _without_recipe(model: nnx.Module) -> list[tuple[str, Any, PrintsRecipe]]:
     """List the matmuls of jfp8's own layers that were given no recipe, with path and layer."""
     found = dict(nnx.iter_graph(model, graph=True))
-    both = [(keys[:-1], x) for keys, x in found.items() if isinstance(x, Product)]
+    both = [(keys[:-1], x) for keys, x in found.items() if isinstance(x, PrintsRecipe)]
     return [(spelled(keys), found.get(keys), x) for keys, x in both if x.recipe is None]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from flax import nnx
 
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS, NO_LAYER
-from jfp8.conversion.selection import Decision, Selection
-from jfp8.conversion.unconverted_warning import is_known, own_parameters, warn_of_nothing
+from jfp8.conversion.selection import Selection
+from jfp8.conversion.unconverted_warning import is_known
 from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention
 from jfp8.layers.nnx.hooks import has_stock_product, hook_of, stacked_axes
 from jfp8.layers.nnx.products import Product
@@ -208,37 +208,3 @@ def as_plain(modules: Sequence[nnx.Module]) -> Iterator[None]:
         object.__setattr__(module, _ATTRIBUTE, how)
     for module, weight, product in held:
         setattr(module, weight.holder, nnx.data(product))
-
-
-def warn_if_unconverted(model: Any, stayed: Mapping[str, tuple[type, Decision]]) -> None:
-    """Warn that `model` has no matmul in FP8, unless the user or a layer of jfp8 asked for that.
-
-    `stayed` are the matmuls that a call has met, by path: the type of the layer, and the decision.
-    """
-    nodes = [(x, here) for _, x in nodes_of(model) if (here := converted_of(x)) is not None]
-    ours = [w.product(x) for x, here in nodes for w in here.weights]
-    products = [x for _, x in nnx.iter_graph(model, graph=True) if isinstance(x, Product)]
-    if any(not any(product is x for x in ours) for product in products):
-        return
-    layers: dict[str, tuple[type, Decision]] = {}
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for node, weight, decision in _left(nodes, stayed):
-        if hook_of(node) is not None or decision.chosen:
-            layers[weight.path] = type(node), decision
-        else:
-            shape = getattr(weight.of(node).get_raw_value(), "shape", ())
-            shapes.setdefault(place_of(node), {})[spelled(weight.keys)] = tuple(shape)
-    kinds = {here.path: type(node) for node, here in nodes}
-    warn_of_nothing(model, "nnx", {**stayed, **layers}, own_parameters(kinds, shapes))
-
-
-def _left(
-    nodes: Sequence[tuple[Any, Converted]], stayed: Mapping[str, Any]
-) -> Iterator[tuple[Any, Weight, Decision]]:
-    """List weights that no call has met, with decisions; of layers, only kernels without state."""
-    for node, weight in [(x, weight) for x, here in nodes for weight in here.weights]:
-        in_use = weight.product(node) is not None or weight.path != place_of(node)  # or a bias
-        if weight.path in stayed or in_use and hook_of(node) is not None:
-            continue
-        decision = weight.selection.decide(weight.path, node, None)
-        yield node, weight, Decision(None, weight.stays) if weight.stays else decision

@@ -412,9 +412,9 @@ def test_a_conversion_of_nothing_names_its_modules():
     words = r"Home at 'layers/3', 'more/0' \(16, 16\), 'more/1' \(1, 16\), 'w' \(16, 16\); and 2"
     with pytest.warns(UserWarning, match=words):
         model(X)
-    # Without layers whose edges are seen when it is called, at once.
-    with pytest.warns(UserWarning, match="No product of Dict is FP8.*no layer of Fl") as caught:
-        jfp8.convert(nnx.Dict(norm=nnx.LayerNorm(D, rngs=nnx.Rngs(0))))
+    norm = jfp8.convert(nnx.Sequential(nnx.LayerNorm(D, rngs=nnx.Rngs(0))))
+    with pytest.warns(UserWarning, match="No product of Sequential.*no layer of Fl") as caught:
+        norm(X)
     assert [each.filename for each in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -442,6 +442,8 @@ def test_layers_of_jfp8_without_a_recipe_take_that_of_the_conversion():
     model.a.dot_general.set_histories({"lhs": jnp.full(16, 3.0)})
     assert jfp8.convert(model).a.dot_general.histories()["lhs"].max() == 3
     assert model.a.dot_general.recipe is None
+    attention = jfp8.nnx.MultiHeadAttention(2, D, attention_products=True, decode=False, rngs=rngs)
+    assert jfp8.convert(attention, "mxfp8").attention_fn.recipe.name == "mxfp8"
     alone = jfp8.convert(make(), "mxfp8")
     assert {row.recipe for row in jfp8.report(alone, X).rows} == {"mxfp8"}
     assert np.array_equal(alone(X), jfp8.convert(alone, "mxfp8")(X))

@@ -24,7 +24,6 @@ from jfp8.products.operation import Observed, State
 from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
-from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
@@ -111,7 +110,7 @@ class Product(PrintsRecipe):
     def set_recipe(self, recipe: Recipe | None) -> None:
         """Replace the recipe, None for high precision, and the state by the empty one it needs."""
         leading = () if self.fp8 is None else self.fp8[CHECK].shape[:-1]
-        self.recipe = PerLayer(()) if recipe is None else recipe
+        super().set_recipe(recipe)
         self.fp8 = nnx.data(None if recipe is None else _empty_state(recipe, leading))
 
     def set_view(self, use_running_average: bool | None = None) -> None:

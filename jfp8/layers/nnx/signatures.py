@@ -81,6 +81,10 @@ class PrintsRecipe(ExplicitModule):
     recipe: Recipe | PerLayer | None
     path: str
 
+    def set_recipe(self, recipe: Recipe | None) -> None:
+        """Replace the recipe; None is high precision."""
+        self.recipe = PerLayer(()) if recipe is None else recipe
+
     def __nnx_repr__(self) -> Generator[Any, Any, None]:
         for part in super().__nnx_repr__():
             if isinstance(part, reprlib.Attr) and part.key == "recipe":
