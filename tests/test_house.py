@@ -234,10 +234,8 @@ LINES_OF_ROOMS = {
     "command_line": 1037,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
-# The constructor of a Flax module lists its options.
-LARGE = {f"layers/nnx/{file}.py:__init__" for file in ("attention", "fused", "layers")}
 # The arguments of `optax.contrib.muon`, 19, and of `jax.nn.dot_product_attention`, 12, and more.
-LARGE |= {"optim/muon.py:muon", "products/flash/dot_product.py:scaled_dot_product_attention"}
+LARGE = {"optim/muon.py:muon", "products/flash/dot_product.py:scaled_dot_product_attention"}
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,23 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jfp8.layers import transformer_math
-from jfp8.layers.site import mlp_at
+from jfp8.layers.site import Multiplies, mlp_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import hidden_like
+from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.expert_rows import FromExperts, ToExperts
+from jfp8.products.ragged.expert_rows import ExpertRows, FromExperts, ToExperts
 from jfp8.products.ragged.experts import (
     can_be_divided,
     height_for,
+    observed_expert_dot,
+    plain_expert_dot,
 )
 from jfp8.products.ragged.routing import Routing, largest, route
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
 from jfp8.tracing.caller import user_level
 
@@ -69,6 +73,38 @@ def expert_kernels(
     kernels = jax.vmap(lambda key: init(key, shape, dtype))(jax.random.split(key, num_experts))
     # Where the initializer says how kernels are partitioned, over experts they are not.
     return nn.meta.add_axis(kernels, 0, {nn.meta.PARTITION_NAME: None})
+
+
+class RaggedDotCall(Multiplies):
+    """The call of a module in place of ``jax.lax.ragged_dot``."""
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        group_sizes: jax.Array | ExpertRows,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """Return ``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
+
+        Args:
+          lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.
+          rhs: the same of shape ``[g, k, n]``, or a `ScaledArray`.
+          group_sizes: integers of shape ``[g]``; or the rows of experts on many devices, see
+            `observed_expert_dot`.
+          precision: the matmul's where FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+        """
+        how: dict[str, Any] = {"preferred_element_type": preferred_element_type}
+        if isinstance(group_sizes, ExpertRows):
+            how["rows"] = group_sizes
+            quantized, plain = partial(observed_expert_dot, **how), partial(plain_expert_dot, **how)
+        else:
+            how["group_sizes"] = group_sizes
+            quantized = partial(observed_ragged_dot, **how)
+            plain = partial(lax.ragged_dot, precision=precision, **how)
+        return self._multiply(quantized, plain, lhs, rhs, "moe")
 
 
 def router_logits(tokens: jax.Array, kernel: jax.Array) -> jax.Array:

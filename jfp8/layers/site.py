@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax import lax
 
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values
 from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
+from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.mlp import observed_mlp
 from jfp8.products.operation import Observed, Options, State, as_operands
 from jfp8.products.shared_input import SharedInput
@@ -128,3 +131,48 @@ def _noted(site: Site, recipe: Recipe, layer: Layer, has_histories: bool) -> Ite
         note("ahead", "" if causal else "later positions"),
     ):
         yield
+
+
+class Multiplies:
+    """A base of modules that compute a matmul: `_multiply` is `multiply_at` for the module."""
+
+    _multiply: Callable[..., jax.Array]
+
+
+class DotGeneralCall(Multiplies):
+    """The call of a module in place of ``jax.lax.dot_general``."""
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+        bias: jax.Array | None = None,
+        shared_input: SharedInput | None = None,
+    ) -> jax.Array:
+        """Return ``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
+
+        Args:
+          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
+          dimension_numbers: see ``jax.lax.dot_general``.
+          precision: the matmul's if FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+          out_sharding: sharding of the result, for meshes with explicit axes.
+          bias: ``[n]``, added to each row of the result.
+          shared_input: for layers with the same `lhs`; see `SharedInput`.
+        """
+        how: dict[str, Any] = {
+            "dimension_numbers": dimension_numbers,
+            "preferred_element_type": preferred_element_type,
+            "out_sharding": out_sharding,
+        }
+        quantized = partial(observed_dot_general, **how, bias=bias)
+
+        def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)
+
+        return self._multiply(quantized, plain, lhs, rhs, shared=shared_input)

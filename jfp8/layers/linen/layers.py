@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jfp8.layers.conv_transpose_math import convolve_transposed
+from jfp8.layers.conv_math import convolve_transposed
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
     DotGeneral,

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math
-from jfp8.layers.calls import RaggedDotCall
 from jfp8.layers.linen.layers import Dense
 from jfp8.layers.linen.nnx_blocks import block_in
 from jfp8.layers.linen.products import ProductModule
@@ -26,7 +25,7 @@ from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.registry import RecipeLike
 
 
-class RaggedDot(RaggedDotCall, ProductModule):
+class RaggedDot(moe_math.RaggedDotCall, ProductModule):
     """An FP8 ``ragged_dot`` with its state.
 
     It has the state that every product has. The history for "rhs" records the largest amax of all
@@ -34,7 +33,7 @@ class RaggedDot(RaggedDotCall, ProductModule):
     `ProductModule`.
     """
 
-    __call__ = nn.compact(RaggedDotCall.__call__)
+    __call__ = nn.compact(moe_math.RaggedDotCall.__call__)
 
 
 class ExpertDense(nn.Module):

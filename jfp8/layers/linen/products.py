@@ -14,7 +14,7 @@ from flax.core import meta, unfreeze
 from flax.linen import dtypes
 from jax import lax
 
-from jfp8.layers.calls import ConvCall, DotGeneralCall
+from jfp8.layers.conv_math import ConvCall
 from jfp8.layers.linen import messages
 from jfp8.layers.linen.state_in_gradients import (
     NAME,
@@ -23,7 +23,7 @@ from jfp8.layers.linen.state_in_gradients import (
     check_state_collection,
 )
 from jfp8.layers.options import promoted
-from jfp8.layers.site import multiply_at
+from jfp8.layers.site import DotGeneralCall, multiply_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products.operation import Observed, State
 from jfp8.recipes.in_effect import is_overridden, recipe_of_matmul

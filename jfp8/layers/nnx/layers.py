@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike, PromoteDtypeFn
 
-from jfp8.layers.conv_transpose_math import convolve_transposed
+from jfp8.layers.conv_math import convolve_transposed
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule

@@ -14,7 +14,6 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import moe_math, transformer_math
-from jfp8.layers.calls import RaggedDotCall
 from jfp8.layers.nnx.layers import Linear
 from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.products import Product
@@ -34,7 +33,7 @@ from jfp8.recipes.registry import RecipeLike
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
-class RaggedDot(RaggedDotCall, Product):
+class RaggedDot(moe_math.RaggedDotCall, Product):
     """An FP8 ``ragged_dot`` with its state.
 
     The history for "rhs" records the largest amax of all groups, but is not read: each group's

@@ -14,9 +14,9 @@ from flax import errors, nnx
 from flax.nnx.bridge.wrappers import current_linen_module
 from jax import lax
 
-from jfp8.layers.calls import ConvCall, DotGeneralCall
+from jfp8.layers.conv_math import ConvCall
 from jfp8.layers.nnx.signatures import PrintsRecipe, SignatureOfClass
-from jfp8.layers.site import multiply_at
+from jfp8.layers.site import DotGeneralCall, multiply_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
 from jfp8.products.dot_general import observed_dot_general

@@ -1,14 +1,16 @@
-"""Code around the convolution of Flax's transposed convolutions, for both Linen and NNX."""
+"""Convolutions of layers, for both Linen and NNX: their call, and transposed ones as in Flax."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 
+from jfp8.layers.site import Multiplies
+from jfp8.products.conv import convolutions
 from jfp8.products.conv_transpose import conv_transpose
 from jfp8.scaling.arrays import ScaledArray
 
@@ -57,3 +59,33 @@ def convolve_transposed(
     if bias is not None:
         y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
     return y.reshape(*batch, *y.shape[1:])
+
+
+class ConvCall(Multiplies):
+    """The call of a module in place of ``jax.lax.conv_general_dilated``."""
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Return ``jax.lax.conv_general_dilated`` in FP8; see `jfp8.scaled_conv_general_dilated`.
+
+        Args:
+          lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
+          precision: the convolution's if FP8 is disabled (see `jfp8.autocast`).
+          out_sharding: sharding of the result, for meshes with explicit axes.
+        """
+        window: Any = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+        how: Any = (feature_group_count, precision, preferred_element_type, out_sharding)
+        return self._multiply(*convolutions(*window, *how), lhs, rhs, "conv")
