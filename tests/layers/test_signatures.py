@@ -56,6 +56,20 @@ def test_layers_take_what_those_of_flax_take(name):
     assert positional(ours) == positional(flax)
 
 
+def test_a_new_argument_of_flax_is_taken(monkeypatch):
+    original = nnx.Linear.__init__
+
+    def init(self, in_features: int, out_features: int, *, novel: int = 3, rngs: nnx.Rngs):
+        original(self, in_features, out_features, rngs=rngs)
+        self.novel = novel
+
+    monkeypatch.setattr(nnx.Linear, "__init__", init)
+    known = inspect.signature(jfp8.nnx.Linear).parameters
+    assert (known["novel"].default, known["novel"].annotation) == (3, int)
+    assert list(known)[:2] == ["in_features", "out_features"]
+    assert jfp8.nnx.Linear(3, 4, novel=5, recipe="current", rngs=nnx.Rngs(0)).novel == 5
+
+
 def test_calls_take_what_those_of_flax_take():
     ours, flax = (
         inspect.signature(x.__call__) for x in (jfp8.nnx.MultiHeadAttention, nnx.MultiHeadAttention)
