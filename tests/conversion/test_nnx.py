@@ -440,7 +440,9 @@ def test_layers_of_jfp8_without_a_recipe_take_that_of_the_conversion():
     longer = jfp8.convert(model, DelayedScaling(amax_history_len=64))
     assert longer.a.dot_general.histories()["grad"].shape == (64,)
     model.a.dot_general.set_histories({"lhs": jnp.full(16, 3.0)})
-    assert jfp8.convert(model).a.dot_general.histories()["lhs"].max() == 3
+    for recipe in ("delayed", DelayedScaling(margin=1)):
+        kept = jfp8.convert(model, recipe).a.dot_general
+        assert (kept.histories()["lhs"].max(), kept.fp8 is model.a.dot_general.fp8) == (3, False)
     assert model.a.dot_general.recipe is None
     attention = jfp8.nnx.MultiHeadAttention(2, D, attention_products=True, decode=False, rngs=rngs)
     assert jfp8.convert(attention, "mxfp8").attention_fn.recipe.name == "mxfp8"

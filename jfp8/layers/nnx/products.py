@@ -108,10 +108,12 @@ class Product(PrintsRecipe):
         self.shared_input: SharedInput | None = nnx.data(None)
 
     def set_recipe(self, recipe: Recipe | None) -> None:
-        """Replace the recipe, None for high precision, and the state by the empty one it needs."""
+        """Replace the recipe; None is high precision. Histories of another length begin empty."""
         leading = () if self.fp8 is None else self.fp8[CHECK].shape[:-1]
         super().set_recipe(recipe)
-        self.fp8 = nnx.data(None if recipe is None else _empty_state(recipe, leading))
+        new = None if recipe is None else _empty_state(recipe, leading)
+        shape = lambda state: None if state is None else state[ROLES[0]].shape
+        self.fp8 = self.fp8 if shape(new) == shape(self.fp8) else nnx.data(new)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Accept an option that ``nnx.view`` sets.
