@@ -162,7 +162,7 @@ def fields_of(cls: type) -> list[str]:
     if hasattr(cls, "_fields"):
         return list(cls._fields)
     if "__init__" in vars(cls) and not dataclasses.is_dataclass(cls):
-        return [p.name for p in parameters(cls.__init__)]
+        return [p.name for p in parameters(cls)]
     own = vars(cls).get("__annotations__", {})
     return [n for n, kind in own.items() if "ClassVar" not in str(kind) and not n.startswith("_")]
 
