@@ -7,6 +7,7 @@ looked up is an activation next to a weight. What runs inside a function with it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from jfp8.conversion.weight_matmul import (
 )
 from jfp8.recipes.in_effect import DISABLED, DISABLED_HERE
 from jfp8.tracing import interpreter
+from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, primitive_name, scan_sizes, scope_of
 from jfp8.tracing.interpreter import Emitted, Reader, Value, arrays, equations, notes_in
 from jfp8.tracing.notes import note
@@ -119,7 +121,16 @@ class Walk(Reader):
         """Compute the equation, and note why its matmuls stay as they are."""
         del at
         self._read_whole(notes_in(ins))
-        with note("reason", f"inside {eqn.primitive.name}, which has a derivative of its own"):
+        name, reason = primitive_name(eqn), "which has a derivative of its own"
+        if name not in interpreter.RULES:
+            reason = "a primitive that jfp8 does not know"
+            warnings.warn(
+                f"Matmuls stay in high precision inside {name!r}, {reason}. To convert a weight's "
+                "matmul, move it out of there.",
+                UserWarning,
+                stacklevel=user_level(),
+            )
+        with note("reason", f"inside {name}, {reason}"):
             return self.as_it_is(eqn, ins)
 
     def constant(self, x: Any) -> Note:

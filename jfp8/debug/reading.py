@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from jfp8.debug.measurement import Measurement
 from jfp8.products.observers import TAP
 from jfp8.tracing import interpreter
-from jfp8.tracing.compat import jaxprs_of
+from jfp8.tracing.compat import jaxprs_of, primitive_name
 from jfp8.tracing.interpreter import Computed, Reader, Value, arrays, equations, notes_in
 from jfp8.tracing.notes import notes_of, product_path
 
@@ -108,8 +108,8 @@ class _Taps(Reader):
 
     def closed_to(self, eqn: Any, ins: Sequence[Value], at: Any) -> Sequence[Value]:
         raise NotImplementedError(
-            f"Statistics of products inside {eqn.primitive.name!r} cannot be taken out of it. Call "
-            "jfp8.debug.stats on a function without it."
+            f"Statistics of products inside {primitive_name(eqn)!r} cannot be taken out of it. "
+            "Call jfp8.debug.stats on a function without it."
         )
 
     def constant(self, x: Any) -> Origins:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jfp8.tracing import interpreter
-from jfp8.tracing.compat import without_dead_code
+from jfp8.tracing.compat import primitive_name, without_dead_code
 from jfp8.tracing.interpreter import CALLS, RULES, Computed, Reader, Value
 
 
@@ -34,7 +34,7 @@ class _Inliner(Reader):
     inlines_rules = True
 
     def enters(self, eqn: Any, ins: Sequence[Value]) -> bool:
-        return eqn.primitive.name in CALLS | RULES
+        return primitive_name(eqn) in CALLS | RULES
 
     def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
         if eqn.primitive.name != "add_any":

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.products.operation import Observed
-from jfp8.products.vjp import Planned, backward, begin, forward, primals
+from jfp8.products.vjp import CustomVjp, Planned, backward, begin, forward, primals
 from jfp8.tracing.compat import same_varying_axes
 
 
@@ -64,7 +64,7 @@ def _plus(h: jax.Array, bias: jax.Array | None) -> jax.Array:
     return h if bias is None else h + bias.reshape((1,) * (h.ndim - 2) + bias.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(CustomVjp, nondiff_argnums=(0,))
 def _multiply(both, operations, operands):
     return _through(both, operations, operands, and_backward=False)[0]
 

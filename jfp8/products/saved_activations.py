@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.products.vjp import SAVED, first_order_only
+from jfp8.products.vjp import SAVED, CustomVjp, first_order_only
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import as_float_array, codes_of, codes_to_format
 from jfp8.scaling.formats import E4M3FN, Format, FormatLike, as_format
@@ -148,7 +148,7 @@ def _decode(q: ScaledArray, options: _Options) -> jax.Array:
     return scaled_values(replace(q, data=data)).astype(options.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(CustomVjp, nondiff_argnums=(0,))
 def _apply(options, x, rest):
     return options.f(x, *rest)
 

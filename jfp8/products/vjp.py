@@ -10,6 +10,7 @@ f8 bytes and their scales are kept for the backward pass, not the operands.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,7 @@ from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.caller import user_level
-from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.compat import rules_in_checkpoints, same_varying_axes
 from jfp8.tracing.device import current_device
 from jfp8.tracing.notes import EXPLAINING
 
@@ -64,6 +65,8 @@ PRODUCT_NAME = "jfp8_"
 SAVED = "fp8_saved"
 SAVED_WEIGHT = "fp8_saved_weight"
 RESULT = "fp8_result"
+
+OPTIONS: Any = jax.config
 
 Kept = ScaledArray | jax.Array | None
 
@@ -185,7 +188,15 @@ def begin(planned: Planned) -> tuple[How, Operands]:
     return How(options, carrier is not None), operands
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+class CustomVjp(jax.custom_vjp):
+    """A ``jax.custom_vjp`` whose forward rule runs inside every ``jax.checkpoint``, so observes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with rules_in_checkpoints() if OPTIONS.jax_remat3 else contextlib.nullcontext():
+            return super().__call__(*args, **kwargs)
+
+
+@partial(CustomVjp, nondiff_argnums=(0,))
 def _multiply(how, operation, operands):
     return forward(how, operation, operands, and_backward=False)[0]
 
@@ -216,7 +227,8 @@ def primals(hows: Sequence[How], arguments: Any, operands: Sequence[Any]) -> Any
     """
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     values = jax.tree.map(lambda x: x.value, arguments, is_leaf=is_primal)
-    if EXPLAINING.value is not None:
+    # Under these options ``jax.checkpoint`` says that the gradient is with respect to all.
+    if EXPLAINING.value is not None or OPTIONS.jax_remat3 or OPTIONS.jax_custom_vjp3:
         return values
     is_trained = lambda *trees: any(x.perturbed for x in jax.tree.leaves(trees, is_leaf=is_primal))
     for how, of_product in zip(hows, operands, strict=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -150,15 +151,18 @@ def scope_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-def params_of(eqn: Any) -> dict[str, Any]:
-    """Return the parameters of an equation, which some primitives keep in an object since 0.11."""
+def bodies_of(eqn: Any) -> list[tuple[Jaxpr, Sequence[Any]]]:
+    """List the jaxprs among the parameters of an equation, bodies and branches, with constants.
+
+    A primitive that is an object (since 0.11) may have none: then its only body is its expansion.
+    """
     held = eqn.params.get("_prim")
-    return dict(eqn.params if held is None else held.params)
+    found = list(_jaxprs_among((eqn.params if held is None else held.params).values()))
+    return found if held is None or found else list(_jaxprs_among([_expansion(held)]))
 
 
-def bodies_of(eqn: Any) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
-    """List the jaxprs among the parameters of an equation, bodies and branches, with constants."""
-    for value in params_of(eqn).values():
+def _jaxprs_among(parameters: Iterable[Any]) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    for value in parameters:
         for x in value if isinstance(value, (tuple, list)) else (value,):
             # A function with its own derivative is in another object since 0.11.
             closed = x if isinstance(x, ClosedJaxpr) else getattr(x, "jaxpr", None)
@@ -166,6 +170,12 @@ def bodies_of(eqn: Any) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
                 yield closed.jaxpr, closed.consts
             elif isinstance(x, Jaxpr):
                 yield x, ()
+
+
+@functools.lru_cache(maxsize=64)
+def _expansion(held: Any) -> ClosedJaxpr:
+    """Return the program that a primitive stands for where it is not differentiated."""
+    return jax.make_jaxpr(held.expand)(*held.in_avals)
 
 
 def jaxprs_of(eqn: Any) -> Iterator[Jaxpr]:
@@ -179,11 +189,35 @@ def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return body
 
 
+_ONE_NAME = {
+    "remat2": "checkpoint",
+    "RematTraced": "checkpoint",
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+
+
 def primitive_name(eqn: Any) -> str:
-    """Return the name of a primitive; one name for all versions of ``jax.checkpoint``."""
-    known = {"RematTraced": "checkpoint", "CheckpointName": "name"}
-    name = known.get(type(eqn.params.get("_prim")).__name__, eqn.primitive.name)
-    return "checkpoint" if name == "remat2" else name
+    """Return the name of a primitive, the same for all versions of it in JAX."""
+    held = eqn.params.get("_prim")  # primitives that are objects, since 0.11
+    name = eqn.primitive.name if held is None else type(held).__name__
+    return _ONE_NAME.get(name, name)
+
+
+def rules_in_checkpoints() -> AbstractContextManager[object]:
+    """Return a context for calls whose forward rules shall run inside ``jax_remat3``.
+
+    JAX would run the plain function there, and policies would not find names in the rule.
+    """
+    if jax.__version_info__ < (0, 12):
+        raise NotImplementedError(
+            f"jfp8 takes jax_remat3 from JAX 0.12 on, and this is {jax.__version__}, in which "
+            "layers inside jax.checkpoint would record no amaxes. Upgrade JAX, or leave the "
+            "option off: jax.config.update('jax_remat3', False)."
+        )
+    return config.custom_vjp3(True)
 
 
 def evaluate_with_body(eqn: Any, body: Callable[..., Any], *arguments: Any) -> Any:

@@ -214,7 +214,7 @@ def enter(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> tuple[Sequen
 
 def _may_be_inlined(reader: Reader, eqn: Any) -> bool:
     """Return whether a primitive that is not in `_RUNS` may be replaced by its only body."""
-    if reader.computes and not (reader.inlines_rules and eqn.primitive.name in RULES):
+    if reader.computes and not (reader.inlines_rules and primitive_name(eqn) in RULES):
         return False
     bodies, sizes = list(jaxprs_of(eqn)), lambda x: (len(x.invars), len(x.outvars))
     return len(bodies) == 1 and sizes(bodies[0]) == sizes(eqn)

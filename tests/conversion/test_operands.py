@@ -1,13 +1,16 @@
 """Which operands count as weights, however a model is written, and which state they share."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from support.arrays import relative_error
+from support.arrays import assert_same, relative_error
 from support.doors import DOORS, converted, moved
+from support.later_jax import later_primitives
 
 X = jax.random.normal(jax.random.key(1), (2, 6, 8))
 W = 0.3 * jax.random.normal(jax.random.key(2), (3, 8, 8))
@@ -148,17 +151,40 @@ def test_a_scan_of_no_layers(door):
 
 
 @every_door
-@pytest.mark.parametrize("version", ["remat2", "remat3"])
+@pytest.mark.parametrize("later", [False, True], ids=["remat2", "remat3"])
 @pytest.mark.representative(4)
-def test_checkpoints_of_both_versions_are_entered(version, door):
-    block = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))
-    run = lambda p, x: p("head", block(p["w"], x))
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", version == "remat3")
-    try:
-        case = converted(door, run, {"w": W[0], "head": W[1]}, X, layers=["head"])
+def test_checkpoints_of_both_versions_are_entered(later, door):
+    """They have the matmuls, gradients and amaxes of a model that saves everything."""
+    block = lambda w, x: jnp.tanh(jax.nn.silu(jnp.tanh(x @ w) @ w))
+    again = lambda p, x: p("head", jax.checkpoint(block)(p["w"], x))
+    saved = lambda p, x: p("head", block(p["w"], x))
+    params = {"w": W[0], "head": W[1]}
+    case, expected = (
+        converted(door, run, params, X, "delayed", layers=["head"]) for run in (again, saved)
+    )
+    step = expected.step(X)
+    with later_primitives() if later else contextlib.nullcontext():
+        assert_same(case.step(X), step)
+        assert_same(case.states(), expected.states())
         rows = case.report(X).rows
-    finally:
-        jax.config.update("jax_remat3", before)
     assert {row.kind for row in rows if row.path != "head"} == {"fprop", "dgrad", "wgrad"}
     assert {row.path for row in rows if not row.fp8} == {"head"}  # the logits
+
+
+@every_door
+@pytest.mark.filterwarnings("ignore:Matmuls stay in high precision")
+def test_a_primitive_that_is_not_known_is_told(door):
+    """Its matmuls stay as they are, which a warning and the report say."""
+
+    def run(p, x):
+        inverse = lambda _, b: b @ p["w"]
+        solved = lax.custom_linear_solve(lambda y: y @ p["w"], x, inverse, symmetric=True)
+        return p("up", x) + solved
+
+    unknown = "custom_linear_solve', a primitive that jfp8 does not know"
+    case = converted(door, run, {"w": jnp.eye(8), "up": W[0]}, X, layers=["up"], exempt=())
+    with pytest.warns(UserWarning, match=unknown):
+        rows = case.report(X).rows
+    assert {row.path for row in rows if row.fp8} == {"up"}
+    reasons = {row.reason for row in rows if not row.fp8}
+    assert reasons == {"inside custom_linear_solve, a primitive that jfp8 does not know"}

@@ -17,6 +17,7 @@ from jfp8.tracing.compat import primitive_name
 from jfp8.tracing.interpreter import Place, Reader, Value, arrays, equations
 from jfp8.training.hoist import split
 from support.arrays import assert_same
+from support.later_jax import later_primitives
 
 P = PartitionSpec
 X = np.linspace(-1, 2, 12, dtype=np.float32).reshape(4, 3)
@@ -210,18 +211,13 @@ def test_a_body_that_is_not_known_stays_and_is_told():
     assert follows.told == ["custom_linear_solve"]
 
 
-@pytest.fixture
-def remat3():
-    """Set JAX's option for a ``checkpoint`` that is a primitive of another kind."""
-    if not hasattr(jax.config, "jax_remat3"):
-        pytest.skip("this JAX has no such option")
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", True)
-    yield
-    jax.config.update("jax_remat3", before)
+@pytest.fixture(params=[["jax_remat3"], []], ids=["remat3", "all"])
+def later(request):
+    with later_primitives(*request.param):
+        yield
 
 
-def test_a_later_checkpoint_is_entered(remat3):
+def test_a_later_checkpoint_is_entered(later):
     multiply = lambda w, x: x @ w
     layer = jfp8.convert(multiply, "current", exempt=())
     plain = lambda w, x: jnp.tanh(layer(w, layer(w, x)))

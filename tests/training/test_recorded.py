@@ -1,5 +1,7 @@
 """A gradient records under every transformation: the oracle is NumPy's maximum."""
 
+import contextlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,11 @@ import jfp8.nnx
 from jfp8.nnx import Fp8Sink, Fp8State
 from support.arrays import assert_same
 from support.arrays import keyed_normal as normal
+from support.later_jax import later_primitives
 
 D = 16
 X = normal(1, (8, D))
-HOWS = ["jit", "remat", "scan", "vmap"]
+HOWS = ["jit", "remat", "remat3", "scan", "vmap"]
 
 
 def mean_square(y):
@@ -108,7 +111,13 @@ def of_nnx(how):
     return state, run, gradient, newest, model.layer
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.fixture(params=HOWS)
+def how(request):
+    is_later = request.param == "remat3"
+    with later_primitives("jax_remat3") if is_later else contextlib.nullcontext():
+        yield "remat" if is_later else request.param
+
+
 @pytest.mark.parametrize("api", [of_linen, of_nnx])
 def test_a_gradient_records_and_nothing_else_does(api, how):
     state, run, gradient, newest, weights = api(how)
