@@ -44,6 +44,7 @@ from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.codes import decode
 from jfp8.scaling.history import AmaxState
+from jfp8.tracing.compat import vary_like
 from jfp8.tracing.device import has_explicit_axes
 
 
@@ -229,7 +230,8 @@ class Convolution(Operation):
         else:
             convolve = lambda rhs: self.window.convolve(first, rhs)
             shape, cotangent = self.shapes[1], second
-        of = jax.ShapeDtypeStruct(shape, first.dtype)
+        # An array, not its shape: JAX would sum the gradient over the axes of a ``shard_map``.
+        of = vary_like(jnp.zeros(shape, first.dtype), cotangent)
         (gradient,) = jax.linear_transpose(convolve, of)(cotangent.astype(jnp.float32))
         return gradient.astype(jnp.float32)
 

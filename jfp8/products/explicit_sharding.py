@@ -11,14 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import AxisType, PartitionSpec
+from jax.tree_util import Partial
 
 from jfp8.products.operation import Operand
+from jfp8.products.vjp import CustomVjp
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import explicit_mesh_of
 
 
@@ -82,6 +87,61 @@ def with_result_like(
     spec: PartitionSpec, function: Callable[..., tuple[jax.Array, Any]], *arguments: Any
 ) -> tuple[jax.Array, Any]:
     """Call `function` without explicit axes inside, and shard its first result as `spec`."""
-    shardings = spec, PartitionSpec()
-    automatic: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=shardings)
-    return automatic(*arguments)
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return _automatic(function, (spec, PartitionSpec()))(*arguments)
+    return _between_manual_axes(spec, function, same_varying_axes(arguments))
+
+
+def _automatic(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
+    axes = jax.sharding.get_abstract_mesh().explicit_axes
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding)
+
+
+# JAX takes no arrays without explicit types out of a ``shard_map`` over other axes of the mesh,
+# where residuals go. So these get the types of the arguments that have their shapes.
+
+
+@partial(CustomVjp, nondiff_argnums=(0, 1))
+def _between_manual_axes(
+    spec: PartitionSpec, function: Callable[..., Any], arguments: Any
+) -> tuple[jax.Array, Any]:
+    return _automatic(function, (spec, PartitionSpec()))(*arguments)
+
+
+def _forward(spec: PartitionSpec, function: Callable[..., Any], primals: Any) -> Any:
+    leaves, structure = jax.tree.flatten(primals, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    values = [x.value for x in leaves]
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    trained = [i for i, x in enumerate(leaves) if x.perturbed and is_float(x.value)]
+    specs = [jax.typeof(x).sharding.spec for x in values]
+    made: dict[str, Any] = {}
+
+    def of_trained(values: Any, *some: Any) -> Any:
+        given = dict(zip(trained, some, strict=True))
+        return function(*structure.unflatten([given.get(i, x) for i, x in enumerate(values)]))
+
+    def with_residuals(*values: Any) -> Any:
+        of_some = partial(of_trained, values)
+        y, vjp, observed = jax.vjp(of_some, *(values[i] for i in trained), has_aux=True)
+        saved, made["vjp"] = jax.tree.flatten(vjp)
+        return (y, observed), saved
+
+    def backward(saved: Any, dy: jax.Array) -> Any:
+        derive = lambda saved, dy: made["vjp"].unflatten(saved)(dy)
+        grads = _automatic(derive, tuple(specs[i] for i in trained))(saved, dy)
+        of_leaf = dict(zip(trained, grads, strict=True))
+        return structure.unflatten([of_leaf.get(i) for i in range(len(leaves))])
+
+    by_shape = {x.shape: each for x, each in zip(values, specs, strict=True)}
+    _, shapes = jax.eval_shape(_automatic(with_residuals, PartitionSpec()), *values)
+    saved_as = [by_shape.get(x.shape, PartitionSpec()) for x in shapes]
+    results = _automatic(with_residuals, ((spec, PartitionSpec()), saved_as))
+    out, saved = results(*values)
+    return out, Partial(backward, saved)
+
+
+_between_manual_axes.defvjp(
+    _forward,
+    lambda spec, function, backward, cotangents: (backward(cotangents[0]),),
+    symbolic_zeros=True,
+)

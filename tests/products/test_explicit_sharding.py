@@ -166,3 +166,60 @@ def test_attention_is_laid_out_like_its_queries():
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.sharding.spec[:3] == ("data", None, "model")
         assert relative(ours, theirs) < 1e-6
+
+
+CONV = ((1, 1), "SAME", (1, 1), (1, 1), ("NHWC", "HWIO", "NHWC"))
+DENSE = jfp8.Dense(16, recipe="current", use_bias=False)
+IN_SHARD_MAP = {  # ours, JAX's, shapes of x and w, and how w is sharded over other axes
+    "matmul": (
+        lambda x, w: jfp8.scaled_dot_general(x, w, MATRICES, recipe="current"),
+        jnp.matmul,
+        ((8, 64), (64, 16)),
+        P("model", None),
+    ),
+    "convolution": (
+        lambda x, w: jfp8.scaled_conv_general_dilated(x, w, *CONV, recipe="current"),
+        lambda x, w: lax.conv_general_dilated(x, w, *CONV),
+        ((8, 6, 6, 8), (3, 3, 8, 16)),
+        P(),
+    ),
+    "attention": (
+        lambda x, w: jfp8.scaled_dot_product_attention(x, x * w, w + x, recipe="current"),
+        lambda x, w: jax.nn.dot_product_attention(x, x * w, w + x),
+        ((8, 16, 2, 16), (1, 1, 2, 16)),
+        P(None, None, "model"),
+    ),
+    "layer": (
+        lambda x, w: DENSE.apply({"params": {"kernel": w}}, x),
+        jnp.matmul,
+        ((8, 64), (64, 16)),
+        P(None, "model"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize("name", IN_SHARD_MAP)
+def test_shard_map_over_some_axes(name, kind):
+    """The types, or the compiler, shard over the others. The oracle is JAX's, on one device."""
+    ours, plain, shapes, spec = IN_SHARD_MAP[name]
+    x, w = (normal(i, shape) for i, shape in enumerate(shapes))
+    ct = normal(2, jax.eval_shape(plain, x, w).shape)
+    expected = plain(x, w), *jax.grad(lambda x, w: jnp.vdot(plain(x, w), ct), argnums=(0, 1))(x, w)
+
+    def losses(x, w, ct):
+        y = ours(x, w)
+        return y, jnp.sum(y * ct)[None]
+
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)):
+        batch = P("data")
+        given = spread(x, batch), spread(w, spec), spread(ct, batch)
+        mapped = jax.shard_map(
+            losses, in_specs=(batch, P(), batch), out_specs=(batch, batch), axis_names={"data"}
+        )
+        y, _ = jax.jit(mapped)(*given)
+        total = lambda x, w, ct: jnp.sum(mapped(x, w, ct)[1])
+        dx, dw = jax.jit(jax.grad(total, argnums=(0, 1)))(*given)
+        assert jax.typeof(dw) == jax.typeof(given[1])
+    for found, right in zip((y, dx, dw), expected, strict=True):
+        assert 1e-3 < relative(found, right) < 0.15
