@@ -213,7 +213,7 @@ def through_experts(
     activation: str | transformer_math.ClampedSwiglu,
     saved_activations: Format | None,
     capacity_factor: float | None,
-) -> jax.Array:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """For each token, the weighted sum of what its experts make of it. ::
 
         y = sum over the chosen e of  weight_e * activation(x . wi_e) . wo_e
@@ -224,6 +224,9 @@ def through_experts(
       intermediate_dim: features between both.
       mesh: the mesh over which tokens and experts are sharded.
       recipes: the recipes of both matmuls. For the others see `MoE`.
+
+    Returns:
+      The sums, ``[t, in]``; and with a capacity the share of choices that found no room, by name.
     """
     (count, k), groups = routed.experts.shape, routed.probabilities.shape[1]
     more = -count % mesh.parts  # rows without an expert, so that tokens can be divided evenly
@@ -248,7 +251,25 @@ def through_experts(
         second = wo._begin(hidden_like(first.planned, shape), back)
         y = mlp_at(first, second, transformer_math.Activation(activation), shape)
     each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
-    return jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)
+    y = jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)
+    if capacity_factor is None:
+        return y, {}
+    dropped = 1 - jnp.sum(exchange.sizes) / max(count * k, 1)
+    _warn_if_many(dropped, capacity_factor)
+    return y, {"dropped": dropped}
+
+
+def _warn_if_many(dropped: jax.Array, capacity_factor: float) -> None:
+    """Warn if more than 1 % of all choices are dropped, where the share is known: outside `jit`."""
+    if not isinstance(dropped, jax.core.Tracer) and dropped > 0.01:
+        warnings.warn(
+            f"capacity_factor={capacity_factor} drops {float(dropped):.1%} of the choices of "
+            "experts, whose results are 0. Pass a larger one, or balance the experts: add the sown "
+            "load_balancing_loss to the loss, or pass bias_update_rate. Under jax.jit, watch the "
+            "sown value 'dropped'.",
+            UserWarning,
+            stacklevel=user_level(),
+        )
 
 
 def through_shared_expert(

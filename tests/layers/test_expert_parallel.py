@@ -1,5 +1,6 @@
 """A mixture of experts divided over eight devices against the same one on one device."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -264,3 +265,32 @@ def test_errors():
         pytest.raises(ValueError, match="12 experts cannot be divided evenly among the 8"),
     ):
         jax.eval_shape(model.clone(num_experts=12).init, jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "expert": 4}], ids=["one device", "divided"])
+@pytest.mark.parametrize("factor", [0.5, 8.0])
+def test_the_share_that_a_capacity_drops_is_sown(factor, sizes):
+    """The oracle counts choices in NumPy: each part of the data has a capacity of its own."""
+    # 61 tokens are not divided evenly: the rows that are added choose no expert.
+    x = jax.random.normal(jax.random.key(5), (61, FEATURES))
+    options = {"recipe": "current", "expert_axis": "expert", "capacity_factor": factor}
+    module = jfp8.nnx.MoE(FEATURES, EXPERTS, 16, rngs=nnx.Rngs(0), **options)
+    linen = MoE(EXPERTS, 16, **options)
+    kernels = {n: {"kernel": getattr(module, n).kernel[...]} for n in ("router", "wi", "wo")}
+    parts = sizes.get("data", 1)
+    logits = x @ np.asarray(kernels["router"]["kernel"], np.float64)
+    chosen = np.argsort(-logits, axis=1)[:, :2]
+    whole = 64 if sizes else 61
+    capacity = max(1, int(np.ceil(factor * whole // parts * 2 / EXPERTS)))
+    rows = np.array_split(np.concatenate([chosen, np.full((whole - 61, 2), -1)]), parts)
+    counts = [np.bincount(each[each >= 0], minlength=EXPERTS) for each in rows]
+    dropped = sum(np.maximum(each - capacity, 0).sum() for each in counts) / chosen.size
+
+    with jax.set_mesh(mesh_of(sizes)) if sizes else contextlib.nullcontext():
+        told = pytest.warns(UserWarning, match="drops") if dropped else contextlib.nullcontext()
+        with told:
+            _, sown = linen.apply({"params": kernels}, x, mutable="intermediates")
+        _, captured = nnx.jit(nnx.capture(nnx.Intermediate)(lambda model, x: model(x)))(module, x)
+    assert (dropped > 0.3) == (factor < 1)
+    for found in (sown["intermediates"], nnx.to_pure_dict(captured)):
+        np.testing.assert_allclose(found["dropped"][0], dropped, atol=1e-6)

@@ -176,8 +176,9 @@ class MoE(moe_math.MoEOptions, nn.Module):
       data_axes: axes that divide tokens as well; those that the mesh does not have do not count.
       tensor_axis: axis that divides the kernels of each expert, likewise.
       capacity_factor: an expert gets at most this times its share of the tokens, the first of them;
-        the results of the others are 0. None drops no token, and every device has room for
-        the tokens of all devices along `expert_axis`.
+        the results of the others are 0, and their share of all choices is sown as ``dropped``, next
+        to the losses. None drops no token, and every device has room for the tokens of all
+        devices along `expert_axis`.
       route: chooses experts: a function of the router's logits, f32[tokens, experts], and `k`, with
         a `bias` if there is one, that returns a `Routing`; such as `jfp8.linen.route` with options,
         ``partial(route, scores="sigmoid", n_group=8, topk_group=4, routed_scaling_factor=2.5)``.
@@ -194,7 +195,8 @@ class MoE(moe_math.MoEOptions, nn.Module):
         bias.
 
     Warns:
-      UserWarning: a gradient is computed, but ``router_bias`` is not mutable.
+      UserWarning: a gradient is computed, but ``router_bias`` is not mutable; outside ``jax.jit``
+        more than 1 % of all choices of experts are dropped.
 
     References:
       arXiv 2101.03961 (Switch Transformers), arXiv 2401.04088 (Mixtral), arXiv 2211.15841
@@ -224,7 +226,7 @@ class MoE(moe_math.MoEOptions, nn.Module):
         kinds = {nnx_moe.Router: Router, nnx_moe.ExpertDense: ExpertDense, Linear: Dense}
         block = block_in(self, nnx_moe.MoE, kinds, in_features=inputs.shape[-1])
         paths = ["/".join((*self.path, name)) for name in ("wi", "wo")]
-        y, losses = block._apply(inputs, recipes_in_effect(self.recipe, paths))
-        for name, value in losses.items():
+        y, sown = block._apply(inputs, recipes_in_effect(self.recipe, paths))
+        for name, value in sown.items():
             self.sow("intermediates", name, value)
         return y

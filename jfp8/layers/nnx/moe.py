@@ -217,9 +217,9 @@ class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
         """
         products = self.wi.ragged_dot, self.wo.ragged_dot
         recipes = [recipe_in_effect(product.recipe, product.path) for product in products]
-        y, losses = self._apply(inputs, [recipe for recipe in recipes if recipe is not None])
+        y, sown = self._apply(inputs, [recipe for recipe in recipes if recipe is not None])
         if hasattr(self, "__captures__"):  # in nnx.capture; elsewhere sow changes the module
-            for name, value in losses.items():
+            for name, value in sown.items():
                 self.sow(nnx.Intermediate, name, value)
         return y
 
@@ -227,13 +227,13 @@ class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
     def _apply(
         self, inputs: jax.Array, recipes: Sequence[Recipe]
     ) -> tuple[Any, dict[str, jax.Array]]:
-        """Return the result, and the losses to sow, by the `recipes` of both matmuls."""
+        """Return the result, and what to sow, by the `recipes` of both matmuls."""
         tokens = inputs.reshape(-1, inputs.shape[-1])
         routed = self.router(tokens)
         losses = moe_math.losses_of(routed, inputs.shape)
         axes = (self.expert_axis, self.data_axes, self.tensor_axis)
         names = "intermediate_dim", "implementation", "activation", "saved_activations"
-        y = moe_math.through_experts(
+        y, dropped = moe_math.through_experts(
             tokens,
             routed,
             self.wi,
@@ -246,4 +246,5 @@ class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
             how = self.activation, self.saved_activations
             y += moe_math.through_shared_expert(tokens, self.shared_wi, self.shared_wo, *how)
         y = y.reshape(inputs.shape)
-        return (y, losses["load_balancing_loss"]) if self.return_load_balancing_loss else y, losses
+        result = (y, losses["load_balancing_loss"]) if self.return_load_balancing_loss else y
+        return result, losses | dropped
