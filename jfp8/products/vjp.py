@@ -227,11 +227,14 @@ def primals(hows: Sequence[How], arguments: Any, operands: Sequence[Any]) -> Any
     """
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     values = jax.tree.map(lambda x: x.value, arguments, is_leaf=is_primal)
-    # Under these options ``jax.checkpoint`` says that the gradient is with respect to all.
-    if EXPLAINING.value is not None or OPTIONS.jax_remat3 or OPTIONS.jax_custom_vjp3:
+    if EXPLAINING.value is not None:
         return values
-    is_trained = lambda *trees: any(x.perturbed for x in jax.tree.leaves(trees, is_leaf=is_primal))
+    each = lambda *trees: [x.perturbed for x in jax.tree.leaves(trees, is_leaf=is_primal)]
+    is_trained = lambda *trees: any(each(*trees))
     for how, of_product in zip(hows, operands, strict=True):
+        # With these options ``jax.checkpoint`` says that the gradient is with respect to all.
+        if (OPTIONS.jax_remat3 or OPTIONS.jax_custom_vjp3) and all(each(of_product)):
+            continue
         trained = is_trained(of_product.rhs, of_product.carrier)
         constant = of_product.sink is not None and not of_product.sink.perturbed
         told = {

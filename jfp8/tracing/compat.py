@@ -158,7 +158,9 @@ def bodies_of(eqn: Any) -> list[tuple[Jaxpr, Sequence[Any]]]:
     """
     held = eqn.params.get("_prim")
     found = list(_jaxprs_among((eqn.params if held is None else held.params).values()))
-    return found if held is None or found else list(_jaxprs_among([_expansion(held)]))
+    if held is None or found or primitive_name(eqn) == "name":
+        return found
+    return list(_jaxprs_among([_expansion(held)]))
 
 
 def _jaxprs_among(parameters: Iterable[Any]) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:

@@ -853,6 +853,9 @@ def test_a_region():
     [(("fp8", "fp8_sink"), "but not to its sink"), ((), "without its 'fp8' collection")],
 )
 @pytest.mark.representative(1)
+@pytest.mark.skipif(
+    jax.config.jax_remat3, reason="this checkpoint does not say what a gradient is with respect to"
+)
 def test_histories_that_a_body_cannot_update_are_told(given, said):
     model = jfp8.convert(MODELS["own in remat, stacked"][0], "delayed", exempt=())
     variables = model.init(KEY, X)

@@ -271,7 +271,7 @@ def test_errors():
 @pytest.mark.parametrize("factor", [0.5, 8.0])
 def test_the_share_that_a_capacity_drops_is_sown(factor, sizes):
     """The oracle counts choices in NumPy: each part of the data has a capacity of its own."""
-    # 61 tokens are not divided evenly: the rows that are added choose no expert.
+    # Not divided evenly: the rows that are added choose no expert.
     x = jax.random.normal(jax.random.key(5), (61, FEATURES))
     options = {"recipe": "current", "expert_axis": "expert", "capacity_factor": factor}
     module = jfp8.nnx.MoE(FEATURES, EXPERTS, 16, rngs=nnx.Rngs(0), **options)
