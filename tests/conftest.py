@@ -30,12 +30,13 @@ if "--xla_backend_optimization_level" not in given:
 missing = [f"{name}={value}" for name, value in FLAGS.items() if name not in given]
 os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh
 
 from support import parts
 
@@ -206,3 +207,13 @@ def no_more_memory() -> Iterator[None]:
     yield
     if memory() > TOO_MUCH_MEMORY:
         drop_what_is_compiled()
+
+
+@pytest.fixture(params=[AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def mesh_of(request: pytest.FixtureRequest) -> Callable[..., Mesh]:
+    """Make meshes like ``jax.make_mesh``, with its default of explicit axes, then automatic."""
+
+    def make(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+        return jax.make_mesh(shape, names, axis_types=(request.param,) * len(names))
+
+    return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jfp8.scaling.arrays import ScaledArray, dequantize
 from jfp8.scaling.formats import E3M4, E4M3FN, E5M2, Format, FormatLike, as_format
 from jfp8.scaling.granularity import PerAxis
 from jfp8.scaling.quantization import quantize
+from jfp8.tracing.shardings import sharded_like
 
 Stored = ScaledArray | jax.Array
 
@@ -98,11 +100,12 @@ def extended(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
 
 
 def _written(stored: Stored, x: jax.Array, index: jax.Array) -> Stored:
+    put_at = partial(lax.dynamic_update_slice_in_dim, start_index=index, axis=x.ndim - 3)
+    put = lambda old, new: sharded_like(old, put_at, old, new)  # a cache keeps its sharding
     if not isinstance(stored, ScaledArray):
-        return lax.dynamic_update_slice_in_dim(stored, x.astype(stored.dtype), index, x.ndim - 3)
+        return put(stored, x.astype(stored.dtype))
     by_token_and_head = PerAxis(tuple(range(x.ndim - 1)))
     q = quantize(x, stored.format, granularity=by_token_and_head)
-    put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, index, x.ndim - 3)
     return ScaledArray(put(stored.data, q.data), put(stored.scale, q.scale))
 
 

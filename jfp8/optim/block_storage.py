@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -27,6 +29,7 @@ from jfp8.scaling.scales import (
     quantize_with_scale,
     scale_from_amax,
 )
+from jfp8.tracing.shardings import sharded_like
 
 Transform = Literal[None, "expand"]
 ROUNDINGS = ("nearest_even", "stochastic")
@@ -237,34 +240,38 @@ class Blocks(Storage):
 
 def _largest(x: jax.Array, block: int | None) -> jax.Array:
     """Return the largest magnitude of each block, or of the array, with NaN above Inf."""
-    bits, axes = _magnitudes(x, block)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, initial=np.uint32(0)), jnp.float32)
+    return _over_blocks(partial(jnp.max, initial=np.uint32(0)), x, block)
 
 
 def _smallest(x: jax.Array, block: int | None) -> jax.Array:
     """Return the smallest nonzero magnitude; 0 if all are zero."""
-    bits, axes = _magnitudes(x, block)
     one = np.uint32(1)  # less of it, zeros wrap around to the largest integer
-    bits = jnp.min(bits - one, axis=axes, initial=np.uint32(0xFFFFFFFF)) + one
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    least = partial(jnp.min, initial=np.uint32(0xFFFFFFFF))
+    return _over_blocks(lambda bits, axis: least(bits - one, axis=axis) + one, x, block)
 
 
-def _magnitudes(x: jax.Array, block: int | None) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return the bits of ``|x|``, which order like it, and their axes that make up a block.
+def _over_blocks(reduce: Callable[..., jax.Array], x: jax.Array, block: int | None) -> jax.Array:
+    """Reduce the bits of ``|x|``, which order like it, along the axes that make up a block.
 
     Integers, because a maximum of floats drops NaN on XLA:CPU.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
     if block is None:
-        return bits, tuple(range(x.ndim))
-    blocks = -(-x.shape[-1] // block)
-    missing = blocks * block - x.shape[-1]
-    if missing:
-        bits = jnp.pad(bits, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+        found = reduce(bits, axis=tuple(range(x.ndim)))
+        return lax.bitcast_convert_type(found, jnp.float32)
     # In two dimensions of at most 32 where possible: longer ones XLA:CPU reduces in steps, and
     # writes out what the first of them reads.
     rows = math.gcd(block, 32)
-    return bits.reshape(*x.shape[:-1], blocks, rows, block // rows), (x.ndim, x.ndim + 1)
+
+    def of_blocks(bits: jax.Array) -> jax.Array:
+        missing = -bits.shape[-1] % block
+        if missing:
+            bits = jnp.pad(bits, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+        blocks = bits.shape[-1] // block
+        blocked = bits.reshape(*bits.shape[:-1], blocks, rows, block // rows)
+        return reduce(blocked, axis=(x.ndim, x.ndim + 1))
+
+    return lax.bitcast_convert_type(sharded_like(x, of_blocks, bits), jnp.float32)
 
 
 def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:

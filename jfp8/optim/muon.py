@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding
 from optax.contrib import MuonDimensionNumbers
 
 from jfp8.optim.adam import chosen_moments
-from jfp8.optim.state_shardings import trimmed
 from jfp8.optim.storage import Storage
 from jfp8.optim.stored_state import store_state
 from jfp8.products.dot_general import scaled_dot_general
 from jfp8.recipes.registry import RecipeLike, check_recipe
+from jfp8.tracing.shardings import sharded_like, trimmed
 
 Matmul = Callable[[jax.Array, jax.Array], jax.Array]
 NORMS = {"frobenius": "fro", "spectral": 2, "aol": None, "schatten": None}  # to divide by at first
@@ -104,9 +104,12 @@ def muon(
     method = _coefficients(ns_coeffs, ns_steps), preconditioning, eps, matmul_in(products)
     send = partial(_sent, sharding, None if products is None else jnp.bfloat16)
     polar = lambda x: send(orthogonalize(send(x), *method, shifted=products is not None))
-    move = lambda x, of: _moved(x, of, polar, adaptive, consistent_rms)
+    moved = partial(_moved, polar=polar, adaptive=adaptive, consistent_rms=consistent_rms)
+    move = lambda x, of: sharded_like(x, partial(moved, numbers=of), x)
+    # Optax traces matmuls of no steps, too.
+    in_types: Any = lambda *given: sharded_like(given[:2], momentum.update, *given)
     matrices = optax.chain(
-        momentum,
+        optax.GradientTransformation(momentum.init, in_types),
         optax.stateless(lambda m, _: jax.tree.map(move, m, numbers(m))),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),

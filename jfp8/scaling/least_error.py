@@ -14,6 +14,7 @@ from jfp8.scaling.codes import codes_of, codes_to_format, decode, encode
 from jfp8.scaling.formats import E2M1FN
 from jfp8.scaling.granularity import Block, block_shape, ragged_block
 from jfp8.scaling.parts import apply_scale
+from jfp8.tracing.shardings import sharded_like
 
 # Errors are counted in units of 2^-14 of the scale, and are at most 3 * 2^14 of them: half a step
 # of E2M1, or what saturates under a scale that was rounded down from up to 1.5 times its size. So
@@ -74,7 +75,11 @@ def _units(values: jax.Array) -> jax.Array:
 def _block_sums(x: jax.Array, granularity: Block) -> jax.Array:
     """Return the sum of each block of a uint32 array, in its dtype."""
     block = block_shape(granularity, x.ndim)
-    x = jnp.pad(x, [(0, -n % b) for n, b in zip(x.shape, block, strict=True)])
-    blocked = [part for n, b in zip(x.shape, block, strict=True) for part in (n // b, b)]
-    axes = tuple(range(1, 2 * x.ndim, 2))
-    return jnp.sum(x.reshape(blocked), axis=axes, dtype=jnp.uint32)
+
+    def sums(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, -n % b) for n, b in zip(x.shape, block, strict=True)])
+        blocked = [part for n, b in zip(x.shape, block, strict=True) for part in (n // b, b)]
+        axes = tuple(range(1, 2 * x.ndim, 2))
+        return jnp.sum(x.reshape(blocked), axis=axes, dtype=jnp.uint32)
+
+    return sharded_like(x, sums, x)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jfp8.tracing.shardings import explicit_sharding, sharded_like, shards_along
 
 _Blocks = tuple[int, ...]
 
@@ -32,11 +36,34 @@ def rule_of_scales(
     return "" if fits else rule
 
 
+def check_whole_blocks(x: jax.Array, sizes: Sequence[int]) -> None:
+    """Raise ``ValueError`` if explicit axes of the mesh cut blocks of `sizes`."""
+    sharding = explicit_sharding(x)
+    shards = [1] * x.ndim if sharding is None else shards_along(sharding, x.ndim)
+    for axis, (n, k, b) in enumerate(zip(x.shape, shards, sizes, strict=True)):
+        if k > 1 and n > b and (n // k) % b:
+            raise ValueError(
+                f"An array of shape {x.shape} has {k} shards of {n // k} elements along axis "
+                f"{axis}, but blocks of {b} share a scale there. Over explicit axes of the mesh, "
+                f"shards consist of whole blocks: give the axis a multiple of {k * b} elements, "
+                "shard another axis, or create the mesh with axis_types="
+                "(jax.sharding.AxisType.Auto,), where blocks may extend over several devices."
+            )
+
+
 def apply_scale(
     values: jax.Array, scale: jax.Array, block: tuple[int, ...] | None = None
 ) -> jax.Array:
     """Return ``values * scale`` with each scale element covering its block of `values`."""
-    if scale.ndim == 0 or all(m in (1, n) for m, n in zip(scale.shape, values.shape, strict=True)):
+    if scale.ndim == 0:
+        return values * scale
+    return sharded_like(values, partial(_apply_scale, block=block), values, scale)
+
+
+def _apply_scale(
+    values: jax.Array, scale: jax.Array, block: tuple[int, ...] | None = None
+) -> jax.Array:
+    if all(m in (1, n) for m, n in zip(scale.shape, values.shape, strict=True)):
         return values * scale
     if block is not None:
         return values * expand_scale(scale, values.shape, block)

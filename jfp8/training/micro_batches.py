@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.scaling.sink import max_of_sinks
+from jfp8.tracing.shardings import explicit_sharding, shards_along
 from jfp8.training.hoist import split
 
 
@@ -134,11 +135,12 @@ def _split(leaf: Any, parts: int) -> jax.Array:
     """
     leaf = jnp.asarray(leaf)
     rows = leaf.shape[0] // parts
-    try:
-        return leaf.reshape(rows, parts, *leaf.shape[1:]).swapaxes(0, 1)
-    except Exception as error:
-        error.add_note(
-            f"micro_batches={parts} has {rows} examples in each. Over explicit axes the number "
-            "of devices that the batch is sharded over must divide that number."
+    sharding = explicit_sharding(leaf)
+    shards = 1 if sharding is None else shards_along(sharding, leaf.ndim)[0]
+    if rows % shards:
+        raise ValueError(
+            f"micro_batches={parts} splits a batch of {leaf.shape[0]} into parts of {rows} "
+            f"examples, but explicit axes of the mesh shard it over {shards} devices: use a batch "
+            f"of a multiple of {parts * shards}, or fewer micro-batches."
         )
-        raise
+    return leaf.reshape(rows, parts, *leaf.shape[1:]).swapaxes(0, 1)

@@ -223,3 +223,84 @@ def test_shard_map_over_some_axes(name, kind):
         assert jax.typeof(dw) == jax.typeof(given[1])
     for found, right in zip((y, dx, dw), expected, strict=True):
         assert 1e-3 < relative(found, right) < 0.15
+
+
+def quantized_in_blocks(x):
+    both = lambda x: jfp8.quantize(x, granularity=jfp8.Block((128, 128)))
+    gradient = jax.grad(lambda x: jnp.sum(both(x).dequantize() ** 2))
+    return both(x), both(x).dequantize(), gradient(x), jfp8.quantize(x, granularity=jfp8.PerAxis(0))
+
+
+def trained_with(tx, steps=1):
+    def train(x):
+        narrow = jnp.max(x.reshape(512, 128, 4), axis=2)  # 64 columns in each shard
+        params = {"w": x, "narrow": narrow}
+        updates, state = params, tx.init(params)
+        for _ in range(steps):
+            updates, state = tx.update(jax.tree.map(jnp.sin, updates), state, params)
+        return updates, state
+
+    return train
+
+
+def grouped(x):
+    kernel = jnp.reshape(jnp.sin(jnp.arange(2.0 * 512 * 64)), (2, 512, 64))
+    sizes = jnp.array([300, 212])
+    loss = lambda x: jnp.mean(jfp8.scaled_ragged_dot(x, kernel, sizes))
+    return jax.grad(loss)(x), jfp8.scaled_ragged_dot(x, kernel, sizes)
+
+
+COMPUTED = {
+    "quantize": quantized_in_blocks,
+    **{
+        name: functools.partial(lambda name, x: jfp8.quantize_params({"kernel": x}, name), name)
+        for name in ("block", "mxfp8", "nvfp4", "nvfp4_4over6")
+    },
+    "stacked": lambda x: jfp8.quantize_params(
+        {"kernel": jnp.stack([x, 2 * x])}, "block", stacked="*"
+    ),
+    "adamw": trained_with(jfp8.optim.adamw(1e-3), steps=2),
+    "torchao": trained_with(jfp8.optim.adamw(1e-3, preset="torchao")),
+    "coat": trained_with(jfp8.optim.adamw(1e-3, preset="coat")),
+    "muon": trained_with(jfp8.optim.muon(1e-3)),
+    "ragged": grouped,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+def test_explicit_axes_change_no_bit(compute):
+    """Axes of size 1, which configurations leave in the mesh, are no axes."""
+    found = []
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        mesh = jax.make_mesh((1, 4, 2), ("one", "data", "model"), axis_types=(kind,) * 3)
+        with jax.set_mesh(mesh):
+            x = spread(normal(0, (512, 512)), P(("one", "data"), "model"))
+            found.append(jax.jit(compute)(x))
+    for explicit, automatic in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(explicit, automatic, strict=True)
+
+
+def test_without_jit_and_a_mesh_in_effect():
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    x = normal(0, (512, 512))
+    divided = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+    found, expected = (jfp8.quantize(x, granularity=jfp8.Block((128, 128))) for x in (divided, x))
+    np.testing.assert_array_equal(found.scale, expected.scale, strict=True)
+    np.testing.assert_array_equal(found.dequantize(), expected.dequantize(), strict=True)
+
+
+def test_scales_have_the_sharding_of_their_blocks():
+    x = normal(0, (512, 512))
+    with explicit():
+        q = jfp8.quantize(spread(x, P("data", "model")), granularity=jfp8.Block((128, 128)))
+        rows = jfp8.quantize(spread(x, P("data", "model")), granularity=jfp8.PerAxis(0))
+    assert jax.typeof(q.data).sharding.spec == jax.typeof(q.scale).sharding.spec
+    assert jax.typeof(rows.scale).sharding.spec == P("data", None)
+
+
+@pytest.mark.parametrize("granularity", [jfp8.Block((256, 1)), jfp8.Block((200, 1))])
+def test_blocks_that_shards_cut_are_told(granularity):
+    size = granularity.shape[0]
+    with explicit(), pytest.raises(ValueError, match=f"blocks of {size}.*multiple of {4 * size}"):
+        jfp8.quantize(spread(normal(0, (512, 8)), P("data")), granularity=granularity)

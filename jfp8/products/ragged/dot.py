@@ -15,9 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jfp8.matmul.planner import allowed_planner
 from jfp8.matmul.spec import Implementation
+from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_result_like
 from jfp8.products.operation import Observed, Operand, Options, State, Use, as_operands, dtypes_of
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, quantized_by_group
@@ -29,6 +31,7 @@ from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.device import has_explicit_axes
 
 # Rows of a tile, if the recipe does not set it: enough for the matrix units; for much smaller
 # groups, at most a quarter of the average rows of a group.
@@ -100,6 +103,7 @@ def scaled_ragged_dot(
     return observed_ragged_dot(lhs, rhs, group_sizes, options, states, **result)[0]
 
 
+@in_mesh_of_arguments
 def observed_ragged_dot(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike | ScaledArray,
@@ -113,8 +117,21 @@ def observed_ragged_dot(
     lhs, rhs = as_operands(lhs, rhs)
     options = options.on_device_of(lhs, rhs)
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
-    dtypes = dtypes_of(lhs, rhs, options, preferred_element_type)
-    return _observed(options, dtypes, lhs, rhs, sizes, state)
+    compute = functools.partial(
+        _observed, options, dtypes_of(lhs, rhs, options, preferred_element_type)
+    )
+    if has_explicit_axes():
+        return with_result_like(_spec_of(lhs, rhs), compute, lhs, rhs, sizes, state)
+    return compute(lhs, rhs, sizes, state)
+
+
+def _spec_of(lhs: jax.Array, rhs: Operand) -> PartitionSpec:
+    """Return the sharding of the result: rows like `lhs`, columns like `rhs` over other axes."""
+    matrices = rhs.data if isinstance(rhs, ScaledArray) else rhs
+    rows, _ = jax.typeof(lhs).sharding.spec
+    *_, columns = jax.typeof(matrices).sharding.spec
+    axes = lambda entry: {*entry} if isinstance(entry, tuple) else {entry}
+    return PartitionSpec(rows, None if axes(rows) & axes(columns) else columns)
 
 
 # Compiled as one program even if its caller is not: it consists of very many operations.
