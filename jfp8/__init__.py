@@ -41,6 +41,7 @@ from jfp8.linen import (
 )
 from jfp8.matmul.scaled_matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
+from jfp8.optim.state_shardings import shardings
 from jfp8.products.conv import scaled_conv_general_dilated
 from jfp8.products.dot_general import scaled_dot_general
 from jfp8.products.flash.dot_product import scaled_dot_product_attention
@@ -129,6 +130,7 @@ __all__ = [
     "scaled_matmul",
     "scaled_ragged_dot",
     "scaling",
+    "shardings",
     "skip_on_overflow",
     "summary",
     "value_and_grad",

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import jfp8
 from jfp8.optim.adam import PRESETS, adam, adamw
 from jfp8.optim.block_storage import Blocks
 from jfp8.optim.state_shardings import state_shardings
@@ -19,7 +21,7 @@ SPECS = {"in": P("data", "model"), "out": {"kernel": P("model", "data"), "bias":
 
 @pytest.fixture
 def mesh():
-    return jax.sharding.Mesh(np.asarray(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+    return jax.make_mesh((4, 2), ("data", "model"))
 
 
 def parameters(seed=0):
@@ -61,8 +63,9 @@ def test_one_scale_for_an_array_is_everywhere(mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [None, *PRESETS])
-def test_sharded_and_whole_runs_agree_bit_for_bit(mesh, preset):
+def test_sharded_and_whole_runs_agree_bit_for_bit(mesh_of, preset):
     """Stochastic rounding too: its bits go by the index in the whole array."""
+    mesh = mesh_of((4, 2), ("data", "model"))
     tx = adamw(1e-2, preset=preset)
     shardings = shardings_on(mesh)
     of_state = state_shardings(tx, parameters(), shardings)
@@ -174,3 +177,67 @@ def test_mistakes_are_told(mesh):
         state_shardings(optax.adam(1e-3), {"w": jnp.zeros((8, 8))}, {"v": NamedSharding(mesh, P())})
     with pytest.raises(TypeError, match="state_shardings wraps an optax transformation"):
         state_shardings(None, {}, {})
+
+
+def kernels_of(recipe):
+    plain = {"in": {"kernel": parameters()["in"]}, "out": parameters()["out"]}
+    return jfp8.quantize_params(plain, recipe), {"in": {"kernel": SPECS["in"]}, "out": SPECS["out"]}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8", "nvfp4", "nvfp4_row"])
+def test_arrays_in_fp8_are_placed_by_the_specs_of_plain_ones(mesh, recipe):
+    """Codes are divided as told, scales where the axis divides them, and no bit changes."""
+    quantized, specs = kernels_of(recipe)
+    placed = jax.device_put(quantized, jfp8.shardings(quantized, mesh, specs))
+    for name, (rows, columns) in {"in": ("data", "model"), "out": ("model", "data")}.items():
+        q = placed[name]["kernel"]
+        assert q.data.sharding.spec == P(rows, columns)
+        scale = q.scale.data if jfp8.is_scaled_array(q.scale) else q.scale
+        wanted = [
+            axis if n % mesh.shape[axis] == 0 else None
+            for n, axis in zip(scale.shape, (rows, columns)[: scale.ndim], strict=True)
+        ]
+        assert scale.sharding.spec == P(*wanted)
+    assert placed["out"]["bias"].sharding.spec == P("model")
+    for a, b in zip(*map(jax.tree.leaves, (quantized, placed)), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["plain", "fp8"])
+def test_a_whole_state_is_placed_by_the_specs_of_its_parameters(mesh, quantize):
+    model = jfp8.Dense(512)
+    variables = model.init(jax.random.key(0), jnp.ones((1, 64)))
+    tx = jfp8.optim.adamw(1e-3)
+    if quantize:
+        variables["params"] = jfp8.quantize_params(variables["params"])
+        tx = jfp8.optim.master_weights(tx, "bfloat16")
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+    specs = {"kernel": P("data", "model"), "bias": None}
+    placed = jax.device_put(state, jfp8.shardings(state, mesh, specs))
+    split = [leaf for leaf in jax.tree.leaves(placed) if "data" in leaf.sharding.spec]
+    # The kernel, codes and two arrays of scales for each moment, the master.
+    assert len(split) == 1 + 2 * 3 + quantize
+    assert all(leaf.addressable_shards[0].data.shape[0] == 16 for leaf in split)
+    whole = jax.tree.leaves((placed.collections, placed.params["bias"]))
+    assert whole
+    assert all(leaf.sharding.is_fully_replicated for leaf in whole)
+
+
+def test_variables_of_nnx_and_one_spec_for_all(mesh):
+    model = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+    params = jfp8.quantize_params(nnx.state(model, nnx.Param), "block")
+    of_state = jax.tree.map(lambda p: P(None, "model") if p.ndim == 2 else P(), nnx.state(model))
+    for specs in (of_state, {"kernel": P(None, "model"), "bias": P()}):
+        found = jfp8.shardings(params, mesh, specs)
+        kernel = jax.device_put(params, found)["kernel"].get_value()
+        assert kernel.data.sharding.spec == kernel.scale.sharding.spec == P(None, "model")
+    same = jfp8.shardings(params, mesh, P("data"))["kernel"].get_value()
+    assert same.data.spec == P("data", None)
+
+
+def test_wrong_specs_are_told(mesh):
+    quantized, specs = kernels_of("delayed")
+    with pytest.raises(ValueError, match=r"nothing in the tree belongs: \['typo'\]"):
+        jfp8.shardings(quantized, mesh, {**specs, "typo": P()})
+    with pytest.raises(TypeError, match=r"specs\['in'\]\['kernel'\] is 'data'"):
+        jfp8.shardings(quantized, mesh, {**specs, "in": {"kernel": "data"}})
