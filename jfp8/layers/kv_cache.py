@@ -100,8 +100,8 @@ def extended(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
 
 
 def _written(stored: Stored, x: jax.Array, index: jax.Array) -> Stored:
-    put_at = partial(lax.dynamic_update_slice_in_dim, start_index=index, axis=x.ndim - 3)
-    put = lambda old, new: sharded_like(old, put_at, old, new)  # a cache keeps its sharding
+    put_at = partial(lax.dynamic_update_slice_in_dim, axis=x.ndim - 3)
+    put = lambda old, new: sharded_like(old, put_at, old, new, index)  # it keeps its sharding
     if not isinstance(stored, ScaledArray):
         return put(stored, x.astype(stored.dtype))
     by_token_and_head = PerAxis(tuple(range(x.ndim - 1)))

@@ -125,7 +125,7 @@ def shardings(tree: Any, mesh: Mesh, specs: Any) -> Any:
 
 
 def _like_owners(tree: Any, owners: Container, mesh: Mesh, sharding_of: Callable[..., Any]) -> Any:
-    """Return a sharding for each leaf: that of its owner, trimmed to its shape, or replicated."""
+    """Return the trimmed sharding of the owner of each leaf; without an owner, replicate it."""
 
     def place(path: jax.tree_util.KeyPath, leaf: Any) -> NamedSharding:
         owner = _contained(_bare(path), owners)

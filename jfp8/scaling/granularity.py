@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import jax
+
+from jfp8.tracing.shardings import explicit_sharding, shards_along
+
 
 @dataclass(frozen=True)
 class PerTensor:
@@ -99,3 +103,20 @@ def ragged_block(granularity: Granularity, shape: Sequence[int]) -> tuple[int, .
         return None
     block = block_shape(granularity, len(shape))
     return block if any(n % b for n, b in zip(shape, block, strict=True)) else None
+
+
+def check_whole_blocks(granularity: Granularity, x: jax.Array) -> None:
+    """Raise ``ValueError`` if explicit axes of the mesh cut blocks of `x`."""
+    sharding = explicit_sharding(x)
+    if sharding is None or not isinstance(granularity, Block):
+        return
+    sizes, shards = block_shape(granularity, x.ndim), shards_along(sharding, x.ndim)
+    for axis, (n, k, b) in enumerate(zip(x.shape, shards, sizes, strict=True)):
+        if k > 1 and n > b and (n // k) % b:
+            raise ValueError(
+                f"An array of shape {x.shape} has {k} shards of {n // k} elements along axis "
+                f"{axis}, but blocks of {b} share a scale there. Over explicit axes of the mesh, "
+                f"shards consist of whole blocks: give the axis a multiple of {k * b} elements, "
+                "shard another axis, or create the mesh with axis_types="
+                "(jax.sharding.AxisType.Auto,), where blocks may extend over several devices."
+            )

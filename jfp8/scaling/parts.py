@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.tracing.shardings import explicit_sharding, sharded_like, shards_along
+from jfp8.tracing.shardings import sharded_like
 
 _Blocks = tuple[int, ...]
 
@@ -34,21 +33,6 @@ def rule_of_scales(
         )
         rule = "each dimension needs ceil(size / block) scales"
     return "" if fits else rule
-
-
-def check_whole_blocks(x: jax.Array, sizes: Sequence[int]) -> None:
-    """Raise ``ValueError`` if explicit axes of the mesh cut blocks of `sizes`."""
-    sharding = explicit_sharding(x)
-    shards = [1] * x.ndim if sharding is None else shards_along(sharding, x.ndim)
-    for axis, (n, k, b) in enumerate(zip(x.shape, shards, sizes, strict=True)):
-        if k > 1 and n > b and (n // k) % b:
-            raise ValueError(
-                f"An array of shape {x.shape} has {k} shards of {n // k} elements along axis "
-                f"{axis}, but blocks of {b} share a scale there. Over explicit axes of the mesh, "
-                f"shards consist of whole blocks: give the axis a multiple of {k * b} elements, "
-                "shard another axis, or create the mesh with axis_types="
-                "(jax.sharding.AxisType.Auto,), where blocks may extend over several devices."
-            )
 
 
 def apply_scale(

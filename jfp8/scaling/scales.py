@@ -27,14 +27,13 @@ from jfp8.scaling.codes import (
 )
 from jfp8.scaling.formats import E8M0FNU, Format, FormatLike, as_format
 from jfp8.scaling.granularity import (
-    Block,
     Granularity,
     PerTensor,
-    block_shape,
+    check_whole_blocks,
     ragged_block,
     scale_shape,
 )
-from jfp8.scaling.parts import apply_scale, check_whole_blocks, split_e8m0
+from jfp8.scaling.parts import apply_scale, split_e8m0
 from jfp8.tracing.shardings import sharded_like
 
 ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
@@ -82,30 +81,22 @@ def _largest(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 @partial(jax.jit, static_argnums=1)
 def _largest_of_parts(magnitude: jax.Array, granularity: Granularity) -> jax.Array:
-    out_shape = scale_shape(granularity, magnitude.shape)
-    reduce = partial(_largest_in, out_shape, ragged_block(granularity, magnitude.shape))
-    if isinstance(granularity, Block):
-        sizes = block_shape(granularity, magnitude.ndim)
-    else:
-        sizes = tuple(1 if m > 1 else n for n, m in zip(magnitude.shape, out_shape, strict=True))
-    check_whole_blocks(magnitude, sizes)
-    return sharded_like(magnitude, reduce, magnitude)
+    check_whole_blocks(granularity, magnitude)
+    return sharded_like(magnitude, partial(_largest_in, granularity), magnitude)
 
 
-def _largest_in(
-    out_shape: tuple[int, ...], block: tuple[int, ...] | None, magnitude: jax.Array
-) -> jax.Array:
-    """Return the maximum of each of `out_shape` parts, which are ragged if there is a `block`."""
+def _largest_in(granularity: Granularity, magnitude: jax.Array) -> jax.Array:
+    shape, ndim = magnitude.shape, magnitude.ndim
+    out_shape, block = scale_shape(granularity, shape), ragged_block(granularity, shape)
     if block is not None:
-        pad = [(0, -n % b) for n, b in zip(magnitude.shape, block, strict=True)]
-        magnitude = jnp.pad(magnitude, pad)
+        magnitude = jnp.pad(magnitude, [(0, -n % b) for n, b in zip(shape, block, strict=True)])
     # A dimension of size 0 has no blocks, or (PerAxis of another dimension) an empty one.
     blocked = [
         part
         for n, m in zip(magnitude.shape, out_shape, strict=True)
         for part in (m, n // m if m else 0)
     ]
-    axes = tuple(range(1, 2 * magnitude.ndim, 2))
+    axes = tuple(range(1, 2 * ndim, 2))
     if blocked and blocked[-1] % 8 == 0:
         # Along the fastest dimension in two steps, the first of which XLA:CPU does in vectors.
         blocked[-1:] = [blocked[-1] // 8, 8]

@@ -41,9 +41,9 @@ def sharded_like(like: Any, function: Callable[..., Any], *arguments: Any) -> An
 
     With explicit axes each operation must know the sharding of its result, which JAX cannot tell
     after reshapes into blocks and sums over sharded dimensions. Here the axes are automatic inside
-    `function`, and its results have types again: each dimension that of the array in `like` (a tree
-    of results, or a prefix of one) at the same place. Results with another number of dimensions are
-    replicated.
+    `function`, which must not use arrays from outside. Its results have types again: dimensions are
+    sharded like the same dimensions of the array in `like`, a tree of results or a prefix of one.
+    Results with another number of dimensions are replicated.
     """
     shardings = [explicit_sharding(x) for x in jax.tree.leaves(like)]
     if not any(shardings):
