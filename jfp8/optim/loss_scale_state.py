@@ -57,7 +57,8 @@ class LossScaleState(_Fields):
 
     Attributes:
       loss_scale: f32[], the factor on the loss; a power of two.
-      growth_tracker: i32[], finite steps since the scale last changed.
+      growth_tracker: i32[], finite steps since the scale last changed. With a hysteresis above 1
+        i32[2]: also the overflows since it last grew.
       grads_finite: bool[], whether the last gradients were all finite.
       overflow_count: i32[], number of steps whose gradients were not all finite.
       inner_state: state of the wrapped transformation, ``()`` without one.

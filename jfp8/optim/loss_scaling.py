@@ -32,6 +32,7 @@ def loss_scale(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
+    hysteresis: int = 1,
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
     on_overflow: Literal["zero", "pass"] = "zero",
@@ -39,8 +40,11 @@ def loss_scale(
     """Remove an adaptive loss scale from gradients; not needed in f32 and bf16. ::
 
         if all gradients are finite:   updates = grads / S;   tracker += 1
-            if tracker == growth_interval:   S = min(S * growth_factor, max_scale);   tracker = 0
-        else:   updates = 0;   S = max(S * backoff_factor, min_scale);   tracker = 0
+            if tracker == growth_interval:
+                S = min(S * growth_factor, max_scale);   tracker = overflows = 0
+        else:
+            updates = 0;   overflows += 1;   tracker = 0
+            if overflows >= hysteresis:   S = max(S * backoff_factor, min_scale)
 
     It is for f16, and for recipes whose gradients have no scale (``DirectE5M2``,
     ``Hybrid``, ``Unscaled``). Multiply the loss with `scale_loss`; `jfp8.value_and_grad` does so
@@ -59,6 +63,8 @@ def loss_scale(
       growth_factor, backoff_factor: factors on S after `growth_interval` finite steps, and after a
         step that was not finite.
       growth_interval: finite steps in a row before S grows.
+      hysteresis: overflows since S last grew, from which on each lets S fall; the ones before only
+        skip their step. Megatron-LM and DeepSpeed use 2.
       min_scale, max_scale: bounds of S.
       on_overflow: without `inner`, ``"zero"`` replaces non-finite updates by zeros and ``"pass"``
         passes them on to a later element that handles them (``optax.apply_if_finite``).
@@ -76,7 +82,7 @@ def loss_scale(
 
     References:
       Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2;
-      ``torch.amp.GradScaler``.
+      ``torch.amp.GradScaler``; ``DynamicGradScaler`` of Megatron-LM for the hysteresis.
 
     >>> import jax.numpy as jnp, jfp8, optax
     >>> tx = optax.chain(jfp8.loss_scale(), optax.adam(1e-3))
@@ -85,15 +91,18 @@ def loss_scale(
     Array(65536., dtype=float32)
     """
     _check_scales(init_scale, growth_factor, backoff_factor, min_scale, max_scale)
-    _check_options(growth_interval, inner, on_overflow)
+    _check_count("growth_interval", growth_interval)
+    _check_count("hysteresis", hysteresis)
+    _check_options(inner, on_overflow)
     wrapped = None if inner is None else transformation("loss_scale", inner)
     always_1 = all(_is_number(bound) and bound == 1 for bound in (min_scale, max_scale))
+    counts = not (_is_number(hysteresis) and hysteresis == 1)  # overflows, besides finite steps
     mark = Mark(multiplied=always_1)
 
     def init_fn(params: optax.Params) -> LossScaleState:
         return LossScaleState(
             loss_scale=jnp.asarray(init_scale, jnp.float32),
-            growth_tracker=jnp.zeros((), jnp.int32),
+            growth_tracker=jnp.zeros((2,) if counts else (), jnp.int32),
             grads_finite=jnp.ones((), bool),
             overflow_count=jnp.zeros((), jnp.int32),
             inner_state=() if wrapped is None else wrapped.init(widened(params)),
@@ -115,14 +124,17 @@ def loss_scale(
             new_inner = if_finite(finite, new_inner, state.inner_state)
         if on_overflow == "zero":
             updates = if_finite(finite, updates, optax.tree.zeros_like(updates))
-        tracker = jnp.where(finite, state.growth_tracker + 1, 0)
-        grow = tracker >= growth_interval
+        tracker, overflows = state.growth_tracker if counts else (state.growth_tracker, 0)
+        tracker = jnp.where(finite, tracker + 1, 0)
+        overflows = jnp.where(finite, overflows, overflows + 1)
+        grow, fall = tracker >= growth_interval, ~finite & (overflows >= hysteresis)
         grown = jnp.minimum(state.loss_scale * growth_factor, max_scale)
-        grown = jnp.where(grow, grown, state.loss_scale)
         fallen = jnp.maximum(state.loss_scale * backoff_factor, min_scale)
+        scale = jnp.where(grow, grown, jnp.where(fall, fallen, state.loss_scale))
+        trackers = jnp.stack([tracker, overflows]) if counts else tracker
         return updates, state._replace(
-            loss_scale=jnp.where(finite, grown, fallen).astype(jnp.float32),
-            growth_tracker=jnp.where(grow, 0, tracker).astype(jnp.int32),
+            loss_scale=scale.astype(jnp.float32),
+            growth_tracker=jnp.where(grow, 0, trackers).astype(jnp.int32),
             grads_finite=finite,
             overflow_count=state.overflow_count + jnp.where(finite, 0, 1).astype(jnp.int32),
             inner_state=new_inner,
@@ -160,10 +172,13 @@ def _check_scales(
             )
 
 
-def _check_options(n: Any, inner: Any, on_overflow: str) -> None:
+def _check_count(name: str, n: Any) -> None:
     whole = isinstance(n, int | np.integer) and not isinstance(n, bool)
     if not isinstance(n, jax.Array) and not (whole and n >= 1):
-        raise ValueError(f"loss_scale(growth_interval={n!r}): must be an int of at least 1.")
+        raise ValueError(f"loss_scale({name}={n!r}): must be an int of at least 1.")
+
+
+def _check_options(inner: Any, on_overflow: str) -> None:
     if on_overflow not in ("zero", "pass"):
         raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
     if inner is not None and on_overflow == "pass":

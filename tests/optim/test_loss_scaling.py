@@ -149,6 +149,50 @@ def test_state_machine(machine, share_finite):
         assert min(scales) == floor
 
 
+class DynamicGradScaler:
+    """The rule of Megatron-LM's class of this name, which DeepSpeed has too, in Python floats."""
+
+    def __init__(self, scale, hysteresis, interval):
+        self.scale, self.hysteresis, self.interval = scale, hysteresis, interval
+        self.finite_steps, self.left = 0, hysteresis
+
+    def update(self, found_inf):
+        if found_inf:
+            self.finite_steps = 0
+            self.left -= 1
+            if self.left <= 0:
+                self.scale = max(self.scale / 2, 1.0)
+        else:
+            self.finite_steps += 1
+            if self.finite_steps == self.interval:
+                self.finite_steps, self.left = 0, self.hysteresis
+                self.scale *= 2
+        return self.scale
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("injected", [False, True])
+def test_hysteresis_is_that_of_megatron(hysteresis, injected):
+    """Of overflows since the last growth, all before the `hysteresis`-th leave the scale."""
+    flags = np.random.default_rng(hysteresis).random(300) < 0.8
+    how = {"init_scale": 2.0**9, "growth_interval": 4, "max_scale": 2.0**99}
+    how["hysteresis"] = hysteresis
+    oracle = DynamicGradScaler(2.0**9, hysteresis, interval=4)
+    expected = [oracle.update(not finite) for finite in flags]
+    assert len({*expected}) > 5
+    if injected:  # the settings are arrays
+        tx, scales = optax.inject_hyperparams(jfp8.loss_scale)(**how), []
+        state = tx.init(jnp.zeros(()))
+        jfp8.scale_loss(1.0, state)
+        update = jax.jit(tx.update)
+        for finite in flags:
+            _, state = update(jnp.where(finite, 1.0, jnp.inf), state)
+            scales.append(float(find_loss_scale(state).loss_scale))
+    else:
+        scales = run_machine(jfp8.loss_scale(**how), flags)[1].loss_scale
+    np.testing.assert_array_equal(scales, expected)
+
+
 @pytest.mark.slow
 def test_defaults():
     state = jfp8.loss_scale().init(make_params())
@@ -475,6 +519,7 @@ def test_any_kind_of_number_will_do(value):
         ({"growth_interval": 0}, "growth_interval.*=.*0"),
         ({"growth_interval": 2.5}, "growth_interval"),
         ({"growth_interval": None}, "growth_interval"),
+        ({"hysteresis": 0}, r"loss_scale\(hysteresis=0\): must be an int of at least 1"),
         # 2^200 is Inf in f32, from which a scale never falls; 2^-150 is 0; 1 / 2^127 is subnormal.
         ({"max_scale": 2.0**127}, "max_scale"),
         ({"max_scale": 2.0**200}, "max_scale"),
