@@ -60,6 +60,7 @@ from jfp8.training.data_parallel import data_parallel
 from jfp8.training.end_of_step import advance
 from jfp8.training.gather_weights import gather_weights
 from jfp8.training.initialize import initialize
+from jfp8.training.metrics import metrics
 from jfp8.training.state import Gradients, TrainState
 from jfp8.training.step import value_and_grad
 
@@ -113,6 +114,7 @@ __all__ = [
     "is_scaled_array",
     "linen",
     "loss_scale",
+    "metrics",
     "nnx",
     "optim",
     "plot",

@@ -10,7 +10,7 @@ from typing import Any
 from jfp8.checkpoint import atomic, orbax_directory, safetensors_file
 from jfp8.checkpoint.state_dict import flatten, is_spread, on_host, spelled, state_dict
 from jfp8.checkpoint.upgrade import upgrade
-from jfp8.training.skipped import warn_of_skipped
+from jfp8.training.skipped import tell
 from jfp8.training.state import TrainState
 
 
@@ -39,7 +39,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
       ImportError: Orbax is needed and not installed.
 
     Warns:
-      UserWarning: the last 10 steps of a training state were skipped.
+      UserWarning: the last 10 steps of a training state were skipped, or its loss scale is at the
+        least value.
 
     >>> import jax.numpy as jnp, jfp8, pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "weights.safetensors"
@@ -51,7 +52,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     target = Path(os.path.realpath(path))  # a link's target, so that the link stays
     is_folder = _is_folder(target)
     if isinstance(tree, TrainState):
-        warn_of_skipped(tree.skipped_in_a_row)
+        tell(tree.skipped_in_a_row, tree.opt_state)
     state = on_host(state_dict(tree))
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_folder:

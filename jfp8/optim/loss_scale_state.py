@@ -23,13 +23,14 @@ class Mark:
 
     All marks compare equal, so that two structures never differ by them. `multiplied` is True once
     `loss_scale_in` has handed out S of a state with this mark, outside ``jit`` or while a function
-    was traced; and always for states that were made by hand or loaded from a file.
+    was traced; and always for states that were made by hand or loaded from a file. `least` is the
+    bound to which S can fall from its first value, None if it cannot or if that is unknown.
     """
 
-    __slots__ = ("multiplied",)
+    __slots__ = ("least", "multiplied")
 
-    def __init__(self, multiplied: bool) -> None:
-        self.multiplied = multiplied
+    def __init__(self, multiplied: bool, least: float | None = None) -> None:
+        self.multiplied, self.least = multiplied, least
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mark)
@@ -40,8 +41,8 @@ class Mark:
     def __repr__(self) -> str:
         return "Mark()"
 
-    def __reduce__(self) -> tuple[type[Mark], tuple[bool]]:
-        return Mark, (True,)
+    def __reduce__(self) -> tuple[type[Mark], tuple[bool, float | None]]:
+        return Mark, (True, self.least)
 
 
 class _Fields(NamedTuple):
@@ -94,9 +95,10 @@ jax.tree_util.register_pytree_with_keys(
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
     """Return the `LossScaleState` inside `opt_state`, None if there is none; raise for several."""
     found = states_of(LossScaleState, opt_state)
-    if len(found) > 1:
+    nested = [x for outer in found for x in states_of(LossScaleState, outer.inner_state)]
+    if (n := len(found) + len(nested)) > 1:
         raise ValueError(
-            f"opt_state holds {len(found)} loss scales; the loss can only be multiplied by one. "
+            f"opt_state holds {n} loss scales; the loss can only be multiplied by one. "
             "Put a single loss_scale() around or in front of all optimizers."
         )
     if found:

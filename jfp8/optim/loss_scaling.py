@@ -7,7 +7,8 @@ the gradients are divided by it again.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, cast
+import warnings
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,40 @@ from jfp8.optim.loss_scale_state import (
     warn_if_not_multiplied,
 )
 from jfp8.optim.wrapping import transformation, widened
+from jfp8.tracing.caller import user_level
+from jfp8.tracing.loss import LOSS
+
+
+class _Rule(NamedTuple):
+    """The rule of `loss_scale`, by which S grows and falls."""
+
+    growth_interval: Any
+    hysteresis: Any
+    growth_factor: Any
+    backoff_factor: Any
+    min_scale: Any
+    max_scale: Any
+
+    @property
+    def counts_overflows(self) -> bool:
+        """Return whether an overflow may leave S as it is, so that overflows are counted."""
+        return not (_is_number(self.hysteresis) and self.hysteresis == 1)
+
+    def after(self, state: LossScaleState, finite: jax.Array) -> dict[str, jax.Array]:
+        """Return S and its tracker after a step that was `finite`, bool[]."""
+        counts = self.counts_overflows
+        tracker, overflows = state.growth_tracker if counts else (state.growth_tracker, 0)
+        tracker = jnp.where(finite, tracker + 1, 0)
+        overflows = jnp.where(finite, overflows, overflows + 1)
+        grow, fall = tracker >= self.growth_interval, ~finite & (overflows >= self.hysteresis)
+        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
+        fallen = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        scale = jnp.where(grow, grown, jnp.where(fall, fallen, state.loss_scale))
+        trackers = jnp.where(grow, 0, jnp.stack([tracker, overflows]) if counts else tracker)
+        return {
+            "loss_scale": scale.astype(jnp.float32),
+            "growth_tracker": trackers.astype(jnp.int32),
+        }
 
 
 def loss_scale(
@@ -96,13 +131,15 @@ def loss_scale(
     _check_options(inner, on_overflow)
     wrapped = None if inner is None else transformation("loss_scale", inner)
     always_1 = all(_is_number(bound) and bound == 1 for bound in (min_scale, max_scale))
-    counts = not (_is_number(hysteresis) and hysteresis == 1)  # overflows, besides finite steps
-    mark = Mark(multiplied=always_1)
+    factors = growth_factor, backoff_factor, min_scale, max_scale
+    rule = _Rule(growth_interval, hysteresis, *factors)
+    falls = _is_number(min_scale) and _is_number(init_scale) and min_scale < init_scale
+    mark = Mark(multiplied=always_1, least=float(min_scale) if falls else None)
 
     def init_fn(params: optax.Params) -> LossScaleState:
         return LossScaleState(
             loss_scale=jnp.asarray(init_scale, jnp.float32),
-            growth_tracker=jnp.zeros((2,) if counts else (), jnp.int32),
+            growth_tracker=jnp.zeros((2,) if rule.counts_overflows else (), jnp.int32),
             grads_finite=jnp.ones((), bool),
             overflow_count=jnp.zeros((), jnp.int32),
             inner_state=() if wrapped is None else wrapped.init(widened(params)),
@@ -124,17 +161,8 @@ def loss_scale(
             new_inner = if_finite(finite, new_inner, state.inner_state)
         if on_overflow == "zero":
             updates = if_finite(finite, updates, optax.tree.zeros_like(updates))
-        tracker, overflows = state.growth_tracker if counts else (state.growth_tracker, 0)
-        tracker = jnp.where(finite, tracker + 1, 0)
-        overflows = jnp.where(finite, overflows, overflows + 1)
-        grow, fall = tracker >= growth_interval, ~finite & (overflows >= hysteresis)
-        grown = jnp.minimum(state.loss_scale * growth_factor, max_scale)
-        fallen = jnp.maximum(state.loss_scale * backoff_factor, min_scale)
-        scale = jnp.where(grow, grown, jnp.where(fall, fallen, state.loss_scale))
-        trackers = jnp.stack([tracker, overflows]) if counts else tracker
         return updates, state._replace(
-            loss_scale=scale.astype(jnp.float32),
-            growth_tracker=jnp.where(grow, 0, trackers).astype(jnp.int32),
+            **rule.after(state, finite),
             grads_finite=finite,
             overflow_count=state.overflow_count + jnp.where(finite, 0, 1).astype(jnp.int32),
             inner_state=new_inner,
@@ -244,7 +272,8 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
         an ``optax.multi_transform`` while others are trained.
 
     Warns:
-      UserWarning: if a transformation in front of it may depend on the size of gradients.
+      UserWarning: if a transformation in front of it may depend on the size of gradients, or if
+        `value_and_grad` multiplies the loss by S itself.
 
     >>> import jax.numpy as jnp, jfp8, optax
     >>> tx = jfp8.loss_scale(optax.sgd(0.1), init_scale=8.0)
@@ -258,4 +287,13 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
             "opt_state holds no loss scale. Make the optimizer with one: "
             "optax.chain(jfp8.loss_scale(), optax.adam(1e-3))."
         )
+    if LOSS.value is not None and LOSS.value.is_scaled:
+        warnings.warn(_SCALED_TWICE, UserWarning, stacklevel=user_level())
     return scaled(jnp.asarray(loss), factor)
+
+
+_SCALED_TWICE = (
+    "scale_loss() is called in a loss function that value_and_grad multiplies by the loss scale S "
+    "itself (in NNX by loss_scale=...): gradients would be S times too large, 32768 at first. "
+    "Return the loss as it is. Ignore this if the result is only printed or logged."
+)

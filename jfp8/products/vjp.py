@@ -43,6 +43,7 @@ from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
 from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
@@ -54,6 +55,7 @@ from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import rules_in_checkpoints, same_varying_axes
 from jfp8.tracing.device import current_device
+from jfp8.tracing.loss import LOSS
 from jfp8.tracing.notes import EXPLAINING
 
 # The names of products and rotations in jaxprs, compiled programs and profiles.
@@ -242,10 +244,22 @@ def primals(hows: Sequence[How], arguments: Any, operands: Sequence[Any]) -> Any
             _CONSTANT_SINK: trained and constant,
             _TRAINED_HISTORIES: is_trained(of_product.histories),
         }
+        if LOSS.value is not None and not LOSS.value.is_scaled:
+            told[_why_vanishing(how.options.recipe, of_product, LOSS.value.remedy)] = True
         for message in filter(None, told):
             if told[message]:
                 warnings.warn(message, stacklevel=user_level())
     return values
+
+
+def _why_vanishing(recipe: Recipe, operands: Any, remedy: str) -> str:
+    """Return a warning if small gradients of a product are zero without a loss scale, else ""."""
+    arrays = jax.tree.leaves((operands.lhs, operands.rhs, operands.carrier))
+    if not recipe.needs_loss_scale and jnp.float16 not in [x.value.dtype for x in arrays]:
+        return ""
+    unscaled = f"under {recipe.name!r}, which does not scale them"
+    where = unscaled if recipe.needs_loss_scale else "in float16"
+    return f"Small gradients are zero {where}, and there is no loss scale. Add one: {remedy}."
 
 
 def forward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -12,7 +13,9 @@ from jfp8.layers.nnx.signatures import SignatureOfClass
 from jfp8.optim.finite import all_squares_finite, if_finite, nan_unless, unscaled
 from jfp8.optim.fp8_params import apply_updates
 from jfp8.optim.loss_scale_state import find_loss_scale
-from jfp8.training.skipped import warn_of_skipped
+from jfp8.training.metrics import metrics_of
+from jfp8.training.nnx_step import training_products
+from jfp8.training.skipped import tell
 
 
 class Optimizer(nnx.Optimizer):
@@ -72,9 +75,9 @@ class Optimizer(nnx.Optimizer):
           The updates, with the structure of the trained parameters; NaN in a skipped step.
 
         Warns:
-          UserWarning: the last 10 steps were skipped. Not under ``jit``.
+          UserWarning: the last 10 steps were skipped, or the loss scale is at its least value. Not
+            under ``jit``: see `metrics`.
         """
-        warn_of_skipped(self.skipped_in_a_row[...])
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state: Any = nnx.as_pure(self.opt_state)
         taken = nnx.as_pure(nnx.state(grads, self.wrt))
@@ -87,4 +90,27 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += 1
         self.skipped_steps[...] += jnp.where(finite, 0, 1)
         self.skipped_in_a_row[...] = jnp.where(finite, 0, self.skipped_in_a_row[...] + 1)
+        tell(self.skipped_in_a_row[...], new)
         return updates
+
+    def metrics(
+        self, model: nnx.Module | None = None, *, per_tensor: bool = False, warn: bool = False
+    ) -> dict[str, jax.Array]:
+        """Return scalars about the last steps for a logger, inside and outside ``nnx.jit``.
+
+        Args:
+          model: the model, for the metrics of its amax histories, which are left out without it.
+          per_tensor, warn: see `jfp8.metrics`, which lists all metrics.
+
+        >>> import jfp8, optax
+        >>> from flax import nnx
+        >>> model = jfp8.nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+        >>> sorted(jfp8.nnx.Optimizer(model, optax.adam(1e-3)).metrics())
+        ['skipped_in_a_row', 'skipped_steps']
+        """
+        histories = None
+        if model is not None:
+            found = training_products((model,)).items()
+            histories = {"/".join(map(str, path[1:])): p.histories() for path, p in found}
+        counters = self.skipped_steps[...], self.skipped_in_a_row[...]
+        return metrics_of(*counters, nnx.as_pure(self.opt_state), histories, per_tensor, warn)

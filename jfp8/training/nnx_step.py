@@ -36,11 +36,12 @@ from jfp8.scaling.history import (
 from jfp8.scaling.sink import ROLES
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.caller import user_level
+from jfp8.tracing.loss import LOSS, Loss
 from jfp8.training.end_of_step import decode_all, end_together, rescaled
 from jfp8.training.micro_batches import over_micro_batches
 from jfp8.training.model_histories import over_products, zero_sink
 from jfp8.training.state import TrainState
-from jfp8.training.step import check_examples, check_micro_batches, warn_of_float16
+from jfp8.training.step import check_examples, check_micro_batches
 
 Path = tuple[Any, ...]
 _SCALED = "jfp8.nnx.value_and_grad(f, loss_scale=scale)"
@@ -122,13 +123,12 @@ def value_and_grad(
                 here[path].fp8_sink = Fp8Sink(sink)
             _overwrite([here[path] for path in with_sink], reads)
             try:
-                returned = f(*args)
+                with LOSS(Loss(loss_scale is not None, _SCALED)):
+                    returned = f(*args)
             finally:
                 for path in with_sink:
                     here[path].fp8_sink = None
             loss, aux = returned if has_aux else (returned, None)
-            params = [variable.get_value() for variable in _trained(args, wanted).values()]
-            warn_of_float16(loss_scale, (loss, params), _SCALED)
             return scaled(loss, loss_scale), (loss, aux)
 
         gradient = partial(_gradient, with_sinks, (0, *shifted))

@@ -75,7 +75,8 @@ def _are_empty(fp8: Any) -> bool:
 
 def _spelled_optimizer(opt_state: Any) -> str:
     scales = states_of(LossScaleState, opt_state)
-    spelled = [f"loss scale {printing.number(scale[0])}" for scale in scales]
+    numbers = [(printing.number(s.loss_scale), printing.number(s.mark.least)) for s in scales]
+    spelled = [f"loss scale {n}" + ", its least value" * (n == least) for n, least in numbers]
     return "; ".join([printing.optimizer_state(opt_state), *spelled])
 
 

@@ -1,14 +1,19 @@
-"""Skipped steps, which states count: warn where a state is read, and name the reason."""
+"""Steps that train nothing, which states count: warn where a state is read, name the reason."""
 
 from __future__ import annotations
 
+import operator
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jfp8.optim.finite import all_squares_finite
+from jfp8.optim.loss_scale_state import LossScaleState
+from jfp8.optim.wrapping import states_of
 from jfp8.scaling.sink import decode_amax
 from jfp8.tracing.caller import user_level
 
@@ -16,20 +21,46 @@ COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 """The counters of `TrainState`."""
 
 _MANY = 10
+_SKIPPED = (
+    f"At least the last {_MANY} steps were skipped, because the loss, a gradient or an operand of "
+    "an FP8 matmul was NaN or Inf, or a gradient beyond 2^62: parameters do not change. "
+    "grads.not_finite() lists paths, for grads of jfp8.value_and_grad; in a tree of NNX "
+    "jax.tree.map(jnp.isfinite, grads)."
+)
+_LEAST = (
+    "The loss scale has fallen to its least value, {:g}: it cannot help any more if gradients "
+    "overflow. Usually a tensor is NaN or Inf at any scale: grads.not_finite() lists paths, for "
+    "grads of jfp8.value_and_grad. To let it fall further, pass loss_scale(min_scale=...)."
+)
 
 
-def warn_of_skipped(count: Any) -> None:
-    """Warn if the last `_MANY` steps were skipped; `count` is i32[], a tracer under ``jit``."""
-    if isinstance(count, jax.core.Tracer) or not isinstance(count, jax.Array):
-        return
-    if count.is_fully_replicated and count.ndim == 0 and int(count) >= _MANY:
-        warnings.warn(
-            f"The last {int(count)} steps were skipped, because the loss, a gradient or an operand "
-            "of an FP8 matmul was NaN or Inf, or a gradient beyond 2^62: parameters do not change. "
-            "grads.not_finite() lists paths, for grads of jfp8.value_and_grad; in a tree of NNX "
-            "jax.tree.map(jnp.isfinite, grads).",
-            stacklevel=user_level(),
-        )
+def tell(in_a_row: Any, opt_state: Any, *, at_once: bool = False) -> None:
+    """Warn if the last steps were skipped, or if a loss scale is at its least value.
+
+    Under ``jit`` nothing is known of that yet. With `at_once` the compiled program then calls back
+    from a branch that it does not enter otherwise.
+
+    Args:
+      in_a_row: i32[], the number of the last steps that were skipped.
+      opt_state: the state of the optimizer.
+      at_once: whether traced numbers are told, too.
+    """
+    numbers = [(_SKIPPED, in_a_row, lambda n: n >= _MANY)]
+    for scale in states_of(LossScaleState, opt_state):
+        if (least := scale.mark.least) is not None:
+            numbers.append((_LEAST.format(least), scale.loss_scale, partial(operator.ge, least)))
+    for message, number, is_bad in numbers:
+        if not isinstance(number, jax.core.Tracer):
+            _warn_if(message, is_bad, number)
+        elif at_once:
+            call = partial(jax.debug.callback, partial(_warn_if, message, is_bad))
+            jax.lax.cond(jnp.any(is_bad(number)), call, lambda number: None, number)
+
+
+def _warn_if(message: str, is_bad: Callable[[Any], Any], number: Any) -> None:
+    """Warn if `number` is known, and bad; states also hold shapes and placeholders."""
+    if isinstance(number, jax.Array) and number.is_fully_replicated and is_bad(number).any():
+        warnings.warn(message, stacklevel=user_level())
 
 
 def paths_not_finite(params: Any, sinks: Any, loss: Any) -> list[str]:

@@ -30,7 +30,7 @@ from jfp8.training.end_of_step import decode_all, end_step, growth_of
 from jfp8.training.model_histories import Collections, init_sinks
 from jfp8.training.other_model import histories_for
 from jfp8.training.printed import printed_gradients, printed_state
-from jfp8.training.skipped import paths_not_finite, warn_of_skipped
+from jfp8.training.skipped import paths_not_finite, tell
 
 
 @jax.tree_util.register_dataclass
@@ -187,9 +187,9 @@ class TrainState(flax.struct.PyTreeNode):
         """Return the collections for ``apply``: histories are read, nothing is recorded.
 
         Warns:
-          UserWarning: the last 10 steps were skipped.
+          UserWarning: the last 10 steps were skipped, or the loss scale is at its least value.
         """
-        warn_of_skipped(self.skipped_in_a_row)
+        tell(self.skipped_in_a_row, self.opt_state)
         fp8 = {"fp8": self.fp8} if self.fp8 else {}
         return {"params": self.params, **fp8, **self.collections}
 
@@ -219,7 +219,7 @@ class TrainState(flax.struct.PyTreeNode):
 
         Warns:
           UserWarning: `grads` is not a `Gradients`, and nothing has multiplied the loss by the loss
-            scale of the optimizer.
+            scale of the optimizer. Outside ``jit``, as in `variables`.
         """
         grads = self._with_amaxes(grads)
         amaxes, overflow = decode_all(grads.fp8_sink)
@@ -241,10 +241,12 @@ class TrainState(flax.struct.PyTreeNode):
             new = if_finite(finite & ~carried.is_lost(), dict(carried), kept)
             collections = {**collections, **new}
         ends, growth = _steps_end(self.opt_state, opt_state), growth_of(self.opt_state, opt_state)
+        in_a_row = jnp.where(finite, 0, self.skipped_in_a_row + 1)
+        tell(in_a_row, opt_state)
         return self.replace(
             step=self.step + 1,
             skipped_steps=self.skipped_steps + jnp.where(finite, 0, 1),
-            skipped_in_a_row=jnp.where(finite, 0, self.skipped_in_a_row + 1),
+            skipped_in_a_row=in_a_row,
             params=params,
             fp8=end_step(self.fp8, amaxes, finite, ends=ends, growth=growth),
             opt_state=opt_state,

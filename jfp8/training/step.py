@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from jfp8.optim.loss_scale_state import loss_scale_in
 from jfp8.optim.wrapping import has_master_weights
 from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
-from jfp8.tracing.caller import user_level
+from jfp8.tracing.loss import LOSS, Loss
 from jfp8.training.micro_batches import over_parts_of_arguments
 from jfp8.training.model_histories import Collections, add_recorded, foresee, init_sinks
 from jfp8.training.other_model import instead_of_state
@@ -139,8 +138,10 @@ def _scaled_loss(
     variables = {"params": params}
     if fp8:
         variables |= {"fp8": fp8, "fp8_sink": sinks}
+    is_scaled = loss_scale is not None
     try:
-        returned = loss_fn({**variables, **collections}, *args, **named)
+        with LOSS(Loss(is_scaled, "optax.chain(jfp8.loss_scale(), tx)")):
+            returned = loss_fn({**variables, **collections}, *args, **named)
     except ApplyScopeInvalidVariablesStructureError as error:
         error.add_note(
             "jfp8.value_and_grad passes loss_fn all variables, not params alone. Pass them on as "
@@ -158,7 +159,6 @@ def _scaled_loss(
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
     loss = jnp.asarray(loss)
-    warn_of_float16(loss_scale, (loss, params), "optax.chain(jfp8.loss_scale(), tx)")
     return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
 
 
@@ -193,17 +193,6 @@ def _check_names(mutated: Mapping[str, Any], known: set[str]) -> None:
             "collections for, so they would be lost. To return metrics or other values, use "
             "jfp8.value_and_grad(loss_fn, has_aux=True), and return (loss, mutated, aux) from "
             "loss_fn, with {} as mutated if the model updates no collection."
-        )
-
-
-def warn_of_float16(loss_scale: Any, loss_and_params: Any, remedy: str) -> None:
-    """Warn if the loss or a parameter is in float16: small gradients are zero without a scale."""
-    dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(loss_and_params)]
-    if loss_scale is None and jnp.float16 in dtypes:
-        warnings.warn(
-            "Gradients below 6e-8 are zero in float16, and there is no loss scale. Add one: "
-            f"{remedy}; or compute in bfloat16.",
-            stacklevel=user_level(),
         )
 
 

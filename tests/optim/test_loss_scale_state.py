@@ -138,6 +138,29 @@ def test_one_trace_for_all_steps():
     assert traces == [1]
 
 
+@pytest.mark.parametrize("door", ["Linen", "NNX"])
+def test_trap_a_loss_that_is_scaled_twice(door):
+    """Gradients would be 32768 times too large; a scale that is read beforehand is used once."""
+    tx, x = chain(), jnp.ones((2, 4))
+    if door == "Linen":
+        model = jfp8.Dense(3)
+        variables = model.init(jax.random.key(0), x)
+        state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+        opt_state, loss = state.opt_state, lambda variables: jnp.sum(model.apply(variables, x))
+        gradient, first = jfp8.value_and_grad, state
+    else:
+        first = jfp8.nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        opt_state, loss = jfp8.nnx.Optimizer(first, tx).opt_state, lambda model: jnp.sum(model(x))
+        gradient = jax.tree_util.Partial(
+            jfp8.nnx.value_and_grad, loss_scale=jfp8.scale_loss(1.0, opt_state)
+        )
+    gradient(loss)(first)
+    twice = lambda model: jfp8.scale_loss(loss(model), opt_state)
+    with pytest.warns(UserWarning, match=r"value_and_grad multiplies by.*Return the loss") as told:
+        gradient(twice)(first)
+    assert [w.filename for w in told] == [__file__]
+
+
 def test_where_it_cannot_be_known_nothing_is_said():
     """A scale that is always 1, states from elsewhere, states made by hand."""
     params = begin("unknown")

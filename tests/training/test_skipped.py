@@ -80,6 +80,52 @@ def test_ten_skipped_steps_in_a_row_are_said_once_a_state_is_read(run, tmp_path)
         jfp8.checkpoint.save(tmp_path / "state.safetensors", state)
 
 
+def test_ten_skipped_steps_in_a_row_are_said_at_the_end_of_a_step_outside_jit(run):
+    state, step = run
+    grads = step(state, True)[1]
+    model = jfp8.nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = jfp8.nnx.Optimizer(model, optax.sgd(0.1))
+    bad = jax.tree.map(lambda p: p * jnp.nan, nnx.state(model, nnx.Param))
+    for _ in range(9):
+        state = state.apply_gradients(grads)
+        optimizer.update(model, bad)
+    for call in (lambda: state.apply_gradients(grads), lambda: optimizer.update(model, bad)):
+        with pytest.warns(UserWarning, match="last 10 steps were skipped") as told:
+            call()
+        assert [w.filename for w in told] == [__file__]
+
+
+def test_a_loss_scale_at_its_least_value_is_said(run, tmp_path):
+    """One that falls to it; a constant one is where it was meant to be."""
+    start, _ = run
+    for how, least in (({"init_scale": 4.0}, 1), ({"init_scale": 1.0}, None)):
+        tx = optax.chain(jfp8.loss_scale(**how), optax.sgd(0.1))
+        variables = start.variables
+        state = jfp8.TrainState.create(apply_fn=start.apply_fn, variables=variables, tx=tx)
+        step = jax.jit(
+            lambda state: state.apply_gradients(
+                jfp8.value_and_grad(partial(loss_fn, start.apply_fn, True))(state, X)[1]
+            )
+        )
+        state = step(state)
+        assert "least" not in repr(state)
+        state.variables  # noqa: B018
+        state = step(state)
+        assert ("loss scale 1, its least value" in repr(state)) == (least is not None)
+        if least is None:
+            state.variables  # noqa: B018
+            continue
+        reads = (
+            lambda state=state: state.variables,
+            lambda state=state: jfp8.metrics(state),
+            lambda state=state: jfp8.checkpoint.save(tmp_path / "state.safetensors", state),
+        )
+        for read in reads:
+            with pytest.warns(UserWarning, match="least value, 1: .*min_scale=") as told:
+                read()
+            assert [w.filename for w in told] == [__file__]
+
+
 def test_histories_that_stay_empty_are_said(run):
     state, step = run
     after, _ = step(state, False)
