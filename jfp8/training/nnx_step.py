@@ -123,8 +123,7 @@ def value_and_grad(
                 here[path].fp8_sink = Fp8Sink(sink)
             _overwrite([here[path] for path in with_sink], reads)
             try:
-                with LOSS(Loss(loss_scale is not None, _SCALED)):
-                    returned = f(*args)
+                returned = f(*args)
             finally:
                 for path in with_sink:
                     here[path].fp8_sink = None
@@ -136,7 +135,8 @@ def value_and_grad(
         if micro_batches > 1:
             like = [carriers(nnx.state(args[w.argnum - 1], w.filter)) for w in shifted]
             gradient = _of_parts(gradient, f, like, micro_batches, batch_axes)
-        (loss, aux), rows, grads = gradient(sinks, *args)
+        with LOSS(Loss(loss_scale is not None, _SCALED)):
+            (loss, aux), rows, grads = gradient(sinks, *args)
         decoded, overflow = decode_all(rows)
         of_loss = unscaled(grads, None if loss_scale is None else jnp.asarray(loss_scale))
         hidden = overflow | ~jnp.all(jnp.isfinite(loss))

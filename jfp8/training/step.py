@@ -90,9 +90,9 @@ def value_and_grad(
         if micro_batches > 1:
             options = (loss_fn, micro_batches, batch_axes or {})
             gradient = partial(over_parts_of_arguments, gradient, *options)
-        (grads, sink), (loss, collections, aux) = gradient(
-            *known, state.collections, (batch, named)
-        )
+        with LOSS(Loss(loss_scale is not None, "optax.chain(jfp8.loss_scale(), tx)")):
+            found = gradient(*known, state.collections, (batch, named))
+        (grads, sink), (loss, collections, aux) = found
         sink = jax.tree.map(lambda rows: rows * SMALL, sink)
         grads, small = unscaled(grads, loss_scale), jnp.asarray(loss, jnp.float32) * SMALL
         gradients = Gradients(grads, sink, collections, small)
@@ -138,10 +138,8 @@ def _scaled_loss(
     variables = {"params": params}
     if fp8:
         variables |= {"fp8": fp8, "fp8_sink": sinks}
-    is_scaled = loss_scale is not None
     try:
-        with LOSS(Loss(is_scaled, "optax.chain(jfp8.loss_scale(), tx)")):
-            returned = loss_fn({**variables, **collections}, *args, **named)
+        returned = loss_fn({**variables, **collections}, *args, **named)
     except ApplyScopeInvalidVariablesStructureError as error:
         error.add_note(
             "jfp8.value_and_grad passes loss_fn all variables, not params alone. Pass them on as "
