@@ -14,7 +14,7 @@ from flax import nnx
 import jfp8
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
-SIZES = (1, 1, 2, 30, 1)  # factors on the inputs of five steps
+SIZES = (1, 1.03, 2, 30, 1)  # factors on the inputs of five steps; 3 % is within rounding
 OF_HISTORIES = ("worst_ratio", "saturated_matmuls", "empty_histories")
 TX = optax.sgd(0.0)  # so that weights stay, and only activations and gradients grow
 
@@ -80,7 +80,8 @@ def test_metrics_of_linen_follow_from_the_histories():
         assert_metrics(jfp8.metrics(state, per_tensor=True), expected_of(histories))
         worst.append(float(inside["worst_ratio"]))
     assert worst[0] == 0
-    assert worst[2] == 2
+    assert 1 < worst[1] < 17 / 16
+    assert worst[2] == pytest.approx(2 / 1.03)
     assert worst[3] == pytest.approx(15)
     assert worst[4] <= 1
     bad, inside = linen_step(state, jnp.nan * X)
