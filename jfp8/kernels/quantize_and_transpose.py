@@ -30,7 +30,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_to_format
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.scaling.granularity import Block, ragged_block
-from jfp8.scaling.history import AmaxState, history_amax
+from jfp8.scaling.history import AmaxState, history_amax, only_amaxes
 from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 
 
@@ -206,7 +206,8 @@ def _delayed(quantizer: Delayed, read: _Read, state: AmaxState | None, meets: Me
         return _current(quantizer, read, None, meets)
     find = partial(found_in, quantizer.algo, read.options.get("dtype"), read.x)
     found = state["found"] if "found" in state else find(state["amax_history"])
-    scale_of = lambda own, found: _scale(quantizer, jnp.maximum(largest_of(found), own[0]))
+    largest = lambda own, found: jnp.maximum(largest_of(found), only_amaxes(own[0]))
+    scale_of = lambda *known: _scale(quantizer, largest(*known))
     known = {"ONE": state["amax"].reshape(1), "FOUND": found}
     return _with_one_scale(quantizer, read, known, scale_of, meets)
 

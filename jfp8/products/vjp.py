@@ -280,7 +280,11 @@ def forward(
     rhs = operation.arrange("rhs", first_order_only(rhs, options=options))
     made = operation.made("lhs", lhs, *of) if of else None
     x = QuantizedOperand("lhs", lhs, history("lhs"), seed, operation, made=made)
-    w = QuantizedOperand("rhs", rhs, history("rhs"), seed, operation, options.rhs_dtype)
+    # Without a backward pass the scale of a weight is that of the weight which is multiplied: its
+    # history tells of another one if it was updated, restored or averaged since. Activations keep
+    # their history, so that no position depends on later ones.
+    of_weight = history("rhs") if and_backward else None
+    w = QuantizedOperand("rhs", rhs, of_weight, seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")

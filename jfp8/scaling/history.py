@@ -113,9 +113,12 @@ def sealed(states: Mapping[str, AmaxState]) -> dict[str, Any]:
     return {**new, CHECK: fingerprint(new)}
 
 
-def recheck(check: jax.Array, old: Any, new: Any) -> jax.Array:
-    """Return the check of `new` histories, which vouches for them if `check` does for the `old`."""
-    return jnp.where(check == 0, check, fingerprint(new) + (check - fingerprint(old)))
+def only_amaxes(x: jax.Array) -> jax.Array:
+    """Return `x` with 0, an empty slot, for what is no amax: Inf, NaN and negative numbers.
+
+    A state that went through float16 has some; as scales they would turn a tensor into zeros.
+    """
+    return jnp.where((x > 0) & (x < jnp.inf), x, 0.0)
 
 
 def history_amax(history: jax.Array, algo: str) -> jax.Array:
@@ -128,8 +131,8 @@ def history_amax(history: jax.Array, algo: str) -> jax.Array:
     Returns:
       ``f32[...]``.
     """
-    finite = jnp.where(jnp.isfinite(history), history, 0)
-    return jnp.max(finite, axis=-1) if algo == "max" else finite[..., 0]
+    amaxes = only_amaxes(history)
+    return jnp.max(amaxes, axis=-1) if algo == "max" else amaxes[..., 0]
 
 
 def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
@@ -152,7 +155,7 @@ def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
 
 def running_amax(state: AmaxState) -> jax.Array:
     """Return the largest amax of the step under way, f32[...]; 0 if there is no such step."""
-    return jnp.abs(state["amax"])
+    return only_amaxes(jnp.abs(state["amax"]))
 
 
 def _without_running(state: AmaxState) -> jax.Array:
@@ -179,6 +182,42 @@ def seen(amax: jax.Array, history: jax.Array) -> jax.Array:
     return largest_of_devices(finite, history)
 
 
+def growth(history: jax.Array) -> jax.Array:
+    """Return the newest entry divided by the largest older one; 0 if there are no two.
+
+    Above 1, the tensor saturated in the last step, unless its recipe has a margin or its growth was
+    `foreseen`.
+
+    Args:
+      history: ``f32[..., H]``, newest first.
+
+    Returns:
+      ``f32[...]``.
+    """
+    amaxes = only_amaxes(history)
+    older = jnp.max(amaxes[..., 1:], axis=-1, initial=0.0)
+    return jnp.where(older > 0, amaxes[..., 0] / jnp.where(older > 0, older, 1.0), 0.0)
+
+
+OUTGROWN = 8.0  # An amax that is larger than all older ones by more than this factor is a jump.
+
+
+def believed(history: jax.Array) -> jax.Array:
+    """Return the entries of `history` since its last jump, with empty slots for the others.
+
+    A tensor that jumps may jump again, or back. So the next step takes the scale from the tensor
+    itself, and steps after that neither expect the old size nor that of a single spike.
+
+    Args:
+      history: ``f32[..., H]``, newest first.
+    """
+    amaxes, axis = only_amaxes(history), history.ndim - 1
+    largest = lax.cummax(amaxes, axis, reverse=True)
+    older = jnp.concatenate([largest[..., 1:], jnp.zeros_like(largest[..., :1])], axis)
+    jumps = (older > 0) & (amaxes > OUTGROWN * older)
+    return jnp.where(lax.cummax(jumps.astype(jnp.int32), axis) > 0, 0.0, amaxes)
+
+
 @jax.jit
 def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
     """Return the history of a weight with the amax that it will have in this step, if it grows.
@@ -198,6 +237,20 @@ def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
     growth = jnp.where(before > 0, newest / jnp.where(before > 0, before, 1.0), was_zero)
     growth = jnp.where(growth > 1 + 2**-4, jnp.minimum(growth, 2.0), 1.0)
     return lax.concatenate([(newest * growth)[..., None], history[..., 1:]], history.ndim - 1)
+
+
+@jax.jit
+def as_read(histories: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the histories of a matmul as a training step reads them, for its scales.
+
+    Only what is `believed`, and the growth of the weight is `foreseen`. Other calls, such as
+    evaluations, read the histories as they are.
+
+    Args:
+      histories: ``{"lhs", "rhs", "grad"}: f32[..., H]``, newest first.
+    """
+    read = {role: believed(history) for role, history in histories.items()}
+    return {**read, "rhs": foreseen(read["rhs"], histories["lhs"])}
 
 
 def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:

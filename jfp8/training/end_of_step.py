@@ -20,6 +20,7 @@ from jfp8.scaling.history import (
     ended,
     intact_states,
     observe,
+    only_amaxes,
     sealed,
 )
 from jfp8.scaling.sink import ROLES, decode_amax
@@ -184,4 +185,4 @@ def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Arra
     if factor is None:
         return amaxes
     largest = np.float32(np.finfo(np.float32).max)
-    return jnp.minimum(amaxes * factor, largest).astype(amaxes.dtype)
+    return jnp.minimum(only_amaxes(amaxes) * factor, largest).astype(amaxes.dtype)

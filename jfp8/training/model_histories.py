@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul.planner import planner_of
-from jfp8.scaling.history import CHECK, foreseen, recheck, running_amax
+from jfp8.scaling.history import CHECK, as_read, running_amax, sealed
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.device import current_device
 
@@ -72,13 +72,12 @@ def add_recorded(sinks: Any, fp8: Any) -> Any:
     return {"amax": sinks["amax"] + lax.stop_gradient(rows)}
 
 
-def foresee(fp8: Collections) -> Collections:
-    """Return the histories that a step reads: those in `fp8`, of weights `foreseen`."""
+def collection_as_read(fp8: Collections) -> Collections:
+    """Return the ``fp8`` collection that a training step reads; see `as_read`."""
 
-    def next_of(product: Any) -> Any:
-        old = {role: product[role] for role in ROLES}
-        history = foreseen(old["rhs"]["amax_history"], old["lhs"]["amax_history"])
-        new = {**old, "rhs": {**old["rhs"], "amax_history": history}}
-        return {**new, CHECK: recheck(product[CHECK], old, new)} if CHECK in product else new
+    def of_product(product: Any) -> Any:
+        read = as_read({role: product[role]["amax_history"] for role in ROLES})
+        new = {role: {**product[role], "amax_history": read[role]} for role in ROLES}
+        return sealed(new) if CHECK in product else new
 
-    return map_products(next_of, fp8)
+    return map_products(of_product, fp8)

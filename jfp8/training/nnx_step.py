@@ -26,9 +26,9 @@ from jfp8.optim.finite import (
 )
 from jfp8.optim.fp8_params import carriers, with_carriers
 from jfp8.scaling.history import (
+    as_read,
     choose,
     fingerprint,
-    foreseen,
     intact,
     largest_of_devices,
     largest_of_examples,
@@ -171,10 +171,9 @@ def _overwrite(products: Iterable[Product], states: Sequence[tuple[Any, jax.Arra
 
 def _to_read(loss_scale: Any, histories: dict[str, jax.Array]) -> Any:
     """Return the histories as the scaled loss reads them, and a check that nobody looks at."""
-    weight = foreseen(histories["rhs"], histories["lhs"])
-    grad = rescaled(histories["grad"], loss_scale)
-    new = {**histories, "rhs": weight, "grad": grad}
-    return new, jnp.zeros(weight.shape[:-1], jnp.float32)
+    read = as_read(histories)
+    new = {**read, "grad": rescaled(read["grad"], loss_scale)}
+    return new, jnp.zeros(new["lhs"].shape[:-1], jnp.float32)
 
 
 def _put_back(kept: Sequence[tuple[nnx.Variable, Any]], failed: jax.Array) -> None:

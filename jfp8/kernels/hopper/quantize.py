@@ -27,6 +27,7 @@ from jfp8.kernels.scales_in_kernels import bitcast, scale_and_inverse
 from jfp8.kernels.shared_memory import along, padded
 from jfp8.matmul.spec import LARGEST_FACTOR
 from jfp8.scaling.formats import Format
+from jfp8.scaling.history import only_amaxes
 from jfp8.scaling.scales import ScaleRounding
 
 LINES = 64  # lines of a tile that are in registers at a time
@@ -40,8 +41,8 @@ def tensor_amax(
     """Return the amaxes of slices of `x`, as bits of f32; 0 for an empty slice.
 
     The largest integer is ``max(|x|)``; NaN if an element is NaN, Inf if one is Inf. If the maximum
-    of the first `entries` of `history`, f32[H], is positive, `x` is not read, and all results are
-    that maximum. For the others see `TileLoop.over`.
+    of `only_amaxes` in the first `entries` of `history`, f32[H], is positive, `x` is not read, and
+    all results are that maximum. For the others see `TileLoop.over`.
     """
     arrays = sweep.arrays_of(x)
     if make is None:  # matrices with as many elements share a kernel
@@ -61,7 +62,8 @@ def _tensor_amax(arrays: Any, history: Any, entries: int, dtype: Any, make: Any)
         *x, history, amaxes = refs
         block, across = lax.axis_index("block"), columns // length
         # Starts at 0: in `shard_map`, JAX types the first entry as varying, and later ones not.
-        known = lax.fori_loop(0, entries, lambda i, x: lax.max(x, history[i]), np.float32(0))
+        larger = lambda i, x: lax.max(x, only_amaxes(history[i]))
+        known = lax.fori_loop(0, entries, larger, np.float32(0))
         steps = lax.div(rows * across + BLOCKS - 1 - block, BLOCKS)
 
         def body(step, largest):

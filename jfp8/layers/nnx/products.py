@@ -108,7 +108,11 @@ class Product(PrintsRecipe):
         self.shared_input: SharedInput | None = nnx.data(None)
 
     def set_recipe(self, recipe: Recipe | None) -> None:
-        """Replace the recipe; None is high precision. Histories of another length begin empty."""
+        """Replace the recipe.
+
+        Args:
+          recipe: None is high precision. Histories of another length begin empty.
+        """
         leading = () if self.fp8 is None else self.fp8[CHECK].shape[:-1]
         super().set_recipe(recipe)
         new = None if recipe is None else _empty_state(recipe, leading)
