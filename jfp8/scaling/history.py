@@ -122,7 +122,7 @@ def only_amaxes(x: jax.Array) -> jax.Array:
 
 
 def history_amax(history: jax.Array, algo: str) -> jax.Array:
-    """Return the amax that a history predicts, from its finite entries; 0 if it has none.
+    """Return the amax that a history predicts, from `only_amaxes`; 0 if it is empty.
 
     Args:
       history: ``f32[..., H]``, newest first.
@@ -199,23 +199,28 @@ def growth(history: jax.Array) -> jax.Array:
     return jnp.where(older > 0, amaxes[..., 0] / jnp.where(older > 0, older, 1.0), 0.0)
 
 
-OUTGROWN = 8.0  # An amax that is larger than all older ones by more than this factor is a jump.
+OUTGROWN = 8.0  # An amax that is larger than all others in a history by this factor is a jump.
 
 
 def believed(history: jax.Array) -> jax.Array:
-    """Return the entries of `history` since its last jump, with empty slots for the others.
+    """Return `history` without a jump, and empty if that is the newest entry.
 
     A tensor that jumps may jump again, or back. So the next step takes the scale from the tensor
-    itself, and steps after that neither expect the old size nor that of a single spike.
+    itself, and no later step makes room for a single spike.
 
     Args:
       history: ``f32[..., H]``, newest first.
     """
-    amaxes, axis = only_amaxes(history), history.ndim - 1
-    largest = lax.cummax(amaxes, axis, reverse=True)
-    older = jnp.concatenate([largest[..., 1:], jnp.zeros_like(largest[..., :1])], axis)
-    jumps = (older > 0) & (amaxes > OUTGROWN * older)
-    return jnp.where(lax.cummax(jumps.astype(jnp.int32), axis) > 0, 0.0, amaxes)
+    amaxes, zero = only_amaxes(history), np.float32(0)
+    largest, second = lax.reduce(
+        (amaxes, jnp.zeros_like(amaxes)),
+        (zero, zero),
+        lambda a, b: (lax.max(a[0], b[0]), lax.max(lax.min(a[0], b[0]), lax.max(a[1], b[1]))),
+        (history.ndim - 1,),
+    )
+    jumped = ((second > 0) & (largest > OUTGROWN * second))[..., None]
+    is_jump = amaxes == largest[..., None]
+    return jnp.where(jumped & (is_jump | is_jump[..., :1]), 0.0, amaxes)
 
 
 @jax.jit
@@ -234,9 +239,9 @@ def foreseen(history: jax.Array, other: jax.Array) -> jax.Array:
         return history
     newest, before = history[..., 0], history[..., 1]
     was_zero = jnp.where((before == 0) & (other[..., 1] > 0), 2.0, 1.0)
-    growth = jnp.where(before > 0, newest / jnp.where(before > 0, before, 1.0), was_zero)
-    growth = jnp.where(growth > 1 + 2**-4, jnp.minimum(growth, 2.0), 1.0)
-    return lax.concatenate([(newest * growth)[..., None], history[..., 1:]], history.ndim - 1)
+    factor = jnp.where(before > 0, newest / jnp.where(before > 0, before, 1.0), was_zero)
+    factor = jnp.where(factor > 1 + 2**-4, jnp.minimum(factor, 2.0), 1.0)
+    return lax.concatenate([(newest * factor)[..., None], history[..., 1:]], history.ndim - 1)
 
 
 @jax.jit

@@ -72,7 +72,9 @@ def test_tensor_amax(interpreted, dtype, shape, special):
     np.testing.assert_array_equal(got, jfp8.scaling.amax(x))
 
 
-@pytest.mark.parametrize(("known", "read"), [(0.0, True), (np.nan, True), (2.5, False)])
+@pytest.mark.parametrize(
+    ("known", "read"), [(0.0, True), (np.nan, True), (np.inf, True), (-3.0, True), (2.5, False)]
+)
 def test_a_known_amax_spares_reading(interpreted, known, read):
     # 26 slices, most blocks have none; the largest is in the last of them.
     x = numbers((320, 320), jnp.float32).at[-1, -1].set(1e4)

@@ -10,10 +10,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
+from jfp8.quantizers.quantizer import Delayed
 from jfp8.scaling.granularity import scale_shape
 from jfp8.scaling.history import (
+    believed,
     ended,
     foreseen,
+    growth,
     history_amax,
     init_amax_state,
     observe,
@@ -380,6 +383,37 @@ def test_history_amax():
     for algorithm, expected in (("max", [4, 0]), ("most_recent", [1, 0])):
         assert found(history, algorithm).tolist() == expected
         assert found(history[0], algorithm) == expected[0]
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, -5.0])
+def test_no_entry_that_is_no_amax_is_read(bad):
+    """A state that was in float16 holds Inf: kernels' gradients were 0 for 16 steps."""
+    found = [history_amax(np.float32([bad, 2, 3]), how).tolist() for how in ("max", "most_recent")]
+    assert found == [3, 0]
+    assert growth(np.float32([bad, 2, 3])) == 0
+    assert growth(np.float32([4, bad, 2])) == 2
+    assert believed(np.float32([4, bad, 2])).tolist() == [4, 0, 2]
+    delayed = Delayed(E4M3FN, length=2)
+    for history, running in (([bad, bad], 0), ([bad, bad], bad), ([7, bad], 0), ([3, 7], bad)):
+        state = {"amax_history": jnp.float32(history), "amax": jnp.float32(running)}
+        assert delayed.scale(jnp.float32(7), state) == np.float32(7) / np.float32(448)
+
+
+def test_a_jump_is_not_believed():
+    """A history with one is empty while it is the newest entry, and then without it."""
+    assert growth(np.float32([[6, 2, 3], [0, 0, 0], [5, 0, 0]])).tolist() == [2, 0, 0]
+    assert growth(np.float32([5])) == 0
+    for history, expected in (
+        ([17, 1, 2], [0, 0, 0]),
+        ([16, 1, 2], [16, 1, 2]),
+        ([1, 17, 2], [1, 0, 2]),
+        ([17, 17, 2], [17, 17, 2]),
+        ([1, 2, 17], [1, 2, 0]),
+        ([17, 0, 0], [17, 0, 0]),
+        ([17], [17]),
+    ):
+        rows = np.float32([history, [3] * len(history)])
+        assert believed(rows).tolist() == [expected, [3] * len(history)]
 
 
 def test_a_weight_that_grew_is_expected_to_grow_again():

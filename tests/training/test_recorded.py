@@ -146,8 +146,8 @@ def test_an_evaluation_returns_the_collection_bit_for_bit(amax):
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
-def test_an_evaluation_reduces_nothing_to_a_maximum(api, compiled_here):
-    """Its scales are those of histories that the program knows, which XLA computes ahead."""
+def test_an_evaluation_reduces_no_activation_to_a_maximum(api, compiled_here):
+    """The program knows histories and weights: XLA computes all scales ahead."""
     if api == "nnx":
         model = jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0))
         nnx.grad(lambda model: mean_square(model(X)))(model)
