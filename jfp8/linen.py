@@ -6,9 +6,9 @@ State lives in two collections next to ``params``, both created by ``model.init`
   * ``fp8_sink/<path>/amax``: zeros, whose gradient carries the amaxes of the backward pass.
 
 What `apply` is given decides which tensors use delayed scaling. Without ``fp8``, all use current
-scaling; with it, activations and weights use their histories; with ``fp8_sink`` too, so do
-gradients. Without a sink, an `apply` that is differentiated updates a mutable ``fp8``. With a sink,
-`jfp8.advance` updates it, once per optimizer step.
+scaling; with it, activations use their histories, and so do weights where a gradient is taken; with
+``fp8_sink`` too, so do gradients. Without a sink, an `apply` that is differentiated updates a
+mutable ``fp8``. With a sink, `jfp8.advance` updates it, once per optimizer step.
 
 With ``state_collection="_overwrite_with_gradient"`` all state of a matmul is one variable of that
 collection instead, and its gradient is its next value: for loops that replace the one by the

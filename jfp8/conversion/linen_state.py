@@ -18,7 +18,7 @@ from jfp8.conversion.run import Amaxes, States
 from jfp8.layers.linen import messages
 from jfp8.layers.linen.state_in_gradients import NAME, OVERWRITTEN, StateCollection
 from jfp8.products.operation import State
-from jfp8.scaling.history import CHECK, as_dicts, end_recorded, intact_states, record, state_shapes
+from jfp8.scaling.history import CHECK, as_dicts, intact_states, record, state_shapes
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.caller import user_level
 
@@ -89,7 +89,7 @@ def _read(histories: Any, sink: Any) -> State:
         return State()
     if sink is None:
         histories = intact_states(histories)
-    return State({role: end_recorded(histories[role]) for role in ROLES}, sink)
+    return State({role: histories[role] for role in ROLES}, sink)
 
 
 def write_states(fp8: Any, states: States, observed: Amaxes) -> dict[str, Any]:

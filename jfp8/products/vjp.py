@@ -268,7 +268,8 @@ def forward(
     """Return fprop with the amaxes of its operands, and the residuals for `backward`.
 
     Without a backward pass the amaxes are zeros: only the forward rule observes, which runs where a
-    derivative is taken. If lhs is made of other arrays, `of` has arguments of `Operation.made`.
+    derivative is taken. Nor is the history of a weight read, since that may have been updated or
+    restored since. If lhs is made of other arrays, `of` has arguments of `Operation.made`.
     """
     options, carried = how
     lhs, rhs, _, histories, sink, seed, q_lhs = operands
@@ -280,9 +281,6 @@ def forward(
     rhs = operation.arrange("rhs", first_order_only(rhs, options=options))
     made = operation.made("lhs", lhs, *of) if of else None
     x = QuantizedOperand("lhs", lhs, history("lhs"), seed, operation, made=made)
-    # Without a backward pass the scale of a weight is that of the weight which is multiplied: its
-    # history tells of another one if it was updated, restored or averaged since. Activations keep
-    # their history, so that no position depends on later ones.
     of_weight = history("rhs") if and_backward else None
     w = QuantizedOperand("rhs", rhs, of_weight, seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")

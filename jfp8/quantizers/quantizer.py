@@ -16,7 +16,7 @@ from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import ROUNDINGS, Rounding
 from jfp8.scaling.formats import Format, as_format
-from jfp8.scaling.history import AmaxState, history_amax, only_amaxes
+from jfp8.scaling.history import AmaxState, history_amax, running_amax
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import (
     ScaleRounding,
@@ -250,7 +250,7 @@ class Delayed(_NotFromData):
         if state is not None:
             expected = self.expected(state)
             observed = jnp.where(expected > 0, expected, observed)
-            observed = jnp.maximum(observed, only_amaxes(state["amax"]))
+            observed = jnp.maximum(observed, running_amax(state))
         return scale_from_amax(
             observed, self.fmt, margin=self.margin, scale_rounding=self.scale_rounding
         )

@@ -18,7 +18,8 @@ class DelayedScaling(Recipe):
     """Per-tensor scales from an amax history: one pass over each tensor.
 
     ``scale = max(amax_history) / fmt.max * 2^margin``, where the history holds the amax of each of
-    the last `amax_history_len` optimizer steps. Without state it uses current scaling.
+    the last `amax_history_len` optimizer steps. Without state it uses current scaling, and for a
+    weight where no gradient is taken.
 
     Attributes:
       margin: powers of two of headroom between the history's maximum and the format's.

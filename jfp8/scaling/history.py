@@ -27,7 +27,7 @@ from jfp8.tracing.compat import axes_apart
 AmaxState: TypeAlias = dict[str, jax.Array]
 """One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
 "amax": f32[], running maximum of the step under way, 0 if there is none}``. A negative running
-maximum is already in the history, as its newest entry."""
+maximum is an entry already, the newest one: see `resume_recorded`."""
 
 
 def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,10 +114,7 @@ def sealed(states: Mapping[str, AmaxState]) -> dict[str, Any]:
 
 
 def only_amaxes(x: jax.Array) -> jax.Array:
-    """Return `x` with 0, an empty slot, for what is no amax: Inf, NaN and negative numbers.
-
-    A state that went through float16 has some; as scales they would turn a tensor into zeros.
-    """
+    """Return `x` with 0, an empty slot, in place of Inf, NaN and negative numbers."""
     return jnp.where((x > 0) & (x < jnp.inf), x, 0.0)
 
 
@@ -155,20 +152,13 @@ def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
 
 def running_amax(state: AmaxState) -> jax.Array:
     """Return the largest amax of the step under way, f32[...]; 0 if there is no such step."""
-    return only_amaxes(jnp.abs(state["amax"]))
-
-
-def _without_running(state: AmaxState) -> jax.Array:
-    """Return the history, f32[..., H], without an entry of the step under way."""
-    history = state["amax_history"]
-    older = jnp.concatenate([history[..., 1:], jnp.zeros_like(history[..., :1])], axis=-1)
-    return jnp.where(state["amax"][..., None] < 0, older, history)
+    return only_amaxes(state["amax"])
 
 
 def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
     """Fold `amax` into the maximum of the step under way, if it is `seen`."""
     largest = jnp.maximum(running_amax(state), seen(amax, state["amax_history"]))
-    return {"amax_history": _without_running(state), "amax": largest}
+    return {"amax_history": state["amax_history"], "amax": largest}
 
 
 def seen(amax: jax.Array, history: jax.Array) -> jax.Array:
@@ -183,16 +173,9 @@ def seen(amax: jax.Array, history: jax.Array) -> jax.Array:
 
 
 def growth(history: jax.Array) -> jax.Array:
-    """Return the newest entry divided by the largest older one; 0 if there are no two.
+    """Return the newest entry of f32[..., H] divided by the largest older one; 0 without two.
 
-    Above 1, the tensor saturated in the last step, unless its recipe has a margin or its growth was
-    `foreseen`.
-
-    Args:
-      history: ``f32[..., H]``, newest first.
-
-    Returns:
-      ``f32[...]``.
+    Above 1, the tensor saturated in the last step, unless there was a margin or it was `foreseen`.
     """
     amaxes = only_amaxes(history)
     older = jnp.max(amaxes[..., 1:], axis=-1, initial=0.0)
@@ -203,13 +186,10 @@ OUTGROWN = 8.0  # An amax that is larger than all others in a history by this fa
 
 
 def believed(history: jax.Array) -> jax.Array:
-    """Return `history` without a jump, and empty if that is the newest entry.
+    """Return `history`, f32[..., H], without a jump, and empty if that is the newest entry.
 
     A tensor that jumps may jump again, or back. So the next step takes the scale from the tensor
     itself, and no later step makes room for a single spike.
-
-    Args:
-      history: ``f32[..., H]``, newest first.
     """
     amaxes, zero = only_amaxes(history), np.float32(0)
     largest, second = lax.reduce(
@@ -249,10 +229,7 @@ def as_read(histories: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Return the histories of a matmul as a training step reads them, for its scales.
 
     Only what is `believed`, and the growth of the weight is `foreseen`. Other calls, such as
-    evaluations, read the histories as they are.
-
-    Args:
-      histories: ``{"lhs", "rhs", "grad"}: f32[..., H]``, newest first.
+    evaluations, read the histories, ``{"lhs", "rhs", "grad"}: f32[..., H]``, as they are.
     """
     read = {role: believed(history) for role, history in histories.items()}
     return {**read, "rhs": foreseen(read["rhs"], histories["lhs"])}
@@ -293,14 +270,12 @@ def record(
     return choose(jnp.maximum(*largest) > 0, new, dict(product))
 
 
-def end_recorded(state: AmaxState) -> AmaxState:
-    """End the step if its maximum is an entry already; otherwise it goes on."""
-    return {**state, "amax": jnp.maximum(state["amax"], 0.0)}
-
-
 def resume_recorded(state: AmaxState) -> AmaxState:
     """Return `state` with its step under way even if its maximum is an entry already."""
-    return {"amax_history": _without_running(state), "amax": running_amax(state)}
+    history, amax = state["amax_history"], state["amax"]
+    older = jnp.concatenate([history[..., 1:], jnp.zeros_like(history[..., :1])], axis=-1)
+    history = jnp.where(amax[..., None] < 0, older, history)
+    return {"amax_history": history, "amax": jnp.abs(amax)}
 
 
 @jax.custom_batching.custom_vmap
@@ -321,8 +296,9 @@ def _largest_of_examples(
 @jax.jit
 def ended(state: AmaxState) -> AmaxState:
     """End the step under way, if there is one: its maximum becomes the newest entry."""
-    history, largest = resume_recorded(state).values()
-    return {"amax_history": push_amax(history, largest), "amax": jnp.zeros_like(largest)}
+    largest = running_amax(state)
+    history = push_amax(state["amax_history"], largest)
+    return {"amax_history": history, "amax": jnp.zeros_like(largest)}
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul.planner import planner_of
-from jfp8.scaling.history import CHECK, as_read, running_amax, sealed
+from jfp8.scaling.history import CHECK, as_read, resume_recorded, sealed
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.device import current_device
 
@@ -67,12 +67,12 @@ def add_recorded(sinks: Any, fp8: Any) -> Any:
     """Add the amaxes that a forward pass recorded in a mutable ``fp8`` to cotangents of sinks."""
     if not is_product(fp8):
         return {k: add_recorded(v, fp8[k]) if k in fp8 else v for k, v in sinks.items()}
-    amaxes = jnp.stack([running_amax(fp8[role]) for role in ROLES], axis=-1)
+    amaxes = jnp.stack([resume_recorded(fp8[role])["amax"] for role in ROLES], axis=-1)
     rows = jnp.where(amaxes[..., None] > 0, encode_amax(amaxes), 0.0)
     return {"amax": sinks["amax"] + lax.stop_gradient(rows)}
 
 
-def collection_as_read(fp8: Collections) -> Collections:
+def read_by_step(fp8: Collections) -> Collections:
     """Return the ``fp8`` collection that a training step reads; see `as_read`."""
 
     def of_product(product: Any) -> Any:

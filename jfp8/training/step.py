@@ -20,12 +20,7 @@ from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
 from jfp8.tracing.loss import LOSS, Loss
 from jfp8.training.micro_batches import over_parts_of_arguments
-from jfp8.training.model_histories import (
-    Collections,
-    add_recorded,
-    collection_as_read,
-    init_sinks,
-)
+from jfp8.training.model_histories import Collections, add_recorded, init_sinks, read_by_step
 from jfp8.training.other_model import instead_of_state
 from jfp8.training.state import Gradients, TrainState
 
@@ -90,7 +85,7 @@ def value_and_grad(
         if state.has_stored_params:
             by_values, stored = has_master_weights(state.opt_state), state.params
             differentiated = (carriers if by_values else without_stored)(stored)
-        known = (differentiated, init_sinks(state.fp8), collection_as_read(state.fp8))
+        known = (differentiated, init_sinks(state.fp8), read_by_step(state.fp8))
         gradient = _gradient(partial(_scaled_loss, loss_fn, has_aux, loss_scale, stored))
         if micro_batches > 1:
             options = (loss_fn, micro_batches, batch_axes or {})

@@ -32,7 +32,6 @@ from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.history import (
     CHECK,
     AmaxState,
-    end_recorded,
     intact_states,
     record,
     resume_recorded,
@@ -84,9 +83,10 @@ class ProductModule(nn.Module):
         records = self.state_collection == "fp8" and self.is_mutable_collection("fp8")
         records = records and histories is not None and not self.is_initializing()
         if histories is not None and records:
-            step = resume_recorded if self._is_used_again() else end_recorded
             # The collection is returned next to the loss, and nobody trains it.
-            histories = {r: step(lax.stop_gradient(amaxes)) for r, amaxes in histories.items()}
+            histories = lax.stop_gradient(histories)
+            if self._is_used_again():
+                histories = {role: resume_recorded(state) for role, state in histories.items()}
         warning = self._warning(recipe) if histories is None else None
         return State(histories, sink, key), records, warning
 
