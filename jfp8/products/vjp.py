@@ -281,14 +281,14 @@ def forward(
     rhs = operation.arrange("rhs", first_order_only(rhs, options=options))
     made = operation.made("lhs", lhs, *of) if of else None
     x = QuantizedOperand("lhs", lhs, history("lhs"), seed, operation, made=made)
-    of_weight = history("rhs") if and_backward else None
-    w = QuantizedOperand("rhs", rhs, of_weight, seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")
     # For the backward pass: the same bytes, or those along the other direction.
     x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
-    w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
+    for_dgrad = Use("dgrad", dgrad, dgrad.rhs, w_free)
+    w_again, of_weight = (for_dgrad, history("rhs")) if and_backward else (None, None)
+    w = QuantizedOperand("rhs", rhs, of_weight, seed, operation, options.rhs_dtype)
     rotated_by = None if fprop.rotation is None else rotation_seed(fprop, "fprop", amax(lhs), seed)
     # Each by itself: micro-batches quantize a weight once, and layers with one input that input.
     w_use = Use("fprop", fprop, fprop.rhs, w_sum, rotation_seed=rotated_by)
