@@ -172,16 +172,6 @@ def seen(amax: jax.Array, history: jax.Array) -> jax.Array:
     return largest_of_devices(finite, history)
 
 
-def growth(history: jax.Array) -> jax.Array:
-    """Return the newest entry of f32[..., H] divided by the largest older one; 0 without two.
-
-    Above 1, the tensor saturated in the last step, unless there was a margin or it was `foreseen`.
-    """
-    amaxes = only_amaxes(history)
-    older = jnp.max(amaxes[..., 1:], axis=-1, initial=0.0)
-    return jnp.where(older > 0, amaxes[..., 0] / jnp.where(older > 0, older, 1.0), 0.0)
-
-
 OUTGROWN = 8.0  # An amax that is larger than all others in a history by this factor is a jump.
 
 

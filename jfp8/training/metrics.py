@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.optim.loss_scale_state import find_loss_scale
-from jfp8.scaling.history import as_dicts, foreseen
+from jfp8.scaling.history import as_dicts, as_read
 from jfp8.scaling.sink import ROLES
 from jfp8.training.model_histories import is_product, over_products
 from jfp8.training.skipped import tell
@@ -113,8 +113,7 @@ def _ratios(histories: Mapping[str, jax.Array]) -> jax.Array:
 
     The scale of a step follows from the maximum of the entries before its own; 0 without any.
     """
-    before = {role: histories[role][..., 1:] for role in ROLES}
-    before["rhs"] = foreseen(before["rhs"], before["lhs"])
+    before = as_read({role: histories[role][..., 1:] for role in ROLES})
     expected = jnp.stack([jnp.max(before[r], axis=-1, initial=0.0) for r in ROLES], axis=-1)
     newest = jnp.stack([histories[role][..., 0] for role in ROLES], axis=-1)
     return jnp.where(expected > 0, newest / jnp.where(expected > 0, expected, 1.0), 0.0)

@@ -16,7 +16,6 @@ from jfp8.scaling.history import (
     believed,
     ended,
     foreseen,
-    growth,
     history_amax,
     init_amax_state,
     observe,
@@ -390,8 +389,6 @@ def test_no_entry_that_is_no_amax_is_read(bad):
     """A state that was in float16 holds Inf: kernels' gradients were 0 for 16 steps."""
     found = [history_amax(np.float32([bad, 2, 3]), how).tolist() for how in ("max", "most_recent")]
     assert found == [3, 0]
-    assert growth(np.float32([bad, 2, 3])) == 0
-    assert growth(np.float32([4, bad, 2])) == 2
     assert believed(np.float32([4, bad, 2])).tolist() == [4, 0, 2]
     delayed = Delayed(E4M3FN, length=2)
     for history, running in (([bad, bad], 0), ([bad, bad], bad), ([7, bad], 0), ([3, 7], bad)):
@@ -401,8 +398,6 @@ def test_no_entry_that_is_no_amax_is_read(bad):
 
 def test_a_jump_is_not_believed():
     """A history with one is empty while it is the newest entry, and then without it."""
-    assert growth(np.float32([[6, 2, 3], [0, 0, 0], [5, 0, 0]])).tolist() == [2, 0, 0]
-    assert growth(np.float32([5])) == 0
     for history, expected in (
         ([17, 1, 2], [0, 0, 0]),
         ([16, 1, 2], [16, 1, 2]),
