@@ -108,7 +108,7 @@ def compiled_here() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="I/N", help="only the I-th of N parts")
-    parser.addoption("--measure", action="store_true", help=f"write seconds to {parts.MEASURED}")
+    parser.addoption("--measure", action="store_true", help=f"write CPU seconds: {parts.MEASURED}")
 
 
 def file_of(nodeid: str) -> str:
@@ -138,11 +138,32 @@ def pytest_collection_modifyitems(
 
 
 seconds: Counter[str] = Counter()
+BEGAN = pytest.StashKey[float]()
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[BEGAN] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Reports of workers have what a test took so far."""
+    report = yield
+    report.cpu_seconds = cpu_seconds() - item.stash[BEGAN]
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Adds up the seconds of each file; where there are workers, in the process that has them."""
-    seconds[file_of(report.nodeid)] += report.duration
+    if report.when == "teardown":
+        seconds[file_of(report.nodeid)] += report.cpu_seconds
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
