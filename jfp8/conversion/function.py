@@ -147,7 +147,7 @@ class Fp8Function:
         return Program.of(call, weights, self._paths(weights), others)
 
     def _plan(self, program: Program) -> Plan:
-        is_loss = bool(program.closed.out_avals) and program.closed.out_avals[0].ndim == 0
+        is_loss = [getattr(y, "shape", None) for y in program.closed.out_avals[:1]] == [()]
         attention = self.selection.attention
         return plan_of(
             program, self._named, of_loss=is_loss, of_activations=attention, parts_apart=True

@@ -79,7 +79,7 @@ def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) 
     # `jax.eval_shape` drops the sharding if other axes of the mesh are not explicit.
     (y,) = jax.make_jaxpr(widened)(lhs, data).out_avals
     # Arrays that were never placed have no sharding.
-    given = [x.sharding for x in (jax.typeof(lhs), jax.typeof(data), y)]
+    given = [getattr(x, "sharding", None) for x in (jax.typeof(lhs), jax.typeof(data), y)]
     return Specs(*(getattr(each, "spec", PartitionSpec()) for each in given))
 
 
