@@ -40,8 +40,8 @@ from jax.sharding import AxisType, Mesh
 
 from support import parts
 
-# A program for the command line, and what only a late JAX can import.
-collect_ignore = ["mutations.py", "support"]
+# Helpers, some of which only a late JAX can import.
+collect_ignore = ["support"]
 
 # Traces make millions of objects and little garbage: looking for it takes an eighth of the time.
 # `little_memory` does so between files.

@@ -1,4 +1,4 @@
-"""FP8 checkpoints of other libraries (`data/fp8_checkpoints/make.py`): read, and written again."""
+"""FP8 checkpoints of other libraries (`tools/make_fp8_checkpoints.py`): read, and written again."""
 
 import dataclasses
 import json

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 # Kernels for GPUs, and what calls them, need a later JAX than the oldest, where none of their tests
 # run.
@@ -22,7 +23,7 @@ EXCLUDED = (
     "jfp8/kernels/quantize_and_transpose.py",
     "jfp8/kernels/grouped_kernels.py",
 )
-COMPARISONS = {
+COMPARISONS: dict[type[Any], type[Any]] = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
     ast.Lt: ast.LtE,
@@ -34,7 +35,7 @@ COMPARISONS = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
-OPERATORS = {
+OPERATORS: dict[type[Any], type[Any]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.Div,
@@ -65,13 +66,13 @@ TWIN = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 # The first argument of these chooses one of the next two.
 CHOOSERS = {"where", "select", "cond"}
 # Swapped arguments always raise, or give the same.
-NOT_SWAPPED = {"isinstance", "issubclass", "max", "maximum", "min", "minimum"}
+NOT_SWAPPED = {"isinstance", "issubclass", "max", "maximum", "min", "minimum", "swapaxes"}
 # `strict` of a zip is an assertion: a check of the caller's arguments comes first, with a test.
 # The others change a line or a letter of a picture, but not its place or its text.
 NO_BUGS = {"strict", "alpha", "aspect", "fontsize", "labelsize", "linewidth", "ms", "zorder"}
 
 # An old node of the syntax tree, and a new one in its place.
-Change = tuple[ast.AST, ast.AST]
+Change = tuple[Any, ast.AST]
 
 
 def comparison(node: ast.AST) -> Iterator[Change]:

@@ -1,8 +1,8 @@
-"""Write the FP8 checkpoints beside this file with the libraries whose formats they have.
+"""Write the FP8 checkpoints of tests/data with the libraries whose formats they have.
 
     pip install torch==2.13.0 transformers==5.23.0 compressed-tensors==0.20.0 \\
         nvidia-modelopt==0.47.0 accelerate==1.15.0 requests
-    python tests/data/fp8_checkpoints/make.py
+    python tools/make_fp8_checkpoints.py
 
 The models have one tiny Qwen3 layer with random weights. checksums.json has, for each weight, the
 sum of its values, dequantized by the library, times their places 1, 2, 3 ... in the tensor. For
@@ -36,7 +36,7 @@ from transformers import FineGrainedFP8Config, Mxfp4Config, Qwen3Config, Qwen3Fo
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "tests/data/fp8_checkpoints"
 CHECKSUMS: dict[str, dict] = {}
 CRC32: dict[str, dict] = {}
 

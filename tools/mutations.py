@@ -1,10 +1,10 @@
 """Draws mutants of jfp8, and prints those that the tests do not notice.
 
-    python tests/mutations.py --random 20 --seed 1
-    python tests/mutations.py --random 100 --seed 1 --everywhere
+    python tools/mutations.py --random 20 --seed 1
+    python tools/mutations.py --random 100 --seed 1 --everywhere
 
 A mutant is a small change of one place: another operator, constant or bound, a dropped statement,
-and so on; see `support/mutants.py`. Each gets a copy of the checkout in a temporary folder, where
+and so on; see `mutants.py`. Each gets a copy of the checkout in a temporary folder, where
 the daily tests of its room run until one fails; the files that name most of its module's functions
 come first. ``--everywhere`` asks all daily tests about those that survive.
 
@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.mutants import Mutant, mutants
+from mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 # The repository's history, and large ignored folders.

@@ -2,13 +2,10 @@
 
 import importlib
 import json
-from pathlib import Path
 
 import pytest
 
-from support.mutants import EXCLUDED, KINDS, Mutant, candidates, mutants
-
-TESTS = Path(__file__).resolve().parent
+from mutants import EXCLUDED, KINDS, Mutant, candidates, mutants
 
 # One place or more for every kind of change. A change of "kept" could not be noticed.
 EVERY_KIND = '''
@@ -72,7 +69,6 @@ def test_mutants_are_other_programs_that_could_be_bugs():
 @pytest.fixture
 def mutations(tmp_path, monkeypatch):
     """The program, for a package of two functions whose tests look at one."""
-    monkeypatch.syspath_prepend(TESTS)
     program = importlib.import_module("mutations")
     monkeypatch.setattr(program, "ROOT", tmp_path)
     (tmp_path / "jfp8/sizes").mkdir(parents=True)
