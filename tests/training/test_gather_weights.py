@@ -317,3 +317,12 @@ def test_weights_that_will_be_deployed_keep_the_scales_of_the_whole(grid):
     assert len(gathered) == 3
     alone = jax.jit(loss_of)(*arguments)
     np.testing.assert_allclose(function(*given)[0], alone, rtol=1e-5)
+
+
+def test_a_named_sharding_says_its_mesh():
+    """No mesh is set, as in programs that place arrays alone."""
+    sharding = NamedSharding(mesh_of(AxisType.Auto), P("fsdp", None))
+    kernel = jax.device_put(normal(1, (64, 128)), sharding)
+    gathered = lambda params: gather_weights(params, "fsdp", sharding, recipe=CURRENT)["kernel"]
+    whole = jax.jit(gathered)({"kernel": kernel})
+    np.testing.assert_array_equal(whole.dequantize(), jfp8.quantize(kernel).dequantize())
