@@ -89,33 +89,6 @@ def product(name, ms, **facts):
     )
 
 
-def test_rates_and_floors():
-    copied = {"section": "ceilings", "group": "copy", "name": "copy", "ms": 1.0, "bytes": 4e9}
-    f8 = {"program": {"kernels": {"cublasLt f8": 1.0}}}
-    linear = {"section": "linear", "group": "8192x8192x8192", "flops_f8": 6 * 8192**3}
-    rows = [
-        copied,
-        product("bf16", 1.6),
-        product("jfp8 xla fast", 0.8, **f8),
-        product("jfp8 mosaic_gpu fast", 1.0),
-        {**linear, "name": "bf16", "ms": 4.8, "flops_f8": 0, "flops_bf16": 6 * 8192**3},
-        {**linear, "name": "delayed", "ms": 3.0, "bytes": 8e8},
-    ]
-    limits, targets = derive(rows)
-    assert limits["copy_gbs"] == pytest.approx(4000)
-    assert limits["fp8_tflops"] == pytest.approx(2 * 8192**3 / 0.8e-3 / 1e12)
-    assert rows[3]["percent_of_best"] == pytest.approx(80)
-    assert rows[3]["ratio"] == pytest.approx(1.6)
-    # Three products at the best rate seen, and 0.8 GB at that of a copy, one after the other.
-    assert rows[5]["floor_ms"] == pytest.approx(3 * 0.8 + 0.2)
-    assert rows[5]["percent_of_floor"] == pytest.approx(100 * 2.6 / 3)
-    verdicts = {t["what"]: t for t in targets}
-    assert verdicts["FP8 product, 8192x8192x8192"]["measured"] == pytest.approx(100)
-    assert verdicts["linear delayed, 8192x8192x8192"]["measured"] == pytest.approx(1.6)
-    assert verdicts["linear delayed, 8192x8192x8192"]["met"] is False
-    assert verdicts["linear block, 8192x8192x8192"]["met"] is None
-
-
 def test_a_wrong_kernel_is_marked_and_counts_for_nothing():
     failed = {"section": "checks", "group": "g", "name": "matmul: running sum", "error": "off"}
     rows = [failed, product("jfp8 mosaic_gpu fast", 1.0, uses=["matmul"]), product("bf16", 1.6)]

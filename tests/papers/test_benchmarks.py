@@ -1,6 +1,5 @@
 """Numbers of scripts in benchmarks/: against tables of Student's t, JAX, and numbers by hand."""
 
-import math
 from functools import partial
 
 import jax
@@ -71,30 +70,3 @@ def test_attention_in_float64():
         wanted = by_jax(causal, *arrays)
         for x, y in zip(benchmark.attention(*twice, causal), wanted, strict=True):
             assert benchmark.error(np.asarray(y)[:, 0], x) < 1e-5
-
-
-def test_a_long_run_has_gaps_that_grow():
-    """Of 1, 1, 3, 2, 3 and 4 percent after steps 1 to 6, whose fifths end at 1.2, 2.4, 3.6 ..."""
-    long_run = imported("long_run", "benchmarks", "examples")
-    point = lambda step, losses, held_out, **layers: {
-        "step": step, "train_loss": losses, "validation_loss": held_out, "layers": layers
-    }  # fmt: skip
-    f32 = [point(3, [4.0, 4.0, 2.0], 2.0), point(6, [2.0, 2.0, 1.0], 2.0)]
-    delayed = [
-        point(3, [4.04, 4.04, 2.06], 2.2, up=[6.0, 2.0, 9.0], down=[8.0, 1.0, 9.0]),
-        point(6, [2.04, 2.06, 1.04], 2.5, up=[6.0, 2.0, 9.0], down=[2.5, 1.0, 9.0]),
-    ]
-    runs = {"float32": f32, "twin": f32[:1], "delayed": delayed}
-    results = {"runs": {name: {"points": run} for name, run in runs.items()}}
-    *_, twin, recipe = long_run.table(results | {"conditions": {"steps": 6}}).splitlines()
-    assert twin == (
-        "| twin: float32, loss × 3 | 3 | +0.00 | +0.00 | +0.00 | – | – | +0.00 |  |  |  |"
-    )
-    assert recipe == (
-        "| `DelayedScaling()` | 6 | +1.00 | +1.00 | +3.00 | +2.00 | +3.50 | +25.00 | 3.0 | 2.5 | "
-        "down |"
-    )
-    # Gradients (3, 4) and (3, -4), of length 5 and 4 from their mean; errors of length 2.
-    g = np.array([[[3.0, 4.0]], [[3.0, -4.0]]])
-    q = g + [[[0.0, 2.0]], [[-2.0, 0.0]]]
-    assert long_run.sizes_of_noise(q, g) == pytest.approx((5.0, 2.0, 4.0 * math.sqrt(2)))

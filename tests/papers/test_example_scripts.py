@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -224,57 +223,3 @@ def test_the_tensor_that_breaks_is_found(text, capsys):
     assert len(rows) == 3 * 12, "three tensors of four products in three steps"
     down = [r for r in rows if r.path == "block_0/down" and r.tensor == "grad"]
     assert min(row.underflow for row in down) > 0.9
-
-
-def test_the_line_of_results():
-    report = imported("lm.report", "examples")
-    figures = {"fp8": 1 / 3, "gap": None, "tiny": 1e-9, "zero": 0.0, "steps": 10, "data": "a b"}
-    line = report.result_line("x", metric="loss", **figures)
-    expected = "metric=loss fp8=0.333333 tiny=1e-09 zero=0 steps=10 data=a_b"
-    assert line == f"RESULT example=x {expected}"
-
-
-def test_the_table():
-    report = imported("lm.report", "examples")
-    labels = {"fp8": "FP8, delayed", "f32": "float32"}
-    lines = report.table(labels, {"fp8": 2.02, "f32": 2.0}, {"fp8": 12.6, "f32": 9.4}).splitlines()
-    assert lines[0].split() == ["validation", "loss", "relative", "gap", "ms", "per", "step"]
-    assert lines[1].split() == ["FP8,", "delayed", "2.0200", "+1.00", "%", "13"]
-    assert lines[2].split() == ["float32", "2.0000", "9"]
-    assert len({len(line) for line in lines[:3]}) == 1
-    assert len(lines) == 3
-    ends = {"fp8": 2.02, "f32": 2.0, report.AGAIN: 1.97}
-    note = report.table(labels, ends, {"fp8": 12.6, "f32": 9.4}).splitlines()[3]
-    assert note.startswith("  Noise: on other batches, float32 ends 1.50 % away.")
-    assert report.headline("A model", {"fp8": 2.02, "f32": 2.0}).endswith("+1.00 % from float32")
-
-
-def test_the_loop_takes_every_step_once():
-    """Of each run, in order, with its batch; then float32 again, on other batches."""
-    training, report = (imported(f"lm.{name}", "examples") for name in ("training", "report"))
-    seen = {"fp8": [], "f32": []}
-
-    def step_of(run):
-        def step(state, batch):
-            seen[run].append(batch)
-            return state + batch, {"loss": jnp.float32(state)}
-
-        return step
-
-    steps, states = {run: step_of(run) for run in seen}, {"fp8": jnp.int32(5), "f32": jnp.int32(7)}
-    states, numbers = training.train(steps, states, lambda step: step**2, 23)
-    squares, others = ([i**2 for i in range(n, n + 23)] for n in (0, 23))
-    assert seen == {"fp8": squares, "f32": squares + others}
-    assert states == {
-        "fp8": 5 + sum(squares),
-        "f32": 7 + sum(squares),
-        report.AGAIN: 7 + sum(others),
-    }
-    losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
-    assert losses == {
-        run: [first + sum(squares[:n]) for n in range(23)]
-        for run, first in (("fp8", 5), ("f32", 7))
-    }
-    for of_run in numbers.values():
-        assert ["ms" in n for n in of_run] == [False] + [True] * 22, "the first step compiled"
-        assert all(n["ms"] >= 0 for n in of_run[1:])

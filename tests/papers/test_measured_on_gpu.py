@@ -129,34 +129,3 @@ def test_conditions_on_the_page_are_the_record():
     assert f"{run['device']['kind']}, 700 W, driver {run['device']['driver']}" in text
     assert f"Flax {versions['flax']}, JAX {versions['jax']}, CUDA 13" in text
     assert f"medians of {run['settings']['repeats']} interleaved runs" in text
-
-
-def test_a_summary_replaces_its_own_run_alone(tmp_path):
-    file = tmp_path / "record.json"
-    by_hand = {"note": "kept", "rows": [["a", 1], ["b", 2]]}
-    timed = {"ms": 2.0, "ms_p10": 1.5, "ms_p90": 3.0, "busy_ms": 1.9, "uses": []}
-    case = {"line": "record", "section": "linear", "group": "n", **timed}
-    for ms in (2.0, 1.0):
-        raw = tmp_path / "first.jsonl"
-        lines = [
-            {"line": "run", "date": "today", "smoke": False, "settings": {"repeats": 20}},
-            {"line": "worker", "device": "H100", "platform": "gpu"},
-            case | {"name": "bf16", "baseline_ms": 2.0, "flops_bf16": 10**12},
-            case | {"name": "delayed", "ms": ms, "baseline_ms": 2.0, "flops_f8": 10**12},
-            {"line": "record", "section": "linear", "group": "n", "name": "b", "skipped": "late"},
-        ]
-        raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        summary.write(file, "first", tables.complete(records.load(raw)))
-        if ms == 2.0:
-            again = json.loads(file.read_text())
-            again["runs"]["other"], again["by_hand"] = {"date": "kept"}, by_hand
-            file.write_text(summary.text(again))
-    written = json.loads(file.read_text())
-    assert (written["by_hand"], written["runs"]["other"]) == (by_hand, {"date": "kept"})
-    run = written["runs"]["first"]
-    assert [(r["name"], r["ms"], r["p90"], r["ratio"]) for r in run["records"]] == [
-        ("bf16", 2.0, 3.0, 1.0),
-        ("delayed", 1.0, 3.0, 2.0),
-    ]
-    assert run["not_measured"] == {"linear: n": ["b"]}
-    assert '["a", 1]' in file.read_text().split("\n", 1)[1]

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-import jfp8
 from support.scripts import imported
 
 
@@ -40,25 +39,6 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("idx")
     write_folder(path)
     return path
-
-
-WHOLE = idx(np.zeros((2, 3, 4), np.uint8))
-NOT_IDX = {
-    "empty": b"",
-    "shorter than its own header": b"\0\0\x08\x03\0\0\0\x01",
-    "a byte missing": WHOLE[:-1],
-    "a byte too many": WHOLE + b"\0",
-    "float32": WHOLE.replace(b"\x08", b"\x0d"),
-    "cut gzip": gzip.compress(WHOLE)[:-9],
-}
-
-
-@pytest.mark.parametrize("content", NOT_IDX.values(), ids=NOT_IDX)
-def test_a_file_that_is_not_idx(tmp_path, content):
-    path = tmp_path / "images"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="images is not an IDX file of bytes, plain or gzipped"):
-        data.read_idx(path)
 
 
 @pytest.mark.slow
@@ -112,24 +92,3 @@ def test_a_short_run(folder, tmp_path, monkeypatch, capsys):
     for accuracy in result["test_accuracy"].values():
         assert accuracy * 40 / 100 == pytest.approx(round(accuracy * 40 / 100))  # 40 images
         assert 0 <= accuracy <= 100
-
-
-@pytest.mark.slow
-def test_test_loss_and_accuracy_are_means_over_all_images(folder, monkeypatch):
-    """A model whose logits are known: ten times the brightness of the row that is the class."""
-    monkeypatch.setattr(train_images, "TEST_BATCH_SIZE", 15)
-
-    def apply(variables, images, train):
-        assert not train
-        return 10 * images[:, :10, :, 0].mean(axis=2)
-
-    state = jfp8.TrainState.create(
-        apply_fn=apply, variables={"params": {}}, tx=train_images.optax.identity()
-    )
-    images = data.load(str(folder))
-    x, classes = images.test
-    logits = 10 * x[:, :10].astype(np.float64).mean(axis=2) / 255
-    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    loss, accuracy = train_images.evaluate(state, images)
-    assert loss == pytest.approx(-log_p[np.arange(len(classes)), classes].mean(), rel=1e-5)
-    assert accuracy == 100

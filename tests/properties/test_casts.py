@@ -21,7 +21,6 @@ pytestmark = pytest.mark.property
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 
-ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
 KEY = jax.random.key(0)
 
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

@@ -22,7 +22,6 @@ from support.fake_quantization import VARIANTS, oracle
 pytestmark = pytest.mark.property
 
 UNIT = 2.0**-24  # unit roundoff of f32
-FLUSHED = 2.0**-126
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 HARDWARE = (E4M3FN, E5M2)
 seeds = st.integers(0, 2**32 - 1)
