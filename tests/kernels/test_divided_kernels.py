@@ -93,12 +93,13 @@ def numbers(*shape, seed=0):
     return jnp.asarray(x * 2.0 ** rng.integers(-3, 4, shape[1:]), jnp.bfloat16)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("quantizer", "kernels"),
     [
-        (Current(E4M3FN), ["quantize_tensor"]),
         (Delayed(E4M3FN), ["tensor_amax", "quantize_tensor"]),
         (Rowwise(E4M3FN), ["row_and_column_amax", "quantize_lines"]),
+        (Current(E4M3FN), ["quantize_tensor"]),
         (Blockwise(E4M3FN, (128, 1)), ["quantize_rows_in_blocks_128"]),
         (Blockwise(E4M3FN, (128, 128)), ["quantize_tiles"]),
         (Blockwise(E4M3FN, (32, 1), "rceil"), ["quantize_rows_in_blocks_32"]),

@@ -42,9 +42,10 @@ def lowered(f, *args):
 
 
 @needs_mosaic
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     "recipe",
-    [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.Float8BlockScaling()],
+    [recipes.DelayedScaling(), recipes.Float8BlockScaling(), recipes.Float8CurrentScaling()],
     ids=lambda recipe: recipe.name,
 )
 def test_on_hopper_nothing_is_multiplied_outside_of_kernels(recipe):

@@ -156,13 +156,14 @@ in_mx = pytest.mark.skipif(
 )
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     "name",
     [
-        "current",
         "rowwise",
-        pytest.param("block", marks=in_mx),
         pytest.param("mxfp8", marks=in_mx),
+        "current",
+        pytest.param("block", marks=in_mx),
         pytest.param("nvfp4", marks=in_mx),
     ],
 )
