@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
@@ -22,7 +23,7 @@ from jfp8.recipes.product import Product
 from jfp8.scaling.sink import decode_amax, init_sink
 from jfp8.tracing.devices import Gpu
 from support.arrays import cosine, relative_error
-from support.devices import pretend
+from support.devices import pretend, traced_for
 from support.fake_quantization import (
     E4M3,
     E5M2,
@@ -177,6 +178,22 @@ def test_a_tile_of_each_group_at_a_time(name, blackwell):
         assert a.shape == b.shape
         assert relative_error(a, b) < 2e-6
         assert cosine(a, b) > 1 - 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:On NVIDIA .*, FP8 is expected")  # the layer is small
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "says"),
+    [
+        ("current", "L40S", "xla: a tile of each group at a time"),
+        ("nvfp4", "H200", "bf16: no FP8 kernel for these groups on this GPU"),
+        ("nvfp4", "B200", "cudnn: a tile of each group at a time"),
+    ],
+)
+def test_the_report_says_what_multiplies_groups(recipe, gpu, says):
+    layer = jfp8.nnx.ExpertDense(4, 32, 16, recipe=recipe, rngs=nnx.Rngs(0))
+    with traced_for(f"NVIDIA {gpu}"):
+        rows = jfp8.report(layer, jnp.ones((64, 32)), jnp.full(4, 16)).rows
+    assert {row.cuda for row in rows} == {says}
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 64, 0), (0, 0, 0, 63), (0, 0, 0, 0), (17, 15, 16, 16)])
