@@ -8,6 +8,7 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
 import jfp8
 from jfp8 import recipes
@@ -273,3 +274,16 @@ def test_views_of_what_is_kept_are_not_kept_beside_it():
         ("float32", 1),
         ("uint8", 64),
     ]
+
+
+def test_weights_on_explicit_axes_are_quantized_early_too():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    w, x = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.ones((4, 8))
+
+    def function(w, x):
+        data, scale = quantized(w)
+        return x @ data.astype(jnp.float32) * scale
+
+    with jax.set_mesh(mesh):
+        kept = jax.eval_shape(lambda w, x: split(function, w, x)[0], w, x)
+    assert ("uint8", 64) in [(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(kept)]
