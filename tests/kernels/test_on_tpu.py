@@ -141,6 +141,17 @@ def test_tiles_by_xla_have_the_values_of_the_reference():
     assert jnp.isnan(values).sum() == 128 * 128
 
 
+def test_values_serve_both_products_or_neither():
+    """Of two matmuls one has scales that bf16 does not hold: the reference quantizes for both."""
+    _, w, _ = operands()
+    exact = recipes.get("block").resolved().fprop
+    scales = dataclasses.replace(exact.lhs, scale_rounding=None)
+    rounded = dataclasses.replace(exact, lhs=scales)
+    both = [Use("fprop", exact, exact.rhs, (0,)), Use("dgrad", rounded, exact.rhs, (1,))]
+    for first, second in (both, both[::-1]):
+        assert quantized_for_both(w, first, second, None, None, kernels=False) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "block", "mxfp8"])
 def test_products_that_are_divided_have_the_numbers_of_the_reference(monkeypatch, name):
