@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfp8.optim.finite import all_squares_finite
 from jfp8.optim.loss_scale_state import LossScaleState
@@ -59,8 +60,9 @@ def tell(in_a_row: Any, opt_state: Any, *, at_once: bool = False) -> None:
 
 def _warn_if(message: str, is_bad: Callable[[Any], Any], number: Any) -> None:
     """Warn if `number` is known, and bad; states also hold shapes and placeholders."""
-    if isinstance(number, jax.Array) and number.is_fully_replicated and is_bad(number).any():
-        warnings.warn(message, stacklevel=user_level())
+    if isinstance(number, jax.Array) and number.is_fully_replicated:
+        if np.any(is_bad(np.asarray(number))):  # in NumPy, since JAX may be tracing
+            warnings.warn(message, stacklevel=user_level())
 
 
 def paths_not_finite(params: Any, sinks: Any, loss: Any) -> list[str]:

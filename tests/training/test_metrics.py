@@ -50,6 +50,9 @@ def expected_of(histories):
         grown = False
         for role, history in roles.items():
             newest, *older = map(float, history)
+            first, second, *_ = sorted(older, reverse=True)
+            if second > 0 and first > 8 * second:  # a jump, which the step did not believe
+                older = [0.0 if older[0] == first else x * (x < first) for x in older]
             empty += max(older) == 0
             ratios[f"ratio/{path}/{role}"] = newest / max(older) if max(older) else 0.0
             grown |= ratios[f"ratio/{path}/{role}"] > 17 / 16
