@@ -211,8 +211,8 @@ def test_a_training_step_on_a_cpu_imports_no_kernel():
 
 # Budgets, so that no later feature makes the core hard to read again. A change that needs a larger
 # one says why in its message. `python benchmarks/weight.py --files` shows what counts.
-ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3520, functions=92, paths=())
-ENTERED_BY_A_STEP = weight.Entered(files=29, lines=6000, functions=200, paths=())
+ENTERED_BY_A_GRADIENT = weight.Entered(files=15, lines=3575, functions=92, paths=())
+ENTERED_BY_A_STEP = weight.Entered(files=31, lines=6120, functions=204, paths=())
 LINES_OF_A_JAXPR = 251  # with the name of the result, for policies of `jax.checkpoint`
 READERS_OF_EQUATIONS = 3  # files with ``.eqns``: others are a `Reader` of the one interpreter
 LINES_OF_ROOMS = {
@@ -221,14 +221,14 @@ LINES_OF_ROOMS = {
     "quantizers": 687,
     "matmul": 1061,
     "recipes": 1550,
-    "products": 5172,
+    "products": 5188,
     "kernels": 6043,
     "layers": 4884,
     "collectives": 530,
     "optim": 2639,
-    "training": 3019,
+    "training": 3021,
     "checkpoint": 3195,
-    "conversion": 4718,
+    "conversion": 4717,
     "debug": 3429,
     "plot": 905,
     "command_line": 1037,

@@ -20,8 +20,8 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import AxisType, PartitionSpec
 from jax.tree_util import Partial
 
+from jfp8.products.differentiated import CustomVjp
 from jfp8.products.operation import Operand
-from jfp8.products.vjp import CustomVjp
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import explicit_mesh_of

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfp8.products.differentiated import CustomVjp, primals
 from jfp8.products.operation import Observed
-from jfp8.products.vjp import CustomVjp, Planned, backward, begin, forward, primals
+from jfp8.products.vjp import Planned, backward, begin, forward
 from jfp8.tracing.compat import same_varying_axes
 
 

@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.products.vjp import SAVED, CustomVjp, first_order_only
+from jfp8.products.differentiated import CustomVjp, first_order_only
+from jfp8.products.vjp import SAVED
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import as_float_array, codes_of, codes_to_format
 from jfp8.scaling.formats import E4M3FN, Format, FormatLike, as_format
