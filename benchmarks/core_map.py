@@ -23,7 +23,7 @@ ORDER = {
     "quantizers": ["quantizer"],
     "recipes": ["product", "recipe", "per_tensor"],
     "matmul": ["spec", "planner"],
-    "products": ["operation", "vjp", "dot_general"],
+    "products": ["operation", "differentiated", "vjp", "dot_general"],
 }
 
 

@@ -180,8 +180,9 @@ def _check_recipes(model: nnx.Module, selection: Selection) -> None:
     for path, node, product in _converted_products(model):
         recipe, wanted = product.recipe, selection.decide(path, node, None).recipe
         if wanted is not None and recipe is not None and wanted != recipe:
+            name = getattr(recipe, "name", recipe)
             raise ValueError(
-                f"The model is converted already: {path!r} has the recipe {recipe.name!r}, "
+                f"The model is converted already: {path!r} has the recipe {str(name)!r}, "
                 f"and keeps it. Convert the original: jfp8.convert(original, {wanted.name!r})."
             )
 

@@ -1,4 +1,4 @@
-"""What JAX may differentiate in an FP8 operation, and what a gradient leaves behind."""
+"""Derivatives of FP8 operations: which JAX may take, and what they leave behind."""
 
 from __future__ import annotations
 
