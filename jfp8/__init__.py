@@ -6,6 +6,7 @@ plot, integrations. A file imports only from its own folder and from those befor
 """
 
 import difflib
+from typing import TYPE_CHECKING
 
 from jfp8 import (
     checkpoint,
@@ -141,10 +142,14 @@ __all__ = [
 __dir__ = listing(__all__)
 
 
-def __getattr__(name: str) -> object:
+def _missing(name: str) -> object:
     hint = ""
     if name in nnx.__all__:
         hint = f" The layer of NNX is jfp8.nnx.{name}; those of Linen are here, such as jfp8.Dense."
     elif close := difflib.get_close_matches(name, __all__, n=1, cutoff=0.75):
         hint = f" Did you mean jfp8.{close[0]}?"
     raise AttributeError(f"module 'jfp8' has no attribute {name!r}.{hint}", name=name)
+
+
+if not TYPE_CHECKING:  # or type checkers would accept any name
+    __getattr__ = _missing

@@ -1,25 +1,46 @@
 """Recipes: which quantizer each operand of each of the three matmuls gets.
 
 There is a file for each family of recipes; `get` finds a recipe by its name. To add one to a
-family, write its class there and add it to that file's ``__all__``.
+family, write its class there and add it to that file's ``__all__`` and to this one's.
 """
 
-from jfp8.recipes.block_scaling import *
+from jfp8.recipes.block_scaling import Float8BlockScaling, MXFP8BlockScaling
 from jfp8.recipes.in_json import from_json
-from jfp8.recipes.intel import *
-from jfp8.recipes.mxfp4 import *
-from jfp8.recipes.nvfp4 import *
+from jfp8.recipes.intel import DirectE5M2, Hybrid
+from jfp8.recipes.mxfp4 import MXFP4BlockScaling
+from jfp8.recipes.nvfp4 import NVFP4BlockScaling, NVFP4FourOverSix, NVFP4RowScaling
 from jfp8.recipes.per_operand import PerOperand
-from jfp8.recipes.per_tensor import *
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.product import Product, Products
-from jfp8.recipes.qat import *
+from jfp8.recipes.qat import QuantizationAware
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RECIPES, get
-from jfp8.recipes.rowwise import *
-from jfp8.recipes.unscaled import *
+from jfp8.recipes.rowwise import RowwiseScaling
+from jfp8.recipes.unscaled import Unscaled
 from jfp8.tracing.listing import listing
 
-__all__ = ["RECIPES", "PerOperand", "Product", "Products", "Recipe", "from_json", "get"]
-__all__ += [recipe.__name__ for recipe in RECIPES]
+# A literal, because type checkers compute none.
+__all__ = [
+    "DelayedScaling",
+    "DirectE5M2",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Hybrid",
+    "MXFP4BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "NVFP4FourOverSix",
+    "NVFP4RowScaling",
+    "PerOperand",
+    "Product",
+    "Products",
+    "QuantizationAware",
+    "RECIPES",
+    "Recipe",
+    "RowwiseScaling",
+    "Unscaled",
+    "from_json",
+    "get",
+]
 
 __dir__ = listing(__all__)

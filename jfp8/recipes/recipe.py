@@ -13,7 +13,7 @@ import html
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from jfp8.matmul.spec import ACCUMULATIONS, Accumulation
 from jfp8.recipes.causality import Layer, Operand, shares_among_rows
@@ -94,7 +94,7 @@ class Recipe:
     )
     fast_accumulation: tuple[str, ...] | None = field(default=None, kw_only=True)
 
-    def __new__(cls, *args: Any, **fields: Any) -> Recipe:
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
         # Before Python's own message, which does not list the known fields.
         known = [f.name for f in dataclasses.fields(cls)]
         for name in fields:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from jfp8.training.metrics import metrics_of
 from jfp8.training.nnx_step import training_products
 from jfp8.training.skipped import tell
 
+M = TypeVar("M", bound=nnx.Module)
 
-class Optimizer(nnx.Optimizer):
+
+class Optimizer(nnx.Optimizer[M], Generic[M]):
     """`flax.nnx.Optimizer` that changes nothing in a step that is not finite, and counts it.
 
     A step is skipped if a gradient contains an Inf or NaN, or exceeds 2^62, so that optimizers
@@ -46,7 +48,7 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: M,
         tx: optax.GradientTransformation,
         *,
         wrt: nnx.filterlib.Filter = nnx.Param,
@@ -62,7 +64,7 @@ class Optimizer(nnx.Optimizer):
         self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
         self.skipped_in_a_row = nnx.OptState(jnp.zeros((), jnp.int32))
 
-    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> optax.Updates:
+    def update(self, model: M, grads: Any, /, **kwargs: Any) -> optax.Updates:
         """Update `model` and the optimizer's state by one step, unless it is skipped.
 
         Args:

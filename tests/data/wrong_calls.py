@@ -8,6 +8,12 @@ import jfp8
 
 rngs, x = nnx.Rngs(0), jnp.ones((2, 3))
 
+
+def train(optimizer: jfp8.nnx.Optimizer[nnx.Linear], model: nnx.Linear) -> None:
+    optimizer.update(model, jfp8.nnx.value_and_grad(lambda m: m(x).sum())(model)[1])
+    optimizer.update(3, model)  # refused
+
+
 jfp8.nnx.Linear(3, 4, kernel_init=nnx.initializers.zeros, recipe="current", rngs=rngs)
 jfp8.nnx.Linear(3, 4, recipe=jfp8.recipes.MXFP8BlockScaling(), rngs=rngs)
 jfp8.nnx.Linear("three", 4, rngs=rngs)  # refused
@@ -51,3 +57,24 @@ jfp8.convert(nnx.Linear(3, 4, rngs=rngs), recipe="mxfp9")  # refused
 jfp8.scaled_dot_general(x, x, (((1,), (1,)), ((), ())), recipe="delaid")  # refused
 with jfp8.autocast("delaid"):  # refused
     pass
+jfp8.convert(3)  # refused
+jfp8.quantize(x, fmt=3)  # refused
+jfp8.loss_scale(init_scale="x")  # refused
+jfp8.nope()  # refused
+
+jfp8.recipes.DelayedScaling()
+jfp8.recipes.Float8CurrentScaling()
+jfp8.recipes.RowwiseScaling()
+jfp8.recipes.Float8BlockScaling()
+jfp8.recipes.MXFP8BlockScaling()
+jfp8.recipes.MXFP4BlockScaling()
+jfp8.recipes.NVFP4BlockScaling()
+jfp8.recipes.NVFP4FourOverSix()
+jfp8.recipes.NVFP4RowScaling()
+jfp8.recipes.QuantizationAware()
+jfp8.recipes.DirectE5M2()
+jfp8.recipes.Hybrid()
+jfp8.recipes.Unscaled()
+jfp8.recipes.DelayedScaling(amax_history=3)  # refused
+jfp8.recipes.DelayedScaling(margin="x")  # refused
+jfp8.recipes.DelayedScaling(fp8_format="E5M3")  # refused

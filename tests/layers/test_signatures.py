@@ -3,20 +3,25 @@
 import dataclasses
 import inspect
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 import jfp8
 from jfp8.layers.transformer_options import Architecture, TransformerOptions
 
+ROOT = Path(__file__).parents[2]
 NAMES = [(module, name) for module in (jfp8.nnx, jfp8.linen) for name in module.__all__]
 # Flax's layers take their products by these.
 HOOK = re.compile(r".*dot_general(_cls)?|conv_general_dilated|einsum_op")
@@ -129,19 +134,53 @@ def test_unknown_options_are_refused_with_the_closest_one():
         jfp8.nnx.DotGeneral(xyz="current")
 
 
-def test_a_type_checker_refuses_wrong_calls():
-    checker = Path(sys.executable).parent / "pyrefly"
-    if not checker.exists():
-        pytest.skip("pyrefly is not installed")
-    page = Path(__file__).parents[1] / "data/wrong_calls.py"
-    lines = page.read_text(encoding="utf-8").splitlines()
+WRONG_CALLS = ROOT / "tests/data/wrong_calls.py"
+
+
+def errors_of_pyrefly(checker: str, elsewhere: Path) -> list[int]:
+    command = [checker, "check", "--output-format", "json", WRONG_CALLS]
+    found = ran([*command, "--python-interpreter-path", sys.executable], ROOT)
+    return [e["line"] for e in json.loads(found)["errors"] if e["severity"] == "error"]
+
+
+def errors_of_pyright(checker: str, elsewhere: Path) -> list[int]:
+    # In the root of the project, it would allow a user what it allows jfp8 itself.
+    how = {"typeCheckingMode": "standard", "include": [str(WRONG_CALLS)]}
+    (elsewhere / "pyrightconfig.json").write_text(json.dumps(how), encoding="utf-8")
+    command = [checker, "--outputjson", "--pythonpath", sys.executable, "-p", elsewhere]
+    found = ran(command, elsewhere)
+    errors = json.loads(found)["generalDiagnostics"]
+    return [e["range"]["start"]["line"] + 1 for e in errors if e["severity"] == "error"]
+
+
+def errors_of_mypy(checker: str, elsewhere: Path) -> list[int]:
+    found = ran([checker, "--python-executable", sys.executable, WRONG_CALLS], elsewhere)
+    return [int(n) for n in re.findall(r"wrong_calls.py:(\d+): error", found)]
+
+
+def ran(command: list[Any], folder: Path) -> str:
+    paths = os.environ | {"PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT)}
+    how = {"capture_output": True, "text": True, "check": False}
+    return subprocess.run(command, cwd=folder, env=paths, **how).stdout
+
+
+CHECKERS = {
+    "pyrefly": errors_of_pyrefly,
+    "basedpyright": errors_of_pyright,
+    "mypy": errors_of_mypy,
+}
+
+
+@pytest.mark.parametrize("name", CHECKERS)
+@pytest.mark.representative(1)
+def test_type_checkers_refuse_wrong_calls_and_nothing_else(name, tmp_path):
+    checker = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if checker is None:
+        pytest.skip(f"{name} is not installed")
+    lines = WRONG_CALLS.read_text(encoding="utf-8").splitlines()
     wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# refused")}
-    assert len(wrong) == 25
-    program = [checker, "check", "--output-format", "json"]
-    program += ["--python-interpreter-path", sys.executable, page]
-    done = subprocess.run(program, cwd=page.parents[2], capture_output=True, text=True, check=False)
-    errors = json.loads(done.stdout)["errors"]
-    assert {error["line"] for error in errors if error["severity"] == "error"} == wrong
+    assert len(wrong) == 33
+    assert set(CHECKERS[name](checker, tmp_path)) == wrong
 
 
 class MLP(nnx.Module):
@@ -168,9 +207,21 @@ def test_a_printed_model_shows_the_recipes_in_effect():
     converted = jfp8.convert(MLP(nnx.Linear, nnx.Rngs(0)), recipe=own, exempt=())
     assert recipes_printed(converted.up) == [repr(jfp8.recipes.get("rowwise"))]
     assert recipes_printed(converted.down) == ["DelayedScaling(margin=1)"]
-    assert recipes_printed(jfp8.nnx.DotProductAttention(recipe="current")) == [
-        "Float8CurrentScaling()"
-    ]
+    attention = jfp8.nnx.DotProductAttention(recipe="current")
+    assert recipes_printed(attention) == ["Float8CurrentScaling()"]
+
+
+def test_a_printed_layer_shows_options_that_a_user_can_set_and_state():
+    layer = jfp8.nnx.Linear(2, 3, recipe="delayed", rngs=nnx.Rngs(0))
+    printed = re.findall(r"^ +([a-z_\d]+)=", str(layer), re.MULTILINE)
+    plain = re.findall(r"^ +([a-z_\d]+)=", str(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), re.MULTILINE)
+    product = ["recipe", "implementation", "path", "fp8", *["value"] * 4]
+    at = plain.index("dot_general") + 1
+    assert printed == [*plain[:at], *product, *plain[at:]]
+    assert f"promote_dtype={dtypes.promote_dtype}," in str(layer)
+    attention = str(jfp8.nnx.DotProductAttention())
+    assert re.findall(r"(\w+)=", attention) == ["recipe", "implementation", "path"]
+    assert "dot_general_cls = jfp8.linen.DotGeneral\n" in str(jfp8.Dense(3))
 
 
 def layers_to_tabulate():

@@ -237,6 +237,9 @@ class ProductOf:
         if self.recipe is not None:
             object.__setattr__(self, "recipe", check_recipe(self.recipe))
 
+    def __repr__(self) -> str:
+        return f"jfp8.linen.{self.module.__name__}"
+
     def __call__(self, **where: Any) -> ProductModule:
         return self.module(
             recipe=self.recipe,

@@ -126,6 +126,9 @@ class SparingScaledArrays:
 
     promote_dtype: Callable[..., Any]
 
+    def __repr__(self) -> str:
+        return repr(self.promote_dtype)
+
     def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
         """Promote all others; by Flax's own rule, a kernel in f32 is left to the matmul."""
         promote = lambda arrays: self.promote_dtype(tuple(arrays), **options)

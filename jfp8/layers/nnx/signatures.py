@@ -76,7 +76,10 @@ def _unknown(layer: type, name: str, known: list[str]) -> Exception:
 
 
 class PrintsRecipe(ExplicitModule):
-    """A base of modules that print the recipe in effect, from any source."""
+    """A base of modules that print their constructor's arguments, their state, and the recipe.
+
+    It is the recipe in effect, from any source.
+    """
 
     recipe: Recipe | PerLayer | None
     path: str
@@ -86,7 +89,11 @@ class PrintsRecipe(ExplicitModule):
         self.recipe = PerLayer(()) if recipe is None else recipe
 
     def __nnx_repr__(self) -> Generator[Any, Any, None]:
+        given = inspect.signature(type(self)).parameters.keys()
         for part in super().__nnx_repr__():
-            if isinstance(part, reprlib.Attr) and part.key == "recipe":
-                part = replace(part, value=recipe_in_effect(self.recipe, self.path))
+            if isinstance(part, reprlib.Attr):
+                if part.key == "recipe":
+                    part = replace(part, value=recipe_in_effect(self.recipe, self.path))
+                elif part.key not in given and not isinstance(part.value, nnx.Dict | nnx.Variable):
+                    continue
             yield part
