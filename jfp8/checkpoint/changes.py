@@ -49,7 +49,7 @@ class Log:
         """Raise ``ValueError`` of problems, or else warn of changes, which raise if `strict`."""
         if self.problems:
             found = [f"  {path}: {what}" for path, what in self.problems.items()]
-            shown = found[: 2 * _MOST_NAMED]
+            shown = found[: _MOST_NAMED - 1]
             if len(found) > len(shown):
                 shown.append(f"  and {len(found) - len(shown)} more")
             hints = sorted(self.hints)
@@ -73,9 +73,10 @@ _OPTIMIZER = (
     'upgrade(saved["0"], nnx.state(model)), for saved = load(path).'
 )
 _MODEL = (
-    "Only FP8 state is added, dropped or converted. Restore into the model that was saved, "
-    "or rename and reshape in the state dict first: saved = load(path); "
-    'saved["params"]["new"] = saved["params"].pop("old").'
+    "Only FP8 state is added, dropped or converted. Restore into the model that was saved, in NNX "
+    "into the same part of its state, such as nnx.state(model, nnx.Param), and then convert it. Or "
+    'rename and reshape first: saved = load(path); layers = saved.get("params", saved); '
+    'layers["new"] = layers.pop("old"); upgrade(saved, target).'
 )
 
 

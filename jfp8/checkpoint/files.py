@@ -100,7 +100,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not source.exists():
         raise FileNotFoundError(f"There is no checkpoint {source}.")
     if is_folder and source.is_file():
-        raise ValueError(f"{source} is a file, but a checkpoint without suffix is a folder.")
+        raise ValueError(
+            f"{source} is a file, but a checkpoint without suffix is a folder. A file of Flax's "
+            "checkpoints: saved = flax.serialization.msgpack_restore(path.read_bytes()); "
+            "jfp8.checkpoint.upgrade(saved, target)."
+        )
     try:
         return orbax_directory.read(source) if is_folder else safetensors_file.read(source)
     except ValueError as error:

@@ -29,6 +29,7 @@ from jfp8.checkpoint.state_dict import (
 
 _MARK = "_METADATA"  # Orbax writes it into every folder with a tree
 _CHECKSUMS = "jfp8_crc32"
+_MOST_NAMED = 4
 _UNKNOWN_TO_ORBAX = ("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3", "uint4", "uint2")
 
 
@@ -55,16 +56,15 @@ def read(directory: Path) -> dict[str, Any]:
     """
     ocp = _orbax()
     if not (directory / _MARK).is_file():
-        raise ValueError(
-            f"it has no {_MARK}, which Orbax writes into every folder with a tree. For a "
-            "CheckpointManager, pass the folder of one step and item, such as 'run/100/default'"
-        )
+        raise ValueError(f"it has no {_MARK}, which Orbax writes with a tree. {_inside(directory)}")
     for path in directory.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path.relative_to(directory)} is neither a file nor a folder")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         try:
             metadata = checkpointer.metadata(directory.absolute())
+            if metadata.item_metadata is None:
+                raise ValueError("it holds an object, such as a module. Save nnx.state(model)")
             tree: Any = metadata.item_metadata.tree
             _check_memory(tree)
             scalars = ocp.metadata.ScalarMetadata | ocp.metadata.StringMetadata
@@ -75,6 +75,15 @@ def read(directory: Path) -> dict[str, Any]:
             raise ValueError(f"Orbax cannot read it: {short(str(error))}") from error
     _check_values(restored, (metadata.custom_metadata or {}).get(_CHECKSUMS, {}))
     return restored
+
+
+def _inside(directory: Path) -> str:
+    """Name the checkpoints in a folder of Orbax's managers, and of its second version."""
+    marks = [*directory.glob(f"*/{_MARK}"), *directory.glob(f"*/*/{_MARK}")]
+    newest = sorted(marks, key=lambda mark: mark.stat().st_mtime, reverse=True)[:_MOST_NAMED]
+    if not newest:
+        return "There is none in its folders"
+    return f"Pass one of its folders, newest first: {', '.join(str(m.parent) for m in newest)}"
 
 
 def _checksums(state: dict[str, Any]) -> dict[str, int]:

@@ -78,6 +78,22 @@ def walk(tree: Any, path: Path = (), until: Until = lambda node: False) -> Itera
         yield from walk(child, (*path, name), until)
 
 
+def unboxed(saved: Any, target: Any) -> Any:
+    """Return the nested dicts `saved` with arrays in place of ``{"value": array}``.
+
+    Orbax stores an NNX variable, or a partitioned parameter of Linen, in such a box. The dict stays
+    where the target has one, too, such as a module with a parameter called "value".
+    """
+    if not isinstance(saved, dict):
+        return saved
+    if saved.keys() == {"value"} and not isinstance(target, dict):
+        inner = saved["value"]
+        if target is not None or not isinstance(inner, dict):
+            return inner
+    children = target if isinstance(target, dict) else {}
+    return {name: unboxed(child, children.get(name)) for name, child in saved.items()}
+
+
 def at(tree: Any, path: Path) -> Any:
     """Return the entry at `path` of nested dicts; None if there is none."""
     for name in path:

@@ -49,7 +49,7 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
 
     An optimizer state is restored into the optimizer that was saved, with the same wrappers and
     storages. For another optimizer, upgrade the parameters alone: ``{"params":
-    saved["params"]}``.
+    saved["params"]}``. Arrays are taken out of the boxes in which Orbax stores NNX variables.
 
     Args:
       saved: a state dict, such as `jfp8.checkpoint.load` returns, or any pytree.
@@ -95,12 +95,13 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
         if isinstance(model, dict) and (theirs is None or isinstance(theirs, dict)):
             new = _model(model, theirs or {}, afresh, path, log)
             arranged = tree.put(arranged, path, new)
+    arranged = tree.unboxed(arranged, wanted)
     if afresh and states_of(LossScaleState, target.opt_state):
         arranged = histories.without_gradients(arranged, log)
     leaves = _fitted(wanted, arranged, (), log)
     log.close(strict)
     if afresh:
-        return _with_fresh_optimizer(target, leaves, state.get("params", state))
+        return _with_fresh_optimizer(target, leaves, arranged["params"])
     return tree.rebuilt(target, leaves)
 
 
@@ -119,15 +120,14 @@ def _model(target: Nested, saved: Nested, afresh: bool, path: Path, log: Log) ->
     if COLLECTION in given and COLLECTION not in places:
         wanted = {name: tree.at(target, place) for name, place in places.items()}
         given["fp8"] = as_fp8(given.pop(COLLECTION), wanted, (*path, COLLECTION), log)
-    new: Nested = {}
-    given = _with_counters({"step": 0, **given} if afresh else given, target)
+    new: Nested = {"step": 0} if afresh else {}
     for name, value in given.items():
         new = tree.put(new, (sources | places).get(name, (name,)), value)
     return new
 
 
 def _with_counters(given: Nested, wanted: Nested) -> Nested:
-    """Return a training state with the counters of the target; older states lack some."""
+    """Return a training state with the target's counters; Flax's and older states lack some."""
     if "step" not in given:
         return given
     known = {name: wanted.get(name) for name in COUNTERS[1:]}
@@ -153,9 +153,10 @@ def _fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
         log.problem(path, f"the target has {wanted}, the checkpoint {given}")
         return {}
     new: dict[Path, Any] = {}
+    saved = _with_counters(saved or {}, target)
     for name, child in target.items():
-        new |= _fitted(child, (saved or {}).get(name), (*path, name), log)
-    for name, child in (saved or {}).items():
+        new |= _fitted(child, saved.get(name), (*path, name), log)
+    for name, child in saved.items():
         if name not in target:
             _drop(child, (*path, name), log)
     return new

@@ -479,7 +479,7 @@ def test_folders_that_are_traps(directory):
         make_trap(trap / "entry")
         assert "neither a file nor a folder" in refusal(trap, SMALL)
     (directory / "empty").mkdir()
-    assert "For a CheckpointManager, pass the folder" in refusal(directory / "empty", SMALL)
+    assert "with a tree. There is none in its folders" in refusal(directory / "empty", SMALL)
     (directory / "file").write_bytes(b"")
     assert "is a file" in refusal(directory / "file", SMALL)
 
