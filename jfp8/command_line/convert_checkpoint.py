@@ -1,4 +1,4 @@
-"""``python -m jfp8 convert-checkpoint``: a checkpoint of FP8 as one of high precision, or back."""
+"""``python -m jfp8 convert-checkpoint``: convert a checkpoint of FP8 to high precision, or back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of ``python -m jfp8``, their options, and what they print."""
+"""The commands of ``jfp8``, or ``python -m jfp8``, their options, and what they print."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from jfp8 import __version__
 from jfp8.command_line import check, convert_checkpoint, doctor, report
 
 # Each is a module with `arguments(parser)` and `run(options)`, which returns the result for
@@ -21,11 +22,15 @@ COMMANDS = {
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="python -m jfp8", description="Look at a GPU, check its kernels, convert files."
+        prog="jfp8", description="Look at a GPU, check its kernels, convert files."
     )
+    parser.add_argument("--version", action="version", version=f"jfp8 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        # A docstring without the name of its command, and without markup.
+        text = (module.__doc__ or "").partition(": ")[2].replace("`", "")
+        text = text[:1].upper() + text[1:]
+        command = commands.add_parser(name, help=summary, description=text)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         module.arguments(command)
     return parser

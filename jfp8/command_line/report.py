@@ -1,4 +1,4 @@
-"""``python -m jfp8 report``: `jfp8.report` of a model that a module of yours makes."""
+"""``python -m jfp8 report``: print `jfp8.report` of a model that a module of yours makes."""
 
 from __future__ import annotations
 
