@@ -166,7 +166,7 @@ def run_missing(args: argparse.Namespace) -> list[str]:
     given = results_file.conditions(steps=steps, seed=args.seed, sizes=sizes)
     results = read(args.results)
     folder = ROOT / "runs" / "long_run"
-    path_of = lambda run: folder / f"{args.results.stem}-{run}-{args.seed}.msgpack"
+    path_of = lambda run: folder / f"{args.results.stem}-{run}-{args.seed}.safetensors"
     chosen = [run for run in RUNS if run in {REFERENCE, *args.recipes}]
     if args.fresh or args.smoke:
         for run in chosen:

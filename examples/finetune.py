@@ -8,9 +8,9 @@ its own tensors. This script trains a Transformer in float32 on the source code 
 library, saves its parameters, loads them into an FP8 model and a float32 model, and trains both on
 other text: the English of Python's documentation, as `help()` prints it. More to try:
 
-    finetune.py --from runs/finetune/pretrained.msgpack  # do not pre-train again
-    finetune.py --data ~/my_book.txt                     # your own text
-    finetune.py --recipe mxfp8                           # another recipe
+    finetune.py --from runs/finetune/pretrained.safetensors  # do not pre-train again
+    finetune.py --data ~/my_book.txt                          # your own text
+    finetune.py --recipe mxfp8                                # another recipe
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import serialization
 from lm import corpus, options, report, training
 from lm.model import Transformer
 
@@ -29,7 +28,7 @@ import jfp8
 
 
 def make_parser() -> argparse.ArgumentParser:
-    files = "pretrained.msgpack, loss.png and result.json"
+    files = "pretrained.safetensors, loss.png and result.json"
     parser = options.lm_parser("finetune.py", __doc__, steps=100, files=files)
     parser.set_defaults(lr=1e-3)
     # fmt: off
@@ -65,7 +64,7 @@ def pretrain(args: argparse.Namespace, path: Path) -> float:
     batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
     steps = dict.fromkeys(states, training.train_step)
     states, _ = training.train(steps, states, batch_at, args.pretrain_steps)
-    path.write_bytes(serialization.to_bytes(states["f32"].params))
+    jfp8.checkpoint.save(path, states["f32"].params)
     validation = text.validation_batches(args.batch_size, args.eval_batches)
     return training.validation_loss(states["f32"], validation)
 
@@ -73,18 +72,12 @@ def pretrain(args: argparse.Namespace, path: Path) -> float:
 def load(state: jfp8.TrainState, path: Path) -> jfp8.TrainState:
     """Return a new training state with the parameters of the file. FP8 state begins empty."""
     try:
-        params = serialization.from_bytes(state.params, path.read_bytes())
-        shapes = [jax.tree.map(np.shape, tree) for tree in (params, state.params)]
-    except Exception as error:  # msgpack raises many types for invalid files
+        params = jfp8.checkpoint.restore(path, state.params)
+    except ValueError as error:
         raise ValueError(
-            f"--from {path} does not hold parameters of this model ({error}): pass the "
-            "pretrained.msgpack that finetune.py wrote, with the same --layers"
+            f"--from {path} does not hold parameters of this model: pass pretrained.safetensors "
+            f"of finetune.py, with the same --layers, --width and --seq-len. {error}"
         ) from error
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"--from {path} holds parameters of other shapes: type the --width and --seq-len that "
-            "it was trained with"
-        )
     variables = {**state.variables, "params": params}
     return jfp8.TrainState.create(apply_fn=state.apply_fn, variables=variables, tx=state.tx)
 
@@ -93,7 +86,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Return the content of `result.json`."""
     parser = make_parser()
     args, text, validation = options.parse(parser, argv, corpus.load_documentation)
-    path = Path(args.pretrained or Path(args.out, "pretrained.msgpack"))
+    path = Path(args.pretrained or Path(args.out, "pretrained.safetensors"))
     if args.pretrained is None:
         loss = pretrain(args, path)
         print(f"validation loss {loss:.4f}; parameters written to {path}")

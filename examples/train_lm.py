@@ -8,7 +8,7 @@ writes a picture of both curves and a summary into `runs/train_lm`. More to try:
 
     train_lm.py --compare --recipe unscaled                            # FP8 without scales fails,
     train_lm.py --compare --recipe unscaled --loss-scale               # and a loss scale repairs it
-    train_lm.py --checkpoint runs/state.msgpack --checkpoint-every 50  # resume later with --resume
+    train_lm.py --checkpoint s.safetensors --checkpoint-every 50       # resume later with --resume
     train_lm.py --compare --data ~/my_book.txt                         # your own text
 """
 

@@ -8,11 +8,10 @@ function of (seed, step), so nothing else has to be saved.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from flax import serialization
+import jfp8
 
 
 def save(
@@ -22,18 +21,9 @@ def save(
     lines: list[dict[str, Any]],
     config: dict[str, Any],
 ) -> None:
-    """Write next to `path`, then rename: a crash leaves the old file or the new one."""
-    tree = {
-        "config": json.dumps(config),
-        "step": step,
-        "lines": json.dumps(lines),
-        "states": {name: serialization.to_state_dict(state) for name, state in states.items()},
-    }
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.write_bytes(serialization.msgpack_serialize(tree))
-    os.replace(temporary, target)
+    """Write a file; a crash leaves the old one or the new one."""
+    tree = {"config": json.dumps(config), "step": step, "lines": json.dumps(lines)}
+    jfp8.checkpoint.save(path, {**tree, "states": states})
 
 
 def read(path: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -44,9 +34,9 @@ def read(path: str, config: dict[str, Any]) -> dict[str, Any]:
             "to start a new run that writes it"
         )
     try:
-        tree = serialization.msgpack_restore(Path(path).read_bytes())
+        tree = jfp8.checkpoint.load(path)
         saved = json.loads(tree["config"])
-    except Exception as error:  # msgpack raises many types for invalid files
+    except (ValueError, KeyError) as error:
         raise ValueError(
             f"--resume: {path} is not a checkpoint of train_lm.py. Omit --resume to start a new run"
         ) from error
@@ -73,8 +63,6 @@ def restore(
     tree: dict[str, Any], states: dict[str, Any]
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
     """Return step, states and metrics of the file; `states` provide only the structure."""
-    states = {
-        name: serialization.from_state_dict(state, tree["states"][name])
-        for name, state in states.items()
-    }
+    saved, fit = tree["states"], jfp8.checkpoint.upgrade
+    states = {name: fit(saved[name], state, strict=True) for name, state in states.items()}
     return tree["step"], states, json.loads(tree["lines"])

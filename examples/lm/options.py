@@ -55,7 +55,8 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
     group = parser.add_argument_group("files")
     group.add_argument("--out", metavar="DIR", default="runs/train_lm",
                        help="for metrics.jsonl, loss.png and result.json (%(default)s)")
-    group.add_argument("--checkpoint", metavar="PATH", help="save the state here at the end")
+    group.add_argument("--checkpoint", metavar="PATH",
+                       help="save the state at the end in this file, *.safetensors")
     group.add_argument("--checkpoint-every", type=positive_int, metavar="N",
                        help="and after every N steps")
     group.add_argument("--stop-at", type=positive_int, metavar="STEP",
@@ -190,8 +191,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if getattr(o, name) and not o.checkpoint:
             flag = "--" + name.replace("_", "-")
             parser.error(
-                f"{flag} needs a file for the state: add --checkpoint {o.out}/state.msgpack"
+                f"{flag} needs a file for the state: add --checkpoint {o.out}/state.safetensors"
             )
+    if o.checkpoint and not o.checkpoint.endswith(".safetensors"):
+        parser.error(f"--checkpoint {o.checkpoint} needs a name that ends in .safetensors")
 
 
 def check_compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

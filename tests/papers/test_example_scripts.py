@@ -130,7 +130,7 @@ def test_fine_tuning_begins_with_the_checkpoint(text, capsys):
     argv = [*SMALL, "--pretrain-steps=12", f"--data={text}"]
     first = script.main(argv)
     printed = capsys.readouterr().out
-    path = Path("runs/finetune/pretrained.msgpack")
+    path = Path("runs/finetune/pretrained.safetensors")
     assert f"parameters written to {path}" in printed
     # Twelve steps on similar text bring the loss from ln 256 to about 3.6
     assert first["f32_before"] < 4.5 < np.log(256)
@@ -150,7 +150,7 @@ def test_fine_tuning_begins_with_the_checkpoint(text, capsys):
     assert sorted(p.name for p in Path("again").iterdir()) == ["loss.png", "result.json"]
     with pytest.raises(SystemExit):
         script.main([*argv, "--from", str(path), "--width=64"])
-    assert "holds parameters of other shapes: type the --width" in capsys.readouterr().err
+    assert "with the same --layers, --width and --seq-len" in capsys.readouterr().err
 
 
 @pytest.mark.slow

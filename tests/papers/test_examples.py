@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import serialization
 
+import jfp8
 from support.scripts import imported, run_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -27,7 +27,7 @@ def compared(train_lm, text, tmp_path_factory):
     """One run of FP8 beside float32, which never stops; most tests below look at what it left."""
     out = tmp_path_factory.mktemp("compared")
     argv = [*SMALL.split(), "--compare", "--data", str(text), "--lr", "1e-2", "--loss-scale"]
-    argv += ["--checkpoint", str(out / "state.msgpack"), "--checkpoint-every", "7"]
+    argv += ["--checkpoint", str(out / "state.safetensors"), "--checkpoint-every", "7"]
     return argv, out, train_lm.main([*argv, "--out", str(out)])
 
 
@@ -85,13 +85,13 @@ def test_what_a_run_leaves_behind(compared):
     assert last["ms"]["fp8"] > 0
     assert last["ms"]["f32"] > 0
     assert last["loss_scale"] == {"fp8": 2.0**15, "f32": 2.0**15}
-    assert [p.name for p in out.iterdir() if "msgpack" in p.name] == ["state.msgpack"]
+    assert [p.name for p in out.iterdir() if "state" in p.name] == ["state.safetensors"]
 
 
 @pytest.mark.slow
 def test_resume_gives_the_numbers_of_a_run_that_never_stopped(train_lm, compared, tmp_path, capsys):
     argv, out, straight = compared
-    argv = [*argv, "--out", str(tmp_path), "--checkpoint", str(tmp_path / "state.msgpack")]
+    argv = [*argv, "--out", str(tmp_path), "--checkpoint", str(tmp_path / "state.safetensors")]
 
     assert train_lm.main([*argv, "--stop-at", "11"]) is None
     assert "stopped after step 11" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_resume_gives_the_numbers_of_a_run_that_never_stopped(train_lm, compared
 
 def last_state(out: Path) -> list[tuple[str, bytes]]:
     """Every number that the checkpoint in `out` holds, to the last bit."""
-    tree = serialization.msgpack_restore((out / "state.msgpack").read_bytes())["states"]
+    tree = jfp8.checkpoint.load(out / "state.safetensors")["states"]
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in leaves]
 
@@ -143,8 +143,9 @@ MISTAKES = [
     ("train_lm", "--attention-recipe rowwise --recipe none", "--attention-recipe with --recipe"),
     ("train_lm", "--resume", "--resume needs a file for the state: add --checkpoint runs/train_lm"),
     ("train_lm", "--stop-at 5", "--stop-at needs a file for the state: add --checkpoint"),
-    ("train_lm", "--resume --checkpoint no/such", "there is no checkpoint at no/such"),
-    ("train_lm", "--resume --checkpoint small.txt", "is not a checkpoint of train_lm.py"),
+    ("train_lm", "--resume --checkpoint no/such.safetensors", "there is no checkpoint at no/such"),
+    ("train_lm", "--resume --checkpoint small.safetensors", "is not a checkpoint of train_lm.py"),
+    ("train_lm", "--checkpoint x.msgpack", "x.msgpack needs a name that ends in .safetensors"),
     ("train_lm", "--data no/such", "--data no/such does not exist: pass a text file or a folder"),
     ("train_lm", "--data small.txt", "has 11 bytes of text, but at least 81,920"),
     ("train_lm", "--seq-len 4096", "type --seq-len 4095 or less"),
@@ -174,6 +175,7 @@ def test_a_mistake_is_told_with_what_to_type_instead(
     script, argv, message, text, elsewhere, capsys
 ):
     Path("small.txt").write_text("hello world")
+    Path("small.safetensors").write_text("hello world")
     Path("text.txt").write_bytes(text.read_bytes()[:100_000])
     with pytest.raises(SystemExit) as exit:
         imported(script, "examples").main(argv.split())
