@@ -27,17 +27,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from jfp8.checkpoint import histories
-from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.tree import Nested, Path, described, nested, walk
-from jfp8.layers.linen.state_in_gradients import NAME, histories_in
-
-COLLECTION = "_overwrite_with_gradient"
-
-_ROLES = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}
-_NAMES = {f"{tensor}_{part}" for tensor in _ROLES.values() for part in ("amax_history", "scale")}
+from jfp8.checkpoint.histories import COLLECTION
+from jfp8.checkpoint.tree import described
+from jfp8.checkpoint.upgrade import upgrade
 
 
 def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,11 +42,11 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
         of matmuls and the lengths of histories.
 
     Returns:
-      `variables` without ``_overwrite_with_gradient``, but with ``fp8`` and ``fp8_sink`` like
-      `target`. The rest is unchanged; `jfp8.checkpoint.upgrade` checks that it fits.
+      `variables` with ``fp8`` and ``fp8_sink`` in place of ``_overwrite_with_gradient``. The rest
+      is that of `jfp8.checkpoint.upgrade`, which this function calls.
 
     Raises:
-      ValueError: `variables` has no such collection, or another entry in it.
+      ValueError: `variables` has no such collection, or another entry in it; or does not fit.
 
     Warns:
       CheckpointChange: a history changes its length, has no counterpart, or is missing.
@@ -71,34 +63,10 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
     >>> sorted(imported), imported["fp8"]["DotGeneral_0"]["lhs"]["amax_history"].shape
     (['fp8', 'fp8_sink', 'params'], (16,))
     """
-    log = Log()
     if not isinstance(variables, Mapping) or COLLECTION not in variables:
         raise ValueError(
             f"variables has no collection {COLLECTION!r}, in which Flax's FP8 layers store their "
             f"state; it is {described(variables)}. Pass all collections, {{'params': ..., "
             f"{COLLECTION!r}: ...}}; those of a Flax TrainState are state.params."
         )
-    found = as_fp8(nested(variables[COLLECTION]), nested(target), (COLLECTION,), log)
-    collections = histories.filled(target, found, log)
-    log.close(strict=False)
-    others = {name: node for name, node in variables.items() if name != COLLECTION}
-    return {**others, **collections}
-
-
-def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
-    """Convert Flax's `collection`, at `path`, to the layout of ``fp8`` in the nested `target`."""
-    found: dict[Path, histories.Tensors] = {}
-    for at, node in walk(collection, until=lambda node: set(node) >= _NAMES or set(node) == {NAME}):
-        if not isinstance(node, dict):
-            log.problem((*path, *at), f"{described(node)}, which is no state of Flax's FP8 layers")
-        elif NAME in node:  # A jfp8 model with this `state_collection`
-            tensors = histories_in(node)
-            found[at] = {role: np.asarray(tensors[role]["amax_history"]) for role in _ROLES}
-        else:
-            rings = {role: node[f"{name}_amax_history"] for role, name in _ROLES.items()}
-            if histories.are_alike(rings):
-                found[at] = {role: histories.unrolled(ring) for role, ring in rings.items()}
-            else:
-                shapes = ", ".join(map(described, rings.values()))
-                log.problem((*path, *at), f"histories are {shapes}, not f32 arrays of one shape")
-    return histories.renamed(found, target.get("fp8", {}), path, log)
+    return upgrade(variables, target)

@@ -12,7 +12,6 @@ checkpoints lack it. They are recognized by this structure, whatever the layers 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -20,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.tree import Nested, Path, at, nested, put, rebuilt, walk
+from jfp8.checkpoint.tree import Nested, Path, at, described, put, walk
 from jfp8.checkpoint.values import placed
+from jfp8.layers.linen.state_in_gradients import NAME, histories_in
 from jfp8.scaling.history import CHECK, fingerprint
 from jfp8.scaling.sink import ROLES, WIDTH
 
@@ -29,6 +29,10 @@ Tensors: TypeAlias = dict[str, np.ndarray]
 """The histories of one matmul: ``{"lhs", "rhs", "grad"}: f32[..., H]``, newest first."""
 
 HISTORY, RUNNING = "amax_history", "amax"
+
+COLLECTION = "_overwrite_with_gradient"  # Flax's, see `from_flax_fp8_ops`
+_FLAX_ROLES = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}
+_FLAX_NAMES = {f"{x}_{y}" for x in _FLAX_ROLES.values() for y in (HISTORY, "scale")}
 
 MISSING = "Amax histories that the checkpoint lacks start empty (current scaling until they fill)"
 DROPPED = (
@@ -111,26 +115,6 @@ def _with_length(length: int, history: Any, place: Path, log: Log) -> np.ndarray
     return np.pad(history[..., :length], padding)
 
 
-def filled(target: Mapping[str, Any], fp8: Any, log: Log) -> dict[str, Any]:
-    """Return the collections ``fp8`` and ``fp8_sink``, if `target` has them, with histories.
-
-    `fp8` has the layout of ``target["fp8"]``; it may lack some histories, or have longer ones.
-    """
-    found: dict[str, Any] = {}
-    if "fp8" in target:
-        wanted = nested(target["fp8"])
-        leaves = dict(walk(wanted))  # an NNX state's include parameters
-        for path in product_paths(wanted):
-            new = fitted(at(wanted, path), at(fp8, path), ("fp8", *path), log)
-            leaves |= {place[1:]: leaf for place, leaf in new.items()}
-        found["fp8"] = rebuilt(target["fp8"], leaves)
-    if "fp8_sink" in target:
-        found["fp8_sink"] = jax.tree.map(
-            lambda leaf: placed(np.zeros(leaf.shape, np.float32), leaf), target["fp8_sink"]
-        )
-    return found
-
-
 def without_gradients(state: Any, log: Log) -> Any:
     """Empty the histories of gradients in nested dicts: their loss scale is not known."""
     for product in product_paths(state):
@@ -187,6 +171,27 @@ def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Ne
         for place, product in zip(places, products, strict=True):
             fp8 = put(fp8, place, found[product])
     return fp8
+
+
+def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
+    """Convert Flax's `collection`, at `path`, to the layout of ``fp8`` in the nested `target`."""
+    found: dict[Path, Tensors] = {}
+    is_state = lambda node: set(node) >= _FLAX_NAMES or set(node) == {NAME}
+    for place, node in walk(collection, path, is_state):
+        product = place[len(path) :]
+        if not isinstance(node, dict):
+            log.problem(place, f"{described(node)}, which is no state of Flax's FP8 layers")
+        elif NAME in node:  # A jfp8 model with this `state_collection`
+            tensors = histories_in(node)
+            found[product] = {role: np.asarray(tensors[role][HISTORY]) for role in ROLES}
+        else:
+            rings = {role: node[f"{name}_amax_history"] for role, name in _FLAX_ROLES.items()}
+            if are_alike(rings):
+                found[product] = {role: unrolled(ring) for role, ring in rings.items()}
+            else:
+                shapes = ", ".join(map(described, rings.values()))
+                log.problem(place, f"histories are {shapes}, not f32 arrays of one shape")
+    return renamed(found, target.get("fp8", {}), path, log)
 
 
 def product_paths(fp8: Any) -> list[Path]:

@@ -39,7 +39,7 @@ import numpy as np
 
 from jfp8.checkpoint import histories
 from jfp8.checkpoint.changes import Log, spelled
-from jfp8.checkpoint.tree import Nested, Path, described, nested, walk
+from jfp8.checkpoint.tree import Nested, Path, at, described, nested, rebuilt, walk
 from jfp8.scaling.sink import ROLES
 
 # Names of histories; the rest of the name tells the matmuls of a layer apart.
@@ -90,9 +90,12 @@ def from_transformer_engine(meta: Mapping[str, Any], target: Mapping[str, Any]) 
             tensors = {role: histories.unrolled(product[role]) for role in ROLES}
             found[_place(path, name, wanted)] = tensors
     fp8 = histories.renamed(found, wanted, (), log)
-    new = histories.filled({"fp8": target}, fp8, log)["fp8"]
+    leaves = dict(walk(wanted))  # an NNX state's include parameters
+    for path in histories.product_paths(wanted):
+        new = histories.fitted(at(wanted, path), at(fp8, path), ("fp8", *path), log)
+        leaves |= {place[1:]: leaf for place, leaf in new.items()}
     log.close(strict=False)
-    return new
+    return rebuilt(target, leaves)
 
 
 def _layers(meta: Any, log: Log) -> Iterator[tuple[Path, Nested]]:

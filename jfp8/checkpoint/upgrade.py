@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState as FlaxTrainState
 
 from jfp8.checkpoint import histories, tree, values
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.flax_fp8_ops import COLLECTION, as_fp8
+from jfp8.checkpoint.histories import COLLECTION
 from jfp8.checkpoint.tree import Nested, Path
 from jfp8.layers.linen.state_in_gradients import NAME
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
@@ -112,14 +112,14 @@ def _model(target: Nested, saved: Nested, afresh: bool, path: Path, log: Log) ->
     """
     places, sources = _collections(target), _collections(saved)
     given = {name: tree.at(saved, place) for name, place in sources.items()}
-    if not set(given) & {"params", *places}:
+    if not set(given) & {"params", COLLECTION, *places}:
         given = {"params": given}
     # A model is taken out of a training state by leaving the rest where it is.
     if not {"step", "opt_state"} & set(places):
         given = {k: v for k, v in given.items() if k not in (*COUNTERS, "opt_state")}
     if COLLECTION in given and COLLECTION not in places:
         wanted = {name: tree.at(target, place) for name, place in places.items()}
-        given["fp8"] = as_fp8(given.pop(COLLECTION), wanted, (*path, COLLECTION), log)
+        given["fp8"] = histories.as_fp8(given.pop(COLLECTION), wanted, (*path, COLLECTION), log)
     new: Nested = {"step": 0} if afresh else {}
     for name, value in given.items():
         new = tree.put(new, (sources | places).get(name, (name,)), value)
