@@ -1,7 +1,7 @@
 """Recipes: which quantizer each operand of each of the three matmuls gets.
 
 There is a file for each family of recipes; `get` finds a recipe by its name. To add one to a
-family, write its class there and add it to that file's ``__all__`` and to this one's.
+family, write its class there, and name it in ``RECIPES`` and in ``__all__`` below.
 """
 
 from jfp8.recipes.block_scaling import Float8BlockScaling, MXFP8BlockScaling
@@ -19,7 +19,6 @@ from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.recipes.unscaled import Unscaled
 from jfp8.tracing.listing import listing
 
-# A literal, because type checkers compute none.
 __all__ = [
     "DelayedScaling",
     "DirectE5M2",

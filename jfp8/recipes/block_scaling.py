@@ -11,8 +11,6 @@ from jfp8.recipes.product import Products, uniform
 from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, takes
 from jfp8.scaling.scales import ScaleRounding
 
-__all__ = ["Float8BlockScaling", "MXFP8BlockScaling"]
-
 
 @dataclass(frozen=True, repr=False)
 class Float8BlockScaling(Recipe):

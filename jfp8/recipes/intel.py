@@ -12,8 +12,6 @@ from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe, takes
 from jfp8.scaling.formats import E4M3FN, E5M2
 
-__all__ = ["DirectE5M2", "Hybrid"]
-
 
 @dataclass(frozen=True, repr=False)
 class _Toolkit(Recipe):

@@ -12,8 +12,6 @@ from jfp8.recipes.recipe import Recipe, takes
 from jfp8.scaling.formats import E2M1FN
 from jfp8.scaling.scales import ScaleRounding
 
-__all__ = ["MXFP4BlockScaling"]
-
 
 @dataclass(frozen=True, repr=False)
 class MXFP4BlockScaling(Recipe):

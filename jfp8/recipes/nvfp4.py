@@ -12,8 +12,6 @@ from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe, takes
 from jfp8.scaling.formats import E2M1FN
 
-__all__ = ["NVFP4BlockScaling", "NVFP4FourOverSix", "NVFP4RowScaling"]
-
 
 @dataclass(frozen=True, repr=False)
 class _NVFP4(Recipe):

@@ -15,8 +15,6 @@ from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe, takes
 from jfp8.recipes.rowwise import RowwiseScaling
 
-__all__ = ["QuantizationAware"]
-
 Grid = Literal["block", "rowwise", "mxfp8", "mxfp4", "nvfp4"]
 
 # Recipes whose forward matmul has the quantizers of activations and weights.

@@ -8,10 +8,20 @@ from typing import Any, Literal
 from jfp8.recipes import block_scaling, intel, mxfp4, nvfp4, per_tensor, qat, rowwise, unscaled
 from jfp8.recipes.recipe import Recipe
 
-# Each family exports its recipes.
-_FAMILIES = (per_tensor, rowwise, block_scaling, mxfp4, nvfp4, qat, intel, unscaled)
-RECIPES: tuple[type[Recipe], ...] = tuple(
-    getattr(family, name) for family in _FAMILIES for name in family.__all__
+RECIPES: tuple[type[Recipe], ...] = (
+    per_tensor.DelayedScaling,
+    per_tensor.Float8CurrentScaling,
+    rowwise.RowwiseScaling,
+    block_scaling.Float8BlockScaling,
+    block_scaling.MXFP8BlockScaling,
+    mxfp4.MXFP4BlockScaling,
+    nvfp4.NVFP4BlockScaling,
+    nvfp4.NVFP4FourOverSix,
+    nvfp4.NVFP4RowScaling,
+    qat.QuantizationAware,
+    intel.DirectE5M2,
+    intel.Hybrid,
+    unscaled.Unscaled,
 )
 # The names of `RECIPES`, for type checkers and completion.
 RecipeName = Literal[

@@ -9,8 +9,6 @@ from jfp8.quantizers.quantizer import Unit
 from jfp8.recipes.product import Products, uniform
 from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, takes
 
-__all__ = ["Unscaled"]
-
 
 @dataclass(frozen=True, repr=False)
 class Unscaled(Recipe):
