@@ -81,6 +81,5 @@ def _place(row: Any, factors: Mapping[str, float]) -> Place:
 
 def _with_sizes(axes: str, sizes: Mapping[str, int]) -> str:
     left, arrow, right = axes.partition("->")
-    for name, size in sizes.items():
-        left = re.sub(rf"\b{name}\b(?!=)", f"{name}={size}", left)
-    return left + arrow + right
+    names = rf"\b({'|'.join(sizes)})\b(?!=)"
+    return re.sub(names, lambda name: f"{name[0]}={sizes[name[0]]}", left) + arrow + right

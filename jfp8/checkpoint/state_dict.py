@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from flax import nnx, serialization
 
@@ -21,18 +20,13 @@ Path = tuple[str, ...]
 # No model is deeper. Python's own limit is a thousand calls.
 MOST_DEPTH = 100
 
-_OF_NUMPY = (
+_DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 "
-    "complex128"
+    "complex128 bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn int4 "
+    "uint4 int2 uint2"
 )
-_OF_ML_DTYPES = (
-    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 "
-    "float8_e5m2fnuz float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn int4 uint4 int2 uint2"
-)
-DTYPES: dict[str, np.dtype] = {
-    **{name: np.dtype(name) for name in _OF_NUMPY.split()},
-    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _OF_ML_DTYPES.split()},
-}
+DTYPES = {name: np.dtype(name) for name in _DTYPES.split()}
 """The dtypes of elements, by name. None of them holds Python objects."""
 
 

@@ -14,11 +14,10 @@ import jax
 from flax import nnx
 
 from jfp8.checkpoint.changes import spelled
-from jfp8.checkpoint.state_dict import MOST_DEPTH
+from jfp8.checkpoint.state_dict import MOST_DEPTH, Path
 from jfp8.optim.stored_state import StoredState
 from jfp8.scaling.arrays import ScaledArray
 
-Path: TypeAlias = tuple[str, ...]
 Nested: TypeAlias = dict[str, Any]
 Entry: TypeAlias = tuple[Path, Any]
 Until: TypeAlias = Callable[[Nested], bool]
