@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from jfp8 import __version__
+import jfp8
 from jfp8.command_line import check, convert_checkpoint, doctor, report
 
 # Each is a module with `arguments(parser)` and `run(options)`, which returns the result for
@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jfp8", description="Look at a GPU, check its kernels, convert files."
     )
-    parser.add_argument("--version", action="version", version=f"jfp8 {__version__}")
+    parser.add_argument("--version", action="version", version=f"jfp8 {jfp8.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         # A docstring without the name of its command, and without markup.
