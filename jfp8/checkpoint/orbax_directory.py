@@ -29,7 +29,6 @@ from jfp8.checkpoint.state_dict import (
 
 _MARK = "_METADATA"  # Orbax writes it into every folder with a tree
 _CHECKSUMS = "jfp8_crc32"
-_MOST_NAMED = 4
 _UNKNOWN_TO_ORBAX = ("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3", "uint4", "uint2")
 
 
@@ -80,7 +79,7 @@ def read(directory: Path) -> dict[str, Any]:
 def _inside(directory: Path) -> str:
     """Name the checkpoints in a folder of Orbax's managers, and of its second version."""
     marks = [*directory.glob(f"*/{_MARK}"), *directory.glob(f"*/*/{_MARK}")]
-    newest = sorted(marks, key=lambda mark: mark.stat().st_mtime, reverse=True)[:_MOST_NAMED]
+    newest = sorted(marks, key=lambda mark: -mark.stat().st_mtime)[:4]
     if not newest:
         return "There is none in its folders"
     return f"Pass one of its folders, newest first: {', '.join(str(m.parent) for m in newest)}"

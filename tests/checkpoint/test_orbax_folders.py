@@ -147,6 +147,10 @@ def test_what_guides_save_is_restored_into_plain_converted_and_fp8_models(direct
             found = dict(nnx.to_flat_state(nnx.state(model)))
             assert all(jnp.all(found[path][...] == x[...]) for path, x in plain.items())
             assert len(messages) == (name != "plain"), messages
+        shapes = nnx.state(nnx.eval_shape(make))
+        new, _ = told(checkpoint.restore, directory / "standard", shapes)
+        found = dict(nnx.to_flat_state(new))
+        assert all(jnp.all(found[path][...] == x[...]) for path, x in plain.items())
     # The folder around the one that holds the tree.
     for way in ways:
         if "/" in way:
