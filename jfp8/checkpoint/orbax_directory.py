@@ -78,8 +78,8 @@ def read(directory: Path) -> dict[str, Any]:
 
 def _inside(directory: Path) -> str:
     """Name the checkpoints in a folder of Orbax's managers, and of its second version."""
-    marks = [*directory.glob(f"*/{_MARK}"), *directory.glob(f"*/*/{_MARK}")]
-    newest = sorted(marks, key=lambda mark: -mark.stat().st_mtime)[:4]
+    marks = (mark for at in ("*", "*/*") for mark in directory.glob(f"{at}/{_MARK}"))
+    newest = sorted(filter(Path.is_file, marks), key=lambda mark: -mark.stat().st_mtime)[:4]
     if not newest:
         return "There is none in its folders"
     return f"Pass one of its folders, newest first: {', '.join(str(m.parent) for m in newest)}"

@@ -175,7 +175,7 @@ def _array(target: Any, saved: Any) -> Any:
         bits = jax.eval_shape(jax.random.key_data, target)
         if (saved.dtype, saved.shape) == (bits.dtype, bits.shape):
             saved = jnp.asarray(saved)
-            impl = jax.random.key_impl(jnp.zeros((), target.dtype))  # of shapes, too
+            impl = jax.random.key_impl(jnp.zeros((), target.dtype))  # a shape has none
             saved = jax.random.wrap_key_data(saved, impl=impl)
     if (_is_key(target) or _is_key(saved)) and saved.dtype != target.dtype:
         raise _other_kind(target, saved)
