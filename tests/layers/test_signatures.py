@@ -215,7 +215,7 @@ def test_a_printed_layer_shows_options_that_a_user_can_set_and_state():
     layer = jfp8.nnx.Linear(2, 3, recipe="delayed", rngs=nnx.Rngs(0))
     printed = re.findall(r"^ +([a-z_\d]+)=", str(layer), re.MULTILINE)
     plain = re.findall(r"^ +([a-z_\d]+)=", str(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), re.MULTILINE)
-    product = ["recipe", "implementation", "path", "fp8", *["value"] * 4]
+    product = ["recipe", "implementation", "path", "casts_kernel", "fp8", *["value"] * 4]
     at = plain.index("dot_general") + 1
     assert printed == [*plain[:at], *product, *plain[at:]]
     assert f"promote_dtype={dtypes.promote_dtype}," in str(layer)
