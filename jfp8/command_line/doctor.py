@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import os
 import platform
@@ -31,7 +30,7 @@ from jfp8.kernels.rates import RATES, name_of
 from jfp8.kernels.verdicts import verdict_file, verdicts, versions
 from jfp8.layers.linen.layers import Dense
 from jfp8.tracing.compat import cudnn_version
-from jfp8.tracing.devices import capability_of
+from jfp8.tracing.devices import capability_of, unknown_card
 
 Facts = dict[str, Any]
 Advice = tuple[bool, str]  # whether something is wrong until it is done, and what to do
@@ -56,11 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def known(card: str) -> str:
     """Return the name of a `card` that jfp8 knows; raise for others."""
     if name_of(card) is None and capability_of(card) is None:
-        near = difflib.get_close_matches(card.split()[-1].upper() if card else "", RATES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise argparse.ArgumentTypeError(
-            f"{card!r} is no card that jfp8 knows.{hint} Cards with known rates: {', '.join(RATES)}"
-        )
+        raise argparse.ArgumentTypeError(unknown_card(card, RATES))
     return card
 
 

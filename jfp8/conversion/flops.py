@@ -9,7 +9,9 @@ import jax
 
 from jfp8.conversion.weight_matmul import PRODUCTS
 from jfp8.matmul.planner import Scales, Times, Work, planner_of
+from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.device import current_gpu
+from jfp8.tracing.devices import Gpu
 
 
 def flops(eqn: Any) -> int:
@@ -48,6 +50,16 @@ def expected_times(flops: int, elements: int, scales: Scales) -> Times | None:
     `elements` are those of both operands and the result.
     """
     return planner_of(current_gpu()).expected_times(Work(flops / 2, elements), scales)
+
+
+def expected_gain(eqn: Any, recipe: Recipe, gpu: Gpu | None) -> float:
+    """Return the expected speed of a plain matmul under `recipe` on `gpu`, relative to bf16."""
+    lhs, rhs, out = (v.aval for v in (*eqn.invars[:2], eqn.outvars[0]))
+    work = Work(flops(eqn) / 2, lhs.size + rhs.size + out.size)
+    is_conv = eqn.primitive.name == "conv_general_dilated"
+    taps = eqn.params["dimension_numbers"].rhs_spec[2:] if is_conv else ()
+    in_f8 = all(rhs.shape[d] == 1 for d in taps)  # convolutions by 1x1 kernels are matmuls
+    return planner_of(gpu).expected_gain(work, recipe.resolved().quantizers(), in_f8)
 
 
 def microseconds(

@@ -86,7 +86,8 @@ def convert(
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits. ``()``
         exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default. ``"slower"`` exempts the
         matmuls and attention that the GPU for which JAX traces is expected to compute more slowly
-        in FP8, by their sizes in each call; its rates must be known ("GPUs" in the docs).
+        in FP8, by their sizes in each call; its rates must be known ("GPUs" in the docs). ``"slower
+        on NVIDIA H100"`` decides for that card, whatever is here.
       only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
       attention: also convert attention itself, between the projections of
         ``MultiHeadDotProductAttention`` (NNX: ``MultiHeadAttention``), by

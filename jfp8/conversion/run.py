@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfp8.conversion.flops import expected_gain
 from jfp8.conversion.plan import Named, Plan, PlannedMatmul
 from jfp8.conversion.program import Program
 from jfp8.conversion.weight_matmul import Place, WeightMatmul
 from jfp8.conversion.weight_walk import Walk
 from jfp8.layers.options import kernel_dtype
-from jfp8.matmul.planner import Work, planner_of
 from jfp8.products.conv import convolutions
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
@@ -114,11 +113,7 @@ def _computed(
 
 def _why_slower(gpu: Gpu, recipe: Recipe, matmul: WeightMatmul) -> str:
     """Explain why FP8 should be slower on `gpu` than the matmul as it is; "" if it is not."""
-    (terms, _), out = matmul.sizes, matmul.eqn.outvars[0].aval
-    work = Work(out.size * terms, sum(x.size for x in (matmul.x, matmul.weight, out)))
-    # Convolutions by 1x1 kernels are matmuls.
-    in_f8 = matmul.primitive == "dot_general" or math.prod(matmul.weight.shape[:-2]) == 1
-    gain = planner_of(gpu).expected_gain(work, recipe.resolved().quantizers(), in_f8)
+    gain = expected_gain(matmul.eqn, recipe, gpu)
     if gain >= 1:
         return ""
     return f"exempt: 'slower' ({recipe.name} has {gain:.2f} of the speed of bf16 on {gpu.kind})"

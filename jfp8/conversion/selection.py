@@ -19,9 +19,10 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.formats import Format, FormatLike
 from jfp8.tracing.device import current_gpu
-from jfp8.tracing.devices import Gpu
+from jfp8.tracing.devices import Gpu, capability_of, unknown_card
 
 SLOWER = "slower"  # in `exempt`: what a model of time expects to be slower in FP8
+SLOWER_ON = "slower on "  # the same on a named card
 MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
 
 
@@ -68,22 +69,15 @@ class Selection:
     unless_slower_on: Gpu | None = None
 
     def for_gpu(self) -> Selection:
-        """Take ``"slower"`` out of `exempt`, and name the GPU, whose rates must be known."""
-        if SLOWER not in self.exempt:
+        """Take ``"slower"``, or ``"slower on NVIDIA H100"``, out of `exempt`, and hold the GPU."""
+        strings = [choice for choice in self.exempt if isinstance(choice, str)]
+        asked = [each for each in strings if each == SLOWER or each.startswith(SLOWER_ON)]
+        if not asked:
             return self
-        gpu = current_gpu()
-        if planner_of(gpu).expected_times(Work(1, 1), "one") is None:
-            kind = jax.default_backend() if gpu is None else gpu.kind
-            raise ValueError(
-                f"exempt={SLOWER!r} needs a GPU with known rates: "
-                f"{', '.join(planner_of(Gpu('', None)).rated)}; "
-                f"and JAX traces for {kind!r} here. Convert where JAX sees the GPU, or under "
-                "jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device="
-                "jax.sharding.AbstractDevice(device_kind='NVIDIA H100', num_cores=132, "
-                "platform='gpu'))). Or name the layers, exempt='decoder/*'."
-            )
-        others = tuple(choice for choice in self.exempt if choice != SLOWER)
-        return dataclasses.replace(self, exempt=others, unless_slower_on=gpu)
+        if len(asked) > 1:
+            raise ValueError(f"exempt has {' and '.join(map(repr, asked))}: give one of them.")
+        others = tuple(choice for choice in self.exempt if choice != asked[0])
+        return dataclasses.replace(self, exempt=others, unless_slower_on=_rated_gpu(asked[0]))
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
         """Decide on the layer at `path`, which is at this `edge` of the model, if at any."""
@@ -172,6 +166,24 @@ def select(
         state_collection,
         None if cache_dtype is None else dtype_or_format(cache_dtype),
     )
+
+
+def _rated_gpu(choice: str) -> Gpu:
+    """Return the GPU here, or the one that `choice` names; raise if its rates are not known."""
+    rated, card = planner_of(Gpu("", None)).rated, choice[len(SLOWER_ON) :]
+    gpu = Gpu(card, None) if card else current_gpu()
+    if gpu is None or planner_of(gpu).expected_times(Work(1, 1), "one") is None:
+        if card:
+            raise ValueError(f"exempt={choice!r}: {unknown_card(card, rated)}")
+        kind = jax.default_backend() if gpu is None else gpu.kind
+        raise ValueError(
+            f"exempt={choice!r} needs a GPU with known rates: {', '.join(rated)}; and JAX traces "
+            f"for {kind!r} here. Convert where JAX sees the GPU, or name one, "
+            f"exempt='{SLOWER_ON}NVIDIA H100'. Or name the layers, exempt='decoder/*'."
+        )
+    # No device has the short name, so that times measured on one machine play no part.
+    name = max((name for name in rated if name in card), key=len, default="")
+    return Gpu(name, capability_of(name)) if card else gpu
 
 
 def _choices(name: str, given: Choice | Sequence[Choice]) -> tuple[Choice, ...]:

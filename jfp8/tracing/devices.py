@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -98,3 +100,12 @@ def capability_of(kind: str) -> tuple[int, int] | None:
         if re.search(pattern, kind):
             return capability
     return None
+
+
+def unknown_card(card: str, rated: Iterable[str]) -> str:
+    """Say that no card has this name, with the nearest of those with known rates, and all."""
+    rated = list(rated)
+    (*_, word) = card.upper().split() or [""]
+    near = difflib.get_close_matches(word, rated, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{card!r} is no card that jfp8 knows.{hint} Cards with known rates: {', '.join(rated)}"

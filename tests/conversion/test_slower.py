@@ -1,5 +1,7 @@
 """``exempt="slower"``: matmuls that are expected to be slower in FP8 stay in high precision."""
 
+import json
+import re
 import warnings
 
 import flax.linen as nn
@@ -11,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jfp8
+from jfp8.kernels.verdicts import verdict_file
 from support.devices import traced_for
 from support.doors import DOORS, original
 from support.models import Model, trained
@@ -79,6 +82,16 @@ def test_batched_matmuls_and_convolutions():
     assert found == {"experts": False, "one": True, "three": False}
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(16384, True), (512, False)])
+def test_grouped_matmuls_are_matmuls(rows, expected):
+    """Of all rows together with one group each; for the small ones even a launch is too long."""
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((8, 4096, 4096), jnp.bfloat16)
+    f = lambda w, x: jnp.tanh(jax.lax.ragged_dot(x, w, jnp.full(8, rows // 8)))
+    f = jfp8.convert(f, "current", exempt="slower on NVIDIA H100")
+    assert what_is_fp8(jfp8.report(f, w, x)) == {"w": expected}
+
+
 def test_layers_of_jfp8_keep_their_recipe():
     """Only layers that `jfp8.convert` converts are left out."""
     x, how = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16), {"recipe": "current"}
@@ -135,6 +148,33 @@ def test_a_model_that_is_too_small_is_the_original():
     histories = jax.tree.leaves(state.variables["fp8"])
     assert len(histories) > 4
     assert not any(jnp.any(amaxes) for amaxes in histories)
+
+
+def test_a_card_may_be_named(monkeypatch, tmp_path):
+    """It decides anywhere, without what was measured on a machine that has one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x, kind = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), "NVIDIA H200"
+    f = lambda w, x: jnp.tanh(x @ w)
+    fp8 = lambda line: what_is_fp8(jfp8.report(jfp8.convert(f, "current", exempt=line), x, x))
+    assert fp8(("slower on NVIDIA H200",)) == {"w": True}
+    path = verdict_file(kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    timed = {"bf16": 1.0, "current": 2.0, "delayed": 2.0}
+    layers = {name: {"us": {"4096": us}} for name, us in timed.items()}
+    path.write_text(json.dumps({"kernels": {}, "layers": layers}))
+    with traced_for(kind):
+        assert fp8("slower") == {"w": False}
+    assert fp8("slower on NVIDIA H200") == fp8("slower on H200") == {"w": True}
+    for card, hint in (
+        ("NVIDIA H900", " Did you mean 'H200'?"),
+        ("RTX 5090 Laptop", ""),
+        (" ", ""),
+    ):
+        known = f"'{card}' is no card that jfp8 knows.{hint} Cards with known rates: B200, "
+        with pytest.raises(ValueError, match=re.escape(known)):
+            jfp8.convert(f, exempt=f"slower on {card}")
+    with pytest.raises(ValueError, match="exempt has 'slower' and 'slower on H100': give one"):
+        jfp8.convert(f, exempt=("slower", "slower on H100"))
 
 
 def test_the_gpu_must_be_known():
