@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.product_rows import looks_ahead_message
+from jfp8.conversion.flops import expected_gain
+from jfp8.conversion.product_rows import looks_ahead_message, slower_layers_message
 from jfp8.conversion.program import Program
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.conversion.weight_matmul import INPUTS, Place, WeightMatmul
@@ -24,7 +25,10 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.history import state_shapes
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
+from jfp8.tracing.device import current_gpu
 from jfp8.tracing.interpreter import notes_in
+
+SLOW = 0.97  # training warns of matmuls below this speed, relative to bf16
 
 
 class Named(NamedTuple):
@@ -148,6 +152,23 @@ class Plan:
         masks = lambda layer: self.causal or getattr(layer, "padding", None) == "CAUSAL"
         planned = [x for x in self.matmuls.values() if x.looks_ahead and masks(x.named.layer)]
         return {x.named.path: x.decision.recipe.name for x in planned if x.decision.recipe}
+
+    @cached_property
+    def if_slower(self) -> dict[Any, str]:
+        """Return a warning about matmuls that FP8 slows down on the GPU that JAX traces for.
+
+        It is kept under the key of the last of them, so that a program which trains them all warns
+        once. Matmuls of models that leave out slower ones do not count.
+        """
+        if (gpu := current_gpu()) is None:
+            return {}
+        gains, last = {}, None
+        for key, each in self.matmuls.items():
+            if each.decision.recipe is not None and each.named.selection.unless_slower_on is None:
+                gain = expected_gain(each.matmul.eqn, each.decision.recipe, gpu)
+                if gain < SLOW:
+                    gains[each.named.path], last = gain, key
+        return {last: slower_layers_message(gains, gpu.kind)} if gains else {}
 
     def warn_ahead(self) -> None:
         """Warn if scales see later positions that the model masks."""

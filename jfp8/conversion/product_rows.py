@@ -19,6 +19,7 @@ OWN_ATTENTION = (
 AT_CODE = NO_LAYER, OWN_ATTENTION
 """Reasons after which reports name the line of code."""
 
+_LEAVES_OUT = 'jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out slower layers.'
 _HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 
 
@@ -87,6 +88,15 @@ def looks_ahead_message(recipes: Mapping[str, str]) -> str:
     )
 
 
+def slower_layers_message(gains: Mapping[str, float], gpu: str) -> str:
+    """Warn about matmuls, by path, that FP8 is expected to slow down."""
+    named = [f"{path} ({gain:.2f} of its speed in bf16)" for path, gain in gains.items()]
+    return (
+        f"On {gpu}, FP8 is expected to slow down {listed(named, 4)}. {_LEAVES_OUT} "
+        f'"slower on {gpu}" leaves them out on any machine.'
+    )
+
+
 def listed(items: Sequence[str], most: int) -> str:
     """List up to `most` items, and count the others."""
     more = len(items) - most
@@ -124,7 +134,7 @@ def slower_message(rows: Sequence[ProductRow], gpu: str) -> str:
         advice = f'The recipe "{best}" is expected to have {gains[best]:.2f} of it.'
     return (
         f"On {gpu}, FP8 is expected to have {gain:.2f} of the speed of bf16 in converted layers. "
-        f'{advice} jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out slower layers.'
+        f"{advice} {_LEAVES_OUT}"
     )
 
 

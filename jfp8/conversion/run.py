@@ -104,6 +104,7 @@ def _computed(
     ):
         how = getattr(named.layer, "implementation", None)
         told = if_trained[lacks] if planned.has_state else None
+        told = told or plan.if_slower.get(matmul.key)
         options = Options(recipe, how, if_trained=told)
         y, observed = _in_fp8(matmul, options, state, stored, named.stacks)
     if state.histories is None:

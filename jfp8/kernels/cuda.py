@@ -140,7 +140,8 @@ class Cuda(Planner):
 
     def expected_gain(self, work: Work, quantizers: Collection[Quantizer], in_f8: bool) -> float:
         times = self.expected_times(work, backends.scales_in(quantizers))
-        assert times is not None
+        if times is None:
+            return super().expected_gain(work, quantizers, in_f8)
         has_products = in_f8 and backends.are_taken(quantizers, self.device)
         return times.gain if has_products else times.bf16 / times.rounded
 

@@ -15,7 +15,7 @@ from flax import nnx
 import jfp8
 from jfp8.kernels.verdicts import verdict_file
 from support.devices import traced_for
-from support.doors import DOORS, original
+from support.doors import DOORS, loss_of, original
 from support.models import Model, trained
 
 KEY = jax.random.key(0)
@@ -61,6 +61,61 @@ def test_sizes_decide(door, recipe):
         assert found == {"large": expected, "small": False}
         # The GPU is that of the conversion, wherever the model is traced.
         assert what_is_fp8(jfp8.report(model, *first, few)) == found
+
+
+def traced_step(door, model, weights, x):
+    """Trace a gradient step, and return the warnings of what FP8 slows down, however often."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if door == "nnx":
+            graph, state = nnx.split(model)
+            loss = jfp8.nnx.value_and_grad(lambda model, x: loss_of(model(x)))
+            jax.eval_shape(lambda state, x: loss(nnx.merge(graph, state), x)[1], state, x)
+        elif door == "linen":
+            variables = jax.eval_shape(model.init, KEY, x)
+            loss = lambda variables, x: loss_of(model.apply(variables, x))
+            jax.eval_shape(jax.grad(loss), variables, x)
+            jax.eval_shape(loss, variables, x)
+        else:
+            jax.eval_shape(jax.grad(lambda w, x: loss_of(model(w, x))), weights, x)
+            jax.eval_shape(model, weights, x)
+    return [str(w.message) for w in caught if "FP8 is expected to slow down" in str(w.message)]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_training_what_fp8_slows_down_is_told_once(door):
+    """Of the layers that the report expects to be slow; nobody who left these out is told."""
+    run = lambda p, x: jax.nn.relu(p("b", p("a", jnp.tanh(p("large", x)))))
+    shapes = {"large": (8192, 8192), "a": (8192, 256), "b": (256, 8192)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+
+    def told(kind, exempt=(), x=WIDE):
+        with traced_for(kind):
+            convert = lambda: jfp8.convert(
+                original(door, run, weights, weights), "current", exempt=exempt
+            )
+            model = nnx.eval_shape(convert) if door == "nnx" else convert()
+            return model, traced_step(door, model, weights, x)
+
+    model, (message,) = told("NVIDIA H200")
+    first = {"function": [weights]}.get(door, [])
+    if door == "linen":
+        first = [jax.eval_shape(model.init, KEY, WIDE)]
+    with traced_for("NVIDIA H200"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = jfp8.report(model, *first, WIDE).rows
+    for name in ("a", "b"):
+        times = [(row.bf16_us, row.expected_us) for row in rows if row.path == name]
+        bf16, fp8 = map(sum, zip(*times, strict=True))
+        assert f"{name} ({bf16 / fp8:.2f} of its speed in bf16)" in message
+    assert message.startswith("On NVIDIA H200, FP8 is expected to slow down a (")
+    assert "large (" not in message
+    assert told("NVIDIA H200", ("a", "b"))[1] == []
+    for line in ("slower", "slower on NVIDIA H200"):
+        assert f'"{line}"' in message
+        assert told("NVIDIA H200", line)[1] == []
+    assert told("NVIDIA H200", "slower on RTX 5090")[1] == []  # on which they are not slow
+    assert told("NVIDIA A100")[1] == []  # It has no known rates.
 
 
 def products(module, x):
