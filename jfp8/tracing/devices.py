@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -102,10 +102,9 @@ def capability_of(kind: str) -> tuple[int, int] | None:
     return None
 
 
-def unknown_card(card: str, rated: Iterable[str]) -> str:
+def unknown_card(card: str, rated: Collection[str]) -> str:
     """Say that no card has this name, with the nearest of those with known rates, and all."""
-    rated = list(rated)
-    (*_, word) = card.upper().split() or [""]
+    word = (card.upper().split() or [""])[-1]
     near = difflib.get_close_matches(word, rated, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{card!r} is no card that jfp8 knows.{hint} Cards with known rates: {', '.join(rated)}"
