@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import optax
 _NOT_THE_USER = (
     *(str(Path(module.__file__).parent) for module in (jax, flax, optax)),
     str(Path(__file__).parents[1]),
+    contextlib.__file__,  # between two frames of JAX, for one
 )
 
 

@@ -118,6 +118,19 @@ def test_training_what_fp8_slows_down_is_told_once(door):
     assert told("NVIDIA A100")[1] == []  # It has no known rates.
 
 
+def test_layers_in_a_loop_are_told_once_at_the_users_line():
+    """By Python's default filter, as JAX differentiates the loop several times."""
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16)
+    body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    f = jfp8.convert(lambda w, x: jnp.sum(jax.lax.scan(body, x, w)[0]), "current")
+    with traced_for("NVIDIA H100"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        jax.jit(jax.grad(f)).trace(w, x)
+    found = [w.filename for w in caught if "FP8 is expected to slow down w (" in str(w.message)]
+    assert found == [__file__]
+
+
 def products(module, x):
     """Of 8 experts with 4096 rows each; by kernels of 1x1, and of 3x3."""
     experts = x.reshape(8, -1, 2048)
