@@ -1,26 +1,29 @@
 """Check the GPU kernels, and measure their speed; one command, one GPU.
 
 Correctness first: every kernel against float64 or, bit for bit, against a CPU. Then
-ceilings of the device, FP8 matmuls, linear layers, quantize kernels, a Transformer block's step,
-experts, fusions, accumulation errors, memory, and XLA's compilation of FP8. Sections are
-independent: a failure in one is a line in the result, and a kernel that hangs is ended without harm
-to the others.
+ceilings of the device, FP8 matmuls, Transformer layers alone at their own clock, linear layers,
+quantize kernels, a Transformer block's step, attention by cuDNN, experts, fusions, accumulation
+errors, and XLA's compilation of FP8. Sections are independent: a failure in one is a line in the
+result, and a kernel that hangs is ended without harm to the others.
 
     python benchmarks/gpu.py                       # all, into runs/gpu-<date>.jsonl
     python benchmarks/gpu.py --sections products,linear --records runs/h200.jsonl --hlo programs
+    python benchmarks/gpu.py --sections alone --groups "7B block, step" --minutes 1
     python benchmarks/gpu.py --table runs/h200.jsonl
     python benchmarks/gpu.py --table runs/h200.jsonl --summary benchmarks/results/gpu_h200.json
     python benchmarks/gpu.py --smoke               # on a CPU, with kernels interpreted: minutes
 
 Each record is written to the file immediately, however the program ends. With an existing file,
 only missing and failed records are measured: repeat the command to continue after the time limit.
-After a change of a kernel use a new file. The table is made from the file alone. The
+After a change of a kernel use a new file. The table is made from the file alone.
+The
 package has to be importable, installed or by PYTHONPATH. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import sys
@@ -39,13 +42,14 @@ SECTIONS = {
     "checks": ("on_gpu.checks:checks", 20.0),
     "ceilings": ("on_gpu.products:ceilings", 5.0),
     "products": ("on_gpu.products:products", 22.0),
-    "linear": ("on_gpu.training:linear", 20.0),
+    "alone": ("on_gpu.steps:alone", 20.0),
+    "linear": ("on_gpu.linear:linear", 20.0),
     "quantize": ("on_gpu.quantize:quantize", 10.0),
-    "block": ("on_gpu.training:block", 18.0),
+    "block": ("on_gpu.steps:block", 18.0),
+    "attention": ("on_gpu.attention:attention", 10.0),
     "experts": ("on_gpu.experts:experts", 18.0),
     "fusions": ("on_gpu.fusions:fusions", 24.0),
     "accumulation": ("on_gpu.products:accumulation", 5.0),
-    "memory": ("on_gpu.training:memory", 1.0),
     "facts": ("on_gpu.products:facts", 4.0),
 }
 # For a smoke test: nothing there runs long enough to be worth optimising.
@@ -68,6 +72,7 @@ def measure(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "settings": {
             "sections": sections,
+            "groups": settings.groups,
             "minutes": minutes,
             "repeats": settings.repeats,
             "warmups": settings.warmups,
@@ -110,6 +115,7 @@ def main() -> None:
     """Parse arguments, measure, write, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", type=sections_of, default=list(SECTIONS), help="a,b,c")
+    parser.add_argument("--groups", default="", help="pattern of the names of their groups")
     parser.add_argument("--minutes", type=float, default=None, help="never more than this (9)")
     parser.add_argument("--repeats", type=int, default=None, help="timed runs of each line (20)")
     parser.add_argument("--records", type=Path, help="file to begin or continue (runs/gpu-*)")
@@ -123,9 +129,11 @@ def main() -> None:
     if not arguments.table:
         path.parent.mkdir(parents=True, exist_ok=True)
         repeats = arguments.repeats or (1 if arguments.smoke else 20)
-        settings = Settings(repeats=repeats, hlo=str(arguments.hlo) if arguments.hlo else None)
+        hlo = str(arguments.hlo) if arguments.hlo else None
+        settings = Settings(repeats=repeats, hlo=hlo, groups=arguments.groups)
         if arguments.smoke:
-            settings = Settings(True, repeats, 0, compiling=600, running=600, hlo=settings.hlo)
+            limits = {"warmups": 0, "compiling": 600, "running": 600}
+            settings = dataclasses.replace(settings, smoke=True, **limits)
         # Without the seconds that starting and ending takes, the whole stays below the limit.
         minutes = (arguments.minutes or (30 if arguments.smoke else 9)) - 0.25
         measure(arguments.sections, settings, minutes, arguments.log, path)

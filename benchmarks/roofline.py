@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from on_gpu.training import QUANTIZE_BYTES
+from on_gpu.linear import QUANTIZE_BYTES
 
 from jfp8.kernels.rates import PEAKS, Peak
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, tidy

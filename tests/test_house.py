@@ -52,9 +52,10 @@ ROOMS = """
 """
 ORDER = [line.split()[0] for line in ROOMS.strip().splitlines()]
 
-# The only file that may reach into the private parts of JAX and Flax; and the only one elsewhere.
+# The only file that may reach into the private parts of JAX and Flax; and the only ones elsewhere.
+# JAX has no public name for cuDNN's attention in FP8.
 PRIVATE_ALLOWED = "jfp8.tracing.compat"
-PRIVATE_ALLOWED_ELSEWHERE = "tests/support/interpreter"
+PRIVATE_ALLOWED_ELSEWHERE = {"tests/support/interpreter", "benchmarks/on_gpu/attention"}
 PRIVATE = ("jax._src", "jaxlib._", "flax.core.lift")
 
 
@@ -323,7 +324,7 @@ def test_only_compat_touches_private_jax():
     assert {name for name, tree in modules().items() if private_names(tree)} == {PRIVATE_ALLOWED}
 
 
-def test_one_file_elsewhere_uses_private_names():
+def test_two_files_elsewhere_use_private_names():
     checkout = Path(__file__).resolve().parents[1]
     words = ("_src", "jaxlib", "lift")  # one of them is in every such name
     texts = {
@@ -336,7 +337,7 @@ def test_one_file_elsewhere_uses_private_names():
         for file, text in texts.items()
         if any(word in text for word in words) and private_names(ast.parse(text))
     }
-    assert using == {PRIVATE_ALLOWED_ELSEWHERE}
+    assert using == PRIVATE_ALLOWED_ELSEWHERE
 
 
 # Imports the third parties that jfp8 imports, then watches what jfp8 itself asks for.

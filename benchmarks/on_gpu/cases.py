@@ -48,11 +48,13 @@ class Group:
     Attributes:
       cases: most important first: the last ones are left out where time is short.
       baseline: the case that the others are compared to.
+      seconds: if not 0, each case runs alone for so long, at the clock that it settles at.
     """
 
     name: str
     cases: list[Case]
     baseline: str | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Settings:
       compiling, running: seconds after which a worker that says nothing is ended: while it
         compiles, and after it said `running`.
       hlo: folder for compiled programs, or None.
-      options: arguments of single sections.
+      groups: pattern of the names of groups to run.
     """
 
     smoke: bool = False
@@ -74,7 +76,7 @@ class Settings:
     compiling: float = 150.0
     running: float = 40.0
     hlo: str | None = None
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    groups: str = ""
 
 
 Section = Callable[[Settings], Iterable[Group]]

@@ -75,6 +75,7 @@ def summary(samples: list[Sample]) -> dict[str, Any] | None:
         "mem_mhz": statistics.median(numbers("clocks.mem")),
         "celsius": max(numbers("temperature.gpu")),
         "watts": max(numbers("power.draw")),
+        "watts_median": statistics.median(numbers("power.draw")),
         "throttled": [name for bit, name in THROTTLES.items() if bits & bit],
         "samples": len(samples),
     }

@@ -6,18 +6,20 @@ within whose time on the host it starts. Without CUPTI each case has a second, s
 call takes the difference of their times by the host's clock, divided by the difference of their
 calls: what a launch takes is in both, and drops out.
 
-All cases run in turn, so that a change of clock hits them alike.
+`measure` runs all cases in turn, so that a change of clock hits them alike. `steady` runs one.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
+import itertools
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,7 +46,8 @@ def measure(cases: Mapping[str, Timed], repeats: int) -> dict[str, Record]:
             for number, name in enumerate(order):
                 with jax.profiler.TraceAnnotation(f"{_RUN}{number}"):
                     jax.block_until_ready(cases[name].run())
-        spans = spans_of_runs(_profile(folder))
+        runs = kernels_of_runs(_profile(folder))
+    spans = {number: span(kernels) for number, kernels in runs.items()}
     found = {}
     for name, case in cases.items():
         by_host = spread([ms / case.calls for at, ms in host if at == name])
@@ -60,6 +63,37 @@ def measure(cases: Mapping[str, Timed], repeats: int) -> dict[str, Record]:
             "clock": "CUPTI",
         }
     return found
+
+
+def steady(case: Timed, seconds: float) -> Record:
+    """Run a case without a pause for some seconds, and return the times of the second half.
+
+    With CUPTI also ``busy_ms``, and ``kernels_us``: microseconds of a call by name of the kernel,
+    from runs right afterwards.
+    """
+    marks, pending = [time.perf_counter()], collections.deque()
+    while len(marks) < 3 or marks[-1] < marks[0] + seconds:
+        pending.append(case.run())
+        if len(pending) > 2:  # so that the device never waits for the host
+            jax.block_until_ready(pending.popleft())
+            marks.append(time.perf_counter())
+    jax.block_until_ready(list(pending))
+    found = {**spread(1e3 * np.diff(marks)[len(marks) // 2 :] / case.calls), "clock": "host"}
+    if not has_cupti():
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        with _traced(folder):
+            for number in range(5):
+                with jax.profiler.TraceAnnotation(f"{_RUN}{number}"):
+                    jax.block_until_ready(case.run())
+        runs = list(kernels_of_runs(_profile(folder)).values())
+    if not runs:  # CUPTI lost them
+        return found
+    calls, us = case.calls * len(runs), collections.Counter[str]()
+    for kernel in itertools.chain(*runs):
+        us[kernel.name] += 1e-3 * (kernel.end - kernel.start) / calls
+    busy = float(np.median([span(kernels)[1] for kernels in runs]))
+    return {**found, "busy_ms": 1e-6 * busy / case.calls, "kernels_us": dict(us.most_common())}
 
 
 def _by_host(cases: Mapping[str, Timed], order: Iterable[str]) -> dict[str, Record]:
@@ -90,10 +124,18 @@ def spread(ms: Any) -> Record:
     return {"ms": float(middle), "ms_p10": float(low), "ms_p90": float(high)}
 
 
-def spans_of_runs(profile: ProfileData) -> dict[int, tuple[float, float]]:
-    """Return for each numbered run ns from its first kernel to its last, and ns without gaps."""
+class Kernel(NamedTuple):
+    """A kernel that ran, from `start` to `end` in ns."""
+
+    start: float
+    end: float
+    name: str
+
+
+def kernels_of_runs(profile: ProfileData) -> dict[int, list[Kernel]]:
+    """Return the kernels of each numbered run that has any, in order."""
     runs: dict[int, tuple[float, float]] = {}
-    kernels: list[tuple[float, float]] = []
+    kernels: list[Kernel] = []
     for plane in profile.planes:
         on_device = plane.name.startswith("/device:GPU")
         lines = list(plane.lines)
@@ -102,23 +144,26 @@ def spans_of_runs(profile: ProfileData) -> dict[int, tuple[float, float]]:
         for line in lines:
             for event in line.events:
                 if on_device:
-                    kernels.append((event.start_ns, event.end_ns))
+                    kernels.append(Kernel(event.start_ns, event.end_ns, event.name))
                 elif event.name.startswith(_RUN):
                     number = int(event.name.removeprefix(_RUN).partition("#")[0])
                     runs[number] = event.start_ns, event.end_ns
     kernels.sort()
-    starts = [start for start, _ in kernels]
-    found = {}
-    for number, (begin, end) in runs.items():
-        own = kernels[bisect.bisect_left(starts, begin) : bisect.bisect_right(starts, end)]
-        if own:
-            first, last = own[0][0], max(stop for _, stop in own)
-            busy, until = 0.0, first
-            for start, stop in own:
-                busy += max(0.0, stop - max(start, until))
-                until = max(until, stop)
-            found[number] = last - first, busy
-    return found
+    starts = [kernel.start for kernel in kernels]
+    found = {
+        number: kernels[bisect.bisect_left(starts, begin) : bisect.bisect_right(starts, end)]
+        for number, (begin, end) in runs.items()
+    }
+    return {number: own for number, own in found.items() if own}
+
+
+def span(kernels: list[Kernel]) -> tuple[float, float]:
+    """Return ns from the start of the first kernel to the end of the last, and without gaps."""
+    busy, until = 0.0, kernels[0].start
+    for kernel in kernels:
+        busy += max(0.0, kernel.end - max(kernel.start, until))
+        until = max(until, kernel.end)
+    return until - kernels[0].start, busy
 
 
 @functools.cache
@@ -132,7 +177,7 @@ def has_cupti() -> bool:
         with tempfile.TemporaryDirectory() as folder:
             with _traced(folder), jax.profiler.TraceAnnotation(f"{_RUN}0"):
                 jax.block_until_ready(add(0.0))
-            return bool(spans_of_runs(_profile(folder)))
+            return bool(kernels_of_runs(_profile(folder)))
     except Exception as error:  # CUPTI is missing, or this user may not use it
         print(f"No device times by CUPTI: {error}", flush=True)
         return False

@@ -18,9 +18,9 @@ import numpy as np
 import jfp8
 from jfp8.scaling.sink import init_sink
 from on_gpu.cases import Case, Group, Settings, Timed
+from on_gpu.linear import QUANTIZE_BYTES
 from on_gpu.records import Record
 from on_gpu.timing import chained, copies, random
-from on_gpu.training import QUANTIZE_BYTES
 
 Shape = tuple[int, int, int, int]  # rows, groups, k, n
 RECIPES = ("delayed", "block", "current")
@@ -32,7 +32,7 @@ def experts(settings: Settings) -> Iterator[Group]:
         m, groups, k, n = shape
         for is_equal in (True, False):
             name = f"{m}x{k}x{n}, {groups} {'equal' if is_equal else 'unequal'}"
-            yield Group(name, list(_products(shape, is_equal, settings)), "bf16")
+            yield Group(name, list(_products(shape, is_equal, settings)), "bf16 batched")
     for tokens, width, hidden in _layers(settings):
         name = f"MoE {tokens}x{width}, 2 of 8 of {hidden}"
         yield Group(name, list(_moe(tokens, width, hidden, settings)), "bf16")
@@ -74,7 +74,6 @@ def _products(shape: Shape, is_equal: bool, settings: Settings) -> Iterator[Case
 
     # Its groups are equal, whatever the others' are: the time of dense matmuls of the same work.
     yield case("bf16 batched", functools.partial(_batched, groups), {"flops_bf16": flops})
-    yield case("bf16", _ragged, {"flops_bf16": flops})
     for recipe in RECIPES:
         per_element = QUANTIZE_BYTES[recipe]
         work = {"flops_f8": flops, "bytes": int(per_element * (m * k + groups * k * n + m * n))}
@@ -82,6 +81,7 @@ def _products(shape: Shape, is_equal: bool, settings: Settings) -> Iterator[Case
         work["bytes"] += 2 * groups * k * n if recipe == "delayed" else 0
         kernels = ("grouped_matmul", "grouped_outer")
         yield case(recipe, functools.partial(_fp8, recipe), work, kernels)
+    yield case("bf16", _ragged, {"flops_bf16": flops})
 
 
 def _sizes(rows: int, groups: int, is_equal: bool) -> jax.Array:

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -41,7 +42,7 @@ def work(text: str) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     settings = Settings(**plan["settings"])
     if plan["start"]:  # a module's function to call before anything runs, such as naming the device
-        _say("hello", record=_function(plan["start"])(settings))
+        _say("hello", record=named(plan["start"])(settings))
     finished, measured = ({tuple(key) for key in plan[what]} for what in ("finished", "measured"))
     for index, (name, function) in enumerate(plan["sections"]):
         share = plan["shares"][index] / sum(plan["shares"][index:])
@@ -49,7 +50,8 @@ def work(text: str) -> None:
         _say("section", name=name)
         groups = []
         try:
-            groups.extend(_function(function)(settings))
+            found = named(function)(settings)
+            groups.extend(group for group in found if re.search(settings.groups, group.name))
         except Exception as error:
             if (name, "", "") not in finished:
                 _say("case", section=name, group="", name="", record=_failure(error))
@@ -83,7 +85,7 @@ def left_of(section: str, group: Group, finished: set[Key], measured: set[Key]) 
 def _run_group(
     section: str, group: Group, settings: Settings, end: float, broken: set[str]
 ) -> None:
-    from on_gpu.device_time import measure
+    from on_gpu.device_time import measure, steady
 
     ready: dict[str, Timed] = {}
     seconds: dict[str, float] = {}
@@ -118,7 +120,10 @@ def _run_group(
         cases[again] = ready[group.baseline]
     _say("timing", section=section, group=group.name, names=list(ready))
     try:
-        times = measure(cases, settings.repeats)
+        if group.seconds:
+            times = {name: steady(timed, group.seconds) for name, timed in cases.items()}
+        else:
+            times = measure(cases, settings.repeats)
     except Exception as error:
         for name in ready:
             _say("case", section=section, group=group.name, name=name, record=_failure(error))
@@ -164,7 +169,8 @@ def _failure(error: Exception) -> Record:
     return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
 
-def _function(name: str) -> Callable[..., Any]:
+def named(name: str) -> Callable[..., Any]:
+    """Return a function by its name, ``"module:function"``."""
     module, function = name.split(":")
     return getattr(importlib.import_module(module), function)
 

@@ -23,7 +23,8 @@ _RATES = (
     "percent_of_floor",
     "first_loss",
 )
-_CLOCKS = ("sm_mhz", "sm_mhz_least", "watts", "throttled")
+_CLOCKS = ("sm_mhz", "sm_mhz_least", "watts", "watts_median", "throttled")
+_MORE = ("kernels_us", "memory", "relative_errors")
 
 
 def summarize(result: Record) -> Record:
@@ -46,9 +47,10 @@ def _line(record: Record) -> Record:
     clocks = record.get("clocks") or {}
     return {
         **{key: record[key] for key in ("section", "group", "name")},
-        **_rounded({short: record[key] for short, key in _TIMES.items()}),
+        **_rounded({short: record.get(key) for short, key in _TIMES.items()}),
         **_rounded({key: record[key] for key in _RATES if record.get(key) is not None}),
         **{key: clocks[key] for key in _CLOCKS if key in clocks},
+        **{key: _rounded(record[key]) for key in _MORE if record.get(key)},
     }
 
 

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from gpu_programs import compile_divided, compile_for, why_not
 from support.compiled_layers import gradients_of
 from support.interpreter import cudnn_known
+from support.scripts import imported
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -77,3 +78,16 @@ def test_a_transformer_layer_in_high_precision_on_eight_gpus():
         program = compile_divided("h200", {"x": 2, "y": 4}, step, (params, x, x), specs)
     targets = [i.target for i in program.hlo.other_products]
     assert sorted(targets) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
+def test_the_benchmark_in_fp8():
+    """By cuDNN's attention in FP8, forward and backward, with grouped queries."""
+    attention = imported("on_gpu.attention", "benchmarks")
+    q, k = (jax.ShapeDtypeStruct((4, 2048, heads, 128), jnp.float8_e4m3fn) for heads in (32, 8))
+    one = jax.ShapeDtypeStruct((), jnp.float32)
+    amaxes = dict.fromkeys((*attention.OPERANDS, *attention.RESULTS, "s", "dP"), one)
+
+    with cudnn_known():
+        program = compile_for("h200", attention.by_cudnn, q, k, k, q, amaxes)
+    targets = [i.target for i in program.hlo.other_products]
+    assert sorted(targets) == ["__cudnn$fmhaSoftmaxBackwardF8", "__cudnn$fmhaSoftmaxF8"]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
@@ -15,8 +16,9 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need JAX 0.11.2 or later", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMED = ["ceilings", "products", "linear", "quantize", "block", "experts", "fusions"]
-SECTIONS = ["checks", *TIMED, "accumulation", "memory", "facts"]
+TIMED = ["ceilings", "products", "alone", "linear", "quantize"]
+TIMED += ["block", "attention", "experts", "fusions"]
+SECTIONS = ["checks", *TIMED, "accumulation", "facts"]
 # One virtual device, as on the machines that this is for, and no complaints about ranks.
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")},
@@ -31,9 +33,9 @@ def run(*arguments):
     return done.stdout
 
 
-device_time, records_file, tables, timing = (
+cases, device_time, records_file, tables = (
     imported(f"on_gpu.{name}", "benchmarks")
-    for name in ("device_time", "records", "tables", "timing")
+    for name in ("cases", "device_time", "records", "tables")
 )
 
 
@@ -132,4 +134,35 @@ def test_device_times_are_those_of_the_kernels_of_a_run():
       }
     """
     profile = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(text))
-    assert device_time.spans_of_runs(profile) == {0: (5000, 4000), 1: (4000, 4000)}
+    found = {n: device_time.span(own) for n, own in device_time.kernels_of_runs(profile).items()}
+    assert found == {0: (5000, 4000), 1: (4000, 4000)}
+
+
+def test_a_program_alone_is_compared_to_bf16_alone():
+    """Whatever ran in turn with others, or in another group."""
+    step = {"section": "alone", "group": "step", "baseline_ms": None, "uses": []}
+    rows = [
+        {**step, "name": "delayed", "ms": 4.0},
+        {**step, "name": "bf16", "ms": 6.0},
+        {**step, "name": "bf16", "ms": 9.0, "group": "gradient"},
+        {**step, "name": "bf16", "ms": 8.0, "section": "block", "baseline_ms": 8.0},
+        {**step, "name": "block", "ms": 5.0, "group": "another"},
+    ]
+    tables.derive(rows, True)
+    assert [r["ratio"] for r in rows] == [1.5, 1.0, 1.0, 1.0, None]
+
+
+def test_the_times_of_a_program_alone_are_of_its_second_half(monkeypatch):
+    """A clock that falls after half of the time: the slow calls count, two in each run."""
+    now = iter([0.0] + [0.01 * i for i in range(1, 51)] + [0.5 + 0.02 * i for i in range(1, 60)])
+    monkeypatch.setattr(device_time.time, "perf_counter", lambda: next(now))
+    found = device_time.steady(cases.Timed(lambda: jnp.zeros(()), calls=2), 1.5)
+    assert found["ms"] == pytest.approx(10.0)
+    assert found["clock"] == "host"
+
+
+def test_only_the_groups_that_were_asked_for_run(tmp_path):
+    file = tmp_path / "out.jsonl"
+    how = ("--smoke", "--sections", "ceilings,alone", "--records", file)
+    run(*how, "--groups", "^program$")
+    assert {r["group"] for r in records_file.load(file)["records"]} == {"program"}
