@@ -16,7 +16,7 @@ result, and a kernel that hangs is ended without harm to the others.
 Each record is written to the file immediately, however the program ends. With an existing file,
 only missing and failed records are measured: repeat the command to continue after the time limit.
 After a change of a kernel use a new file. The table is made from the file alone.
-The
+`benchmarks/fifteen_minutes.sh` has the calls for a card that is lent for a quarter of an hour. The
 package has to be importable, installed or by PYTHONPATH. The exit status is 1 if a check fails.
 """
 

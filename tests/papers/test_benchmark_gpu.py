@@ -1,6 +1,8 @@
 """The GPU benchmark runs without a GPU: tiny, with kernels interpreted; and nothing stops it."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
-from support.scripts import imported
+from support.scripts import imported, on_path
 
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need JAX 0.11.2 or later", allow_module_level=True)
@@ -33,9 +35,9 @@ def run(*arguments):
     return done.stdout
 
 
-cases, device_time, records_file, tables = (
+cases, device_time, harness, records_file, tables = (
     imported(f"on_gpu.{name}", "benchmarks")
-    for name in ("cases", "device_time", "records", "tables")
+    for name in ("cases", "device_time", "harness", "records", "tables")
 )
 
 
@@ -166,3 +168,19 @@ def test_only_the_groups_that_were_asked_for_run(tmp_path):
     how = ("--smoke", "--sections", "ceilings,alone", "--records", file)
     run(*how, "--groups", "^program$")
     assert {r["group"] for r in records_file.load(file)["records"]} == {"program"}
+
+
+def test_each_call_of_the_fifteen_minutes_finds_its_groups():
+    text = (ROOT / "benchmarks/fifteen_minutes.sh").read_text(encoding="utf-8")
+    calls = re.findall(r"^ +(\d+)\) gpu 1 '?([a-z,]+)'?(?: '(.*)')? ;;$", text, re.M)
+    found = {}
+    with on_path("benchmarks"):
+        sections_of_gpu = importlib.import_module("gpu").SECTIONS
+        for number, sections, pattern in calls:
+            names = [
+                group.name
+                for section in sections.split(",")
+                for group in harness.named(sections_of_gpu[section][0])(cases.Settings())
+            ]
+            found[int(number)] = sum(bool(re.search(pattern, name)) for name in names)
+    assert found == {1: 4, 2: 8, 4: 4, 5: 6, 7: 4, 8: 2, 9: 4, 10: 7, 11: 2}
