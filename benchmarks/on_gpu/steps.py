@@ -127,12 +127,20 @@ def _case(layer: Layer, name: str, with_optimizer: bool, settings: Settings) -> 
 def _timed(layer: Layer, name: str, with_optimizer: bool, settings: Settings) -> Timed:
     """Compile a step, and return repetitions of it; without an optimizer, of one gradient."""
     model, variables, batch = _model(layer, name, settings)
-    state, step = _step(model, variables, VARIANTS[name][0], with_optimizer)
+    tx = optax.adamw(1e-4) if with_optimizer else optax.set_to_zero()
+    state, gradient, update = training(model, variables, VARIANTS[name][0], tx)
+
+    def step(state, x):
+        loss, grads = gradient(state, x)
+        return update(state, grads) if with_optimizer else grads, loss
+
     donated = (0,) if with_optimizer else ()
     compiled = jax.jit(step, donate_argnums=donated).lower(state, batch).compile()
     if settings.hlo:
         kind = "step" if with_optimizer else "gradient"
         save(compiled, settings.hlo, f"block-{kind}-{layer}-{name}")
+    if not with_optimizer:  # amaxes are known, as in the middle of training
+        state = jax.jit(update)(state, compiled(state, batch)[0])
     latest = [state]  # donated to each step in turn
 
     def run(steps: int) -> jax.Array:
@@ -172,31 +180,23 @@ def _model(layer: Layer, name: str, settings: Settings) -> tuple[Block, Any, jax
     return model, jax.jit(model.init)(jax.random.key(0), batch), batch
 
 
-def _step(model: Block, variables: Any, kind: str, with_optimizer: bool) -> tuple[Any, Any]:
-    """Return a state and a function from it and a batch to the next one, or to gradients."""
-    tx = optax.adamw(1e-4)
+def training(model: Block, variables: Any, kind: str, tx: Any) -> tuple[Any, Any, Any]:
+    """Return a state, ``(state, batch) -> (loss, grads)`` and ``(state, grads) -> state``."""
 
     def loss_of(variables, x):
         return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))
 
     if kind == "jfp8":
         state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
-
-        def step(state, x):
-            loss, grads = jfp8.value_and_grad(lambda v, x: (loss_of(v, x), {}))(state, x)
-            return state.apply_gradients(grads) if with_optimizer else grads, loss
-
-        return state, step
+        ours = jfp8.value_and_grad(lambda v, x: (loss_of(v, x), {}))
+        return state, ours, lambda state, grads: state.apply_gradients(grads)
     # All collections, since Flax hands out the state of its FP8 operations as gradients.
     params = dict(variables) if len(variables) > 1 else variables["params"]
     pack = (lambda p: p) if len(variables) > 1 else (lambda p: {"params": p})
     state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    def step(state, x):
-        loss, grads = jax.value_and_grad(lambda p: loss_of(pack(p), x))(state.params)
-        return state.apply_gradients(grads=grads) if with_optimizer else grads, loss
-
-    return state, step
+    gradient = jax.value_and_grad(lambda p, x: loss_of(pack(p), x))
+    update = lambda state, grads: state.apply_gradients(grads=grads)
+    return state, lambda state, x: gradient(state.params, x), update
 
 
 def _work(layer: Layer, name: str, with_optimizer: bool) -> Record:
