@@ -11,20 +11,48 @@ matmul ``"fp8_result"``, which these policies save beside what JAX's save::
 ``everything_saveable`` and ``nothing_saveable`` of JAX need no other form.
 """
 
+from typing import Any
+
 from jax import checkpoint_policies as of_jax
 
 from jfp8.products.vjp import RESULT
 from jfp8.tracing.listing import listing
 
 _results = of_jax.save_only_these_names(RESULT)
-
-dots_saveable = of_jax.save_from_both_policies(of_jax.dots_saveable, _results)
-"""Save the results of all matmuls, FP8 or not."""
-
-dots_with_no_batch_dims_saveable = of_jax.save_from_both_policies(
+_dots = of_jax.save_from_both_policies(of_jax.dots_saveable, _results)
+_dots_with_no_batch_dims = of_jax.save_from_both_policies(
     of_jax.dots_with_no_batch_dims_saveable, _results
 )
-"""Save the results of matmuls with weights, FP8 or not; not those of attention."""
+
+
+def dots_saveable(prim: Any, *args: Any, **params: Any) -> Any:
+    """Decide as JAX's policy of this name, and save the results of FP8 matmuls, too.
+
+    Args:
+      prim, args, params: see `jax.checkpoint`, which passes them.
+
+    Returns:
+      A bool, whether the results of an operation are saved, or the object by which JAX says so.
+
+    >>> import jax, jfp8
+    >>> f = jax.checkpoint(lambda x: x * 2, policy=jfp8.checkpoint_policies.dots_saveable)
+    """
+    return _dots(prim, *args, **params)
+
+
+def dots_with_no_batch_dims_saveable(prim: Any, *args: Any, **params: Any) -> Any:
+    """Decide as JAX's policy of this name, and save the results of FP8 matmuls with weights.
+
+    It does not save what attention multiplies. For the arguments see `dots_saveable`.
+
+    Args:
+      prim, args, params: see `jax.checkpoint`, which passes them.
+
+    Returns:
+      A bool, whether the results of an operation are saved, or the object by which JAX says so.
+    """
+    return _dots_with_no_batch_dims(prim, *args, **params)
+
 
 __all__ = ["dots_saveable", "dots_with_no_batch_dims_saveable"]
 __dir__ = listing(__all__)

@@ -49,6 +49,9 @@ def metrics(
     Returns:
       f32[] by name.
 
+    Raises:
+      TypeError: `state` is no `TrainState`.
+
     >>> import jax, jax.numpy as jnp, jfp8, optax
     >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
     >>> variables = model.init(jax.random.key(0), x)
