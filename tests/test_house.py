@@ -227,7 +227,7 @@ LINES_OF_ROOMS = {
     "layers": 4897,
     "collectives": 530,
     "optim": 2639,
-    "training": 3026,
+    "training": 3027,
     "checkpoint": 3194,
     "conversion": 4774,
     "debug": 3429,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul.planner import planner_of
-from jfp8.scaling.history import CHECK, as_read, resume_recorded, sealed
+from jfp8.scaling.history import CHECK, as_read, intact_states, resume_recorded, sealed
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.device import current_device
 
@@ -76,8 +76,9 @@ def read_by_step(fp8: Collections) -> Collections:
     """Return the ``fp8`` collection that a training step reads; see `as_read`."""
 
     def of_product(product: Any) -> Any:
-        read = as_read({role: product[role]["amax_history"] for role in ROLES})
-        new = {role: {**product[role], "amax_history": read[role]} for role in ROLES}
+        states = intact_states(product)
+        read = as_read({role: states[role]["amax_history"] for role in ROLES})
+        new = {role: {**states[role], "amax_history": read[role]} for role in ROLES}
         return sealed(new) if CHECK in product else new
 
     return map_products(of_product, fp8)

@@ -90,6 +90,22 @@ def test_histories_that_nothing_has_changed_are_used(trees):
         assert_same(apply(same, X), delayed)
 
 
+def test_a_training_step_reads_no_histories_that_arithmetic_has_changed(trees):
+    """Its loss is that of a state which has not begun."""
+    state = jfp8.TrainState.create(apply_fn=MODEL.apply, variables=trees[2], tx=optax.sgd(0.0))
+
+    @jax.jit
+    def loss(fp8):
+        mean_square = lambda variables: jnp.mean(MODEL.apply(variables, X) ** 2)
+        return jfp8.value_and_grad(mean_square)(state.replace(fp8=fp8))[0]
+
+    changed, empty, same = (
+        loss(jax.tree.map(lambda a, by=by: a * by, state.fp8)) for by in (1 / 8, 0, 1)
+    )
+    assert changed == empty
+    assert same != empty
+
+
 def test_training_goes_on_from_a_mean_of_states(trees):
     """Its histories begin with the amaxes of the first step, and are good again."""
     state = jfp8.TrainState.create(
