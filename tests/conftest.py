@@ -163,7 +163,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Adds up the seconds of each file; where there are workers, in the process that has them."""
     if report.when == "teardown":
-        seconds[file_of(report.nodeid)] += report.cpu_seconds
+        # A notebook is reported by another plugin, without them.
+        seconds[file_of(report.nodeid)] += getattr(report, "cpu_seconds", 0.0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
