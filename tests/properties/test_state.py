@@ -231,7 +231,7 @@ class Seen:
 
     @property
     def overflow(self) -> bool:
-        return any(overflowed(part) for part in self.parts)
+        return not np.isfinite(self.losses).all() or any(map(overflowed, self.parts))
 
 
 def seen_by_numpy(program: Program, kernel: Callable, batch, parts: int) -> Seen:
