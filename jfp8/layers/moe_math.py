@@ -261,7 +261,7 @@ def through_experts(
 
 def _warn_if_many(dropped: jax.Array, capacity_factor: float) -> None:
     """Warn if more than 1 % of all choices are dropped, where the share is known: outside `jit`."""
-    if not isinstance(dropped, jax.core.Tracer) and dropped > 0.01:
+    if not isinstance(dropped, jax.core.Tracer) and float(dropped) > 0.01:
         warnings.warn(
             f"capacity_factor={capacity_factor} drops {float(dropped):.1%} of the choices of "
             "experts, whose results are 0. Pass a larger one, or balance the experts: add the sown "
