@@ -92,7 +92,7 @@ def _in_fp8(
     def measured(arrays: Arrays, amaxes: Scales) -> Scales:
         return attend(*_quantized(arrays, amaxes), amaxes)[1]
 
-    for _ in range(3):  # scales of results depend on rounding by those of others
+    for _ in range(3):  # each scale depends on values that the other scales rounded
         amaxes |= measured(inputs, amaxes)
 
     def run(q, k, v, do, amaxes):

@@ -43,7 +43,7 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
 
     Returns:
       `variables` with ``fp8`` and ``fp8_sink`` in place of ``_overwrite_with_gradient``. The rest
-      is that of `jfp8.checkpoint.upgrade`, which this function calls.
+      is what `jfp8.checkpoint.upgrade` returns.
 
     Raises:
       ValueError: `variables` has no such collection, or another entry in it; or does not fit.

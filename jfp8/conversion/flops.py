@@ -47,7 +47,7 @@ def conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumbe
 def expected_times(flops: int, elements: int, scales: Scales) -> Times | None:
     """Return the expected times of a matmul on the GPU that JAX traces for; None if not known.
 
-    `elements` are those of both operands and the result.
+    `elements` counts both operands and the result.
     """
     return planner_of(current_gpu()).expected_times(Work(flops / 2, elements), scales)
 

@@ -54,7 +54,7 @@ def primals(hows: Sequence[Any], arguments: Any, operands: Sequence[Any]) -> Any
     Args:
       hows: the `How` of each product.
       arguments: a tree of ``CustomVJPPrimal``, which say what the gradient is with respect to.
-      operands: those of each product among them.
+      operands: the `Operands` of each product, parts of `arguments`.
     """
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     values = jax.tree.map(lambda x: x.value, arguments, is_leaf=is_primal)

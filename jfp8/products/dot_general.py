@@ -66,8 +66,8 @@ def scaled_dot_general(
       dimension_numbers: see ``jax.lax.dot_general``.
       recipe: how each operand of each product is quantized; an object or its name.
       state: amax histories of this matmul, ``{"lhs", "rhs", "grad"}`` from `Recipe.init_state`;
-        they are read, never written. Without a state, scales are current; so is that of `rhs`, a
-        weight, where no gradient is taken.
+        they are read, never written. Without a state, all scales are current; where no
+        gradient is taken, the scale of `rhs`, a weight, is current in any case.
       sink: ``f32[3, 2050]`` zeros (`jfp8.scaling.init_sink`), whose cotangent carries the amaxes of
         lhs, rhs and grad out of the backward pass, for `advance`. With both `sink` and `state`,
         gradients use their history; without a sink, current scaling.

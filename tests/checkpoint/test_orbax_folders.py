@@ -1,4 +1,4 @@
-"""Folders that Orbax wrote as its guides and those of Flax show, and several processes together.
+"""Folders that Orbax wrote as its guides and Flax's guides show, and several processes together.
 
 Each process runs this file.
 """

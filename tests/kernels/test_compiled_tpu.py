@@ -50,7 +50,7 @@ def on_the_page() -> dict[tuple[str, str, str], str]:
 
 @pytest.fixture
 def counted(record_property):
-    """Record a row of the table in the report; those of a TPU7x on the page must be the same."""
+    """Record a row of the table in the report; the rows of a TPU7x on the page must be the same."""
 
     def count(kind, way, recipe, *axes):
         found = row(kind, way, recipe, *axes)

@@ -265,7 +265,7 @@ class TestPromise1TwoCollections:
 class TestPromise2CollectionsDecideWhatIsDelayed:
     """{params}: current; {params, fp8}: delayed x and w; and fp8_sink: delayed gradients too.
 
-    Without a gradient, the scale of w is that of its own amax.
+    Without a gradient, the scale of w follows from its own amax.
     """
 
     AMAX = {"lhs": 2.0, "rhs": 0.25, "grad": 3 * 2.0**-10}  # far from the amaxes at hand

@@ -106,7 +106,7 @@ def current(x, w):
 
 
 def times_current(found, of_product, x, w):
-    """The error of what was `found`, divided by that of current scaling."""
+    """The error of what was `found`, divided by the error of current scaling."""
     exact = of_product(jnp.matmul, x, w)
     least = error(of_product(current, x, w), exact)
     assert 0.01 < least < 0.1

@@ -91,7 +91,7 @@ def test_histories_that_nothing_has_changed_are_used(trees):
 
 
 def test_a_training_step_reads_no_histories_that_arithmetic_has_changed(trees):
-    """Its loss is that of a state which has not begun."""
+    """A state that has not begun gives the same loss."""
     state = jfp8.TrainState.create(apply_fn=MODEL.apply, variables=trees[2], tx=optax.sgd(0.0))
 
     @jax.jit
