@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
+from jfp8.checkpoint.state_dict import spelled
 from jfp8.tracing.caller import user_level
 
 _MOST_NAMED = 4  # paths in a message
@@ -78,11 +79,6 @@ _MODEL = (
     'rename and reshape first: saved = load(path); layers = saved.get("params", saved); '
     'layers["new"] = layers.pop("old"); upgrade(saved, target).'
 )
-
-
-def spelled(path: tuple[str, ...]) -> str:
-    """Return ``"params/Dense_0/kernel"``, with overlong names of hostile files cut."""
-    return "/".join(name if len(name) <= 80 else f"{name[:60]}..." for name in path) or "the top"
 
 
 def _listed(paths: list[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jfp8.checkpoint import atomic, orbax_directory, safetensors_file
-from jfp8.checkpoint.state_dict import flatten, is_spread, on_host, spelled, state_dict
+from jfp8.checkpoint.state_dict import is_spread, on_host, spelled, state_dict, walk
 from jfp8.checkpoint.upgrade import upgrade
 from jfp8.training.skipped import tell
 from jfp8.training.state import TrainState
@@ -60,10 +60,10 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         return
     if target.is_dir():
         raise ValueError(f"{target} is a folder. Choose another name for the file.")
-    for names, leaf in flatten(state):
+    for names, leaf in walk(state):
         if is_spread(leaf):
             raise ValueError(
-                f"{spelled(names)} is sharded over several processes. Save to a "
+                f"'{spelled(names)}' is sharded over several processes. Save to a "
                 f"folder of Orbax, which writes shards: {target.with_suffix('')}."
             )
     atomic.replace_file(target, partial(safetensors_file.write, state))

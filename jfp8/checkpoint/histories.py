@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.tree import Nested, Path, at, described, put, walk
+from jfp8.checkpoint.state_dict import Path, walk
+from jfp8.checkpoint.tree import Nested, at, described, put
 from jfp8.checkpoint.values import placed
 from jfp8.layers.linen.state_in_gradients import NAME, histories_in
 from jfp8.scaling.history import CHECK, fingerprint
@@ -84,7 +85,7 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
             states[role] = {HISTORY: states[role], RUNNING: _possible(running)}
     if states and CHECK in target:
         states[CHECK] = _check(states, saved, target[CHECK].shape)
-    new |= dict(walk(states, path))
+    new |= dict(walk(states, path)) if states else {}
     return {place: placed(array, leaves[place]) for place, array in new.items()}
 
 

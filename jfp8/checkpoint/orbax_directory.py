@@ -20,11 +20,11 @@ import numpy as np
 from jfp8.checkpoint.state_dict import (
     bytes_of,
     checksum,
-    flatten,
     is_spread,
     short,
     spelled,
     state_dict,
+    walk,
 )
 
 _MARK = "_METADATA"  # Orbax writes it into every folder with a tree
@@ -88,7 +88,7 @@ def _inside(directory: Path) -> str:
 def _checksums(state: dict[str, Any]) -> dict[str, int]:
     """Return the checksums of all leaves but arrays of which other processes have parts."""
     found = {}
-    for path, leaf in flatten(state):
+    for path, leaf in walk(state):
         name = ".".join(path)
         if isinstance(leaf, np.ndarray):
             found[name] = checksum(name, leaf.dtype.name, leaf.shape, bytes_of(leaf))
@@ -109,18 +109,18 @@ def _check_values(state: dict[str, Any], expected: Any) -> None:
 
 def _check_storable(state: dict[str, Any]) -> None:
     names: dict[str, tuple[str, ...]] = {}
-    for path, leaf in flatten(state):
+    for path, leaf in walk(state):
         if isinstance(leaf, np.ndarray) and (not leaf.size or leaf.dtype.name in _UNKNOWN_TO_ORBAX):
             what = f"{leaf.dtype}{list(leaf.shape)}"
             raise ValueError(
-                f"{spelled(path)} is {what}, which Orbax cannot store; .safetensors can."
+                f"'{spelled(path)}' is {what}, which Orbax cannot store; .safetensors can."
             )
         # The name under which Orbax stores it. Of two, one would overwrite the other.
         other = names.setdefault(".".join(path), path)
         if other != path:
             raise ValueError(
-                f"Orbax would store {spelled(other)} and {spelled(path)} under one name, with '.' "
-                "for '/'. Rename one, or save as .safetensors."
+                f"Orbax would store '{spelled(other)}' and '{spelled(path)}' under one name, with "
+                "'.' for '/'. Rename one, or save as .safetensors."
             )
 
 

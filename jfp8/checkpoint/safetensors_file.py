@@ -31,10 +31,10 @@ from jfp8.checkpoint.state_dict import (
     Path,
     bytes_of,
     checksum,
-    flatten,
     short,
     spelled,
     unflatten,
+    walk,
 )
 
 _METADATA, _OURS, _OURS_CRC32 = "__metadata__", "jfp8", "jfp8_crc32"
@@ -73,7 +73,7 @@ class _Stored(NamedTuple):
 
 def write(state: dict[str, Any], file: BinaryIO) -> None:
     """Write the result of `on_host`; ``ValueError`` for a key with "/", and for complex128."""
-    leaves = {_name(path): leaf for path, leaf in flatten(state)}
+    leaves = {_name(path): leaf for path, leaf in walk(state)}
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
     stored = {name: _stored(name, array) for name, array in arrays.items()}
     ours = {
@@ -153,7 +153,7 @@ def _name(path: Path) -> str:
     for key in path:
         if "/" in key or path == (_METADATA,):
             raise ValueError(
-                f"{spelled(path)} has the key {short(key)}, but names in safetensors are keys "
+                f"'{spelled(path)}' has the key {short(key)}, but names in safetensors are keys "
                 f"joined by '/', and {_METADATA!r} is taken. Rename it, or save to a folder."
             )
     return "/".join(path)

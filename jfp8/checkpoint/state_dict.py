@@ -8,7 +8,7 @@ keys, which Flax's function leaves unchanged, become dicts and arrays, too.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ def on_host(state: Any) -> dict[str, Any]:
             'Pass one: jfp8.checkpoint.save(path, {"x": x}). For an NNX model, save its state: '
             "jfp8.checkpoint.save(path, nnx.state(model))."
         )
-    found = list(flatten(state))
+    found = list(walk(state))
     if all(isinstance(leaf, dict) for _, leaf in found):
         raise ValueError("The tree has no leaves: there is nothing to save.")
     leaves = jax.device_get([None if is_spread(leaf) else leaf for _, leaf in found])
@@ -78,7 +78,9 @@ def _checked(path: Path, leaf: Any) -> Any:
         return leaf
     if type(leaf) is int:
         if not -(2**63) <= leaf < 2**64:
-            raise ValueError(f"{spelled(path)} = {leaf} has more than the 64 bits of a checkpoint.")
+            raise ValueError(
+                f"'{spelled(path)}' = {leaf} has more than the 64 bits of a checkpoint."
+            )
         return leaf
     if isinstance(leaf, np.ndarray | np.generic | complex):
         array = np.asarray(leaf)
@@ -88,9 +90,9 @@ def _checked(path: Path, leaf: Any) -> Any:
     else:
         kind = f"of type {type(leaf).__name__}"
     raise TypeError(
-        f"{spelled(path)} is {kind}, which a checkpoint cannot hold. It can hold arrays of numbers "
-        f"({', '.join(DTYPES)}), bool, int, float, str and None. Register your own containers "
-        "with flax.serialization.register_serialization_state."
+        f"'{spelled(path)}' is {kind}, which a checkpoint cannot hold. It can hold arrays of "
+        f"numbers ({', '.join(DTYPES)}), bool, int, float, str and None. Register your own "
+        "containers with flax.serialization.register_serialization_state."
     )
 
 
@@ -104,20 +106,18 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield paths and leaves of a state dict, empty dicts included, in order.
+def walk(
+    tree: Any, path: Path = (), until: Callable[[dict[str, Any]], bool] = lambda node: False
+) -> Iterator[tuple[Path, Any]]:
+    """Yield paths and leaves of nested dicts, in order.
 
-    ``ValueError`` if it is deeper than `MOST_DEPTH`, or a key is not a string.
+    Empty dicts count as leaves, and so do the outermost dicts for which `until` is true.
     """
-    if not isinstance(state, dict) or not state:
-        yield path, state
+    if not isinstance(tree, dict) or not tree or until(tree):
+        yield path, tree
         return
-    if len(path) == MOST_DEPTH:
-        raise ValueError(f"{spelled(path)} is nested deeper than {MOST_DEPTH} levels")
-    for key, value in state.items():
-        if not isinstance(key, str):
-            raise ValueError(f"{spelled(path)} has the key {key!r}, which is no string")
-        yield from flatten(value, (*path, key))
+    for name, child in tree.items():
+        yield from walk(child, (*path, name), until)
 
 
 def unflatten(leaves: Any) -> dict[str, Any]:
@@ -128,19 +128,19 @@ def unflatten(leaves: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for path, leaf in leaves:
         if len(path) > MOST_DEPTH:
-            raise ValueError(f"{spelled(path)} is nested deeper than {MOST_DEPTH} levels")
+            raise ValueError(f"'{spelled(path)}' is nested deeper than {MOST_DEPTH} levels")
         node: Any = state
         for key in path[:-1]:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or path[-1] in node:
-            raise ValueError(f"{spelled(path)} occurs twice, or has entries below it")
+            raise ValueError(f"'{spelled(path)}' occurs twice, or has entries below it")
         node[path[-1]] = leaf
     return state
 
 
 def spelled(path: Path) -> str:
-    """Return a path as text for a message."""
-    return short("/".join(map(str, path))) if path else "the tree"
+    """Return a path as text for a message: ``"params/Dense_0/kernel"``."""
+    return short("/".join(map(str, path)))[1:-1] if path else "the tree"
 
 
 def short(value: Any) -> str:

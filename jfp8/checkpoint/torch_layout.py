@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jfp8.checkpoint.state_dict import is_spread, short, unflatten
-from jfp8.checkpoint.tree import nested, walk
+from jfp8.checkpoint.state_dict import is_spread, short, unflatten, walk
+from jfp8.checkpoint.tree import nested_target
 from jfp8.scaling.arrays import ScaledArray
 
 
@@ -121,7 +121,7 @@ def from_flax_params(params: Any, names: Names) -> Tensors:
     Raises:
       ValueError: a parameter has no name, or a name no parameter.
     """
-    found = {"/".join(path): leaf for path, leaf in walk(nested(params))}
+    found = {"/".join(path): leaf for path, leaf in walk(nested_target(params))}
     by_name = places(names)
     _check_same("parameters", set(found), {place.path for place in by_name.values()})
     return Tensors({name: partial(_tensor, name, found[p.path], p) for name, p in by_name.items()})

@@ -38,8 +38,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jfp8.checkpoint import histories
-from jfp8.checkpoint.changes import Log, spelled
-from jfp8.checkpoint.tree import Nested, Path, at, described, nested, rebuilt, walk
+from jfp8.checkpoint.changes import Log
+from jfp8.checkpoint.state_dict import Path, spelled, walk
+from jfp8.checkpoint.tree import Nested, at, described, nested, nested_target, rebuilt
 from jfp8.scaling.sink import ROLES
 
 # Names of histories; the rest of the name tells the matmuls of a layer apart.
@@ -83,7 +84,7 @@ def from_transformer_engine(meta: Mapping[str, Any], target: Mapping[str, Any]) 
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:4]
     Array([3., 2., 1., 0.], dtype=float32)
     """
-    log, wanted = Log(), nested(target)
+    log, wanted = Log(), nested_target(target)
     found = {}
     for path, node in _layers(nested(meta), log):
         for name, product in _products(node, path, log).items():

@@ -1,61 +1,45 @@
-"""Pytrees as nested dicts of names, as in ``flax.serialization.to_state_dict``, and back.
+"""A checkpoint and the tree that it is restored into, as nested dicts of names, and back.
 
-A checkpoint has names, not types. This file gives both sides of an upgrade the same form: names of
-dict entries, fields and positions as keys, and arrays and instances of `ScaledArray` as leaves.
-Empty containers are omitted, because not every file format stores them.
+A checkpoint has names, not types. Names are those of ``flax.serialization.to_state_dict``. Empty
+containers and None are omitted, because not every file format stores them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
 
-from jfp8.checkpoint.changes import spelled
-from jfp8.checkpoint.state_dict import MOST_DEPTH, Path
+from jfp8.checkpoint.state_dict import MOST_DEPTH, Path, state_dict, unflatten, walk
 from jfp8.optim.stored_state import StoredState
 from jfp8.scaling.arrays import ScaledArray
 
 Nested: TypeAlias = dict[str, Any]
-Entry: TypeAlias = tuple[Path, Any]
-Until: TypeAlias = Callable[[Nested], bool]
 
 
-def nested(tree: Any, path: Path = ()) -> Any:
-    """Convert any pytree to nested dicts without empty ones; return a leaf unchanged.
+def nested(saved: Any) -> Any:
+    """Return the nested dicts of a checkpoint, or of any tree that Flax can serialize.
 
-    NNX variables become their values. ``ValueError``, which names a `path`, for over 100 levels, a
-    key that is neither a string nor an int, or two of one name.
+    ``ValueError`` for over 100 levels, or two entries of one name.
     """
-    if len(path) > MOST_DEPTH:
-        raise ValueError(
-            f"The tree is more than {MOST_DEPTH} levels deep, at {spelled(path[:6])}/...: it is "
-            "not a checkpoint of a model."
-        )
-    if isinstance(tree, nnx.Variable):
-        tree = tree.get_value()
-    if isinstance(tree, ScaledArray):
-        return tree
-    if isinstance(tree, Mapping):
-        children = list(tree.items())
-    else:
-        flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
-        if len(flat) == 1 and not flat[0][0]:
-            return tree
-        children = [(_name(keys[0]), child) for keys, child in flat]
-    found: Nested = {}
-    for name, child in children:
-        if not isinstance(name, str | int):
-            raise ValueError(
-                f"{spelled(path)} has the key {str(name)[:60]!r} of type {type(name).__name__}: "
-                "names in a checkpoint are strings."
-            )
-        if str(name) in found:
-            raise ValueError(f"{spelled(path)} has two entries called {str(name)!r}.")
-        found[str(name)] = nested(child, (*path, str(name)))
-    return {k: child for k, child in found.items() if not isinstance(child, dict) or child}
+    try:
+        state = state_dict(saved)
+    except RecursionError:
+        raise ValueError(f"The tree is nested deeper than {MOST_DEPTH} levels.") from None
+    if not isinstance(state, dict):
+        return state
+    found = [(path, leaf) for path, leaf in walk(state) if leaf is not None]
+    return unflatten((path, leaf) for path, leaf in found if not isinstance(leaf, dict))
+
+
+def nested_target(target: Any) -> Any:
+    """Return the nested dicts of a tree to restore into: a `ScaledArray` is one leaf of them."""
+    found = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_leaf)
+    leaves = {tuple(map(_name, keys)): leaf for keys, leaf in found}
+    values = {k: x.get_value() if isinstance(x, nnx.Variable) else x for k, x in leaves.items()}
+    return values[()] if () in values else unflatten(values.items())
 
 
 def rebuilt(target: Any, values: Mapping[Path, Any]) -> Any:
@@ -66,15 +50,6 @@ def rebuilt(target: Any, values: Mapping[Path, Any]) -> Any:
         return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
     return jax.tree_util.tree_map_with_path(leaf_at, target, is_leaf=_is_leaf)
-
-
-def walk(tree: Any, path: Path = (), until: Until = lambda node: False) -> Iterator[Entry]:
-    """Yield the leaves of nested dicts, and in their place the outermost dicts that are `until`."""
-    if not isinstance(tree, dict) or until(tree):
-        yield path, tree
-        return
-    for name, child in tree.items():
-        yield from walk(child, (*path, name), until)
 
 
 def unboxed(saved: Any, target: Any) -> Any:

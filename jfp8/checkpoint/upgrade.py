@@ -13,7 +13,8 @@ from flax.training.train_state import TrainState as FlaxTrainState
 from jfp8.checkpoint import histories, tree, values
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.histories import COLLECTION
-from jfp8.checkpoint.tree import Nested, Path
+from jfp8.checkpoint.state_dict import Path, walk
+from jfp8.checkpoint.tree import Nested
 from jfp8.layers.linen.state_in_gradients import NAME
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.optim.loss_scale_state import LossScaleState
@@ -81,7 +82,7 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     >>> str(told[0].message).split(" (")[0]
     'Amax histories that the checkpoint lacks start empty'
     """
-    state, wanted = tree.nested(saved), tree.nested(target)
+    state, wanted = tree.nested(saved), tree.nested_target(target)
     log = Log(tree.optimizer_states(target))
     # The target is a training state, and the checkpoint says nothing about its optimizer.
     afresh = isinstance(target, TrainState | FlaxTrainState) and isinstance(state, dict)
@@ -90,7 +91,7 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
         log.change("Parameters alone: the step is 0, the optimizer starts afresh", ())
         wanted = {name: child for name, child in wanted.items() if name != "opt_state"}
     arranged = state
-    for path, model in tree.walk(wanted, until=lambda node: "params" in node):
+    for path, model in walk(wanted, until=lambda node: "params" in node):
         theirs = tree.at(state, path)
         if isinstance(model, dict) and (theirs is None or isinstance(theirs, dict)):
             new = _model(model, theirs or {}, afresh, path, log)
@@ -174,14 +175,14 @@ def _leaf(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
 
 
 def _zeros(target: Any, path: Path) -> dict[Path, Any]:
-    leaves = tree.walk(target, path)
+    leaves = walk(target, path)
     return {place: values.placed(np.zeros(leaf.shape, leaf.dtype), leaf) for place, leaf in leaves}
 
 
 def _drop(saved: Any, path: Path, log: Log) -> None:
     """Drop FP8 state that only the checkpoint has; anything else is a problem."""
     is_ours = lambda node: histories.is_product(node) or histories.is_sink(node)
-    for place, node in tree.walk(saved, path, is_ours):
+    for place, node in walk(saved, path, is_ours):
         if histories.is_product(node):
             log.change(histories.DROPPED, place)
         elif not isinstance(node, dict):
@@ -216,7 +217,7 @@ def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> A
     if not is_flax and has_master_weights(opt_state):
         wide = {
             place: values.decoded(tree.at(saved, place)) if isinstance(leaf, ScaledArray) else leaf
-            for place, leaf in tree.walk(tree.nested(new.params))
+            for place, leaf in walk(tree.nested_target(new.params))
         }
         opt_state = init_masters(opt_state, tree.rebuilt(new.params, wide))
     return new.replace(opt_state=opt_state)

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.tree import Path, described
+from jfp8.checkpoint.state_dict import Path
+from jfp8.checkpoint.tree import described
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 from jfp8.scaling.formats import E8M0FNU, FORMATS, format_of
 from jfp8.scaling.granularity import Block, PerTensor
@@ -90,8 +91,6 @@ def _encoded(target: Any, values: np.ndarray) -> Any:
 
 def stored_form(saved: Any) -> Any:
     """Return the `ScaledArray` with the state dict `saved`; ``ValueError`` for other dicts."""
-    if isinstance(saved, ScaledArray):
-        return replace(saved, carrier=None)
     if not isinstance(saved, dict):
         return saved
     found = from_fields(saved)

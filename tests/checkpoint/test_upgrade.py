@@ -384,15 +384,14 @@ def test_what_does_not_fit_is_named():
             assert 'upgrade({"params": saved["params"]}, target)' in str(error.value)
 
 
-def test_too_deep_and_with_keys_that_are_no_names():
-    deep = np.ones(3)
-    for _ in range(5000):
-        deep = {"x": deep}
-    with pytest.raises(ValueError, match="more than 100 levels deep, at x/x/x/x/x/x"):
-        upgrade(deep, fresh())
-    with pytest.raises(ValueError, match="params has the key '\\(1, 2\\)' of type tuple"):
-        upgrade({"params": {(1, 2): np.ones(3)}}, fresh())
-    with pytest.raises(ValueError, match="params has two entries called '1'"):
+def test_too_deep_and_two_entries_of_one_name():
+    for levels in (101, 5000):
+        deep = np.ones(3)
+        for _ in range(levels):
+            deep = {"x": deep}
+        with pytest.raises(ValueError, match="is nested deeper than 100 levels"):
+            upgrade(deep, fresh())
+    with pytest.raises(ValueError, match="unique string representation"):
         upgrade({"params": {"1": np.ones(3), 1: np.ones(3)}}, fresh())
 
 
