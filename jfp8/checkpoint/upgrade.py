@@ -53,7 +53,8 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     saved["params"]}``. Arrays are taken out of the boxes in which Orbax stores NNX variables.
 
     Args:
-      saved: a state dict, such as `jfp8.checkpoint.load` returns, or any pytree.
+      saved: a state dict, such as `jfp8.checkpoint.load` returns, or any tree that
+        `jfp8.checkpoint.save` takes.
       target: a training state, the collections of a model, an NNX state, or any pytree; of arrays
         or ``jax.ShapeDtypeStruct``. The result has its structure, and is on the host, or on the
         devices of its shardings. New states come from the target.
