@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jfp8.conversion.weight_matmul import PRODUCTS
-from jfp8.matmul.planner import Scales, Times, Work, planner_of
+from jfp8.matmul.planner import Scales, Work, planner_of
 from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.device import current_gpu
 from jfp8.tracing.devices import Gpu
@@ -44,14 +44,6 @@ def conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumbe
     return flops
 
 
-def expected_times(flops: int, elements: int, scales: Scales) -> Times | None:
-    """Return the expected times of a matmul on the GPU that JAX traces for; None if not known.
-
-    `elements` counts both operands and the result.
-    """
-    return planner_of(current_gpu()).expected_times(Work(flops / 2, elements), scales)
-
-
 def expected_gain(eqn: Any, recipe: Recipe, gpu: Gpu | None) -> float:
     """Return the expected speed of a plain matmul under `recipe` on `gpu`, relative to bf16."""
     lhs, rhs, out = (v.aval for v in (*eqn.invars[:2], eqn.outvars[0]))
@@ -65,7 +57,10 @@ def expected_gain(eqn: Any, recipe: Recipe, gpu: Gpu | None) -> float:
 def microseconds(
     flops: int, elements: int, how: str = "bf16", scales: Scales = "one"
 ) -> dict[str, Any]:
-    """Return the times of a `ProductRow`: as it is computed, ``Times.{how}``, and in bf16."""
-    times = expected_times(flops, elements, scales)
+    """Return the times of a `ProductRow`: as it is computed, ``Times.{how}``, and in bf16.
+
+    `elements` counts both operands and the result.
+    """
+    times = planner_of(current_gpu()).expected_times(Work(flops / 2, elements), scales)
     of = lambda name: None if times is None else 1e6 * getattr(times, name)
     return {"expected_us": of(how), "bf16_us": of("bf16")}

@@ -14,7 +14,7 @@ import numpy as np
 
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.flops import expected_gain
-from jfp8.conversion.product_rows import looks_ahead_message, slower_layers_message
+from jfp8.conversion.product_rows import SLOW, looks_ahead_message, slower_message
 from jfp8.conversion.program import Program
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.conversion.weight_matmul import INPUTS, Place, WeightMatmul
@@ -27,8 +27,6 @@ from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.device import current_gpu
 from jfp8.tracing.interpreter import notes_in
-
-SLOW = 0.97  # training warns of matmuls below this speed, relative to bf16
 
 
 class Named(NamedTuple):
@@ -168,7 +166,7 @@ class Plan:
                 gain = expected_gain(each.matmul.eqn, each.decision.recipe, gpu)
                 if gain < SLOW:
                     gains[each.named.path], last = gain, key
-        return {last: slower_layers_message(gains, gpu.kind)} if gains else {}
+        return {last: slower_message(gains, gpu.kind)} if gains else {}
 
     def warn_ahead(self) -> None:
         """Warn if scales see later positions that the model masks."""

@@ -13,6 +13,7 @@ from typing import Any
 from jfp8.conversion.layer_tree import TreeLine, tree_lines
 from jfp8.conversion.product_rows import (
     AT_CODE,
+    SLOW,
     ProductRow,
     gain_of,
     listed,
@@ -117,16 +118,23 @@ class Report(Printed):
     def warnings(self) -> list[str]:
         """Warn before training if scales of a causal model look ahead, or FP8 is slower."""
         ahead = {row.path or row.layer: row.recipe for row in self.looking_ahead}
-        found = looks_ahead_message(ahead) if ahead else "", slower_message(self.rows, self.gpu)
-        return [message for message in found if message]
+        gains = {path: gain_of(rows) or 1.0 for path, rows in _by_layer(self.rows).items()}
+        slow = {path: gain for path, gain in gains.items() if gain < SLOW}
+        found = [looks_ahead_message(ahead)] if ahead else []
+        return [*found, slower_message(slow, self.gpu)] if slow else found
 
 
-def _lines_of(rows: Rows) -> Lines:
-    """Return the layers of a model as a tree, alike ones in one line."""
+def _by_layer(rows: Rows) -> dict[str, list[ProductRow]]:
     layers: dict[str, list[ProductRow]] = {}
     for row in rows:
         nowhere = "(the model itself)" if row.layer else "(no layer)"
         layers.setdefault(row.path or nowhere, []).append(row)
+    return layers
+
+
+def _lines_of(rows: Rows) -> Lines:
+    """Return the layers of a model as a tree, alike ones in one line."""
+    layers = _by_layer(rows)
     same = lambda rows: frozenset(dataclasses.replace(row, path="") for row in rows)
     lines = tree_lines({path: same(of_layer) for path, of_layer in layers.items()})
     return [(line, [row for path in line.layers for row in layers[path]]) for line in lines]

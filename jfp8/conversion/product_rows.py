@@ -19,7 +19,7 @@ OWN_ATTENTION = (
 AT_CODE = NO_LAYER, OWN_ATTENTION
 """Reasons after which reports name the line of code."""
 
-_LEAVES_OUT = 'jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out slower layers.'
+SLOW = 0.97  # speed of a layer relative to bf16, below which a warning names it
 _HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 
 
@@ -53,7 +53,6 @@ class ProductRow:
         `kernels.cost_model`; of products in high precision their time in bf16; None unless JAX
         traces for a GPU whose rates the model has.
       bf16_us: the same if the layer were not converted.
-      recipes_us: the same under other recipes, by name; empty for convolutions.
     """
 
     path: str
@@ -73,7 +72,6 @@ class ProductRow:
     looks_ahead: bool = dataclasses.field(default=False, compare=False)
     expected_us: float | None = dataclasses.field(default=None, compare=False)
     bf16_us: float | None = dataclasses.field(default=None, compare=False)
-    recipes_us: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
 
 def looks_ahead_message(recipes: Mapping[str, str]) -> str:
@@ -88,11 +86,12 @@ def looks_ahead_message(recipes: Mapping[str, str]) -> str:
     )
 
 
-def slower_layers_message(gains: Mapping[str, float], gpu: str) -> str:
-    """Warn about matmuls, by path, that FP8 is expected to slow down."""
+def slower_message(gains: Mapping[str, float], gpu: str) -> str:
+    """Warn about layers, by path, that FP8 is expected to slow down."""
     named = [f"{path} ({gain:.2f} of its speed in bf16)" for path, gain in gains.items()]
     return (
-        f"On {gpu}, FP8 is expected to slow down {listed(named, 4)}. {_LEAVES_OUT} "
+        f"On {gpu}, FP8 is expected to slow down {listed(named, 4)}. "
+        'jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out slower layers. '
         f'"slower on {gpu}" leaves them out on any machine.'
     )
 
@@ -108,8 +107,8 @@ def product_table(rows: Sequence[ProductRow]) -> Table:
     return [_HEAD, *map(_cells, rows)]
 
 
-def gain_of(rows: Iterable[ProductRow], recipe: str = "") -> float | None:
-    """Return the expected speed of products, or as if under `recipe`, relative to bf16.
+def gain_of(rows: Iterable[ProductRow]) -> float | None:
+    """Return the expected speed of products, relative to bf16.
 
     Products that are not FP8 count with their times in bf16. None if none is FP8, or no time is
     known.
@@ -117,25 +116,8 @@ def gain_of(rows: Iterable[ProductRow], recipe: str = "") -> float | None:
     timed = [(row, row.expected_us) for row in rows if row.expected_us is not None]
     if not any(row.fp8 for row, _ in timed):
         return None
-    total = sum(row.times * row.recipes_us.get(recipe, us) for row, us in timed)
+    total = sum(row.times * us for row, us in timed)
     return sum(row.times * (row.bf16_us or 0.0) for row, _ in timed) / total
-
-
-def slower_message(rows: Sequence[ProductRow], gpu: str) -> str:
-    """Warn that FP8 is expected to be slower, and name a better recipe; "" if it is not."""
-    rows = [row for row in rows if row.fp8]
-    gain = gain_of(rows)
-    if gain is None or gain >= 1:
-        return ""
-    gains = {name: gain_of(rows, name) or 0.0 for row in rows for name in row.recipes_us}
-    best = max(gains, key=lambda name: gains[name], default="")
-    advice = "No recipe is expected to be faster at these sizes: leave the model unconverted."
-    if gains.get(best, 0.0) > 1:
-        advice = f'The recipe "{best}" is expected to have {gains[best]:.2f} of it.'
-    return (
-        f"On {gpu}, FP8 is expected to have {gain:.2f} of the speed of bf16 in converted layers. "
-        f"{advice} {_LEAVES_OUT}"
-    )
 
 
 def _cells(row: ProductRow) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.flops import expected_times, flops, microseconds
+from jfp8.conversion.flops import flops, microseconds
 from jfp8.conversion.function import weights_apart
 from jfp8.conversion.linen_attention import own_attention
 from jfp8.conversion.nnx_copy import with_notes
@@ -47,8 +47,6 @@ from jfp8.tracing.notes import Kind, explaining, layer_noted, notes_of
 F8_NAMES = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
 _NARROW = frozenset(F8_NAMES.values())
-# For each kind of scales a recipe; see `kernels.cost_model`.
-_RECIPES: dict[Scales, str] = {"one": "current", "blocks": "block", "mx": "mxfp8", "nvfp4": "nvfp4"}
 
 
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
@@ -75,7 +73,7 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     Warns:
       UserWarning: positions of a causal model share scales (see `Recipe.is_causal`). A model counts
         as causal if it has a mask: a comparison of positions, or a triangular array. Or, traced for
-        a GPU with known rates: FP8 is expected to be slower than bf16, in all layers together.
+        a GPU with known rates: FP8 is expected to slow down some layers.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = jfp8.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)]))
@@ -260,7 +258,6 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         times=times,
         flops=times * work,
         **microseconds(work, elements, how if narrow else "bf16", scales),
-        recipes_us=_times_of_others(eqn, work, elements) if narrow else {},
     )
 
 
@@ -268,14 +265,6 @@ def _noted(eqn: Any, kind: Kind, default: str = "emulate") -> str:
     """Return a note of the equations inside `eqn`, such as the device's backend."""
     stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
     return next((n[kind] for n in map(notes_of, stacks) if kind in n), default)
-
-
-def _times_of_others(eqn: Any, flops: int, elements: int) -> dict[str, float]:
-    """Return the expected microseconds of a product under recipes for which there are kernels."""
-    if any(inner.primitive.name == "conv_general_dilated" for inner in _equations(eqn)):
-        return {}  # in bf16 under each of them
-    times = {name: expected_times(flops, elements, kind) for kind, name in _RECIPES.items()}
-    return {name: 1e6 * min(t.fp8, t.rounded) for name, t in times.items() if t is not None}
 
 
 def _operands(eqn: Any) -> tuple[Any, Any, Scales]:

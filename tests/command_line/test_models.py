@@ -39,7 +39,7 @@ def models(tmp_path, monkeypatch):
 
 
 def test_a_report_of_a_model_for_a_card_that_is_not_here(capsys, models):
-    with pytest.warns(UserWarning, match="On NVIDIA H200, FP8 is expected to have 0"):
+    with pytest.warns(UserWarning, match="On NVIDIA H200, FP8 is expected to slow down"):
         assert main(["report", "my_models:example", "--card", "NVIDIA H200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fp8_fraction"] == 1
