@@ -21,6 +21,7 @@ from jfp8.conversion.plan import Named, Plan, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import States, run_planned
 from jfp8.conversion.selection import Selection
+from jfp8.conversion.unconverted_warning import warn_of_nothing
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.recipes import in_effect as region
 from jfp8.tracing.caller import user_level
@@ -173,26 +174,15 @@ class Fp8Function:
 
     def _warn(self, plan: Plan) -> None:
         """Warn if nothing becomes FP8, if scales look ahead, or if `weights` seem to be others."""
-        name, weights = self.__name__, ", ".join(map(str, self.weights))
-        decisions = {path: decision for path, (_, decision) in plan.decisions.items()}
-        told = []
+        name, weights = self.__name__, f"argument {', '.join(map(str, self.weights))}"
         if plan.held:
-            told.append(
-                f"{name} multiplies argument {weights} by arrays that it "
-                "holds itself. If those are the weights, pass them as an argument: "
-                "jfp8.convert(lambda params, x: ..., recipe), or weights= for another position."
+            message = (
+                f"{name} multiplies {weights} by arrays that it holds itself. If those are the "
+                "weights, pass them as an argument: jfp8.convert(lambda params, x: ..., recipe), "
+                "or weights= for another position."
             )
-        if not any(x.recipe is not None or x.chosen for x in decisions.values()):
-            found = "; ".join(f"{path}: {x.reason}" for path, x in decisions.items())
-            why = f"It found: {found}. exempt=() exempts none."
-            if not decisions:
-                why = (
-                    "It found none with an operand made of the weights, argument "
-                    f"{weights}, and of no data: see weights=."
-                )
-            told.append(f"No matmul of {name} is FP8: jfp8.convert changed nothing. {why}")
-        for message in told:
             warnings.warn(message, UserWarning, stacklevel=user_level())
+        warn_of_nothing(name, plan.decisions, plan.unused, f"the weights, {weights} (see weights=)")
         plan.warn_ahead()
 
 

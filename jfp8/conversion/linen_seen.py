@@ -19,12 +19,7 @@ from jfp8.conversion.linen_attention import function_of
 from jfp8.conversion.plan import Named, Plan
 from jfp8.conversion.program import Program
 from jfp8.conversion.selection import Decision, Selection
-from jfp8.conversion.unconverted_warning import (
-    bridged_message,
-    is_known,
-    own_parameters,
-    warn_of_nothing,
-)
+from jfp8.conversion.unconverted_warning import bridged_message, is_known, warn_of_nothing
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.linen import layers
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
@@ -152,20 +147,12 @@ class Seen:
         plan.warn_ahead()
         if held:
             warnings.warn(bridged_message(held), UserWarning, stacklevel=user_level())
-        if plan.ahead or held or self._warns_of_nothing(model, plan):
+        nothing = False
+        if self.knows_all and not self.ours:
+            stayed = plan.decisions | self.attentions
+            nothing = warn_of_nothing(type(model).__name__, stayed, plan.unused)
+        if plan.ahead or held or nothing:
             object.__setattr__(model, warned, True)
-
-    def _warns_of_nothing(self, model: Any, plan: Plan) -> bool:
-        """Warn if nothing became FP8, and return whether that was so."""
-        attentions = {path: (nn.Module, decision) for path, decision in self.attentions.items()}
-        stayed = plan.decisions | attentions
-        converted = any(decision.recipe is not None for _, decision in stayed.values())
-        if converted or self.ours or not self.knows_all:
-            return False
-        weights = [each.matmul.source.path for each in plan.matmuls.values()]
-        multiplied = {path.rpartition("/")[0] for path in weights}
-        kinds = {path: kind for path, kind in self.kinds.items() if path not in multiplied}
-        return warn_of_nothing(model, "linen", stayed, own_parameters(kinds, self.shapes))
 
 
 def watching(seen: Seen, models: tuple[Any, ...]) -> Callable[..., Any]:

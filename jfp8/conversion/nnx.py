@@ -37,7 +37,7 @@ from jfp8.conversion.plan import Named, Plan, PlannedMatmul, plan_of
 from jfp8.conversion.program import Program
 from jfp8.conversion.run import Amaxes, States, run_planned
 from jfp8.conversion.selection import Edge
-from jfp8.conversion.unconverted_warning import own_parameters, warn_of_nothing
+from jfp8.conversion.unconverted_warning import warn_of_nothing
 from jfp8.conversion.weight_matmul import WeightMatmul
 from jfp8.layers.nnx.products import Product, histories_to_read, record, warn_inside_linen, why_lost
 from jfp8.products.operation import Observed, State
@@ -226,17 +226,10 @@ def _warn(traced: TracedCall, plan: Plan) -> None:
     """Warn if nothing of the model becomes FP8, although nobody asked for that."""
     ours = {id(traced.product(name)) for name in traced.weights}
     others = (x for _, x in nnx.iter_graph(traced.module, graph=True) if isinstance(x, Product))
-    in_fp8 = any(decision.recipe is not None for _, decision in plan.decisions.values())
-    if in_fp8 or why_disabled() or any(id(product) not in ours for product in others):
+    if why_disabled() or any(id(product) not in ours for product in others):
         return
-    multiplied = {each.matmul.source.path for each in plan.matmuls.values()}
-    left = [weight for name, weight in traced.weights.items() if name not in multiplied]
-    kinds = {place_of(module): type(module) for module, _ in left}
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {place: {} for place in kinds}
-    for module, weight in left:
-        shape = getattr(weight.of(module).get_raw_value(), "shape", ())
-        shapes[place_of(module)][spelled(weight.keys)] = tuple(shape)
-    warn_of_nothing(traced.module, "nnx", plan.decisions, own_parameters(kinds, shapes))
+    unused = {traced.weights[name][1].path: shape for name, shape in plan.unused.items()}
+    warn_of_nothing(type(traced.module).__name__, plan.decisions, unused)
 
 
 def enter(module: Any, converted: Converted, kind: type | None = None) -> None:

@@ -125,12 +125,14 @@ class Plan:
       of_activations: whether these are also matmuls of two activations.
       causal: whether the program masks later positions.
       held: paths of weights that are multiplied by arrays which the function holds itself.
+      unused: the shapes of matrices, and larger weights, by which no matmul multiplies.
     """
 
     matmuls: dict[Any, PlannedMatmul]
     of_activations: bool
     causal: bool
     held: tuple[str, ...]
+    unused: dict[str, tuple[int, ...]]
 
     @property
     def by_name(self) -> dict[str, PlannedMatmul]:
@@ -139,10 +141,9 @@ class Plan:
         return {each.named.name: each for each in in_order}
 
     @property
-    def decisions(self) -> dict[str, tuple[type, Decision]]:
-        """Return the type of the layer and the decision, by the paths that a user selects by."""
-        planned = self.matmuls.values()
-        return {each.named.path: (type(each.named.layer), each.decision) for each in planned}
+    def decisions(self) -> dict[str, Decision]:
+        """Return the decisions by the paths that a user selects by."""
+        return {each.named.path: each.decision for each in self.matmuls.values()}
 
     @property
     def ahead(self) -> dict[str, str]:
@@ -199,7 +200,7 @@ def plan_of(
         decision = named.decide(edge if edge in possible else None)
         matmuls[key] = PlannedMatmul(named, matmul, decision, frozenset(looked.loops[key]))
     causal = masks_later_positions(program.closed, program.arguments)
-    return Plan(matmuls, of_activations, causal, looked.held())
+    return Plan(matmuls, of_activations, causal, looked.held(), looked.unused())
 
 
 @dataclass(frozen=True)
@@ -281,3 +282,10 @@ class _Looked:
     def held(self) -> tuple[str, ...]:
         """Return the weights if all are multiplied by arrays that the function holds itself."""
         return tuple(self.of_constants) if all(self.of_constants.values()) else ()
+
+    def unused(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of matrices, and larger weights, by which no matmul multiplies."""
+        paths = {path for _, x in self.seen.values() for path in x.source.path.split("+")}
+        weights = zip(self.program.sources, self.program.arguments, strict=False)
+        named = [(source.path, np.shape(x)) for source, x in weights if source is not None]
+        return {path: shape for path, shape in named if len(shape) >= 2 and path not in paths}

@@ -113,7 +113,7 @@ def test_mistakes_are_told():
             jfp8.convert(function, RECIPE, **options)
     with pytest.warns(UserWarning, match="but not to its sink.*the state of a converted function"):
         jax.jit(jax.grad(converted))(STACK[0], state, X)
-    with pytest.warns(UserWarning, match="No matmul of <lambda> is FP8.*final logits"):
+    with pytest.warns(UserWarning, match="No product of <lambda> is FP8.*final logits"):
         jfp8.convert(loss, "current")(STACK[0], X)
     with pytest.warns(UserWarning, match="none with an operand made of the weights, argument 1"):
         jfp8.convert(lambda w, x: jnp.sum(w) + jnp.sum(x), "current", weights=1)(STACK[0], X)
