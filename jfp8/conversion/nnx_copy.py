@@ -44,13 +44,36 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] = ()) -> Module:
-    """Convert `model` as `selection` says; see `jfp8.convert`."""
+    """Return a copy of `model` whose calls enter the conversion; see `jfp8.convert`.
+
+    It has state for what may become FP8; with an `example` of the arguments of a call, for what
+    becomes FP8 in that call.
+    """
     _check_recipes(model, selection)
-    found = _convertible(model, selection)
-    ours = _without_recipe(model)
+    converted = nnx.clone(model, graph=True)
+    found, ours = _convertible(converted, selection), _without_recipe(converted)
     selection.check_patterns([*(w.path for _, w, _ in found), *(path for path, _, _ in ours)])
     selection.check_types([*(node for node, _, _ in found), *(layer for _, layer, _ in ours)])
-    return copy_of(model, selection, example)
+    for keys, node in nodes_of(converted):
+        _enter(node, spelled(keys), selection)
+    if selection.cache_dtype is not None:
+        kinds = [type(node) for _, node in nodes_of(converted)]
+        layer = nnx.MultiHeadAttention
+        check_caching_layers(selection.cache_dtype, kinds, layer, "nnx.MultiHeadAttention")
+    for path, layer, product in ours:
+        recipe = selection.decide(path, layer, None).recipe
+        if recipe != DelayedScaling():  # the default of a layer: it keeps its histories
+            product.set_recipe(recipe)
+    planned = _planned(converted, example) if example else None
+    for node, weight, leading in found:
+        decision = selection.decide(weight.path, node, None)
+        if planned is not None:
+            decision, leading = planned.get((id(node), weight.keys), (Decision(None), ()))
+        if decision.recipe is not None:
+            _hold(node, weight, decision.recipe, leading)
+        elif planned is not None and decision.reason:
+            _stay(node, weight, decision.reason)
+    return converted
 
 
 def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
@@ -77,35 +100,6 @@ def _is_matrix(variable: nnx.Param, stacked: int) -> bool:
     value = variable.get_raw_value()
     matrix = len(getattr(value, "shape", ())) >= 2 + stacked
     return matrix and bool(jnp.issubdtype(value.dtype, jnp.floating))
-
-
-def copy_of(model: Module, selection: Selection, example: tuple[Any, ...] = ()) -> Module:
-    """Return a copy whose calls enter the conversion, with state for what may become FP8.
-
-    With an `example` of the arguments of a call, it is state for what becomes FP8 in that call.
-    """
-    converted = nnx.clone(model, graph=True)
-    found = _convertible(converted, selection)
-    for keys, node in nodes_of(converted):
-        _enter(node, spelled(keys), selection)
-    if selection.cache_dtype is not None:
-        kinds = [type(node) for _, node in nodes_of(converted)]
-        layer = nnx.MultiHeadAttention
-        check_caching_layers(selection.cache_dtype, kinds, layer, "nnx.MultiHeadAttention")
-    for path, layer, product in _without_recipe(converted):
-        recipe = selection.decide(path, layer, None).recipe
-        if recipe != DelayedScaling():  # the default of a layer: it keeps its histories
-            product.set_recipe(recipe)
-    planned = _planned(converted, example) if example else None
-    for node, weight, leading in found:
-        decision = selection.decide(weight.path, node, None)
-        if planned is not None:
-            decision, leading = planned.get((id(node), weight.keys), (Decision(None), ()))
-        if decision.recipe is not None:
-            _hold(node, weight, decision.recipe, leading)
-        elif planned is not None and decision.reason:
-            _stay(node, weight, decision.reason)
-    return converted
 
 
 def _without_recipe(model: nnx.Module) -> list[tuple[str, Any, PrintsRecipe]]:
