@@ -69,12 +69,11 @@ def _attention_by(
     layer: Any, selection: Selection, seen: dict[str, Decision]
 ) -> contextlib.AbstractContextManager[Any]:
     path, own = "/".join([*layer.path, "attention"]), own_attention(layer)
-    decision = Decision(None, own) if own else selection.decide(path, layer, None)
+    decision = Decision(None, own) if own else selection.decide_on_attention(path, layer)
     seen[path] = decision
     if decision.recipe is None:
         return note("reason", decision.reason)
-    how = {"recipe": decision.recipe, "unless_slower_on": selection.unless_slower_on}
-    make = functools.partial(DotProductAttention, **how)
+    make = functools.partial(DotProductAttention, recipe=decision.recipe)
     return replaced(layer, attention_fn=attention_fn_by(make, layer.attention_fn))
 
 

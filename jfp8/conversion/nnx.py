@@ -273,7 +273,7 @@ def _method(function: Callable[..., Any], is_call: bool) -> Callable[..., Any]:
         if here.is_plain:
             if not is_call:
                 return function(self, *args, **kwargs)
-            reason = inside_of_attention(self) or here.reason
+            reason = here.reason or inside_of_attention(self)
             with layer_noted(here.path, type(self).__name__, reason):
                 return function(self, *args, **kwargs)
         try:

@@ -111,16 +111,16 @@ def _without_recipe(model: nnx.Module) -> list[tuple[str, Any, PrintsRecipe]]:
 
 def _enter(node: Any, path: str, selection: Selection) -> None:
     """Make calls of a module enter the conversion, which has no state for it yet."""
-    kind = None
+    kind, reason = None, ""
     if selection.attention and _is_attention(node):
-        recipe = selection.decide(path, node, None).recipe
-        if recipe is not None:
-            install_attention(node, recipe=recipe, path=path)
-            node.attention_fn.unless_slower_on = selection.unless_slower_on
+        decision = selection.decide_on_attention(path, node)
+        reason = decision.reason
+        if decision.recipe is not None:
+            install_attention(node, recipe=decision.recipe, path=path)
     if selection.cache_dtype is not None:
         kind = _class_with_cache(node, selection.cache_dtype, path)
     is_plain = converted_of(node) is None and has_own_product(node)
-    enter(node, Converted(path, _weights(node, path, selection), is_plain), kind)
+    enter(node, Converted(path, _weights(node, path, selection), is_plain, reason), kind)
 
 
 def _weights(node: Any, path: str, selection: Selection) -> tuple[Weight, ...]:

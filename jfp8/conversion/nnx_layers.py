@@ -61,7 +61,7 @@ class Converted:
       path: the module's, in the model.
       weights: its parameters.
       is_plain: its methods run as in the plain model: it is in the copy that a call traces.
-      reason: why its matmuls stay as they are, for the report of a plain model.
+      reason: why its matmuls that have no weight stay as they are, for reports.
     """
 
     path: str

@@ -92,6 +92,13 @@ class Selection:
             return Decision(None, self.recipe.reason(path), chosen=True)
         return Decision(recipe)
 
+    def decide_on_attention(self, path: str, layer: Any) -> Decision:
+        """Decide on attention between the projections of `layer`; in FP8 no GPU has a kernel."""
+        decision = self.decide(path, layer, None)
+        if decision.recipe is not None and self.unless_slower_on is not None:
+            return Decision(None, f"exempt: {SLOWER!r} (attention in FP8 has no kernel)", True)
+        return decision
+
     @property
     def choices(self) -> tuple[Choice, ...]:
         """Return the entries of `exempt` and `only`, and the patterns of the recipes."""

@@ -13,7 +13,6 @@ from jfp8.products.flash.dot_product import OF_TOKENS, AttentionOptions, attenti
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.recipe import Recipe
-from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
 
@@ -56,22 +55,10 @@ def attend(
     return y.reshape(shape)
 
 
-def attend_by(
-    own: Recipe | PerLayer | None,
-    path: str,
-    *arrays: Any,
-    unless_slower_on: Gpu | None = None,
-    **options: Any,
-) -> jax.Array:
-    """Compute `attend` by the recipe in effect for a layer at `path`, whose `own` one this is.
-
-    With `unless_slower_on`, in high precision: on no GPU has attention an FP8 kernel.
-    """
+def attend_by(own: Recipe | PerLayer | None, path: str, *arrays: Any, **options: Any) -> jax.Array:
+    """Compute `attend` by the recipe in effect for a layer at `path`, whose `own` one this is."""
     recipe = recipe_in_effect(own, path)
-    why = "" if recipe else why_in_high_precision()
-    if recipe is not None and unless_slower_on is not None:
-        recipe, why = None, "exempt: 'slower' (attention in FP8 has no kernel)"
-    about = note("recipe", recipe.name) if recipe else note("reason", why)
+    about = note("recipe", recipe.name) if recipe else note("reason", why_in_high_precision())
     if "tokens" not in options:
         options["tokens"] = tuple(options.pop(name, None) for name in OF_TOKENS)
     with note("path", path), about:

@@ -721,22 +721,6 @@ class OwnEinsum(nn.Module):
         return own_derivative(x, w)
 
 
-class HomeMade(nn.Module):
-    """Nothing in it is a layer of Flax with a product, but the head."""
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(5):
-            x = x + OwnEinsum()(nn.LayerNorm()(x))
-        return nn.Dense(3)(x)
-
-
-def test_a_conversion_of_nothing_names_its_modules():
-    model = jfp8.convert(HomeMade(), CURRENT)
-    with pytest.warns(UserWarning, match=r"OwnEinsum_3/w \(16, 16\); and 1 more"):
-        jax.eval_shape(model.init, KEY, X)
-
-
 JittedBlock = nn.jit(Block)
 
 

@@ -14,7 +14,6 @@ from jfp8.layers.attention_math import attend_by, check_weights_stay_inside
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.tracing.devices import Gpu
 
 
 class DotProductAttention(nn.Module):
@@ -27,7 +26,6 @@ class DotProductAttention(nn.Module):
     Attributes:
       recipe: see `Dense`.
       implementation: see `jfp8.scaled_dot_product_attention`.
-      unless_slower_on: stay in high precision if FP8 is expected to be slower on this GPU.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> q = jnp.ones((2, 5, 4, 16))
@@ -37,7 +35,6 @@ class DotProductAttention(nn.Module):
 
     recipe: RecipeLike | None = None
     implementation: str | None = None
-    unless_slower_on: Gpu | None = None
 
     def __call__(
         self,
@@ -54,8 +51,8 @@ class DotProductAttention(nn.Module):
           query, key, value, bias, mask: see `jfp8.scaled_dot_product_attention`.
           options: its others, but `recipe`, `state`, `sink` and `implementation`.
         """
-        own = {"implementation": self.implementation, "unless_slower_on": self.unless_slower_on}
-        return attend_by(*self._own(), query, key, value, bias, mask, **options, **own)
+        options["implementation"] = self.implementation
+        return attend_by(*self._own(), query, key, value, bias, mask, **options)
 
     @nn.nowrap
     def _own(self) -> tuple[Recipe | None, str]:

@@ -52,7 +52,6 @@ class DotProductAttention(PrintsRecipe):
         self.recipe = None if recipe is None else check_recipe(recipe)
         self.implementation = implementation
         self.path = path
-        self.unless_slower_on: Any = None  # a GPU, set by `jfp8.convert`
 
     def __call__(
         self,
@@ -95,9 +94,9 @@ class DotProductAttention(PrintsRecipe):
 
     def _attend(self, *arrays: jax.Array | None, **options: Any) -> jax.Array:
         """Compute `attend` of `attention_math` by the recipe in effect, with one batch axis."""
-        own = {"implementation": self.implementation, "unless_slower_on": self.unless_slower_on}
+        options["implementation"] = self.implementation
         with jax.named_scope(self.path) if self.path else contextlib.nullcontext():
-            return attend_by(self.recipe, self.path, *arrays, **options, **own)
+            return attend_by(self.recipe, self.path, *arrays, **options)
 
 
 class AttentionOptions(TypedDict, total=False):
