@@ -117,8 +117,9 @@ def convert(
         ``apply`` raise these, for functions ``init``, because their layers exist only then.
 
     Warns:
-      UserWarning: nothing becomes FP8; or a training step is traced for a GPU that is expected to
-        run converted matmuls at less than 0.97 of their speed in bf16.
+      UserWarning: nothing becomes FP8; scales of a causal model depend on later positions; or a
+        training step is traced for a GPU that is expected to run converted matmuls at less than
+        0.97 of their speed in bf16.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])

@@ -223,7 +223,8 @@ def _state(product: Product, planned: PlannedMatmul) -> State | None:
 
 
 def _warn(traced: TracedCall, plan: Plan) -> None:
-    """Warn if nothing of the model becomes FP8, although nobody asked for that."""
+    """Warn if scales look ahead, or nothing becomes FP8, although nobody asked for that."""
+    plan.warn_ahead()
     ours = {id(traced.product(name)) for name in traced.weights}
     others = (x for _, x in nnx.iter_graph(traced.module, graph=True) if isinstance(x, Product))
     if why_disabled() or any(id(product) not in ours for product in others):

@@ -146,6 +146,16 @@ def test_reports_say_which_products_look_ahead():
     assert "masks later positions" in report._repr_html_()
 
 
+@pytest.mark.parametrize(("recipe", "ahead"), [("current", True), ("rowwise", False)])
+def test_converted_nnx_models_warn(recipe, ahead):
+    model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    model = jfp8.convert(model, recipe, exempt=())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(jnp.ones((2, N, 8)), is_causal=True)
+    assert ["later positions" in str(each.message) for each in caught] == [True] * ahead
+
+
 def test_reports_of_nnx_models():
     class Attends(nnx.Module):
         def __init__(self, recipe):
