@@ -229,7 +229,7 @@ LINES_OF_ROOMS = {
     "optim": 2639,
     "training": 3027,
     "checkpoint": 3168,
-    "conversion": 4616,
+    "conversion": 4619,
     "debug": 3429,
     "plot": 905,
     "command_line": 1037,

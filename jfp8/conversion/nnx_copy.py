@@ -49,17 +49,13 @@ def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] 
     It has state for what may become FP8; with an `example` of the arguments of a call, for what
     becomes FP8 in that call.
     """
-    _check_recipes(model, selection)
+    _check_what_is_asked(model, selection)
     converted = nnx.clone(model, graph=True)
     found, ours = _convertible(converted, selection), _without_recipe(converted)
     selection.check_patterns([*(w.path for _, w, _ in found), *(path for path, _, _ in ours)])
     selection.check_types([*(node for node, _, _ in found), *(layer for _, layer, _ in ours)])
     for keys, node in nodes_of(converted):
         _enter(node, spelled(keys), selection)
-    if selection.cache_dtype is not None:
-        kinds = [type(node) for _, node in nodes_of(converted)]
-        layer = nnx.MultiHeadAttention
-        check_caching_layers(selection.cache_dtype, kinds, layer, "nnx.MultiHeadAttention")
     for path, layer, product in ours:
         recipe = selection.decide(path, layer, None).recipe
         if recipe != DelayedScaling():  # the default of a layer: it keeps its histories
@@ -169,8 +165,11 @@ def _planned(converted: Any, example: tuple[Any, ...]) -> dict[Any, tuple[Decisi
     return found
 
 
-def _check_recipes(model: nnx.Module, selection: Selection) -> None:
-    """Raise ``ValueError`` if a layer that was converted before is to have another recipe."""
+def _check_what_is_asked(model: nnx.Module, selection: Selection) -> None:
+    """Raise ``ValueError`` if the model cannot have the caches that are asked for.
+
+    Or if a layer that was converted before is to have another recipe.
+    """
     for path, node, product in _converted_products(model):
         recipe, wanted = product.recipe, selection.decide(path, node, None).recipe
         if wanted is not None and recipe is not None and wanted != recipe:
@@ -179,6 +178,10 @@ def _check_recipes(model: nnx.Module, selection: Selection) -> None:
                 f"The model is converted already: {path!r} has the recipe {str(name)!r}, "
                 f"and keeps it. Convert the original: jfp8.convert(original, {wanted.name!r})."
             )
+    if selection.cache_dtype is not None:
+        kinds = [type(node) for _, node in nodes_of(model)]
+        layer = nnx.MultiHeadAttention
+        check_caching_layers(selection.cache_dtype, kinds, layer, "nnx.MultiHeadAttention")
 
 
 def _converted_products(model: nnx.Module) -> Iterator[tuple[str, Any, Product]]:
