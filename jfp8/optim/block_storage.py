@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -19,6 +16,7 @@ from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import codes_of, codes_to_format, decode, encode
 from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, as_format
+from jfp8.scaling.granularity import Block, PerTensor, over_blocks
 from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import (
@@ -26,10 +24,10 @@ from jfp8.scaling.scales import (
     SCALE_ROUNDINGS,
     SMALLEST_SCALE,
     ScaleRounding,
+    largest_integer,
     quantize_with_scale,
     scale_from_amax,
 )
-from jfp8.tracing.shardings import sharded_like
 
 Transform = Literal[None, "expand"]
 ROUNDINGS = ("nearest_even", "stochastic")
@@ -151,8 +149,12 @@ class Blocks(Storage):
         """Return the largest magnitude of each block of `x`; for ``"expand"`` the smallest, too."""
         if not self.fmt.signed:
             x = jnp.where(x < 0, jnp.nan, x)  # a NaN makes its block NaN
-        largest = _largest(x, self.block)
-        return (largest, _smallest(x, self.block)) if self.transform == "expand" else (largest,)
+        # Integers, because a maximum of floats drops NaN on XLA:CPU.
+        bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
+        granularity = PerTensor() if self.block is None else Block((self.block,))
+        reductions = (largest_integer, _smallest_integer)[: 2 if self.transform == "expand" else 1]
+        found = [over_blocks(reduce, bits, granularity) for reduce in reductions]
+        return tuple(lax.bitcast_convert_type(extreme, jnp.float32) for extreme in found)
 
     def round(
         self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array
@@ -238,40 +240,10 @@ class Blocks(Storage):
         return None if self.block is None else (1,) * (x.ndim - 1) + (self.block,)
 
 
-def _largest(x: jax.Array, block: int | None) -> jax.Array:
-    """Return the largest magnitude of each block, or of the array, with NaN above Inf."""
-    return _over_blocks(partial(jnp.max, initial=np.uint32(0)), x, block)
-
-
-def _smallest(x: jax.Array, block: int | None) -> jax.Array:
-    """Return the smallest nonzero magnitude; 0 if all are zero."""
+def _smallest_integer(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the smallest unsigned integer along `axes` that is not 0; 0 if all are."""
     one = np.uint32(1)  # less of it, zeros wrap around to the largest integer
-    least = partial(jnp.min, initial=np.uint32(0xFFFFFFFF))
-    return _over_blocks(lambda bits, axis: least(bits - one, axis=axis) + one, x, block)
-
-
-def _over_blocks(reduce: Callable[..., jax.Array], x: jax.Array, block: int | None) -> jax.Array:
-    """Reduce the bits of ``|x|``, which order like it, along the axes that make up a block.
-
-    Integers, because a maximum of floats drops NaN on XLA:CPU.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
-    if block is None:
-        found = reduce(bits, axis=tuple(range(x.ndim)))
-        return lax.bitcast_convert_type(found, jnp.float32)
-    # In two dimensions of at most 32 where possible: longer ones XLA:CPU reduces in steps, and
-    # writes out what the first of them reads.
-    rows = math.gcd(block, 32)
-
-    def of_blocks(bits: jax.Array) -> jax.Array:
-        missing = -bits.shape[-1] % block
-        if missing:
-            bits = jnp.pad(bits, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-        blocks = bits.shape[-1] // block
-        blocked = bits.reshape(*bits.shape[:-1], blocks, rows, block // rows)
-        return reduce(blocked, axis=(x.ndim, x.ndim + 1))
-
-    return lax.bitcast_convert_type(sharded_like(x, of_blocks, bits), jnp.float32)
+    return jnp.min(x - one, axis=axes, initial=np.uint32(0xFFFFFFFF)) + one
 
 
 def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:

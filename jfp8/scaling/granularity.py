@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 
-from jfp8.tracing.shardings import explicit_sharding, shards_along
+from jfp8.tracing.shardings import explicit_sharding, sharded_like, shards_along
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,42 @@ def ragged_block(granularity: Granularity, shape: Sequence[int]) -> tuple[int, .
         return None
     block = block_shape(granularity, len(shape))
     return block if any(n % b for n, b in zip(shape, block, strict=True)) else None
+
+
+Reduction = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+
+
+def over_blocks(reduce: Reduction, x: jax.Array, granularity: Granularity) -> jax.Array:
+    """Reduce each set of elements of `x` that share a scale, to the shape of the scales.
+
+    Args:
+      reduce: a function of an array and axes, such as ``lax.reduce_max``, which may be applied to
+        parts of a set and then to the results. The function defines the result of an empty set.
+      x: integers, whose maxima and sums do not depend on the order; short blocks are padded with 0.
+      granularity: the elements that share a scale.
+    """
+    if isinstance(granularity, PerTensor):
+        return reduce(x, tuple(range(x.ndim)))
+    return _over_blocks(reduce, x, granularity)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _over_blocks(reduce: Reduction, x: jax.Array, granularity: Granularity) -> jax.Array:
+    def reduced(x: jax.Array) -> jax.Array:
+        out_shape, block = scale_shape(granularity, x.shape), ragged_block(granularity, x.shape)
+        if block is not None:
+            x = jnp.pad(x, [(0, -n % b) for n, b in zip(x.shape, block, strict=True)])
+        # A dimension of size 0 has no blocks, or (PerAxis of another dimension) an empty one.
+        pairs = zip(x.shape, out_shape, strict=True)
+        blocked = [part for n, m in pairs for part in (m, n // m if m else 0)]
+        axes = tuple(range(1, 2 * x.ndim, 2))
+        if not blocked or blocked[-1] % 8:
+            return reduce(x.reshape(blocked), axes)
+        # Along the fastest dimension in two steps, the first of which XLA:CPU does in vectors.
+        blocked[-1:] = [blocked[-1] // 8, 8]
+        return reduce(reduce(x.reshape(blocked), axes), (x.ndim,))
+
+    return sharded_like(x, reduced, x)
 
 
 def check_whole_blocks(granularity: Granularity, x: jax.Array) -> None:

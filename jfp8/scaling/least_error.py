@@ -12,9 +12,8 @@ from jax import lax
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format, decode, encode
 from jfp8.scaling.formats import E2M1FN
-from jfp8.scaling.granularity import Block, block_shape, ragged_block
+from jfp8.scaling.granularity import Block, over_blocks, ragged_block
 from jfp8.scaling.parts import apply_scale
-from jfp8.tracing.shardings import sharded_like
 
 # Errors are counted in units of 2^-14 of the scale, and are at most 3 * 2^14 of them: half a step
 # of E2M1, or what saturates under a scale that was rounded down from up to 1.5 times its size. So
@@ -61,7 +60,7 @@ def _squared_error(
     error = _units(values) - _units(stored)
     squares = lax.bitcast_convert_type(error, jnp.uint32)
     squares = squares * squares
-    high, low = (_block_sums(part, granularity) for part in (squares >> 16, squares & 0xFFFF))
+    high, low = (over_blocks(_sum, part, granularity) for part in (squares >> 16, squares & 0xFFFF))
     total = high.astype(jnp.float32) * 2.0**16 + low.astype(jnp.float32)
     s = decode(scale.data)
     # Under a scale of 0 all elements are lost, whatever they are; no candidate is worse.
@@ -72,14 +71,5 @@ def _units(values: jax.Array) -> jax.Array:
     return lax.round(values * _UNIT, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
 
 
-def _block_sums(x: jax.Array, granularity: Block) -> jax.Array:
-    """Return the sum of each block of a uint32 array, in its dtype."""
-    block = block_shape(granularity, x.ndim)
-
-    def sums(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, -n % b) for n, b in zip(x.shape, block, strict=True)])
-        blocked = [part for n, b in zip(x.shape, block, strict=True) for part in (n // b, b)]
-        axes = tuple(range(1, 2 * x.ndim, 2))
-        return jnp.sum(x.reshape(blocked), axis=axes, dtype=jnp.uint32)
-
-    return sharded_like(x, sums, x)
+def _sum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return jnp.sum(x, axis=axes, dtype=x.dtype)

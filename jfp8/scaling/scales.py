@@ -7,7 +7,6 @@ subnormals, both silently.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -30,11 +29,9 @@ from jfp8.scaling.granularity import (
     Granularity,
     PerTensor,
     check_whole_blocks,
-    ragged_block,
-    scale_shape,
+    over_blocks,
 )
 from jfp8.scaling.parts import apply_scale, split_e8m0
-from jfp8.tracing.shardings import sharded_like
 
 ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
 SCALE_ROUNDINGS: tuple[str | None, ...] = get_args(ScaleRounding)
@@ -68,41 +65,16 @@ def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax
         every = tuple(range(x.ndim))
         largest = lax.reduce_max(magnitude, every) if x.size else magnitude.dtype.type(0)
     else:
-        largest = _largest_of_parts(magnitude, granularity)
+        check_whole_blocks(granularity, magnitude)
+        largest = over_blocks(largest_integer, magnitude, granularity)
     return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
 
 
-def _largest(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def largest_integer(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return the maximum of unsigned integers along `axes`, 0 where there are none."""
-    if 0 in magnitude.shape:
-        return jnp.max(magnitude, axis=axes, initial=magnitude.dtype.type(0))
-    return lax.reduce_max(magnitude, axes)
-
-
-@partial(jax.jit, static_argnums=1)
-def _largest_of_parts(magnitude: jax.Array, granularity: Granularity) -> jax.Array:
-    check_whole_blocks(granularity, magnitude)
-    return sharded_like(magnitude, partial(_largest_in, granularity), magnitude)
-
-
-def _largest_in(granularity: Granularity, magnitude: jax.Array) -> jax.Array:
-    shape, ndim = magnitude.shape, magnitude.ndim
-    out_shape, block = scale_shape(granularity, shape), ragged_block(granularity, shape)
-    if block is not None:
-        magnitude = jnp.pad(magnitude, [(0, -n % b) for n, b in zip(shape, block, strict=True)])
-    # A dimension of size 0 has no blocks, or (PerAxis of another dimension) an empty one.
-    blocked = [
-        part
-        for n, m in zip(magnitude.shape, out_shape, strict=True)
-        for part in (m, n // m if m else 0)
-    ]
-    axes = tuple(range(1, 2 * ndim, 2))
-    if blocked and blocked[-1] % 8 == 0:
-        # Along the fastest dimension in two steps, the first of which XLA:CPU does in vectors.
-        blocked[-1:] = [blocked[-1] // 8, 8]
-        magnitude = _largest(magnitude.reshape(blocked), axes)
-        return _largest(magnitude, (magnitude.ndim - 1,))
-    return _largest(magnitude.reshape(blocked), axes)
+    if 0 in x.shape:
+        return jnp.max(x, axis=axes, initial=x.dtype.type(0))
+    return lax.reduce_max(x, axes)
 
 
 def check_scale_rounding(scale_rounding: Any) -> None:
