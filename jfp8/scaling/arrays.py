@@ -181,17 +181,13 @@ def _flatten_with_keys(q: ScaledArray) -> tuple[tuple[tuple[Any, Any], ...], Any
     return tuple((jax.tree_util.GetAttrKey(f), getattr(q, f)) for f in _LEAVES), q.block
 
 
-def _flatten(q: ScaledArray) -> tuple[tuple[Any, ...], Any]:
-    return (q.data, q.scale, q.carrier), q.block
-
-
 def _unflatten(block: tuple[int, ...] | None, leaves: Iterable[Any]) -> ScaledArray:
     data, scale, carrier = leaves
     _check_leaves(data, scale)
     return ScaledArray(data, scale, block, carrier)
 
 
-jax.tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflatten)
 
 
 def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:

@@ -212,30 +212,18 @@ def _parsed(text: str) -> Any:
 
 def _recipes(given: Any) -> Recipe | PerLayer:
     """Read the recipe of all layers, or the recipes of layers that patterns match."""
-    if not isinstance(given, Mapping) or "name" in given:
-        return _recipe(given)
-    wrong = [pattern for pattern, of in given.items() if not isinstance(of, _RECIPE)]
-    if wrong:
-        raise ValueError(
-            'A recipe in a config is a name, or {"name": "delayed", field: value, ...}, or has one '
-            'of these or null for patterns of paths, {"decoder/*": null, "*": "mxfp8"}; got '
-            f"{given!r}, where {wrong[0]!r} is neither a field nor a pattern with a recipe."
-        )
-    recipes = {pattern: None if of is None else _recipe(of) for pattern, of in given.items()}
-    return check_recipes(recipes)
-
-
-def _recipe(given: Any) -> Recipe:
     if not isinstance(given, Mapping):
         return registry.check_recipe(given)
-    fields = dict(given)
-    name = fields.pop("name", None)
-    if not isinstance(name, str):
-        raise ValueError(
-            'A recipe in a config is a name, or {"name": "delayed", field: value, ...}; got '
-            f"{given!r}."
-        )
-    return registry.get(name, **fields)
+    if isinstance(given.get("name"), str):
+        return registry.get(**given)
+    for pattern, of in given.items():
+        if pattern == "name" or not isinstance(of, _RECIPE):
+            raise ValueError(
+                'A recipe in a config is a name, or {"name": "delayed", field: value, ...}, or has '
+                'one of these or null for patterns of paths, {"decoder/*": null, "*": "mxfp8"}; '
+                f"got {given!r}, where {pattern!r} is neither a field nor a pattern with a recipe."
+            )
+    return check_recipes({p: None if of is None else _recipes(of) for p, of in given.items()})
 
 
 def _with_fused(recipe: Recipe | PerLayer, fused: str | Sequence[str]) -> Recipe | PerLayer:
