@@ -197,21 +197,16 @@ def _by_layout(spec: Any, names: tuple[str, ...], gradients_as: Any, explicit: b
         )
     entries = _entries(spec)
     left = [tuple(n for n in entry if n not in names) for entry in entries]
-    spread, whole = _spec(entries), _spec(left)
+    spread, whole = PartitionSpec(*entries), PartitionSpec(*left)
     if isinstance(spec, NamedSharding):
         spread, whole = NamedSharding(spec.mesh, spread), NamedSharding(spec.mesh, whole)
     return _ByLayout(gradients_as, spread, whole, explicit)
 
 
 def _entries(spec: PartitionSpec | NamedSharding) -> list[tuple[str, ...]]:
-    """List the axes of the mesh for each dimension: the inverse of `_spec`."""
+    """List the axes of the mesh for each dimension."""
     entries = spec.spec if isinstance(spec, NamedSharding) else spec
     return [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
-
-
-def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """Write the axes of the mesh for each dimension as a ``PartitionSpec``."""
-    return PartitionSpec(*(e if len(e) > 1 else e[0] if e else None for e in entries))
 
 
 def _specs_of(params: Any, specs: Any) -> list[Any]:

@@ -38,7 +38,7 @@ class Linen:
         self.gradient = jax.jit(jfp8.value_and_grad(loss))
 
     def step(self, x):
-        grads = self.gradient(self.state, x)[1]
+        self.loss, grads = self.gradient(self.state, x)
         self.state = self.state.apply_gradients(grads)
         return grads.params["kernel"]
 
@@ -63,7 +63,7 @@ class Nnx:
         self.gradient = nnx.jit(jfp8.nnx.value_and_grad(lambda model, x: loss_of(model(x))))
 
     def step(self, x):
-        grads = self.gradient(self.model, x)[1]
+        self.loss, grads = self.gradient(self.model, x)
         self.optimizer.update(self.model, grads)
         return grads["kernel"].get_value()
 
@@ -147,6 +147,17 @@ def test_an_evaluation_scales_the_weight_that_it_multiplies(kind):
     for i in range(4):
         trained.step(batch(i))
         assert times_current(trained(x), result, x, trained.kernel) < 1.2, f"zeros, step {i}"
+
+
+@pytest.mark.parametrize("kind", [Linen, Nnx])
+def test_a_kernel_that_begins_with_zeros(kind):
+    """LoRA's B does, and doubles in its second step. The loss is nearly linear in small results."""
+    trained, x, loss_of_zeros = kind(jnp.zeros((D, D))), batch(0), loss_of(jnp.zeros((64, D)))
+    for i in range(7):
+        exact = loss_of(x @ trained.kernel)
+        trained.step(x)
+        found = trained.loss
+        assert i == 0 or abs((found - loss_of_zeros) / (exact - loss_of_zeros) - 1) < 0.03
 
 
 def test_a_generated_token_changes_no_scale_of_another():
