@@ -93,7 +93,7 @@ def gather_weights(
     >>> from jax.sharding import PartitionSpec as P
     >>> auto = (jax.sharding.AxisType.Auto,)
     >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=auto)
-    >>> model, x = jfp8.Dense(4), jnp.ones((2, 8))
+    >>> model, x = jfp8.Dense(4, recipe="current"), jnp.ones((2, 8))
     >>> params = model.init(jax.random.key(0), x)["params"]
     >>> def loss(shards):
     ...     whole = jfp8.gather_weights(shards, "fsdp", {"kernel": P("fsdp"), "bias": P()})
