@@ -232,7 +232,7 @@ LINES_OF_ROOMS = {
     "conversion": 4619,
     "debug": 3429,
     "plot": 905,
-    "command_line": 1037,
+    "command_line": 1051,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The arguments of `optax.contrib.muon`, 19, and of `jax.nn.dot_product_attention`, 12, and more.

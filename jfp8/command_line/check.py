@@ -1,8 +1,8 @@
-"""``python -m jfp8 check``: check each kernel in a separate process, and time layers.
+"""``python -m jfp8 check``: run each kernel once on this GPU, and time layers of each recipe.
 
-A small case of each kernel is held to a reference. Planners leave out the kernels that are wrong,
-hang or crash, and choose between FP8 and bf16 by the times of layers. Both are stored in the user's
-cache directory, for this kind of card and these versions.
+Takes some minutes. Afterwards jfp8 leaves out kernels that were wrong, hung or crashed, and chooses
+between FP8 and bf16 by the times. It reads both from ~/.cache/jfp8 ($XDG_CACHE_HOME/jfp8), for this
+kind of card and these versions of jfp8, JAX and CUDA.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import datetime
 import importlib
 import itertools
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -34,8 +35,8 @@ Result = dict[str, Any]
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("--kernels", nargs="+", metavar="NAME", help="only these; nothing is timed or stored")
-    add("--seconds", type=float, default=300.0, help="for each, to compile and run (300)")
+    add("--kernels", nargs="+", metavar="NAME", help="check these alone; time and store nothing")
+    add("--seconds", type=float, default=300.0, help="time limit of each kernel (default: 300)")
 
 
 def run(
@@ -80,9 +81,13 @@ def _chosen(known: dict[str, str], wanted: list[str] | None) -> dict[str, str]:
 def _answer(
     function: str, argument: Result, options: argparse.Namespace, cache: str | None = None
 ) -> Result:
+    """Call the function in a separate process; prints what runs, then its seconds, to stderr."""
+    what = "kernel" if "kernel" in argument else "recipe"
+    print(f"{what} {argument[what]} ... ", end="", file=sys.stderr, flush=True)
     environment = {} if cache is None else {"XDG_CACHE_HOME": cache}
     function = f"{HERE}.check:{function}"
     found = ask(function, argument, limit=options.seconds, environment=environment)
+    print(f"{found.seconds:.1f} s", file=sys.stderr, flush=True)
     how = {"failure": found.failure, "kind": found.kind, "seconds": found.seconds}
     return {**how, **(found.result or {})}
 

@@ -1,4 +1,7 @@
-"""``python -m jfp8 convert-checkpoint``: convert a checkpoint of FP8 to high precision, or back."""
+"""``python -m jfp8 convert-checkpoint``: write a checkpoint without FP8, or for another model.
+
+Nothing is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from jfp8.command_line.report import named
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("source", type=Path, help="*.safetensors, or a folder of Orbax")
-    parser.add_argument("result", type=Path, help="likewise; a new name")
+    parser.add_argument("source", type=Path, help="a folder of Orbax, or *.safetensors")
+    parser.add_argument("result", type=Path, help="a new folder, or a new *.safetensors")
     parser.add_argument(
         "--to",
         type=named,
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the state to convert to, of arrays or "
-        "shapes; without it, the result is the variables of the plain model",
+        help="your function; returns the state to convert to, of arrays or shapes (default: the "
+        "plain model's parameters, without FP8)",
     )
 
 

@@ -1,4 +1,7 @@
-"""``python -m jfp8 doctor``: show installed versions, the GPUs and their backends."""
+"""``python -m jfp8 doctor``: show what is installed, and the kernels that each recipe gets here.
+
+Names the fix for missing packages, old drivers, hidden GPUs and faulty compilers.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,12 @@ BY = {
 BAD_PTXAS = (12, 8, 0), (12, 9, 86)  # CUDA 12.8.0 to 12.9.0: the second is that of 12.9.1
 KERNELS_SINCE = (0, 11, 2)
 N = 4096
+ELSEWHERE = 'describe a card that this machine lacks, such as "NVIDIA H200"'
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--card", type=known, help='a card that is not here, such as "NVIDIA H200"')
+    parser.add_argument("--card", type=known, help=ELSEWHERE)
 
 
 def known(card: str) -> str:

@@ -12,17 +12,17 @@ from jfp8.command_line import check, convert_checkpoint, doctor, report
 # Each is a module with `arguments(parser)` and `run(options)`, which returns the result for
 # ``--json``, the lines that are printed without it, and whether nothing is wrong.
 COMMANDS = {
-    "doctor": (doctor, "show installed versions, and the backend of each recipe on this card"),
-    "check": (check, "check each kernel, leave out those that are wrong, and time layers"),
-    "report": (report, "list the products of a model, and which of them are FP8"),
-    "convert-checkpoint": (convert_checkpoint, "write a checkpoint for another model"),
+    "doctor": (doctor, "show what is installed, and what is missing for FP8 on this GPU"),
+    "check": (check, "run each kernel once, leave out wrong ones from now on, time layers"),
+    "report": (report, "list which matmuls of your model are FP8, and why others are not"),
+    "convert-checkpoint": (convert_checkpoint, "write one without FP8, or for another model"),
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="jfp8", description="Look at a GPU, check its kernels, convert files."
+        prog="jfp8", description="Prepare a GPU for FP8, inspect a model, convert checkpoints."
     )
     parser.add_argument("--version", action="version", version=f"jfp8 {jfp8.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,4 +1,7 @@
-"""``python -m jfp8 report``: print `jfp8.report` of a model that a module of yours makes."""
+"""``python -m jfp8 report``: list which matmuls of your model are FP8, and why others are not.
+
+It shows the expected gain on a GPU, here or not, and needs only the shapes of arrays.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import importlib
 import json
 from typing import Any
 
-from jfp8.command_line.doctor import described, known
+from jfp8.command_line.doctor import ELSEWHERE, described, known
 from jfp8.conversion.report import report
 
 
@@ -29,11 +32,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "example",
         type=named,
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the arguments of jfp8.report, "
-        "such as (model, variables, x)",
+        help="your function, such as mine:described; returns (model, x) in NNX, and (model, "
+        "variables, x) in Linen",
     )
-    here = 'trace for a card that is not here, such as "NVIDIA H200"'
-    parser.add_argument("--card", type=known, help=here)
+    parser.add_argument("--card", type=known, help=ELSEWHERE)
     parser.add_argument("--verbose", action="store_true", help="print a line for each matmul")
 
 

@@ -147,8 +147,10 @@ def test_a_kernel_that_is_subtly_wrong_is_caught():
 def test_the_command_on_this_machine(capsys):
     """One kernel that any JAX can run on a CPU."""
     assert main(["check", "--kernels", "cublaslt_f8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert (found["card"], found["interpreted"]) == ("cpu", True)
+    assert re.fullmatch(r"kernel cublaslt_f8 \.\.\. \d+\.\d s\n", printed.err)
     (kernel,) = found["kernels"].values()
     assert kernel["failure"] == ""
     assert kernel["measured"]["part_of_bound"] < 1e-3  # f32 adds almost exactly
