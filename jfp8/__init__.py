@@ -5,7 +5,6 @@ recipes, products, kernels, layers, collectives, optim, conversion, training, ch
 plot, integrations. A file imports only from its own folder and from those before it.
 """
 
-import difflib
 from typing import TYPE_CHECKING
 
 from jfp8 import (
@@ -56,7 +55,7 @@ from jfp8.scaling.quantization import quantize
 from jfp8.scaling.trees import dequantize_tree, is_scaled_array
 from jfp8.tracing.backends import backends
 from jfp8.tracing.device import for_platforms
-from jfp8.tracing.listing import listing
+from jfp8.tracing.listing import listing, missing
 from jfp8.training.data_parallel import data_parallel
 from jfp8.training.end_of_step import advance
 from jfp8.training.gather_weights import gather_weights
@@ -142,14 +141,9 @@ __all__ = [
 __dir__ = listing(__all__)
 
 
-def _missing(name: str) -> object:
-    hint = ""
-    if name in nnx.__all__:
-        hint = f" The layer of NNX is jfp8.nnx.{name}; those of Linen are here, such as jfp8.Dense."
-    elif close := difflib.get_close_matches(name, __all__, n=1, cutoff=0.75):
-        hint = f" Did you mean jfp8.{close[0]}?"
-    raise AttributeError(f"module 'jfp8' has no attribute {name!r}.{hint}", name=name)
-
-
+_ELSEWHERE = {name: f"jfp8.recipes.{name}" for name in recipes.__all__} | {
+    name: f"jfp8.nnx.{name} in NNX; Linen's layers are here, such as jfp8.Dense"
+    for name in nnx.__all__
+}
 if not TYPE_CHECKING:  # or type checkers would accept any name
-    __getattr__ = _missing
+    __getattr__ = lambda name: missing(name, "jfp8", __all__, _ELSEWHERE)

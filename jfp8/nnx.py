@@ -12,6 +12,8 @@ Each matmul holds its amax histories in a Variable of type `Fp8State`; the
 Recipes that round stochastically draw from the data; see `jfp8.scaled_dot_general`.
 """
 
+from typing import TYPE_CHECKING
+
 from jfp8.layers.nnx.attention import DotProductAttention, MultiHeadAttention
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP
 from jfp8.layers.nnx.layers import Conv, ConvTranspose, Einsum, Linear, LinearGeneral
@@ -27,7 +29,7 @@ from jfp8.layers.nnx.products import (
 from jfp8.layers.nnx.transformer import RelativePositionBiases, TransformerLayer
 from jfp8.layers.transformer_math import ClampedSwiglu
 from jfp8.products.ragged.routing import Routing, route, routing_of
-from jfp8.tracing.listing import listing
+from jfp8.tracing.listing import listing, missing
 from jfp8.training.nnx_optimizer import Optimizer
 from jfp8.training.nnx_step import value_and_grad
 
@@ -62,3 +64,7 @@ __all__ = [
 ]
 
 __dir__ = listing(__all__)
+
+_LINEN = {"Dense": "Linear", "DenseGeneral": "LinearGeneral", "TrainState": "Optimizer"}
+if not TYPE_CHECKING:  # or type checkers would accept any name
+    __getattr__ = lambda name: missing(name, "jfp8.nnx", __all__, _LINEN)

@@ -221,7 +221,7 @@ LINES_OF_ROOMS = {
     "scaling": 2886,
     "quantizers": 687,
     "matmul": 1064,
-    "recipes": 1564,
+    "recipes": 1565,
     "products": 5188,
     "kernels": 6044,
     "layers": 4880,
@@ -232,7 +232,7 @@ LINES_OF_ROOMS = {
     "conversion": 4619,
     "debug": 3429,
     "plot": 905,
-    "command_line": 1051,
+    "command_line": 1047,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The arguments of `optax.contrib.muon`, 19, and of `jax.nn.dot_product_attention`, 12, and more.

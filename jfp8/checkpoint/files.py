@@ -49,6 +49,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     >>> saved["data"].dtype.name, saved["data"].tolist(), saved["scale"].tolist()
     ('float8_e4m3fn', [1.0, 448.0], 1.0)
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"The path comes first, save(path, tree), but got {type(path).__name__}.")
     target = Path(os.path.realpath(path))  # a link's target, so that the link stays
     is_folder = _is_folder(target)
     if isinstance(tree, TrainState):

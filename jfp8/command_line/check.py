@@ -81,7 +81,6 @@ def _chosen(known: dict[str, str], wanted: list[str] | None) -> dict[str, str]:
 def _answer(
     function: str, argument: Result, options: argparse.Namespace, cache: str | None = None
 ) -> Result:
-    """Call the function in a separate process; prints what runs, then its seconds, to stderr."""
     what = "kernel" if "kernel" in argument else "recipe"
     print(f"{what} {argument[what]} ... ", end="", file=sys.stderr, flush=True)
     environment = {} if cache is None else {"XDG_CACHE_HOME": cache}

@@ -1,7 +1,4 @@
-"""``python -m jfp8 convert-checkpoint``: write a checkpoint without FP8, or for another model.
-
-Nothing is overwritten.
-"""
+"""``python -m jfp8 convert-checkpoint``: write a checkpoint without FP8, or for another model."""
 
 from __future__ import annotations
 

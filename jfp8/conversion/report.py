@@ -96,6 +96,8 @@ def _jaxpr_of(model: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Cl
         _check_variables(inputs)
         trace, call, given = _linen_jaxpr, "report(model, variables, x)", len(inputs) > 1 or kwargs
     elif isinstance(model, nnx.Module):
+        if inputs and isinstance(inputs[0], nnx.State):
+            raise TypeError("An NNX model holds its state: jfp8.report(model, x).")
         trace, call, given = _nnx_jaxpr, "report(model, x)", inputs or kwargs
     elif callable(model) and not isinstance(model, type):
         trace, call, given = _function_jaxpr, "report(function, params, batch)", inputs

@@ -87,7 +87,8 @@ def quantize_params(
     """
     if not isinstance(params, Mapping):
         raise TypeError(
-            f"params must be nested dicts, variables['params'], got {type(params).__name__}."
+            f"params must be nested dicts, variables['params'], got {type(params).__name__}. "
+            "For an NNX model pass nnx.state(model, nnx.Param)."
         )
     selection = select(recipe, exempt, only)
     stacks = Selection(DelayedScaling(), (stacked,) if isinstance(stacked, str) else tuple(stacked))

@@ -7,7 +7,6 @@ JSON and back.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import html
 import json
@@ -22,6 +21,7 @@ from jfp8.recipes.product import Products
 from jfp8.scaling import printing
 from jfp8.scaling.formats import E4M3FN, E5M2, Format
 from jfp8.scaling.history import AmaxState, init_amax_state
+from jfp8.tracing.listing import did_you_mean
 
 # Fields of recipes that list the values they take.
 
@@ -99,8 +99,7 @@ class Recipe:
         known = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(name, known)
                 raise TypeError(
                     f"{cls.__name__} has no field {name!r}.{hint} Fields: {', '.join(known)}."
                 )

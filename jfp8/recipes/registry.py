@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jfp8.recipes import block_scaling, intel, mxfp4, nvfp4, per_tensor, qat, rowwise, unscaled
 from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.listing import did_you_mean
 
 RECIPES: tuple[type[Recipe], ...] = (
     per_tensor.DelayedScaling,
@@ -78,4 +79,5 @@ def class_called(name: str, recipes: Sequence[type[Recipe]]) -> type[Recipe]:
     for recipe in recipes:
         if name and name in (recipe.name, recipe.__name__):
             return recipe
-    raise ValueError(f"There is no recipe called {name!r}. Recipes: {_names(recipes)}.")
+    hint = did_you_mean(str(name), (known for r in recipes for known in (r.name, r.__name__)))
+    raise ValueError(f"There is no recipe called {name!r}.{hint} Recipes: {_names(recipes)}.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
+
+from jfp8.tracing.listing import did_you_mean
 
 # By the name of the device, for programs that are compiled without it.
 _CAPABILITIES = {
@@ -105,6 +106,5 @@ def capability_of(kind: str) -> tuple[int, int] | None:
 def unknown_card(card: str, rated: Collection[str]) -> str:
     """Say that no card has this name, with the nearest of those with known rates, and all."""
     word = (card.upper().split() or [""])[-1]
-    near = difflib.get_close_matches(word, rated, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(word, rated)
     return f"{card!r} is no card that jfp8 knows.{hint} Cards with known rates: {', '.join(rated)}"

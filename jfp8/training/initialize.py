@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from jfp8.recipes import registry
 from jfp8.recipes.per_layer import PerLayer, check_recipes
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.listing import did_you_mean
 
 OptLevel = Literal["O0", "O1", "O2"]
 
@@ -179,8 +179,7 @@ def _settings(config: Mapping[str, Any] | str, given: Mapping[str, Any]) -> dict
         )
     for name, value in parsed.items():
         if name not in settings:
-            close = difflib.get_close_matches(str(name), settings, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(str(name), settings)
             raise ValueError(f"config has no key {name!r}.{hint} Keys: {', '.join(settings)}.")
         if name in defaults and given[name] != defaults[name]:
             raise ValueError(f"{name} is given twice: in config, and as an argument.")

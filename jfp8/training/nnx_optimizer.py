@@ -60,11 +60,13 @@ class Optimizer(nnx.Optimizer[M], Generic[M]):
           tx: an Optax optimizer.
           wrt: filter of the Variables of `model` that are trained.
         """
+        if not hasattr(tx, "init"):
+            raise TypeError(f"tx must be an optimizer, such as optax.adam(1e-3), got {tx!r:.40}.")
         super().__init__(model, tx, wrt=wrt)
         self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
         self.skipped_in_a_row = nnx.OptState(jnp.zeros((), jnp.int32))
 
-    def update(self, model: M, grads: Any, /, **kwargs: Any) -> optax.Updates:
+    def update(self, model: M, grads: Any = None, /, **kwargs: Any) -> optax.Updates:
         """Update `model` and the optimizer's state by one step, unless it is skipped.
 
         Args:
@@ -76,10 +78,15 @@ class Optimizer(nnx.Optimizer[M], Generic[M]):
         Returns:
           The updates, with the structure of the trained parameters; NaN in a skipped step.
 
+        Raises:
+          TypeError: no `grads`.
+
         Warns:
           UserWarning: the last 10 steps were skipped, or the loss scale is at its least value. Not
             under ``jit``: see `metrics`.
         """
+        if grads is None:  # Flax before 0.11 took gradients alone
+            raise TypeError("update takes the model first: optimizer.update(model, grads).")
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state: Any = nnx.as_pure(self.opt_state)
         taken = nnx.as_pure(nnx.state(grads, self.wrt))

@@ -126,7 +126,7 @@ class TrainState(flax.struct.PyTreeNode):
           unknown: refused, with the call to write.
 
         Raises:
-          TypeError: another argument, such as Flax's ``params``; an NNX model.
+          TypeError: another argument, such as Flax's ``params``; an NNX model; no optimizer.
           ValueError: no ``params``; ``_overwrite_with_gradient``; sinks of another model.
         """
         collections = _collections(variables, unknown)
@@ -139,6 +139,8 @@ class TrainState(flax.struct.PyTreeNode):
                 "alike, stacked along axis 0: nn.scan(..., variable_axes={'params': 0, 'fp8': 0, "
                 "'fp8_sink': 0})."
             )
+        if not hasattr(tx, "init"):
+            raise TypeError(f"tx must be an optimizer, such as optax.adam(1e-3), got {tx!r:.40}.")
         opt_state = tx.init(without_stored(params) if _has_stored(params) else params)
         if has_master_weights(opt_state):
             opt_state = tx.init(params)

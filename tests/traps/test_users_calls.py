@@ -377,6 +377,33 @@ WRONG_CALLS = {
     ),
     "Linear": (lambda: jfp8.Linear(16, 4), r"AttributeError.*jfp8\.nnx\.Linear.*jfp8\.Dense"),
     "format": (lambda: jfp8.E4M3, r"AttributeError.*'E4M3'\. Did you mean jfp8\.E4M3FN\?"),
+    "Dense of NNX": (
+        lambda: jfp8.nnx.Dense,
+        r"AttributeError.*jfp8\.nnx.*Take Linear\.",
+    ),
+    "recipe elsewhere": (lambda: jfp8.Hybrid, r"AttributeError.*Take jfp8\.recipes\.Hybrid\."),
+    "misspelled recipe": (lambda: jfp8.recipes.get("delayd"), "Did you mean .*delayed.*Recipes: "),
+    "tx not called": (
+        lambda: state_of(LINEN, optax.adam),
+        r"TypeError.*as optax\.adam\(1e-3\), got <function adam",
+    ),
+    "tx and model": (
+        lambda: jfp8.nnx.Optimizer(optax.adam(1), nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+        "TypeError.*tx must be an optimizer.*got Linear",
+    ),
+    "gradients alone": (
+        lambda: jfp8.nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.adam(1)).update({}),
+        r"TypeError.*optimizer\.update\(model, grads\)",
+    ),
+    "state first": (lambda: jfp8.checkpoint.save({}, "x"), r"TypeError.*save\(path, tree\).*dict"),
+    "NNX state": (
+        lambda: jfp8.report(model := nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.state(model), X),
+        r"TypeError.*jfp8\.report\(model, x\)",
+    ),
+    "weights of a model": (
+        lambda: jfp8.quantize_params(nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+        r"TypeError.*nnx\.state\(model, nnx\.Param\)",
+    ),
     "fault": (
         lambda: jfp8.debug.advice([]).of("outlier"),
         "ValueError.*no fault 'outlier'. Faults: .*outliers",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Generator
@@ -15,6 +14,7 @@ from flax.nnx import reprlib
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.listing import did_you_mean
 
 # Flax's arguments for the matmul, which layers of jfp8 compute themselves.
 _HOOK = re.compile(r"(.*dot_general|conv_general_dilated|einsum_op)(_cls)?")
@@ -70,8 +70,7 @@ def _unknown(layer: type, name: str, known: list[str]) -> Exception:
             f"jfp8.nnx.{layer.__name__} computes its matmul itself, so it does not take {name}. "
             f"Pass recipe=..., or use flax.nnx.{flax.__name__}."
         )
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(name, known)
     return TypeError(f"{layer.__name__} has no option {name!r}.{hint} Options: {', '.join(known)}.")
 
 
