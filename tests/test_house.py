@@ -231,7 +231,7 @@ LINES_OF_ROOMS = {
     "checkpoint": 3168,
     "conversion": 4619,
     "debug": 3429,
-    "plot": 905,
+    "plot": 906,
     "command_line": 1047,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15

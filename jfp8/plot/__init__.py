@@ -11,7 +11,7 @@ Every function takes the data first and returns the `matplotlib.axes.Axes` that 
 you can change them further. Without ``ax=`` it draws on a new figure that pyplot does not know:
 Jupyter shows it as the value of a cell, nobody has to close it, and a loop may draw a thousand. The
 new figure has a title, which ``ax.figure.suptitle("...")`` replaces. On your own axes, set yours.
-Colours come from Okabe and Ito's palette or the colour map cividis, which all kinds of colour
+Colors come from Okabe and Ito's palette, or from light to dark blue, which all kinds of color
 vision can tell apart. In print, line styles and hatches tell them apart.
 """
 

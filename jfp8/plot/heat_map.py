@@ -181,9 +181,10 @@ def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.nd
 
 def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     import matplotlib
-    from matplotlib.colors import Normalize, SymLogNorm
+    from matplotlib.colors import ListedColormap, Normalize, SymLogNorm
 
-    colours = matplotlib.colormaps["cividis_r" if shown.dark_is_high else "cividis"]
+    blues = matplotlib.colormaps["Blues"](np.linspace(0.15, 1.0, 256))  # none as light as white
+    colours: Any = ListedColormap(blues if shown.dark_is_high else blues[::-1])
     unit = shown.unit
     if shown.log:
         low, high = shown.ends or _decades(numbers)

@@ -223,7 +223,7 @@ def _bits_to_keep(row: TensorStats) -> int:
 # Remedies for recipes with several scales, which are finer.
 _FINER = {
     "rowwise": "Its scales serve whole rows: use block scales, so that the largest elements cost "
-    "only their neighbours: MXFP8BlockScaling() (32 of them) or Float8BlockScaling() (128)",
+    "only their neighbors: MXFP8BlockScaling() (32 of them) or Float8BlockScaling() (128)",
     "block": "Its scales serve blocks of 128: use MXFP8BlockScaling(), whose blocks are of 32",
     "nvfp4": "Its blocks share the range of one scale for the tensor: use MXFP8BlockScaling(), "
     "whose blocks have a range of their own",
@@ -252,7 +252,7 @@ def outliers(run: Run) -> Iterator[Finding]:
             )
         else:
             remedy = (
-                "Use block scales, so that the largest elements cost only their neighbours: "
+                "Use block scales, so that the largest elements cost only their neighbors: "
                 f"MXFP8BlockScaling() or Float8BlockScaling(); or {exempt}."
             )
         yield found_in(
