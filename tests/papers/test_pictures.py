@@ -58,6 +58,7 @@ def test_stored_pictures_are_what_is_drawn_now(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Small gradients are zero under 'unscaled'")  # the finding
 def test_gradients_of_lower_layers_die(tmp_path):
     """A training, of which other flags of XLA change the squares, but not what the picture says."""
     figure = pictures.dead_gradients()
