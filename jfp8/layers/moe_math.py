@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jfp8.layers import transformer_math
 from jfp8.layers.site import Multiplies, mlp_at
 from jfp8.matmul.spec import Implementation
 from jfp8.products.mlp import hidden_like
 from jfp8.products.ragged.dot import observed_ragged_dot
-from jfp8.products.ragged.exchange import plan_exchange
+from jfp8.products.ragged.exchange import Exchange, plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.expert_rows import ExpertRows, FromExperts, ToExperts
 from jfp8.products.ragged.experts import (
@@ -34,6 +35,7 @@ from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
 from jfp8.tracing.caller import user_level
+from jfp8.tracing.shardings import sharded_like
 
 Layer = Any  # an ``ExpertDense`` of Linen or NNX
 Route = Callable[..., Routing]  # takes logits and k, and maybe a bias
@@ -110,7 +112,12 @@ class RaggedDotCall(Multiplies):
 def router_logits(tokens: jax.Array, kernel: jax.Array) -> jax.Array:
     """The product in high precision of tokens ``[t, in]`` and kernel ``[in, g]``: f32[t, g]."""
     x, kernel = (a.astype(jnp.float32) for a in (tokens, kernel))
-    return jnp.dot(x, kernel, precision=lax.Precision.HIGHEST)
+    return sharded_like(tokens, partial(jnp.dot, precision=lax.Precision.HIGHEST), x, kernel)
+
+
+def routed_by(route: Route, k: int, logits: jax.Array, **bias: jax.Array) -> Routing:
+    """Return ``route(logits, k)`` or, if there is a bias, ``route(logits, k, bias=bias)``."""
+    return sharded_like(logits, lambda logits, bias: route(logits, k, **bias), logits, bias)
 
 
 def check_bias_update_rate(rate: float | None) -> None:
@@ -179,13 +186,17 @@ def router_z_loss(logits: jax.Array) -> jax.Array:
 
 def losses_of(routed: Routing, input_shape: Sequence[int]) -> dict[str, jax.Array]:
     """Return the losses of a router by name, for inputs ``[..., length, features]``."""
-    assert routed.logits is not None
     length = max(1, input_shape[-2]) if len(input_shape) > 1 else 1
-    return {
-        "load_balancing_loss": load_balancing_loss(routed),
-        "sequence_balance_loss": sequence_balance_loss(routed, length),
-        "router_z_loss": router_z_loss(routed.logits),
-    }
+
+    def losses(routed: Routing) -> dict[str, jax.Array]:
+        assert routed.logits is not None
+        return {
+            "load_balancing_loss": load_balancing_loss(routed),
+            "sequence_balance_loss": sequence_balance_loss(routed, length),
+            "router_z_loss": router_z_loss(routed.logits),
+        }
+
+    return sharded_like(PartitionSpec(), losses, routed)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -229,29 +240,39 @@ def through_experts(
       The sums, ``[t, in]``; and with a capacity the share of choices that found no room, by name.
     """
     (count, k), groups = routed.experts.shape, routed.probabilities.shape[1]
-    more = -count % mesh.parts  # rows without an expert, so that tokens can be divided evenly
-    experts = jnp.pad(routed.experts, [(0, more), (0, 0)], constant_values=groups)
+    more = [(0, -count % mesh.parts), (0, 0)]  # rows without an expert: tokens divide evenly
     height = height_for(recipes, implementation)
-    exchange = plan_exchange(experts, groups, mesh, height, capacity_factor)
 
+    def pad(tokens: jax.Array, experts: jax.Array) -> tuple[jax.Array, Exchange]:
+        experts = jnp.pad(experts, more, constant_values=groups)
+        planned = plan_exchange(experts, groups, mesh, height, capacity_factor)
+        return jnp.pad(tokens, more), planned
+
+    def activated(hidden: jax.Array) -> jax.Array:
+        hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
+        hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
+        return hidden.reshape(*hidden.shape[:2], intermediate_dim)
+
+    def weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
+        each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
+        return jnp.sum(each * weights[:, :, None], axis=1).astype(y.dtype)
+
+    padded, exchange = sharded_like(mesh.rows, pad, tokens, routed.experts)
     n = transformer_math.projections_of(activation)
     divided = can_be_divided(intermediate_dim, mesh, recipes)
     rows, back = ToExperts(exchange, divided, n), FromExperts(exchange, divided)
-    padded = jnp.pad(tokens, [(0, more), (0, 0)])
+    parts = (mesh.tensor,) if divided else ()
     apart = divided or saved_activations is not None
     if apart or not transformer_math.may_be_one_operation(recipes, tokens):
         # By name, for Flax's `nnx.tabulate`, which shows a dataclass only so.
-        parts, hidden = (mesh.tensor,) if divided else (), wi(padded, group_sizes=rows)
-        hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
-        hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
-        y = wo(hidden.reshape(*hidden.shape[:2], intermediate_dim), group_sizes=back)
+        hidden = wi(padded, group_sizes=rows)
+        y = wo(sharded_like(hidden, activated, hidden), group_sizes=back)
     else:
         shape = (exchange.group.size, exchange.height, n, intermediate_dim)
         first = wi._begin(padded, rows)
         second = wo._begin(hidden_like(first.planned, shape), back)
         y = mlp_at(first, second, transformer_math.Activation(activation), shape)
-    each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
-    y = jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)
+    y = sharded_like(mesh.rows, weighted, y, routed.weights)
     if capacity_factor is None:
         return y, {}
     dropped = 1 - jnp.sum(exchange.sizes) / max(count * k, 1)
@@ -280,7 +301,10 @@ def through_shared_expert(
     saved_activations: Format | None,
 ) -> jax.Array:
     """Return ``activation(x . wi) . wo`` of all tokens, ``[t, in]``; see `through_experts`."""
+
+    def activated(hidden: jax.Array) -> jax.Array:
+        hidden = hidden.reshape(len(hidden), transformer_math.projections_of(activation), -1)
+        return transformer_math.activate(hidden, activation, saved_activations=saved_activations)
+
     hidden = wi(tokens)
-    hidden = hidden.reshape(len(hidden), transformer_math.projections_of(activation), -1)
-    hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
-    return wo(hidden)
+    return wo(sharded_like(hidden, activated, hidden))

@@ -43,23 +43,38 @@ def sharded_like(like: Any, function: Callable[..., Any], *arguments: Any) -> An
     after reshapes into blocks and sums over sharded dimensions. Here the axes are automatic inside
     `function`, which must not use arrays from outside. Its results have types again: dimensions are
     sharded like the same dimensions of the array in `like`, a tree of results or a prefix of one.
-    Results with another number of dimensions are replicated.
+    Results with another number of dimensions are replicated. `like` may have specs for arrays.
     """
-    shardings = [explicit_sharding(x) for x in jax.tree.leaves(like)]
-    if not any(shardings):
+    mesh = explicit_mesh_of(like, arguments) or jax.sharding.get_abstract_mesh()
+
+    def explicit(entry: Any) -> tuple[str, ...]:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in names if name in mesh.explicit_axes)
+
+    def sharding_of(x: Any) -> NamedSharding | None:
+        if not isinstance(x, PartitionSpec):
+            return explicit_sharding(x)
+        return NamedSharding(mesh, PartitionSpec(*map(explicit, x))) if mesh.explicit_axes else None
+
+    if not any(map(sharding_of, jax.tree.leaves(like))):
         return function(*arguments)
-    mesh = explicit_mesh_of(like) or jax.sharding.get_abstract_mesh()
-    automatic = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
-    with jax.sharding.use_abstract_mesh(automatic):
+    with jax.sharding.use_abstract_mesh(automatic(mesh)):
         found = function(*jax.tree.map(partial(_resharded, PartitionSpec()), arguments))
 
-    def typed(x: jax.Array, y: jax.Array) -> jax.Array:
-        sharding = explicit_sharding(x)
-        aligned = sharding is not None and x.ndim == y.ndim
-        return _resharded(trimmed(sharding, y.shape).spec if aligned else PartitionSpec(), y)
+    def typed(x: Any, y: jax.Array) -> jax.Array:
+        sharding = sharding_of(x)
+        fits = len(x) <= y.ndim if isinstance(x, PartitionSpec) else x.ndim == y.ndim
+        spec = trimmed(sharding, y.shape).spec if sharding and fits else PartitionSpec()
+        return _resharded(spec, y)
 
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.tree.map(lambda x, part: jax.tree.map(partial(typed, x), part), like, found)
+
+
+def automatic(mesh: Any) -> Any:
+    """Return `mesh`, or its abstract mesh with automatic axes in place of explicit ones."""
+    types = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
+    return mesh.abstract_mesh.update_axis_types(types) if types else mesh
 
 
 def _resharded(spec: PartitionSpec, x: Any) -> Any:

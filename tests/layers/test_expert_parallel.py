@@ -26,12 +26,13 @@ MESHES = {
     "fsdp, expert, tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
     "data and expert": {"data": 2, "expert": 4},
     "expert": {"expert": 8},
+    "sizes of 1": {"data": 1, "expert": 4, "tensor": 1},
 }
 
 
-def mesh_of(sizes):
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+@pytest.fixture
+def mesh_with(mesh_of):
+    return lambda sizes: mesh_of(tuple(sizes.values()), tuple(sizes))
 
 
 def layouts(sizes, variables):
@@ -69,11 +70,10 @@ def assert_same(found, expected, tolerance):
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), jax.tree_util.keystr(path)
 
 
-def compiled_on(sizes, recipe, hidden, tokens):
+def compiled_on(mesh, recipe, hidden, tokens):
     """The step on a mesh, compiled, with its arguments."""
     model, variables, _ = made(recipe, hidden)
-    mesh = mesh_of(sizes)
-    specs, rows = layouts(sizes, variables)
+    specs, rows = layouts(mesh.shape, variables)
     rows = rows if tokens % 8 == 0 else P()
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     x, dy = (place(normal((tokens, FEATURES), seed), rows) for seed in (1, 2))
@@ -91,9 +91,9 @@ def compiled_on(sizes, recipe, hidden, tokens):
     [("rowwise", 64), ("delayed", 64), ("current", 64), ("mxfp8", 64), ("block", 256)],
 )
 @pytest.mark.representative(1)
-def test_many_devices_compute_what_one_does(recipe, hidden, mesh):
+def test_many_devices_compute_what_one_does(recipe, hidden, mesh, mesh_with):
     variables, run = made(recipe, hidden)[1:]
-    f, args = compiled_on(MESHES[mesh], recipe, hidden, 64)
+    f, args = compiled_on(mesh_with(MESHES[mesh]), recipe, hidden, 64)
     sent = collective_bytes(f).collectives
     assert "u8" in {collective.dtype for collective in sent if collective.op == "all-to-all"}
     expected = run(variables, *args[1:])
@@ -102,30 +102,38 @@ def test_many_devices_compute_what_one_does(recipe, hidden, mesh):
 
 
 @pytest.mark.slow
-def test_fewer_tokens_than_devices():
+def test_fewer_tokens_than_devices(mesh_with):
     variables, run = made("current", 64)[1:]
-    f, args = compiled_on(MESHES["expert"], "current", 64, 3)
+    f, args = compiled_on(mesh_with(MESHES["expert"]), "current", 64, 3)
     assert_same(f(*args), run(variables, *args[1:]), 1e-5)
 
 
-@pytest.mark.slow
-def test_layer_for_nnx():
-    model = jfp8.nnx.MoE(
-        FEATURES, EXPERTS, 32, expert_axis="expert", recipe="current", rngs=nnx.Rngs(0)
-    )
-    x = jnp.asarray(normal((64, FEATURES), 1))
-    graph, state = nnx.split(model)
-    run = lambda state, x: nnx.merge(graph, state)(x)
-    with jax.set_mesh(mesh_of(MESHES["data and expert"])):
-        program = jax.jit(run).lower(state, x)
-        assert_same(program.compile()(state, x), run(state, x), 1e-5)
+@pytest.mark.representative(1)
+def test_gradients_of_the_layer_for_nnx(mesh_with):
+    """Batch and sequence are sharded over other axes than tokens will be."""
+    options = {"expert_axis": "expert", "shared_intermediate_dim": 16, "bias_update_rate": 0.0}
+    model = jfp8.nnx.MoE(FEATURES, EXPERTS, 32, recipe="current", rngs=nnx.Rngs(0), **options)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    x = normal((4, 16, FEATURES), 1)
+
+    def loss(params, rest, x):
+        return jnp.sum(nnx.merge(graph, params, rest)(x) ** 2)
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 2)))
+    expected = gradients(params, rest, x)
+    mesh = mesh_with(MESHES["data and expert"])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("data", "expert")))
+        program = gradients.lower(params, rest, x)
+        assert_same(program.compile()(params, rest, x), expected, 1e-5)
     assert "all_to_all" in program.as_text()
 
 
 def exchanged(experts, count, n, capacity_factor=None):
     """On `n` devices: tiles of numbered tokens, what comes back, and the plan."""
     tokens = len(experts)
-    mesh = ExpertMesh(mesh_of({"expert": n}).abstract_mesh, "expert")
+    devices = jax.make_mesh((n,), ("expert",), axis_types=(AxisType.Auto,))
+    mesh = ExpertMesh(devices.abstract_mesh, "expert")
 
     def run(experts, numbers):
         plan = plan_exchange(experts, count, mesh, lambda rows, groups: 4, capacity_factor)
@@ -136,7 +144,7 @@ def exchanged(experts, count, n, capacity_factor=None):
 
         return *mesh.run(there_and_back, (mesh.rows, mesh.rows), mesh.rows)(plan, numbers), plan
 
-    with jax.set_mesh(mesh_of({"expert": n})):
+    with jax.set_mesh(devices):
         return jax.jit(run)(jnp.asarray(experts, jnp.int32), jnp.arange(1, tokens + 1)[:, None])
 
 
@@ -200,21 +208,22 @@ def test_tokens_travel_as_bytes(recipe, hidden):
 
 @pytest.mark.parametrize("mesh", ["fsdp, expert, tensor", "data and expert"])
 @pytest.mark.representative(1)
-def test_gradients_of_kernels_are_scattered(mesh):
+def test_gradients_of_kernels_are_scattered(mesh, mesh_with):
     """As they are added up. Who wants all of one gathers it: no more than an all-reduce sends."""
     sizes = MESHES[mesh]
     model, variables, _ = made("delayed", 64)
     specs, rows = layouts(sizes, variables)
-    lie = lambda specs: jax.tree.map(functools.partial(NamedSharding, mesh_of(sizes)), specs)
+    devices = mesh_with(sizes)
+    lie = lambda specs: jax.tree.map(functools.partial(NamedSharding, devices), specs)
     args = variables, *(jnp.zeros((64, FEATURES)),) * 2
 
     def gradients(variables, x, dy):
         return step(model, variables, x, dy)[1]["params"]
 
-    with jax.set_mesh(mesh_of(sizes)):
+    with jax.set_mesh(devices):
         jitted = jax.jit(
             gradients,
-            in_shardings=(lie(specs), *[NamedSharding(mesh_of(sizes), rows)] * 2),
+            in_shardings=(lie(specs), *[NamedSharding(devices, rows)] * 2),
             out_shardings=lie(specs["params"]),
         )
         sent = collective_bytes(jitted.lower(*args).compile()).collectives
@@ -237,7 +246,8 @@ def test_weights_are_quantized_once_for_all_micro_batches(recipe):
         return jax.grad(loss)(params)
 
     x = jax.ShapeDtypeStruct((64, FEATURES), jnp.float32)
-    with jax.set_mesh(mesh_of(MESHES["data and expert"])):
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
         kept = jax.eval_shape(lambda p, x: split(gradient, p, x)[0], variables["params"], x)
     directions = {"delayed": 1, "mxfp8": 2}[recipe]
     weights = sum(variables["params"][name]["kernel"].size for name in ("wi", "wo"))
@@ -256,20 +266,21 @@ def test_columns_are_sorted_with_their_scales():
 def test_errors():
     x, model = jnp.ones((8, FEATURES)), MoE(EXPERTS, 16, expert_axis="expert")
     with (
-        jax.set_mesh(mesh_of({"data": 8})),
+        jax.set_mesh(jax.make_mesh((8,), ("data",))),
         pytest.raises(ValueError, match=r"'expert' is not an axis of the mesh .* \('data',\)"),
     ):
         jax.eval_shape(model.init, jax.random.key(0), x)
     with (
-        jax.set_mesh(mesh_of({"expert": 8})),
+        jax.set_mesh(jax.make_mesh((8,), ("expert",))),
         pytest.raises(ValueError, match="12 experts cannot be divided evenly among the 8"),
     ):
         jax.eval_shape(model.clone(num_experts=12).init, jax.random.key(0), x)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "expert": 4}], ids=["one device", "divided"])
-@pytest.mark.parametrize("factor", [0.5, 8.0])
-def test_the_share_that_a_capacity_drops_is_sown(factor, sizes):
+@pytest.mark.parametrize(
+    ("factor", "axes"), [(0.5, None), (0.5, AxisType.Explicit), (8.0, AxisType.Auto)]
+)
+def test_the_share_that_a_capacity_drops_is_sown(factor, axes):
     """The oracle counts choices in NumPy: each part of the data has a capacity of its own."""
     # Not divided evenly: the rows that are added choose no expert.
     x = jax.random.normal(jax.random.key(5), (61, FEATURES))
@@ -277,16 +288,16 @@ def test_the_share_that_a_capacity_drops_is_sown(factor, sizes):
     module = jfp8.nnx.MoE(FEATURES, EXPERTS, 16, rngs=nnx.Rngs(0), **options)
     linen = MoE(EXPERTS, 16, **options)
     kernels = {n: {"kernel": getattr(module, n).kernel[...]} for n in ("router", "wi", "wo")}
-    parts = sizes.get("data", 1)
+    parts, whole = (2, 64) if axes else (1, 61)
     logits = x @ np.asarray(kernels["router"]["kernel"], np.float64)
     chosen = np.argsort(-logits, axis=1)[:, :2]
-    whole = 64 if sizes else 61
     capacity = max(1, int(np.ceil(factor * whole // parts * 2 / EXPERTS)))
     rows = np.array_split(np.concatenate([chosen, np.full((whole - 61, 2), -1)]), parts)
     counts = [np.bincount(each[each >= 0], minlength=EXPERTS) for each in rows]
     dropped = sum(np.maximum(each - capacity, 0).sum() for each in counts) / chosen.size
 
-    with jax.set_mesh(mesh_of(sizes)) if sizes else contextlib.nullcontext():
+    mesh = axes and jax.make_mesh((2, 4), ("data", "expert"), axis_types=(axes,) * 2)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         told = pytest.warns(UserWarning, match="drops") if dropped else contextlib.nullcontext()
         with told:
             _, sown = linen.apply({"params": kernels}, x, mutable="intermediates")

@@ -102,7 +102,7 @@ class Router(nn.Module):
         logits, rate = moe_math.router_logits(tokens, kernel), self.bias_update_rate
         moe_math.check_bias_update_rate(rate)
         if rate is None:
-            return self.route(logits, self.num_experts_per_token)
+            return moe_math.routed_by(self.route, self.num_experts_per_token, logits)
         updates, path = self.is_mutable_collection(ROUTER_BIAS), "/".join(self.path)
         if not updates and not self.has_variable(ROUTER_BIAS, "bias"):
             raise ValueError(
@@ -124,7 +124,8 @@ class Router(nn.Module):
                 "with bias_update_rate=0.0."
             )
             logits = moe_math.warned_if_trained(message, logits)
-        routed = self.route(logits, self.num_experts_per_token, bias=bias.value)
+        k = self.num_experts_per_token
+        routed = moe_math.routed_by(self.route, k, logits, bias=bias.value)
         if updates and not self.is_initializing():
             bias.value = routing.updated_bias(bias.value, routed.group_sizes, rate)
         return routed
@@ -188,7 +189,6 @@ class MoE(moe_math.MoEOptions, nn.Module):
         stays as it is; None means no bias.
 
     Raises:
-      NotImplementedError: `expert_axis` on a mesh with explicit axes.
       ValueError: unknown `activation`; more experts per token than there are; a mesh
         without `expert_axis`, or one that does not divide the experts evenly; a `capacity_factor`
         that is not positive; a negative `bias_update_rate`; no ``router_bias`` although there is a

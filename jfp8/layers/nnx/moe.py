@@ -29,6 +29,7 @@ from jfp8.products.ragged.experts import planned_expert_dot
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
+from jfp8.tracing.shardings import sharded_like
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
@@ -142,7 +143,7 @@ class Router(nnx.Module):
         """Route `tokens`, ``[tokens, in]``; and update the bias, in training."""
         logits = moe_math.router_logits(tokens, self.kernel.get_value())
         given = {} if self.bias is None else {"bias": self.bias.get_value()}
-        routed = self.route(logits, self.num_experts_per_token, **given)
+        routed = moe_math.routed_by(self.route, self.num_experts_per_token, logits, **given)
         if self.bias is not None and self.bias_update_rate and not self.use_running_average:
             bias, rate = self.bias.get_value(), self.bias_update_rate
             try:
@@ -228,23 +229,24 @@ class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
         self, inputs: jax.Array, recipes: Sequence[Recipe]
     ) -> tuple[Any, dict[str, jax.Array]]:
         """Return the result, and what to sow, by the `recipes` of both matmuls."""
-        tokens = inputs.reshape(-1, inputs.shape[-1])
-        routed = self.router(tokens)
-        losses = moe_math.losses_of(routed, inputs.shape)
         axes = (self.expert_axis, self.data_axes, self.tensor_axis)
+        mesh, shape = expert_mesh(*axes, self.num_experts), inputs.shape
+        tokens = sharded_like(mesh.rows, partial(jnp.reshape, shape=(-1, shape[-1])), inputs)
+        routed = self.router(tokens)
+        losses = moe_math.losses_of(routed, shape)
         names = "intermediate_dim", "implementation", "activation", "saved_activations"
         y, dropped = moe_math.through_experts(
             tokens,
             routed,
             self.wi,
             self.wo,
-            mesh=expert_mesh(*axes, self.num_experts),
+            mesh=mesh,
             recipes=recipes,
             **options_of(self, (*names, "capacity_factor")),
         )
         if self.shared_wi is not None and self.shared_wo is not None:
             how = self.activation, self.saved_activations
             y += moe_math.through_shared_expert(tokens, self.shared_wi, self.shared_wo, *how)
-        y = y.reshape(inputs.shape)
+        y = sharded_like(inputs, partial(jnp.reshape, shape=shape), y)
         result = (y, losses["load_balancing_loss"]) if self.return_load_balancing_loss else y
         return result, losses | dropped

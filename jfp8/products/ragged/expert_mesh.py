@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jfp8.tracing.compat import mesh_in_effect
+from jfp8.tracing.shardings import automatic
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ExpertMesh:
     @property
     def rows(self) -> PartitionSpec:
         """Return the layout of arrays whose first dimension is tokens, or groups of tokens."""
-        return PartitionSpec(self.token_axes)
+        return PartitionSpec() if self.mesh is None else PartitionSpec(self.token_axes)
 
     def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Return `f` on every device, of its parts; without a mesh just `f`."""
@@ -134,12 +135,6 @@ def expert_mesh(
             f"jax.make_mesh((8,), ({expert_axis!r},))."
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if AxisType.Explicit in kinds.values():
-        raise NotImplementedError(
-            f"expert_axis={expert_axis!r} on a mesh with explicit axes: tokens are sorted on the "
-            "device that has them, which explicit shardings do not allow. Make the mesh with "
-            "axis_types=(jax.sharding.AxisType.Auto, ...)."
-        )
     manual = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
     if expert_axis in manual:
         raise ValueError(
@@ -156,4 +151,4 @@ def expert_mesh(
     free = lambda axis: axis in mesh.shape and axis not in manual
     data = tuple(axis for axis in data_axes if free(axis) and axis != expert_axis)
     tensor = tensor_axis if tensor_axis is not None and free(tensor_axis) else None
-    return ExpertMesh(mesh, expert_axis, data, tensor)
+    return ExpertMesh(automatic(mesh), expert_axis, data, tensor)

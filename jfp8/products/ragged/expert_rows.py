@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jfp8.matmul.known_scales import scale_shape_of
 from jfp8.products.operation import Kind, Operand
@@ -38,6 +39,11 @@ class ExpertRows:
     exchange: Exchange  # destinations of the copies of tokens
     divided: bool = False  # a tensor axis shards `axis`
     projections: int = 1  # equal parts of ``n``, concatenated
+
+    @property
+    def layout(self) -> PartitionSpec:
+        """Return the layout of y."""
+        raise NotImplementedError
 
     def separate(self, lhs: jax.Array) -> jax.Array:
         """Return lhs in three dimensions."""
@@ -78,6 +84,11 @@ class ToExperts(ExpertRows):
 
     sent, returned, axis = "lhs", "dgrad", "n"
 
+    @property
+    def layout(self) -> PartitionSpec:
+        mesh = self.exchange.mesh
+        return PartitionSpec(*mesh.rows, None, mesh.tensor_axis if self.divided else None)
+
     def separate(self, lhs: jax.Array) -> jax.Array:
         return lhs[:, None]
 
@@ -99,6 +110,10 @@ class FromExperts(ExpertRows):
     """Rows that are with their experts; results are sent back to the tokens."""
 
     sent, returned, axis = "grad", "fprop", "k"
+
+    @property
+    def layout(self) -> PartitionSpec:
+        return self.exchange.mesh.rows
 
     def join(self, y: jax.Array) -> jax.Array:
         return y[:, 0]

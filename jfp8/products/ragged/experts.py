@@ -52,6 +52,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import current_device
+from jfp8.tracing.shardings import sharded_like
 
 
 @functools.partial(
@@ -179,8 +180,8 @@ def observed_expert_dot(
     The `rows` say which of the two is sent, and where.
     """
     lhs, rhs = as_operands(lhs, rhs)
-    how = options.on_device_of(lhs, rhs), preferred_element_type
-    return _compiled(*how, lhs, rhs, rows, state)
+    compute = partial(_compiled, options.on_device_of(lhs, rhs), preferred_element_type)
+    return sharded_like((rows.layout, PartitionSpec()), compute, lhs, rhs, rows, state)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -236,6 +237,11 @@ def plain_expert_dot(
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Compute `observed_expert_dot` in high precision."""
+    compute = partial(_in_high_precision, preferred_element_type)
+    return sharded_like(rows.layout, compute, lhs, rhs, rows)
+
+
+def _in_high_precision(preferred_element_type, lhs, rhs, rows):
     out_dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
     dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
     lhs = rows.separate(lhs)
