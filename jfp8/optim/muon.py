@@ -20,7 +20,7 @@ from jfp8.optim.storage import Storage
 from jfp8.optim.stored_state import store_state
 from jfp8.products.dot_general import scaled_dot_general
 from jfp8.recipes.registry import RecipeLike, check_recipe
-from jfp8.tracing.shardings import sharded_like, trimmed
+from jfp8.tracing.shardings import automatic, sharded_like, trimmed
 
 Matmul = Callable[[jax.Array, jax.Array], jax.Array]
 NORMS = {"frobenius": "fro", "spectral": 2, "aol": None, "schatten": None}  # to divide by at first
@@ -147,7 +147,9 @@ def _sent(sharding: NamedSharding | None, rounded_to: Any, x: jax.Array) -> jax.
     if sharding is None:
         return x
     y = x if rounded_to is None else x.astype(rounded_to)
-    return lax.with_sharding_constraint(y, trimmed(sharding, y.shape)).astype(x.dtype)
+    wanted = trimmed(sharding, y.shape)
+    wanted = wanted.update(mesh=automatic(wanted.mesh))  # as they are in `sharded_like`
+    return lax.with_sharding_constraint(y, wanted).astype(x.dtype)
 
 
 def _moved(

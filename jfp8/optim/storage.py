@@ -64,6 +64,10 @@ class Storage(abc.ABC):
     def decode(self, stored: Any) -> jax.Array:
         """Return the f32 array that `stored` stands for."""
 
+    def holds(self, leaf: Any) -> bool:
+        """Return True if this leaf of a state is a stored form; by default no array is."""
+        return not jax.tree_util.all_leaves([leaf])
+
     def encode(self, x: jax.Array, seed: jax.Array) -> Any:
         """Return the stored form of `x`.
 
@@ -117,6 +121,9 @@ class Float(Storage):
 
     def decode(self, stored: jax.Array) -> jax.Array:
         return stored.astype(jnp.float32)
+
+    def holds(self, leaf: Any) -> bool:
+        return leaf.dtype == self.dtype
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -58,7 +58,8 @@ def store_state(
         ``optax.sgd`` with momentum. Rounded to nearest, an element that a step changes by less than
         half a spacing does not move: see ``rounding`` of `Blocks`.
       min_size: arrays with fewer elements are not changed, nor are those of fewer than two
-        dimensions: they take little memory, and biases and norms are sensitive.
+        dimensions: they take little memory, and biases and norms are sensitive. ``init`` compares
+        the arrays that it gets (in ``jax.shard_map`` a shard), ``update`` asks the state.
       seed: int or i32[], for stochastic rounding, whose bits also depend on the step, the leaf and
         the element.
 
@@ -105,8 +106,10 @@ class _Wrapper:
                 f"store_state(storages=...) names {missing}, but the state of inner has no such "
                 f"field. It has {sorted(fields)}; those with one leaf per parameter can be stored."
             )
-        count = jnp.zeros((), jnp.uint32)
-        return StoredState(count, outside_variables(self._round(wide, self._measure(wide), count)))
+        large = lambda _, leaf: math.prod(leaf.shape) >= self.min_size
+        storages, count = self._storages_of(wide, large), jnp.zeros((), jnp.uint32)
+        stored = self._round(wide, _measure(wide, storages), storages, count)
+        return StoredState(count, outside_variables(stored))
 
     def update(
         self,
@@ -115,8 +118,11 @@ class _Wrapper:
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StoredState]:
+        # The state decides, not sizes: those of shards are smaller.
+        storages = self._storages_of(state.inner_state, lambda storage, leaf: storage.holds(leaf))
+
         def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            wide = self._decode(inner_state)
+            wide = _decode(inner_state, storages)
             return self.inner.update(widened(updates), wide, widened(params), **extra_args)
 
         # Rounding needs the scale of a block before its first element, so the state is computed
@@ -124,45 +130,58 @@ class _Wrapper:
         # would write it out in f32 and read it back. Barriers prevent it from noticing that they
         # are equal.
         inputs = (updates, state.inner_state, params)
-        passes = [self._measure(step(*inputs)[1])]
+        passes = [_measure(step(*inputs)[1], storages)]
         for _ in range(1, max(map(len, passes[0]), default=0)):
             inputs = jax.tree.map(lax.optimization_barrier, inputs)
-            passes.append(self._measure(step(*inputs)[1]))
+            passes.append(_measure(step(*inputs)[1], storages))
         measured = [
             tuple(p[i][j] for j, p in enumerate(passes[: len(m)])) for i, m in enumerate(passes[0])
         ]
         updates, wide = step(*jax.tree.map(lax.optimization_barrier, inputs))
         count = state.count + np.uint32(1)
-        return updates, StoredState(count, self._round(wide, measured, count))
+        return updates, StoredState(count, self._round(wide, measured, storages, count))
 
-    def _storage_of(self, path: jax.tree_util.KeyPath, leaf: Any) -> Storage | None:
-        shape = getattr(leaf, "shape", None)  # optax also passes placeholders
-        if shape is None or len(shape) < 2 or math.prod(shape) < self.min_size:
-            return None
-        names = (getattr(key, "name", None) for key in path)
-        return next((self.storages[name] for name in names if name in self.storages), None)
+    def _storages_of(
+        self, state: Any, applies: Callable[[Storage, Any], bool]
+    ) -> list[Storage | None]:
+        """Return for each leaf the storage of its field that `applies` to it."""
 
-    def _decode(self, state: Any) -> Any:
-        def decode(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-            storage = self._storage_of(path, leaf)
-            return storage.decode(leaf) if storage else leaf
+        def storage_of(path: jax.tree_util.KeyPath, leaf: Any) -> Storage | None:
+            if len(getattr(leaf, "shape", ())) < 2:  # optax also passes placeholders
+                return None
+            names = (getattr(key, "name", None) for key in path)
+            found = next((self.storages[name] for name in names if name in self.storages), None)
+            return found if found is not None and applies(found, leaf) else None
 
-        return jax.tree_util.tree_map_with_path(decode, state, is_leaf=is_stored)
+        leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored)
+        return [storage_of(*each) for each in leaves]
 
-    def _measure(self, wide: Any) -> list[tuple[jax.Array, ...]]:
-        leaves = jax.tree_util.tree_leaves_with_path(wide)
-        found = [(self._storage_of(path, leaf), leaf) for path, leaf in leaves]
-        return [storage.measure(leaf) if storage else () for storage, leaf in found]
-
-    def _round(self, wide: Any, measured: list[tuple[jax.Array, ...]], count: jax.Array) -> Any:
+    def _round(
+        self,
+        wide: Any,
+        measured: list[tuple[jax.Array, ...]],
+        storages: Sequence[Storage | None],
+        count: jax.Array,
+    ) -> Any:
         seed_of_step = fold_in(seed_words(self.seed), count)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(wide)
+        leaves, structure = jax.tree.flatten(wide)
         rounded = []
-        for i, (path, leaf) in enumerate(leaves):
-            if storage := self._storage_of(path, leaf):
+        for i, (storage, leaf) in enumerate(zip(storages, leaves, strict=True)):
+            if storage:
                 leaf = storage.round(leaf, measured[i], fold_in(seed_of_step, np.uint32(i)))
             rounded.append(leaf)
         return structure.unflatten(rounded)
+
+
+def _measure(wide: Any, storages: Sequence[Storage | None]) -> list[tuple[jax.Array, ...]]:
+    found = zip(storages, jax.tree.leaves(wide), strict=True)
+    return [storage.measure(leaf) if storage else () for storage, leaf in found]
+
+
+def _decode(state: Any, storages: Sequence[Storage | None]) -> Any:
+    leaves, structure = jax.tree.flatten(state, is_leaf=is_stored)
+    pairs = zip(storages, leaves, strict=True)
+    return structure.unflatten([s.decode(leaf) if s else leaf for s, leaf in pairs])
 
 
 def is_stored(node: Any) -> bool:

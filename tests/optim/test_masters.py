@@ -373,9 +373,9 @@ class TestComposition:
         np.testing.assert_array_equal(after["c"], np.full(2, 2.0))  # optax.masked passes it on
 
     @pytest.mark.slow
-    def test_sharded_weights_move_as_on_one_device(self):
+    def test_sharded_weights_move_as_on_one_device(self, mesh_of):
         """Bit for bit: random bits belong to elements, and maxima do not depend on their order."""
-        mesh = Mesh(np.array(jax.devices()), ("d",))
+        mesh = mesh_of((8,), ("d",))
         params = {
             "w": quantized(normal((64, 32))),
             "v": quantized(normal((64, 32)), jfp8.PerAxis(0)),

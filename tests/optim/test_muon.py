@@ -149,9 +149,9 @@ def test_nan_shows_and_is_skipped(products):
 
 @pytest.mark.parametrize("products", [None, "current"])
 @pytest.mark.representative(1)
-def test_each_device_takes_its_share(products):
-    """Parts of matrices are exchanged, twice before the iteration and once after it."""
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+def test_each_device_takes_its_share(products, mesh_of):
+    """Parts of matrices are exchanged, at most twice before the iteration, and once after it."""
+    mesh = mesh_of((8,), ("fsdp",))
     rows, share = (NamedSharding(mesh, P(*spec)) for spec in [(None, "fsdp"), ("fsdp",)])
     shape = (8, 64, 128)
     params = {"w": jax.random.normal(jax.random.key(0), shape)}
@@ -171,7 +171,8 @@ def test_each_device_takes_its_share(products):
     np.testing.assert_allclose(updates["w"], expected["w"], atol=1e-3 if products else 1e-5)
     assert_same(momentum_of(state), momentum_of(momentum))
     sent = collective_bytes(compiled).total / params["w"].size
-    assert 1.3 < sent < 1.4  # (4 + 4 + 4) / 8 * 7 / 8; on a GPU the last 4 are 2 with products
+    # At most (4 + 4 + 4) / 8 * 7 / 8; on a GPU the last 4 are 2 with products.
+    assert 0.8 < sent < 1.4
     left_alone = collective_bytes(step(None)[0]).total / params["w"].size
     assert left_alone > 20
 
@@ -181,7 +182,7 @@ def test_checkpoints_of_optax_and_of_other_devices(tmp_path):
     tx, start = muon(0.02), drawn(99, {"w": (64, 64)})
     whole, _ = train(tx, 4, params=start)
     params, state = train(tx, 2, params=start)
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("fsdp",))
     shardings = state_shardings(tx, params, NamedSharding(mesh, P("fsdp")))
     file = tmp_path / "state"
     jfp8.checkpoint.save(file, jax.device_put(state, shardings))

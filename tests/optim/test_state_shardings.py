@@ -12,6 +12,7 @@ import jfp8
 from jfp8.optim.adam import PRESETS, adam, adamw
 from jfp8.optim.block_storage import Blocks
 from jfp8.optim.state_shardings import state_shardings
+from jfp8.optim.storage import Float
 from jfp8.optim.stored_state import store_state
 
 P = PartitionSpec
@@ -90,6 +91,26 @@ def test_sharded_and_whole_runs_agree_bit_for_bit(mesh_of, preset):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     for before, after in zip(*map(jax.tree.leaves, (parameters(), parts[0])), strict=True):
         assert np.any(before != after)
+
+
+@pytest.mark.parametrize("storage", [Blocks(), Float(jnp.bfloat16)], ids=["blocks", "bf16"])
+def test_small_shards_of_large_moments_stay_stored(storage):
+    """In shard_map, with less than min_size in a shard; the oracle is the update of the whole."""
+    tx, mesh = store_state(optax.adam(1e-2), {"mu": storage}), jax.make_mesh((8,), ("data",))
+    params = jnp.zeros((64, 128))
+    gradients = jax.random.normal(jax.random.key(0), params.shape)
+    state = jax.jit(tx.init)(params)
+    specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    given = place(gradients, P("data")), jax.tree.map(place, state, specs)
+    update = jax.shard_map(
+        tx.update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P("data"), specs)
+    )
+    updates, after = jax.jit(update)(*given)
+    expected, whole = jax.jit(tx.update)(gradients, state)
+    assert jax.tree.structure(after) == jax.tree.structure(whole)
+    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(whole)]
+    np.testing.assert_array_equal(updates, expected)
 
 
 @pytest.mark.slow

@@ -154,11 +154,10 @@ def spread(tree, mesh):
 
 
 @pytest.mark.representative(1)
-@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @each_kind
-def test_fsdp_is_the_step_of_one_device(kind, axis):
+def test_fsdp_is_the_step_of_one_device(kind, mesh_of):
     single, sharded = kind(), kind()
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis,))
+    mesh = mesh_of((8,), ("fsdp",))
     with jax.set_mesh(mesh):
         sharded.put(spread(sharded.state, mesh))
         losses = [float(sharded.step(spread(BATCH, mesh))) for _ in range(3)]
