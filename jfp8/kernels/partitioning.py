@@ -101,7 +101,9 @@ class Rule:
             if not dim.name.isupper():
                 units[dim.name] = max(units.get(dim.name, 1), dim.unit)
         sizes = self.sizes(shapes)
-        return {name: unit for name, unit in units.items() if sizes[name] % unit == 0}
+        # A single unit is whole, and Shardy refuses it as one of two factors of a dimension.
+        several = lambda size, unit: size % unit == 0 and (unit == 1 or size > unit)
+        return {name: unit for name, unit in units.items() if several(sizes[name], unit)}
 
     def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
         """The number of elements of each name."""
