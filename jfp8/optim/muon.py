@@ -148,7 +148,7 @@ def _sent(sharding: NamedSharding | None, rounded_to: Any, x: jax.Array) -> jax.
         return x
     y = x if rounded_to is None else x.astype(rounded_to)
     wanted = trimmed(sharding, y.shape)
-    wanted = wanted.update(mesh=automatic(wanted.mesh))  # as they are in `sharded_like`
+    wanted = wanted.update(mesh=automatic(wanted.mesh))  # `sharded_like` calls this function
     return lax.with_sharding_constraint(y, wanted).astype(x.dtype)
 
 

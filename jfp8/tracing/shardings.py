@@ -64,8 +64,7 @@ def sharded_like(like: Any, function: Callable[..., Any], *arguments: Any) -> An
     def typed(x: Any, y: jax.Array) -> jax.Array:
         sharding = sharding_of(x)
         fits = len(x) <= y.ndim if isinstance(x, PartitionSpec) else x.ndim == y.ndim
-        spec = trimmed(sharding, y.shape).spec if sharding and fits else PartitionSpec()
-        return _resharded(spec, y)
+        return _resharded(trimmed(sharding, y.shape).spec if sharding and fits else jax.P(), y)
 
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.tree.map(lambda x, part: jax.tree.map(partial(typed, x), part), like, found)

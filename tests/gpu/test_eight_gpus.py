@@ -98,6 +98,16 @@ def test_gradients_of_f32_params_travel_in_bf16(recipe, way):
     assert program.exchanged.total == pytest.approx(sent * N * N * 7 / 8, rel=0.01)
 
 
+def test_a_dimension_may_be_one_block():
+    """Shardy takes no factor of size 1 for the number of blocks."""
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
+    args = of(8 * 512, 128), of(128, 512), of(8 * 512, 512)
+    f = gradients_of(partial(times, recipe="block"))
+    program = compile_divided("h200", {"x": 8}, f, args, (P("x"), P(), P("x")))
+    assert len(program.hlo.fp8_products) == 3
+    assert program.hlo.other_products == []
+
+
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_explicit_axes(recipe):
     """Where shardings are part of types; data by two, columns by four."""
@@ -108,6 +118,26 @@ def test_explicit_axes(recipe):
     program = compile_divided("h200", {"x": 2, "y": 4}, f, args, specs, None, AxisType.Explicit)
     assert len(program.hlo.fp8_products) == 3
     assert program.hlo.other_products == program.hlo.f8_transposes == []
+
+
+@pytest.mark.parametrize("way", ["data", "FSDP", "by columns", "experts"])
+def test_explicit_axes_send_what_automatic_ones_do(way):
+    """The same matmuls in FP8, and the same collectives of everything large."""
+    if way == "experts":
+        layer = MoE(8, 1024, expert_axis="x", capacity_factor=1.25, dtype=BF16, param_dtype=BF16)
+        where = lambda path: P("x") if "router" not in path else P()
+        program = layer_on_devices(layer, (8 * 8192, 2048), where, P("x"), P("x"))
+    else:
+        (m, k, n), x, w, y, _ = WAYS[way]
+        program = layer_on_devices(jfp8.Dense(n, **layer_options), (m, k), lambda _: w, x, y)
+
+    def counts(kind):
+        found = compile_divided("h200", {"x": 8}, *program, kind)
+        large = [c for c in found.exchanged.collectives if c.elements > 2**14]
+        sent = sorted((c.op, c.dtype, c.elements) for c in large)
+        return len(found.hlo.fp8_products), len(found.hlo.other_products), sent
+
+    assert counts(AxisType.Explicit) == counts(AxisType.Auto)
 
 
 def test_muon_orthogonalizes_its_share_in_fp8():
@@ -131,9 +161,19 @@ def test_muon_orthogonalizes_its_share_in_fp8():
     assert program.exchanged.total == pytest.approx(sent, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_sequences_of_odd_length_stay_on_their_devices(recipe):
-    """Zeros after their rows shift no shards, so JAX's attention finds q, k and v sharded alike."""
+@pytest.mark.parametrize(
+    ("recipe", "n", "kind"),
+    [
+        ("current", 512, AxisType.Auto),
+        ("rowwise", 512, AxisType.Auto),
+        ("block", 1024, AxisType.Explicit),
+    ],
+)
+def test_sequences_of_odd_length_stay_on_their_devices(recipe, n, kind):
+    """Zeros after their rows shift no shards, so JAX's attention finds q, k and v sharded alike.
+
+    Blocks of tokens reach over the ends of sequences: types tell JAX's attention the shardings.
+    """
 
     def attend(params, x):
         product = lambda x, name: times(x, params[name], recipe)
@@ -143,12 +183,14 @@ def test_sequences_of_odd_length_stay_on_their_devices(recipe):
         return jnp.mean(product(y[:, :2047].reshape(x.shape), "o").astype(F32) ** 2)
 
     of = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
-    params = {"q": of(512, 512), "k": of(512, 128), "v": of(512, 128), "o": of(512, 512)}
+    params = {"q": of(n, n), "k": of(n, 128), "v": of(n, 128), "o": of(n, n)}
     specs = jax.tree.map(lambda _: P("x"), params)
     with cudnn_known():
-        args = {"x": 8}, jax.grad(attend), (params, of(8, 2047, 512)), (specs, P("x")), specs
+        args = {"x": 8}, jax.grad(attend), (params, of(8, 2047, n)), (specs, P("x")), specs, kind
         program = compile_divided("h200", *args)
     assert len(program.hlo.fp8_products) == 4 + 1 + 4  # x has no gradient
+    if recipe == "block":
+        return
     large = {c.op for c in program.exchanged.collectives if c.elements > 2**14}
     assert large == {"all-gather", "reduce-scatter"}  # weights and their gradients
 

@@ -43,7 +43,10 @@ class ExpertRows:
     @property
     def layout(self) -> PartitionSpec:
         """Return the layout of y."""
-        raise NotImplementedError
+        mesh = self.exchange.mesh
+        if self.returned == "fprop":
+            return mesh.rows
+        return PartitionSpec(*mesh.rows, None, mesh.tensor_axis if self.divided else None)
 
     def separate(self, lhs: jax.Array) -> jax.Array:
         """Return lhs in three dimensions."""
@@ -84,11 +87,6 @@ class ToExperts(ExpertRows):
 
     sent, returned, axis = "lhs", "dgrad", "n"
 
-    @property
-    def layout(self) -> PartitionSpec:
-        mesh = self.exchange.mesh
-        return PartitionSpec(*mesh.rows, None, mesh.tensor_axis if self.divided else None)
-
     def separate(self, lhs: jax.Array) -> jax.Array:
         return lhs[:, None]
 
@@ -110,10 +108,6 @@ class FromExperts(ExpertRows):
     """Rows that are with their experts; results are sent back to the tokens."""
 
     sent, returned, axis = "grad", "fprop", "k"
-
-    @property
-    def layout(self) -> PartitionSpec:
-        return self.exchange.mesh.rows
 
     def join(self, y: jax.Array) -> jax.Array:
         return y[:, 0]
