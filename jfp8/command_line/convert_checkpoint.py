@@ -29,9 +29,13 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     if options.result.exists():
         text = f"{options.result} exists. Name a new file: nothing is overwritten."
         return {"failure": text}, [text], False
-    if options.to is None:
-        state = downgrade(load(options.source))
-    else:
-        state = restore(options.source, options.to())
-    save(options.result, state)
+    wanted = None if options.to is None else options.to()
+    try:
+        if wanted is None:
+            state = downgrade(load(options.source))
+        else:
+            state = restore(options.source, wanted)
+        save(options.result, state)
+    except (OSError, ValueError) as error:
+        return {"failure": str(error)}, [str(error)], False
     return {"written": str(options.result)}, [f"Written: {options.result}"], True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
 from typing import Any
 
@@ -16,14 +17,18 @@ from jfp8.conversion.report import report
 
 
 def named(text: str) -> Any:
-    """Return the attribute that ``module:attribute`` names."""
-    module, _, attribute = text.partition(":")
+    """Return the function that ``module:function`` names, which takes no arguments."""
+    module, _, name = text.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function).bind()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        why = f"{error}" if name else "it names no function"
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not module:attribute of something that can be imported here: {error}"
+            f"{text!r} is not module:function of something that can be imported here, and called "
+            f"without arguments: {why}"
         ) from error
+    return function
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -60,11 +60,11 @@ def test_a_card_that_is_none_is_refused_with_the_names_that_exist(capsys, comman
 
 
 def test_a_name_that_is_none_is_told(capsys):
-    for name in ("my_models:nothing", "no_module:x", "nothing"):
+    for name in ("my_models:nothing", "no_module:x", "json", "json:dumps"):
         with pytest.raises(SystemExit) as ended:
             main(["report", name])
         assert ended.value.code == 2
-        assert f"{name!r} is not module:attribute" in capsys.readouterr().err
+        assert f"{name!r} is not module:function" in capsys.readouterr().err
 
 
 def test_a_checkpoint_becomes_that_of_the_plain_model_and_back(capsys, models):
@@ -77,6 +77,8 @@ def test_a_checkpoint_becomes_that_of_the_plain_model_and_back(capsys, models):
     assert list(plain) == ["params"]
     kernel = np.asarray(state["params"]["kernel"])
     np.testing.assert_array_equal(plain["params"]["kernel"], kernel)
+    assert main(["convert-checkpoint", "nothing", "new"]) == 1
+    assert capsys.readouterr().out == f"There is no checkpoint {Path('nothing').resolve()}.\n"
     assert main(convert) == 1
     assert "nothing is overwritten" in capsys.readouterr().out
     back = "plain.safetensors", "back.safetensors"
