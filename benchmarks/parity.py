@@ -89,6 +89,9 @@ MIXED = {
     "rowwise+attention": _mixed(
         "`RowwiseScaling()`, attention too", "--recipe rowwise", "--attention-recipe rowwise"
     ),
+    "delayed+wgrad": _mixed(
+        "`DelayedScaling(wgrad_dtype='bfloat16')`", "--recipe delayed", "--wgrad-dtype bfloat16"
+    ),
     "nvfp4_between": _mixed(
         "`nvfp4`, both ends in float32",
         "--recipe nvfp4",

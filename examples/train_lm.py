@@ -31,11 +31,12 @@ import jfp8
 
 def make_model(args: argparse.Namespace, run: str) -> Transformer:
     """Create the `"fp8"` model or its `"f32"` twin."""
-    in_fp8 = lambda name: None if run == "f32" or name == "none" else jfp8.recipes.get(name)
+    more = {"wgrad_dtype": args.wgrad_dtype}
+    in_fp8 = lambda n: None if run == "f32" or n == "none" else jfp8.recipes.get(n, **more)
     recipe = in_fp8(args.recipe)
     if recipe is not None and args.backward_recipe:
         backward = args.backward_recipe
-        recipe = jfp8.recipes.PerOperand(fprop=recipe, dgrad=backward, wgrad=backward)
+        recipe = jfp8.recipes.PerOperand(fprop=recipe, dgrad=backward, wgrad=backward, **more)
     if recipe is not None and args.recipe_of:
         by_layer = {pattern: in_fp8(name) for pattern, name in args.recipe_of}
         exempt = () if args.fp8_head else ("head",)

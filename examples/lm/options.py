@@ -18,9 +18,9 @@ RECIPES = (*(recipe.name for recipe in jfp8.recipes.RECIPES), "none")
 
 # A checkpoint can only be resumed with the same values of these: each affects the results.
 CHANGES_NUMBERS = (
-    "recipe", "backward_recipe", "recipe_of", "compare", "fp8_head", "attention_recipe", "steps",
-    "batch_size", "micro_batches", "seq_len", "width", "layers", "heads", "lr", "seed",
-    "loss_multiplier", "loss_scale",
+    "recipe", "backward_recipe", "recipe_of", "compare", "fp8_head", "attention_recipe",
+    "wgrad_dtype", "steps", "batch_size", "micro_batches", "seq_len", "width", "layers", "heads",
+    "lr", "seed", "loss_multiplier", "loss_scale",
 )  # fmt: skip
 
 
@@ -40,6 +40,8 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
     group.add_argument("--recipe-of", type=layers_and_recipe, nargs="+", default=[],
                        metavar="PATTERN=RECIPE",
                        help="of layers whose paths match, 'block_0/*=none'; the first match wins")
+    group.add_argument("--wgrad-dtype", choices=("bfloat16",),
+                       help="to which gradients of weights in FP8 layers are rounded")
     group.add_argument("--fp8-head", action="store_true", help="the logits head in FP8 as well")
     group.add_argument("--attention-recipe", choices=RECIPES, default="none",
                        help="of attention itself, between its projections (%(default)s)")
@@ -176,6 +178,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         "--attention-recipe": o.attention_recipe != "none",
         "--backward-recipe": o.backward_recipe,
         "--recipe-of": o.recipe_of,
+        "--wgrad-dtype": o.wgrad_dtype,
     }
     for flag in (flag for flag, given in asked.items() if given and o.recipe == "none"):
         parser.error(

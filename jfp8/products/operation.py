@@ -353,4 +353,6 @@ def dtypes_of(
     if not jnp.issubdtype(y, jnp.floating):
         raise TypeError(f"preferred_element_type must be a floating dtype, got {np.dtype(y)}.")
     values: Any = rhs.carrier if isinstance(rhs, ScaledArray) else rhs
-    return np.dtype(lhs.dtype), np.dtype(getattr(values, "dtype", np.float32)), np.dtype(y)
+    d_rhs = np.dtype(getattr(values, "dtype", np.float32))
+    rounded = options.recipe.wgrad_dtype if d_rhs.itemsize > 2 else None
+    return np.dtype(lhs.dtype), np.dtype(rounded or d_rhs), np.dtype(y)

@@ -68,6 +68,7 @@ class How(NamedTuple):
 
     options: Options
     carried: bool  # rhs is a `ScaledArray` with a carrier
+    rhs_dtype: jnp.dtype  # the dtype of rhs, or of its carrier
 
 
 class Operands(NamedTuple):
@@ -177,7 +178,7 @@ def begin(planned: Planned) -> tuple[How, Operands]:
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
     operands = Operands(lhs, rhs, carrier, histories, sink, seed)
-    return How(options, carrier is not None), operands
+    return How(options, carrier is not None, (rhs if carrier is None else carrier).dtype), operands
 
 
 @partial(CustomVjp, nondiff_argnums=(0,))
@@ -194,7 +195,7 @@ def forward(
     derivative is taken. Nor is the history of a weight read, since that may have been updated or
     restored since. If lhs is made of other arrays, `of` has arguments of `Operation.made`.
     """
-    options, carried = how
+    options, carried, _ = how
     lhs, rhs, _, histories, sink, seed, q_lhs = operands
     history: Any = (histories or {}).get
     products = options.recipe.resolved()
@@ -237,7 +238,7 @@ def forward(
 
 def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operands:
     """Return the results of dgrad and wgrad, as cotangents; for `of` see `forward`."""
-    options, carried = how
+    options, carried, rhs_dtype = how
     lhs, rhs, history, seen, seed, seeds, operation = residuals
     products = options.recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
@@ -258,7 +259,7 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
     d_rhs = d_sink = None
     if q_lhs is not None:
         assert q_dy_again is not None
-        d_rhs = _matmul(operation, options, "wgrad", q_lhs, q_dy_again, seed)
+        d_rhs = _matmul(operation, options, "wgrad", q_lhs, q_dy_again, seed).astype(rhs_dtype)
     if seen is not None:
         d_sink = encode_amax(_largest(*seen, grad_amax)) * SINK_UNIT
     d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from jfp8.matmul.spec import ACCUMULATIONS, Accumulation
@@ -32,9 +32,8 @@ class Float8BlockScaling(Recipe):
 
     fp8_format: Fp8Format = takes(FP8_FORMATS, "E4M3")
     scale_rounding: ScaleRounding = takes((None, "power_of_two"), "power_of_two")
-    accumulation: Accumulation = field(
-        default="f32_every_128", kw_only=True, metadata={"allowed": ACCUMULATIONS}
-    )
+    _: KW_ONLY
+    accumulation: Accumulation = takes(ACCUMULATIONS, "f32_every_128")
 
     def products(self) -> Products:
         forward, backward = FP8_FORMATS[self.fp8_format]

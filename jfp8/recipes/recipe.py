@@ -11,7 +11,7 @@ import functools
 import html
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from jfp8.matmul.spec import ACCUMULATIONS, Accumulation
@@ -77,6 +77,8 @@ class Recipe:
       fast_accumulation: the matmuls, any of ``"fprop"``, ``"dgrad"`` and ``"wgrad"``, in which
         hardware may keep fewer bits of its sums, which is faster. None means the default, in
         most ``("fprop",)``.
+      wgrad_dtype: ``"bfloat16"`` rounds the gradient of an f32 weight where it is computed, so that
+        GPUs write and read 2 bytes; JAX's result is still f32. None does not round.
 
     Raises:
       TypeError, ValueError: a field of any recipe has a value that it does not take.
@@ -89,10 +91,10 @@ class Recipe:
     exact_export: ClassVar[bool] = False
     """Whether `jfp8.quantize_params` gives what the forward pass multiplies, or raises."""
 
-    accumulation: Accumulation = field(
-        default="f32", kw_only=True, metadata={"allowed": ACCUMULATIONS}
-    )
-    fast_accumulation: tuple[str, ...] | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    accumulation: Accumulation = takes(ACCUMULATIONS, "f32")
+    fast_accumulation: tuple[str, ...] | None = None
+    wgrad_dtype: Literal[None, "bfloat16"] = takes((None, "bfloat16"), None)
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         # Before Python's own message, which does not list the known fields.
@@ -160,12 +162,8 @@ class Recipe:
         products, fast = self.products(), self.fast_accumulation
         if fast is None:
             return products
-        return Products(
-            **{
-                kind: dataclasses.replace(product, fast_accumulation=kind in fast)
-                for kind, product in vars(products).items()
-            }
-        )
+        chosen = {k: replace(p, fast_accumulation=k in fast) for k, p in vars(products).items()}
+        return Products(**chosen)
 
     def for_layer(self, path: str) -> Recipe:
         """Return the recipe of the layer at `path` (``"Block_0/Dense_1"``), mostly ``self``."""

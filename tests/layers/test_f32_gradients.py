@@ -1,9 +1,16 @@
-"""Layers with f32 parameters that compute in bf16: gradients of kernels are sums in f32."""
+"""Layers with f32 parameters that compute in bf16: gradients of kernels are sums in f32.
+
+With ``wgrad_dtype="bfloat16"`` they are these sums, rounded once.
+"""
+
+import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -28,38 +35,62 @@ def of_nnx(model, x):
 
 
 class Expert(nn.Module):
+    recipe: Any
+
     @nn.compact
     def __call__(self, x, sizes):
         from jfp8.layers.linen.moe import ExpertDense
 
-        return ExpertDense(2, 16, dtype=BF16, recipe="current")(x, sizes)
+        return ExpertDense(2, 16, dtype=BF16, recipe=self.recipe)(x, sizes)
 
 
 X = normal(0, (32, 48)).astype(BF16)
 IMAGE = normal(0, (2, 6, 6, 8)).astype(BF16)
+SEQUENCES = normal(0, (2, 8, 32)).astype(BF16)
 DENSE = {"features": 64, "dtype": BF16}
+# The recipe's name, and a layer under it, here called `r`.
 CASES = {
-    "current": lambda: linen(jfp8.Dense(**DENSE, recipe="current"), X),
-    "mxfp8": lambda: linen(jfp8.Dense(**DENSE, recipe="mxfp8"), X),
-    "Einsum": lambda: linen(jfp8.Einsum((48, 64), "ab,bc->ac", dtype=BF16), X),
-    "Conv": lambda: linen(jfp8.Conv(16, (3, 3), dtype=BF16), IMAGE),
-    "ConvTranspose": lambda: linen(jfp8.ConvTranspose(16, (3, 3), dtype=BF16), IMAGE),
-    "ExpertDense": lambda: linen(Expert(), X, jnp.array([20, 12])),
-    "attention": lambda: linen(
-        jfp8.MultiHeadDotProductAttention(4, dtype=BF16), normal(0, (2, 8, 32)).astype(BF16)
+    "current": ("current", lambda r: linen(jfp8.Dense(**DENSE, recipe=r), X)),
+    "mxfp8": ("mxfp8", lambda r: linen(jfp8.Dense(**DENSE, recipe=r), X)),
+    "Einsum": (
+        "delayed",
+        lambda r: linen(jfp8.Einsum((48, 64), "ab,bc->ac", dtype=BF16, recipe=r), X),
     ),
-    "converted": lambda: linen(jfp8.convert(nn.Dense(**DENSE), exempt=()), X),
-    "nnx.Linear": lambda: of_nnx(jfp8.nnx.Linear(48, 64, dtype=BF16, rngs=nnx.Rngs(0)), X),
-    "nnx.Einsum": lambda: of_nnx(
-        jfp8.nnx.Einsum("ab,bc->ac", (48, 64), dtype=BF16, rngs=nnx.Rngs(0)), X
+    "Conv": ("delayed", lambda r: linen(jfp8.Conv(16, (3, 3), dtype=BF16, recipe=r), IMAGE)),
+    "ConvTranspose": (
+        "delayed",
+        lambda r: linen(jfp8.ConvTranspose(16, (3, 3), dtype=BF16, recipe=r), IMAGE),
+    ),
+    "ExpertDense": ("current", lambda r: linen(Expert(r), X, jnp.array([20, 12]))),
+    "attention": (
+        "delayed",
+        lambda r: linen(jfp8.MultiHeadDotProductAttention(4, dtype=BF16, recipe=r), SEQUENCES),
+    ),
+    "fused MLP": (
+        "current",
+        lambda r: linen(jfp8.linen.LayerNormMLP(intermediate_dim=64, dtype=BF16, recipe=r), X),
+    ),
+    "converted": ("delayed", lambda r: linen(jfp8.convert(nn.Dense(**DENSE), r, exempt=()), X)),
+    "nnx.Linear": (
+        "delayed",
+        lambda r: of_nnx(jfp8.nnx.Linear(48, 64, dtype=BF16, rngs=nnx.Rngs(0), recipe=r), X),
+    ),
+    "nnx.Einsum": (
+        "delayed",
+        lambda r: of_nnx(
+            jfp8.nnx.Einsum("ab,bc->ac", (48, 64), dtype=BF16, rngs=nnx.Rngs(0), recipe=r), X
+        ),
     ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_not_rounded(case):
-    apply, params = CASES[case]()
+def layer(case, wgrad_dtype=None):
+    name, make = CASES[case]
+    return make(jfp8.recipes.get(name, wgrad_dtype=wgrad_dtype))
+
+
+def with_gradients(apply):
+    """A compiled function of parameters: the result, and the gradients of a random cotangent."""
 
     @jax.jit
     def run(params):
@@ -67,6 +98,14 @@ def test_gradients_are_not_rounded(case):
         dy = normal(2, y.shape).astype(y.dtype)
         return y, back(dy)[0]
 
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_not_rounded(case):
+    apply, params = layer(case)
+    run = with_gradients(apply)
     y, grads = run(params)
     expected, rounded = run(jax.tree.map(lambda p: p.astype(BF16), params))
     assert y.dtype == expected.dtype == BF16
@@ -80,10 +119,68 @@ def test_gradients_are_not_rounded(case):
             assert np.mean(new != old.astype(F32)) > 0.5
 
 
+QUICK = ("current", "converted", "nnx.Linear")
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_gradients_that_are_rounded_once(case):
+    """Of kernels alone: biases and norms have the gradients that they had."""
+    apply, params = layer(case)
+    y, grads = with_gradients(apply)(params)
+    z, rounded = with_gradients(layer(case, "bfloat16")[0])(params)
+    np.testing.assert_array_equal(y.astype(F32), z.astype(F32))
+    pairs = zip(jax.tree.leaves_with_path(rounded), jax.tree.leaves(grads), strict=True)
+    for (path, new), old in pairs:
+        assert new.dtype == old.dtype == F32
+        expected = old
+        if "kernel" in jax.tree_util.keystr(path):
+            expected = old.astype(BF16).astype(F32)
+            assert np.mean(expected != old) > 0.5
+        np.testing.assert_array_equal(new, expected)
+
+
+def test_micro_batches_add_rounded_gradients_in_f32():
+    x = normal(0, (6, 16)).astype(BF16)
+    model = jfp8.Dense(8, recipe=jfp8.recipes.Float8CurrentScaling(wgrad_dtype="bfloat16"))
+    variables = model.init(jax.random.key(1), x)
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+
+    def gradient(x, parts):
+        loss = lambda v, x: jnp.mean(model.apply(v, x).astype(F32) ** 2)
+        return jax.jit(jfp8.value_and_grad(loss, micro_batches=parts))(state, x)[1].params["kernel"]
+
+    parts = [gradient(x[i::3], 1) for i in range(3)]
+    whole = gradient(x, 3)
+    assert all(bool(jnp.all(g == g.astype(BF16))) for g in parts)
+    np.testing.assert_array_equal(whole, ((parts[0] + parts[1]) + parts[2]) / 3)
+    assert np.mean(whole != whole.astype(BF16)) > 0.5
+
+
+def test_a_carrier_receives_a_rounded_gradient():
+    """The gradient of a weight that is stored in FP8."""
+
+    def gradient(dtype):
+        recipe = jfp8.recipes.Float8CurrentScaling(wgrad_dtype=dtype)
+        stored = jfp8.quantize(normal(1, (48, 64)), jfp8.E4M3FN)
+
+        def loss(carrier):
+            w = dataclasses.replace(stored, carrier=carrier)
+            y = jfp8.scaled_dot_general(X, w, (((1,), (0,)), ((), ())), recipe=recipe)
+            return jnp.sum(y.astype(F32) ** 2)
+
+        return jax.jit(jax.grad(loss))(jnp.zeros((48, 64)))
+
+    whole, rounded = gradient(None), gradient("bfloat16")
+    np.testing.assert_array_equal(rounded, whole.astype(BF16).astype(F32))
+    assert np.mean(rounded != whole) > 0.5
+
+
 @pytest.mark.parametrize("case", ["current", "nnx.Linear"])
 def test_error_against_exact_sums(case):
     """A hundred times smaller than of gradients that were rounded to bf16."""
-    apply, params = CASES[case]()
+    apply, params = layer(case)
 
     @jax.jit
     def gradient(params):

@@ -33,6 +33,7 @@ patterns = st.lists(st.text(st.characters(exclude_categories=())), max_size=3).m
 FIELDS = {
     "accumulation": st.sampled_from(["f32", "f32_every_128", "hopper", "hopper_every_128"]),
     "fast_accumulation": st.none() | st.lists(st.sampled_from(KINDS), max_size=4).map(tuple),
+    "wgrad_dtype": st.sampled_from([None, "bfloat16"]),
     "margin": st.integers(0, 32),
     "fp8_format": FORMAT_NAMES,
     "amax_history_len": st.integers(1, 1 << 20),
@@ -49,6 +50,7 @@ FIELDS = {
     "activations": st.sampled_from([None, "rowwise", "mxfp8"]),
     "backward": st.sampled_from(["dequantized", "high_precision", "current", "block"]),
 }
+COMMON = ("accumulation", "fast_accumulation", "wgrad_dtype")
 FIELDS_OF = dict.fromkeys(
     ("MXFP8BlockScaling", "MXFP4BlockScaling"), {"scale_rounding": E8M0_SCALES}
 )
@@ -135,9 +137,7 @@ own_recipes = unless_refused(
     products,
     products,
     products,
-    st.fixed_dictionaries(
-        {}, optional={n: FIELDS[n] for n in ("accumulation", "fast_accumulation")}
-    ),
+    st.fixed_dictionaries({}, optional={n: FIELDS[n] for n in COMMON}),
 )
 any_recipe = named_recipes | own_recipes
 

@@ -105,7 +105,8 @@ OTHER = {
     Hybrid: TOOLKIT,
     Unscaled: {"fp8_format": "E4M3", "accumulation": "hopper"},
 }
-OTHER = {cls: {**fields, "fast_accumulation": ("dgrad",)} for cls, fields in OTHER.items()}
+COMMON = {"fast_accumulation": ("dgrad",), "wgrad_dtype": "bfloat16"}
+OTHER = {cls: fields | COMMON for cls, fields in OTHER.items()}
 EACH_FIELD = [
     (cls, {field: value}) for cls, fields in OTHER.items() for field, value in fields.items()
 ]
@@ -351,6 +352,7 @@ WRONG = {
     "fast_accumulation": [
         (ValueError, "None or a tuple with any of 'fprop', 'dgrad', 'wgrad'", ["fprop", ({},), 1])
     ],
+    "wgrad_dtype": [(ValueError, "allowed are None, 'bfloat16'", ["float32", *NO_CHOICE])],
     "fused": [(TypeError, "must be a tuple of patterns, such as (", ["*/logits", (1,), None])],
 }
 MX_ROUNDING = [(ValueError, "allowed are 'rceil', 'floor', 'ceil', 'even'", [None, *NO_CHOICE])]
@@ -544,7 +546,8 @@ def test_json_names_classes_and_formats():
         ),
     )
     fields = json.loads(recipe.to_json())
-    assert set(fields) == {"recipe", "accumulation", "fast_accumulation", "fprop", "dgrad", "wgrad"}
+    common = {"accumulation", "fast_accumulation", "wgrad_dtype"}
+    assert set(fields) == {"recipe", "fprop", "dgrad", "wgrad"} | common
     assert fields["wgrad"]["rhs"] == {
         "class": "TwoLevel",
         "fmt": {"class": "Format", "name": "E2M1FN"},
