@@ -92,15 +92,16 @@ class Optimizer(nnx.Optimizer[M], Generic[M]):
         taken = nnx.as_pure(nnx.state(grads, self.wrt))
         scale = find_loss_scale(opt_state)
         finite = all_squares_finite(unscaled(taken, None if scale is None else scale.loss_scale))
-        given = nan_unless(finite, taken), opt_state, params
-        updates, new = self.tx.update(*given, **nnx.as_pure(kwargs))
+        # A loss scale looks for NaN. Without one, the check and clipping share a read of gradients.
+        given = taken if scale is None else nan_unless(finite, taken)
+        updates, new = self.tx.update(given, opt_state, params, **nnx.as_pure(kwargs))
         nnx.update(model, if_finite(finite, apply_updates(params, updates), params))
         nnx.update(self.opt_state, nnx.state(if_finite(finite, new, opt_state)))
         self.step[...] += 1
         self.skipped_steps[...] += jnp.where(finite, 0, 1)
         self.skipped_in_a_row[...] = jnp.where(finite, 0, self.skipped_in_a_row[...] + 1)
         tell(self.skipped_in_a_row[...], new)
-        return updates
+        return nan_unless(finite, updates)
 
     def metrics(
         self, model: nnx.Module | None = None, *, per_tensor: bool = False, warn: bool = False

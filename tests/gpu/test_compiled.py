@@ -14,10 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import jfp8
-from gpu_programs import assert_resources, compile_for, forward_and_backward, why_not
+from gpu_programs import (
+    assert_resources,
+    compile_divided,
+    compile_for,
+    forward_and_backward,
+    why_not,
+)
 from jfp8 import recipes
 from jfp8.kernels.cost_model import ON_HOPPER
 from jfp8.kernels.quantize_and_transpose import Gradient
@@ -134,6 +142,59 @@ def test_dense_with_f32_params(name, compiled):
     assert hlo.other_products == hlo.passes_over_outputs == []
     (wgrad,) = hlo.f32_written(4096 * 4096)
     assert wgrad in hlo.fp8_products
+
+
+def step_of_linen(tx, recipe):
+    """A training step of a layer with f32 parameters, and its arguments."""
+    model = jfp8.Dense(4096, dtype=BF16, use_bias=False, recipe=recipe)
+
+    def make(x):
+        variables = model.init(jax.random.key(0), x)
+        return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+    def f(state, x):
+        loss = lambda variables, x: jnp.mean(model.apply(variables, x).astype(F32) ** 2)
+        value, grads = jfp8.value_and_grad(loss)(state, x)
+        return state.apply_gradients(grads), value
+
+    x = of((8192, 4096), BF16)
+    return f, (jax.eval_shape(make, x), x)
+
+
+def step_of_nnx(tx, recipe):
+    def make():
+        how = {"dtype": BF16, "use_bias": False, "rngs": nnx.Rngs(0), "recipe": recipe}
+        model = jfp8.nnx.Linear(4096, 4096, **how)
+        return model, jfp8.nnx.Optimizer(model, tx)
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+
+    def f(state, x):
+        model, optimizer = nnx.merge(graph, state)
+        loss = lambda model, x: jnp.mean(model(x).astype(F32) ** 2)
+        value, grads = jfp8.nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), value
+
+    return f, (state, of((8192, 4096), BF16))
+
+
+@pytest.mark.parametrize("step", [step_of_linen, step_of_nnx])
+def test_gradients_are_read_once_before_the_optimizer(step):
+    """The check for Inf and NaN shares that read with clipping, and bf16 halves it."""
+    size, adamw = 4096 * 4096, optax.adamw(1e-3)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    def moved(tx, dtype=None):
+        recipe = recipes.Float8CurrentScaling(wgrad_dtype=dtype)
+        f, args = step(tx, recipe)
+        specs = jax.tree.map(lambda _: PartitionSpec(), args)
+        program = compile_divided("h200", {"x": 1}, f, args, specs, donated=(0,), dumped=False)
+        return sum(n for _, n in program.hlo.kernels)
+
+    assert moved(clipped) == pytest.approx(moved(adamw), abs=0.01 * size)
+    # The matmul writes it, the check and the optimizer read it.
+    assert moved(clipped) - moved(clipped, "bfloat16") == pytest.approx(3 * 2 * size, rel=0.01)
 
 
 def test_micro_batches(compiled):
