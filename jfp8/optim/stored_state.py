@@ -132,12 +132,12 @@ class _Wrapper:
         inputs = (updates, state.inner_state, params)
         passes = [_measure(step(*inputs)[1], storages)]
         for _ in range(1, max(map(len, passes[0]), default=0)):
-            inputs = jax.tree.map(lax.optimization_barrier, inputs)
+            inputs = _opaque(inputs)
             passes.append(_measure(step(*inputs)[1], storages))
         measured = [
             tuple(p[i][j] for j, p in enumerate(passes[: len(m)])) for i, m in enumerate(passes[0])
         ]
-        updates, wide = step(*jax.tree.map(lax.optimization_barrier, inputs))
+        updates, wide = step(*_opaque(inputs))
         count = state.count + np.uint32(1)
         return updates, StoredState(count, self._round(wide, measured, storages, count))
 
@@ -187,6 +187,16 @@ def _decode(state: Any, storages: Sequence[Storage | None]) -> Any:
 def is_stored(node: Any) -> bool:
     """Return True if `node` of a state is the stored form of one array."""
     return isinstance(node, ScaledArray | HalfArray | ExpandedArray)
+
+
+def _opaque(tree: Any) -> Any:
+    """Put arrays behind barriers; of a stored form its data, so that passes share its scales."""
+
+    def hide(node: Any) -> Any:
+        (data, *scales), form = jax.tree.flatten(node)
+        return form.unflatten([lax.optimization_barrier(data), *scales])
+
+    return jax.tree.map(hide, tree, is_leaf=is_stored)
 
 
 def outside_variables(state: Any) -> Any:

@@ -33,13 +33,16 @@ def fold_in(seed: jax.Array, word: jax.Array | np.uint32) -> jax.Array:
 def hash_bits(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return `random_bits` from the two seed words themselves."""
     # The flat index is built from per-axis iotas: a reshape would make a sharded array gather.
-    index = jnp.zeros(shape, jnp.uint32)
-    stride = 1
+    index, word, stride = jnp.zeros(shape, jnp.uint32), seed[0], 1
     for axis in reversed(range(len(shape))):
-        iota = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        index = index + iota * np.uint32(stride & 0xFFFFFFFF)
+        step = np.uint32(stride & 0xFFFFFFFF)
+        if stride > 1:
+            # XLA:GPU would store the first indices of rows for all arrays of a shape, and fuse what
+            # reads them: moments of an optimizer would be in memory in f32, all at a time.
+            step, word = lax.optimization_barrier((step, word))
+        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * step
         stride *= shape[axis]
-    return _murmur3_finalizer(_murmur3_finalizer(index + seed[0]) ^ seed[1])
+    return _murmur3_finalizer(_murmur3_finalizer(index + word) ^ seed[1])
 
 
 def _murmur3_finalizer(h: jax.Array) -> jax.Array:

@@ -197,6 +197,32 @@ def test_gradients_are_read_once_before_the_optimizer(step):
     assert moved(clipped) - moved(clipped, "bfloat16") == pytest.approx(3 * 2 * size, rel=0.01)
 
 
+def test_moments_in_8_bits_move_fewer_bytes_than_in_f32():
+    """In many arrays of one shape, too: a pass measures each, and one rounds it."""
+    arrays, size = 16, 1024 * 4096
+    params = {f"{i}": of((1024, 4096), F32) for i in range(arrays)}
+
+    def program(tx):
+        def f(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        args = params, jax.eval_shape(tx.init, params), params
+        specs = jax.tree.map(lambda _: PartitionSpec(), args)
+        how = {"donated": (0, 1), "dumped": False}
+        return compile_divided("h200", {"x": 1}, f, args, specs, **how)
+
+    wide, narrow = program(optax.adamw(1e-3)), program(jfp8.optim.adamw(1e-3))
+    moved = lambda p: sum(n for _, n in p.hlo.kernels) / (arrays * size)
+    # Gradient, parameter and moments; then also the gradient and codes of the pass that measures.
+    assert moved(wide) == pytest.approx(4 + 3 * 8, abs=0.1)
+    assert moved(narrow) < 4 + 8 + 2 * 2 + 4 + 2 + 1.2  # and scales
+    large = [i for i, n in narrow.hlo.kernels if n > 4 * size]
+    assert len(large) == 2 * arrays
+    assert not any(r.dtype == "f32" for i in large for r in i.results[1:])
+    assert len(narrow.hlo.kernels) < 11 * arrays
+
+
 def test_micro_batches(compiled):
     """Products add gradients to the sums of micro-batches, in place."""
     model = jfp8.Dense(4096, dtype=BF16, use_bias=False, recipe="current")

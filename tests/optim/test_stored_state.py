@@ -235,7 +235,8 @@ def test_trap_moments_do_not_stay_in_memory_in_f32(preset, most):
     lowered = jax.jit(step).lower(params, state, params)
     assert lowered.compile().memory_analysis().temp_size_in_bytes / 1024**2 < most
     # XLA:GPU needs barriers too: without them it computes moments once, for both passes.
-    assert lowered.as_text().count("optimization_barrier") >= len(jax.tree.leaves(state))
+    # Gradient, parameter, and the codes of both moments:
+    assert lowered.as_text().count("optimization_barrier") >= 4
 
 
 def test_trap_scales_of_zeros_are_not_computed_by_the_compiler():
