@@ -26,7 +26,6 @@ from jfp8.layers.nnx.products import Product as ConvertedProduct
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.observers import Observer, tap
 from jfp8.products.operation import Kind, Operand, Operation, Options, QuantizedOperand, Use, sums
-from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
 from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Quantizer
@@ -182,7 +181,8 @@ def product_by(
 
     q_first, q_second = (operand(*parts) for parts in given)
     y = operation.multiply(kind, q_first, q_second, sums(Options(recipe), kind))
-    return quantized_output(kind, product, y, None), q_first, q_second
+    y = y if product.output is None else operation.stored(kind, product.output, y, None)
+    return y, q_first, q_second
 
 
 @dataclass(frozen=True)

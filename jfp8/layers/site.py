@@ -11,8 +11,8 @@ import jax
 from jax import lax
 
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values
-from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import Implementation
+from jfp8.products.bias import plus_bias
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.mlp import observed_mlp
 from jfp8.products.operation import Observed, Options, State, as_operands
@@ -100,7 +100,6 @@ def begin_at(
     check_operand(lhs)
     lhs, rhs = as_operands(lhs, rhs)
     options, state, records = _begin(site, recipe, kernel_dtype(lhs, rhs, site.casts_kernel))
-    options = options.on_device_of(lhs, rhs)
     return Begun(site, plan(lhs, rhs, options=options, state=state), records, bias)
 
 

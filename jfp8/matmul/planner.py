@@ -166,7 +166,9 @@ class Planner:
 def planner_of(device: Device, implementation: str | None = None) -> Planner:
     """Return the planner for a named implementation or else a device: the reference if none is."""
     path = None if device is None else PLANNERS.get(device.platform)
-    path = NAMED.get(implementation, path) if implementation else path
+    if implementation is not None:
+        check_implementation(implementation)
+        path = NAMED[implementation]
     if path is None and EXPLAINING.value is None:
         return Planner(device)
     path = path or "jfp8.kernels.cuda_backends.Explained"
@@ -177,8 +179,9 @@ def planner_of(device: Device, implementation: str | None = None) -> Planner:
 
 def allowed_planner(device: Device, implementation: str | None) -> Planner:
     """Return `planner_of` a matmul; raise if `jfp8.backends` leaves out all that it would use."""
-    used = implementation or (None if device and device.platform in PLANNERS else "emulate")
-    if ALLOWED.value is not None and used is not None:
+    is_known = device is not None and device.platform in PLANNERS
+    if ALLOWED.value is not None and (implementation or not is_known):
+        used = implementation or "emulate"
         first_allowed(f"what only {used!r} computes here", used)
     return planner_of(device, implementation)
 

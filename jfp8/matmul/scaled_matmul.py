@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.planner import check_implementation, multiply
-from jfp8.matmul.spec import ACCUMULATIONS, Implementation, MatmulSpec, check_dimension_numbers
+from jfp8.matmul.spec import ACCUMULATIONS, Implementation, MatmulSpec, as_numbers, layout_of
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 from jfp8.tracing.device import current_device
 
@@ -90,10 +90,11 @@ def scaled_matmul(
     if accumulation not in ACCUMULATIONS:
         allowed = ", ".join(map(repr, ACCUMULATIONS))
         raise ValueError(f"accumulation={accumulation!r} is unknown. Allowed: {allowed}.")
-    dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    numbers = as_numbers(dimension_numbers)
+    layout_of(lhs.shape, rhs.shape, numbers)  # raises if they do not fit
     dtype = np.dtype(preferred_element_type)
     spec = MatmulSpec(
-        dimension_numbers,
+        numbers,
         dtype,
         accumulation,
         fast_accumulation,

@@ -57,12 +57,8 @@ class MatmulSpec:
 # Dimensions.
 
 
-def check_dimension_numbers(
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    dimension_numbers: lax.DotDimensionNumbers,
-) -> Numbers:
-    """Return `dimension_numbers` as tuples of non-negative ints, checked against the shapes."""
+def as_numbers(dimension_numbers: lax.DotDimensionNumbers) -> Numbers:
+    """Return `dimension_numbers` as tuples of ints; `layout_of` checks them against shapes."""
     try:
         (lc, rc), (lb, rb) = dimension_numbers
         lc, rc, lb, rb = (tuple(map(operator.index, dims)) for dims in (lc, rc, lb, rb))
@@ -71,25 +67,6 @@ def check_dimension_numbers(
             "dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, "
             f"rhs_batch)), four sequences of ints; got {dimension_numbers!r}."
         ) from None
-    shapes = f"lhs has shape {tuple(lhs_shape)} and rhs {tuple(rhs_shape)}"
-    for name, dims, shape in (("lhs", lc + lb, lhs_shape), ("rhs", rc + rb, rhs_shape)):
-        if any(not 0 <= d < len(shape) for d in dims) or len(set(dims)) != len(dims):
-            raise ValueError(
-                f"dimension_numbers name {name} dimensions {dims}, which must be distinct and from "
-                f"0 to {len(shape) - 1}; {shapes}."
-            )
-    for kind, left, right in (("contracting", lc, rc), ("batch", lb, rb)):
-        if len(left) != len(right):
-            raise ValueError(
-                f"dimension_numbers pair {len(left)} {kind} dimensions of lhs {left} with "
-                f"{len(right)} of rhs {right}; {shapes}."
-            )
-        for a, b in zip(left, right, strict=True):
-            if lhs_shape[a] != rhs_shape[b]:
-                raise ValueError(
-                    f"{kind} dimension {a} of lhs has size {lhs_shape[a]}, but dimension {b} of "
-                    f"rhs, paired with it, has size {rhs_shape[b]}; {shapes}."
-                )
     return (lc, rc), (lb, rb)
 
 
@@ -110,19 +87,34 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: Numbers) -> Layout:
-    """Return the layout of a matmul with these checked dimension numbers."""
+    """Return the layout of a matmul, or raise ``ValueError`` if `numbers` do not fit the shapes."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
-    lhs_free = tuple(d for d in range(len(lhs_shape)) if d not in lhs_contract + lhs_batch)
-    rhs_free = tuple(d for d in range(len(rhs_shape)) if d not in rhs_contract + rhs_batch)
-    batch, rows, columns, summed = (
-        tuple(shape[d] for d in dims)
-        for shape, dims in (
-            (lhs_shape, lhs_batch),
-            (lhs_shape, lhs_free),
-            (rhs_shape, rhs_free),
-            (lhs_shape, lhs_contract),
-        )
+    of_lhs, of_rhs = lhs_contract + lhs_batch, rhs_contract + rhs_batch
+    shapes = f"lhs has shape {lhs_shape} and rhs {rhs_shape}"
+    for name, dims, shape in (("lhs", of_lhs, lhs_shape), ("rhs", of_rhs, rhs_shape)):
+        if any(not 0 <= d < len(shape) for d in dims) or len(set(dims)) != len(dims):
+            raise ValueError(
+                f"dimension_numbers name {name} dimensions {dims}, which must be distinct and from "
+                f"0 to {len(shape) - 1}; {shapes}."
+            )
+    for kind, (left, right) in zip(("contracting", "batch"), numbers, strict=True):
+        if len(left) != len(right):
+            raise ValueError(
+                f"dimension_numbers pair {len(left)} {kind} dimensions of lhs {left} with "
+                f"{len(right)} of rhs {right}; {shapes}."
+            )
+        for a, b in zip(left, right, strict=True):
+            if lhs_shape[a] != rhs_shape[b]:
+                raise ValueError(
+                    f"{kind} dimension {a} of lhs has size {lhs_shape[a]}, but dimension {b} of "
+                    f"rhs, paired with it, has size {rhs_shape[b]}; {shapes}."
+                )
+    lhs_free = tuple(d for d in range(len(lhs_shape)) if d not in of_lhs)
+    rhs_free = tuple(d for d in range(len(rhs_shape)) if d not in of_rhs)
+    batch, rows, summed = (
+        tuple(lhs_shape[d] for d in dims) for dims in (lhs_batch, lhs_free, lhs_contract)
     )
+    columns = tuple(rhs_shape[d] for d in rhs_free)
     sizes = (math.prod(rows), math.prod(columns), math.prod(summed))
     return Layout(lhs_free, rhs_free, sizes, (*batch, *rows, *columns))
 

@@ -25,7 +25,7 @@ from jfp8.matmul.explained import explained
 from jfp8.matmul.planner import allowed_planner
 from jfp8.matmul.spec import Implementation, MatmulSpec, scale_products
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.explicit_sharding import in_mesh_of_arguments, specs_of, with_result_like
+from jfp8.products.explicit_sharding import specs_of, with_result_like
 from jfp8.products.operation import (
     Kind,
     Observed,
@@ -35,6 +35,7 @@ from jfp8.products.operation import (
     State,
     as_operands,
     dtypes_of,
+    in_mesh_of_arguments,
 )
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.vjp import Planned, multiply_quantized

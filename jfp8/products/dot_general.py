@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.bias import plus_bias, with_gradient_of_sum
+from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.planner import allowed_planner, multiply
-from jfp8.matmul.spec import Implementation, MatmulSpec, Numbers, check_dimension_numbers, layout_of
+from jfp8.matmul.spec import Implementation, MatmulSpec, Numbers, as_numbers, layout_of
+from jfp8.products.bias import plus_bias, with_gradient_of_sum
 from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
 from jfp8.products.operation import (
     Kind,
@@ -24,15 +26,16 @@ from jfp8.products.operation import (
     State,
     as_operands,
     dtypes_of,
+    in_mesh_of_arguments,
 )
-from jfp8.products.quantized_rhs import rhs_as_matrices
+from jfp8.products.quantized_rhs import rhs_of_matrices
 from jfp8.products.vjp import Planned, multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.device import explicit_mesh_of, has_explicit_axes, has_only_explicit_axes
+from jfp8.tracing.device import has_explicit_axes
 
 
 def scaled_dot_general(
@@ -125,6 +128,7 @@ class DotSpec:
         return Dot(self.shapes, self.dtypes, self.dimension_numbers)
 
 
+@in_mesh_of_arguments
 def observed_dot_general(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike | ScaledArray,
@@ -143,26 +147,14 @@ def observed_dot_general(
     `planned_dot_general`.
     """
     lhs, rhs = as_operands(lhs, rhs)
-    result = {"preferred_element_type": preferred_element_type}
-    mesh = explicit_mesh_of(lhs, rhs, state)
-    if mesh is not None:
-        with jax.sharding.use_abstract_mesh(mesh):
-            how = {"out_sharding": out_sharding, "bias": bias}
-            return observed_dot_general(
-                lhs, rhs, dimension_numbers, options, state, **result, **how
-            )
+    what: dict[str, Any] = {"dimension_numbers": dimension_numbers}
+    how = what | {"options": options, "preferred_element_type": preferred_element_type}
     if has_explicit_axes():
-        what: dict[str, Any] = {"dimension_numbers": dimension_numbers}
-        reference = partial(lax.dot_general, **what, out_sharding=out_sharding)
-        given = specs_of(reference, lhs, rhs)
-        known = given if has_only_explicit_axes() else None
-        function = partial(observed_dot_general, **what, options=options, **result, specs=known)
+        given = specs_of(partial(lax.dot_general, **what, out_sharding=out_sharding), lhs, rhs)
+        function = partial(observed_dot_general, **how, specs=given if given.are_all else None)
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
         return with_result_like(given.y, inside, lhs, rhs, state, bias)
-    options = options.on_device_of(lhs, rhs)
-    planned = planned_dot_general(
-        lhs, rhs, dimension_numbers, options, state, specs=specs, **result
-    )
+    planned = planned_dot_general(lhs, rhs, state=state, specs=specs, **how)
     if bias is not None:
         biased = planned.operation.with_bias(lax.stop_gradient(bias), planned.options)
         if biased is not None:
@@ -182,23 +174,25 @@ def planned_dot_general(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     specs: Specs | None = None,
 ) -> Planned:
-    """Decide how a `scaled_dot_general` of `as_operands` is computed, on the options' device.
+    """Decide how a `scaled_dot_general` of `as_operands` is computed.
 
     The `specs` are the shardings of `lhs`, `rhs` and the result on meshes with explicit axes.
     """
+    numbers = as_numbers(dimension_numbers)
     *_, out_dtype = dtypes_of(lhs, rhs, options, preferred_element_type)
     shapes = lhs.shape, rhs.shape
-    numbers = check_dimension_numbers(*shapes, dimension_numbers)
     shape = layout_of(*shapes, numbers).shape
     sharding = None if specs is None else (specs, shapes, numbers)
     if options.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the multiplied matrices, across
         # the borders of the dimensions that form them.
-        lhs, rhs, numbers = rhs_as_matrices(lhs, rhs, numbers, options.recipe)
+        rhs = rhs_of_matrices(rhs, numbers, options.recipe)
+        lhs, rhs, numbers = as_matrices(lhs, rhs, numbers)
     quantized, dtypes = isinstance(rhs, ScaledArray), dtypes_of(lhs, rhs, options, out_dtype)
-    spec = DotSpec((lhs.shape, rhs.shape), dtypes, numbers, options, quantized, sharding)
-    operation = allowed_planner(options.device, options.implementation).plan(spec)
-    return Planned(operation, lhs, rhs, options, state, lambda y: y.reshape(shape))
+    here = options.on_device_of(lhs, rhs)
+    spec = DotSpec((lhs.shape, rhs.shape), dtypes, numbers, here, quantized, sharding)
+    operation = allowed_planner(here.device, options.implementation).plan(spec)
+    return Planned(operation, lhs, rhs, here, state, partial(jnp.reshape, shape=shape))
 
 
 @jax.tree_util.register_static

@@ -8,8 +8,6 @@ So the compiler chooses all shardings inside, and only the results have explicit
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,24 +22,6 @@ from jfp8.products.differentiated import CustomVjp
 from jfp8.products.operation import Operand
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.device import explicit_mesh_of
-
-
-def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call `function` in the mesh whose explicit axes are in the types of its arguments.
-
-    ``jax.jit`` compiles for a mesh that only the arguments name. Without it in effect JAX would
-    ask for the sharding of sums in the backward pass. A mesh already in effect is kept.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **how: Any) -> Any:
-        mesh = explicit_mesh_of(args, how)
-        inside = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
-        with inside:
-            return function(*args, **how)
-
-    return call
 
 
 def check_divided(mesh: Any, names: tuple[Any, ...], batch: Any, whole: Any) -> None:
@@ -70,6 +50,13 @@ class Specs(NamedTuple):
     lhs: PartitionSpec
     rhs: PartitionSpec
     y: PartitionSpec
+
+    @property
+    def are_all(self) -> bool:
+        """Return whether the mesh in effect shards nothing along axes that are not explicit."""
+        mesh = jax.sharding.get_abstract_mesh()
+        types = [t for n, t in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1]
+        return all(each == AxisType.Explicit for each in types)
 
 
 def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) -> Specs:

@@ -6,6 +6,7 @@ another operation that computes the same: see `Planner.plan`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,8 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import use_abstract_mesh
 
-from jfp8.matmul.planner import check_implementation
 from jfp8.matmul.spec import Implementation, MatmulSpec
 from jfp8.products.observers import OBSERVER
 from jfp8.products.quantized_rhs import has_scales_of, with_one_scale
@@ -25,12 +26,11 @@ from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Context, Quantizer, quantized
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape, scaled_values
 from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
-from jfp8.tracing.device import current_device
+from jfp8.tracing.device import current_device, explicit_mesh_of
 from jfp8.tracing.devices import Device
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
@@ -65,12 +65,6 @@ class Options:
     rhs_dtype: np.dtype | None = None
     device: Device = None
     if_trained: str | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe):
-            check_recipe(self.recipe)  # raises, and lists the known recipes
-        if self.implementation is not None:
-            check_implementation(self.implementation)
 
     def on_device_of(self, *operands: Any) -> Options:
         """Return these options for the device that a program with `operands` is traced for."""
@@ -244,6 +238,16 @@ class Operation:
         """Return y, or the gradient of an operand, in the layout given to `arrange`; see `sums`."""
         raise NotImplementedError
 
+    def stored(
+        self, kind: Kind, output: Quantizer, y: jax.Array, seed: jax.Array | None
+    ) -> jax.Array:
+        """Return the result of a matmul, rounded by `output` to the format of stored results."""
+        role = {"fprop": "y", "dgrad": "d_lhs", "wgrad": "d_rhs"}[kind]
+        use = Use(kind, Product(None, None), output, contracting=())
+        q = QuantizedOperand(role, y, None, seed, self).for_one(use, kind)
+        assert isinstance(q, ScaledArray)
+        return scaled_values(q).astype(y.dtype)
+
 
 ROTATION_NAME = "jfp8_rotation"
 
@@ -275,27 +279,28 @@ class QuantizedOperand:
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
         for_both = second is not None and _same(first, second)
         kinds = f"{first.kind}+{second.kind}" if for_both else first.kind
-        made = self._quantized(first, largest, kinds)
+        made = self.for_one(first, kinds, largest)
         q = self.operation.after_transfer(self.role, made)
         again = None
         if second is not None:
             source = self if q is made else replace(self, x=q)
-            again = q if for_both else source._quantized(second, largest, second.kind)
+            again = q if for_both else source.for_one(second, second.kind, largest)
             again = self.operation.relayout(self.role, again, second.contracting)
         return self.operation.relayout(self.role, q, first.contracting), again, largest
 
-    def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
+    def for_one(self, use: Use, kinds: str, largest: jax.Array | None = None) -> Operand:
         """Return the tensor as one product takes it; in high precision if `use.quantizer` is None.
 
         The values of a `ScaledArray` are quantized, too, if its bytes cannot stay unchanged.
         """
         product, quantizer, contracting = use.product, use.quantizer, use.contracting
-        x, of_tensor = self.x, largest
+        x = self.x
         if isinstance(x, ScaledArray):
             quantize = functools.partial(self.operation.quantize, self.role)
             if (as_it_is := use.unchanged(x, quantize)) is not None:
                 return as_it_is
             x = scaled_values(x)
+        largest = of_tensor = amax(x) if largest is None else largest
         if product.rotation is not None:
             (axis,) = contracting
             rotated_by = use.rotation_seed
@@ -356,3 +361,16 @@ def dtypes_of(
     d_rhs = np.dtype(getattr(values, "dtype", np.float32))
     rounded = options.recipe.wgrad_dtype if d_rhs.itemsize > 2 else None
     return np.dtype(lhs.dtype), np.dtype(rounded or d_rhs), np.dtype(y)
+
+
+
+def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call `function` with the `explicit_mesh_of` its arguments, if there is one, in effect."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **how: Any) -> Any:
+        mesh = explicit_mesh_of(args, how)
+        with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh):
+            return function(*args, **how)
+
+    return call

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.as_matrices import as_matrices
-from jfp8.matmul.spec import Numbers
+from jfp8.matmul.as_matrices import as_matrix
+from jfp8.matmul.spec import Numbers, free_dims
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray, dequantize
@@ -55,20 +55,22 @@ def has_scales_of(
     return shapes[0] == shapes[1] and q.block_sizes() == wanted.block_sizes()
 
 
-def rhs_as_matrices(
-    lhs: jax.Array, rhs: ScaledArray | jax.Array, numbers: Numbers, recipe: Recipe
-) -> tuple[jax.Array, ScaledArray | jax.Array, Numbers]:
-    """Return both operands as matrices; of a `ScaledArray` its values, unless its bytes fit."""
-    quantizer = recipe.resolved().fprop.rhs
-    if isinstance(rhs, ScaledArray) and quantizer is not None and quantizer.fmt == rhs.format:
+def rhs_of_matrices(
+    rhs: ScaledArray | jax.Array, numbers: Numbers, recipe: Recipe
+) -> ScaledArray | jax.Array:
+    """Return `rhs` for `as_matrices`: the values of a `ScaledArray`, unless its bytes fit."""
+    if not isinstance(rhs, ScaledArray):
+        return rhs
+    quantizer, ((_, contract), (_, batch)) = recipe.resolved().fprop.rhs, numbers
+    if quantizer is not None and quantizer.fmt == rhs.format:
         with suppress(ValueError):  # its blocks are not those of the matrix
-            x, q, found = as_matrices(lhs, rhs, numbers)
-            if has_scales_of(quantizer, q, found[0][1], lambda x, by, at: by(x, at)):
-                return x, q, found
-    if isinstance(rhs, ScaledArray) and recipe.exact_export:
+            q, k = as_matrix(rhs, batch, free_dims(rhs.ndim, contract, batch), contract)
+            if has_scales_of(quantizer, q, (k,), lambda x, by, at: by(x, at)):
+                return rhs
+    if recipe.exact_export:
         raise ValueError(
             f"{rhs!r} does not have the scales of {recipe!r} for a matmul that sums over its "
-            f"dimensions {numbers[0][1]}, and would be rounded again. Pass these dimensions to "
+            f"dimensions {contract}, and would be rounded again. Pass these dimensions to "
             "quantize_params as contracting=, or use the recipe by which it was quantized."
         )
-    return as_matrices(lhs, values_of(rhs), numbers)
+    return values_of(rhs)

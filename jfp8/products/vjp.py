@@ -35,7 +35,6 @@ from jfp8.products.operation import (
     Use,
     sums,
 )
-from jfp8.products.quantized_output import quantized_output
 from jfp8.products.seeds import rotation_seed
 from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.product import Product
@@ -337,7 +336,7 @@ def _matmul(
     if (watching := OBSERVER.value) is not None:
         y = watching.multiplied(operation, kind, first, second, y)
     product: Product = getattr(options.recipe.resolved(), kind)
-    return y if product.output is None else quantized_output(kind, product, y, seed)
+    return y if product.output is None else operation.stored(kind, product.output, y, seed)
 
 
 @functools.cache

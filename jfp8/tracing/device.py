@@ -149,13 +149,6 @@ def has_explicit_axes() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
-def has_only_explicit_axes() -> bool:
-    """Return whether those are all along which anything is divided."""
-    mesh = jax.sharding.get_abstract_mesh()
-    types = [t for n, t in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1]
-    return all(each == AxisType.Explicit for each in types)
-
-
 def explicit_mesh_of(*trees: Any) -> AbstractMesh | None:
     """Return the mesh with explicit axes that only the types of arrays name; None if there is none.
 

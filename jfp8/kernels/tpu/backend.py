@@ -28,9 +28,9 @@ from jfp8.kernels.operands import scales_by_block
 from jfp8.kernels.tpu.sharded import LANES
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.matmul.as_matrices import as_matrices, row_scales
-from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.known_scales import varies_along_sum
 from jfp8.matmul.spec import HARDWARE_FORMATS, MatmulSpec, free_dims, layout_of
+from jfp8.products.bias import plus_bias
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of
 from jfp8.scaling.formats import E8M0FNU

@@ -21,9 +21,9 @@ from jfp8.kernels.tpu.backend import multiply as multiply_on_tpu
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
 from jfp8.kernels.tpu.sharded import Division, OfMatrix, Shardings
 from jfp8.matmul.as_matrices import matrix_groups
-from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.planner import Planner, multiply
 from jfp8.matmul.spec import MatmulSpec, layout_of
+from jfp8.products.bias import plus_bias
 from jfp8.products.dot_general import Dot, DotSpec, three_matmuls
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Options, Use

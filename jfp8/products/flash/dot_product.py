@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 from jfp8.matmul.planner import check_implementation
 from jfp8.products.differentiated import first_order_only
-from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_result_like
+from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.flash import blocks, passes
 from jfp8.products.flash import mask as masks
 from jfp8.products.flash.high_precision import attend_in_high_precision
 from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.numerics import Numerics, for_both, numerics_of
 from jfp8.products.flash.observe import shown
+from jfp8.products.operation import in_mesh_of_arguments
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe

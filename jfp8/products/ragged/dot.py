@@ -19,8 +19,17 @@ from jax.sharding import PartitionSpec
 
 from jfp8.matmul.planner import allowed_planner
 from jfp8.matmul.spec import Implementation
-from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_result_like
-from jfp8.products.operation import Observed, Operand, Options, State, Use, as_operands, dtypes_of
+from jfp8.products.explicit_sharding import with_result_like
+from jfp8.products.operation import (
+    Observed,
+    Operand,
+    Options,
+    State,
+    Use,
+    as_operands,
+    dtypes_of,
+    in_mesh_of_arguments,
+)
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, quantized_by_group
 from jfp8.products.ragged.row_tiles import lay_out, take_rows
