@@ -39,7 +39,6 @@ from jfp8.products.operation import (
 )
 from jfp8.products.quantized_rhs import values_of
 from jfp8.products.vjp import Planned, multiply_quantized
-from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
@@ -95,12 +94,11 @@ def scaled_conv_general_dilated(
     ... ).shape
     (1, 4, 4, 4)
     """
-    options = Options(check_recipe(recipe), implementation)
-    lhs, rhs = as_operands(lhs, rhs)
     shape: Any = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
-    window = window_of(lhs, rhs, *shape, feature_group_count=feature_group_count)
-    result = {"preferred_element_type": preferred_element_type}
-    return observed_convolution(lhs, rhs, window, options, State(state, sink, key), **result)[0]
+    how: Any = (feature_group_count, None, preferred_element_type)
+    options = Options(check_recipe(recipe), implementation)
+    quantized, _ = convolutions(*shape, *how)
+    return quantized(lhs, rhs, options=options, state=State(state, sink, key))[0]
 
 
 def convolutions(
@@ -126,6 +124,7 @@ def convolutions(
     result = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
 
     def quantized(lhs: Any, rhs: Any, **given: Any) -> tuple[jax.Array, Observed]:
+        lhs, rhs = as_operands(lhs, rhs)
         return observed_convolution(lhs, rhs, window_of(lhs, rhs, **window), **result, **given)
 
     def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -145,8 +144,7 @@ def observed_convolution(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
-    """Compute `scaled_conv_general_dilated` and the amaxes of its operands."""
-    lhs, rhs = as_operands(lhs, rhs)
+    """Compute `scaled_conv_general_dilated` of `as_operands`, and the amaxes of these."""
     result = {"preferred_element_type": preferred_element_type}
     if has_explicit_axes():
         reference = functools.partial(window.convolve, out_sharding=out_sharding)
@@ -177,6 +175,75 @@ def observed_convolution(
     spec = ConvSpec((lhs.shape, rhs.shape), dtypes, window, options)
     operation = allowed_planner(options.device, options.implementation).plan(spec)
     return multiply_quantized(Planned(operation, lhs, rhs, options, state))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The movement of the kernel over the image, with an entry for each spatial dimension."""
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    dimension_numbers: lax.ConvDimensionNumbers
+    groups: int  # groups of features
+
+    def convolve(self, lhs: jax.Array, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Convolve plain arrays, with f32 sums."""
+        return lax.conv_general_dilated(
+            lhs,
+            rhs,
+            self.strides,
+            self.padding,
+            self.lhs_dilation,
+            self.rhs_dilation,
+            self.dimension_numbers,
+            self.groups,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+            out_sharding=out_sharding,
+        )
+
+    def is_pointwise(self, kernel: Sequence[int]) -> bool:
+        """Return True if it is a matmul: the kernel covers one pixel and visits each once."""
+        taps = [kernel[d] for d in self.dimension_numbers.rhs_spec[2:]]
+        edges = [n for pair in self.padding for n in pair]
+        return {self.groups, *taps, *self.strides, *self.lhs_dilation} <= {1} and not any(edges)
+
+    def check(self, lhs: jax.Array, rhs: Operand) -> None:
+        """Raise JAX's own error if the shapes do not match."""
+        shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+        jax.eval_shape(self.convolve, *shapes)
+
+
+def window_of(
+    lhs: jax.Array,
+    rhs: Operand,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    feature_group_count: int = 1,
+) -> Window:
+    """Return the window that the arguments of `scaled_conv_general_dilated` describe."""
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    ones = (1,) * (lhs.ndim - 2)
+    lhs_dilation, rhs_dilation = tuple(lhs_dilation or ones), tuple(rhs_dilation or ones)
+    if isinstance(padding, str):
+        if lhs_dilation != ones:
+            raise ValueError(
+                f"padding={padding!r} with lhs_dilation={lhs_dilation}: a transposed convolution "
+                "needs explicit padding, a pair of ints for each spatial dimension; or use "
+                "jax.lax.conv_transpose's rule."
+            )
+        dilated = lambda n, d: 0 if n == 0 else 1 + (n - 1) * d
+        image = [dilated(lhs.shape[i], d) for i, d in zip(numbers.lhs_spec[2:], lhs_dilation)]
+        kernel = [dilated(rhs.shape[i], d) for i, d in zip(numbers.rhs_spec[2:], rhs_dilation)]
+        padding = lax.padtype_to_pads(image, kernel, window_strides, padding)
+    pads = tuple((int(low), int(high)) for low, high in padding)
+    dilations = lhs_dilation, rhs_dilation
+    return Window(tuple(window_strides), pads, *dilations, numbers, feature_group_count)
 
 
 @dataclass(frozen=True)

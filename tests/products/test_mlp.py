@@ -183,7 +183,7 @@ def noted_makes(monkeypatch):
         return quantize_both_ways(quantizer, dtype, x, *args)
 
     pretend(monkeypatch, Gpu("NVIDIA H200", (9, 0)))
-    for module in ("k_major", "grouped"):
+    for module in ("k_major", "grouped_kernels"):
         monkeypatch.setattr(f"jfp8.kernels.{module}.quantize_both_ways", quantize)
     return makes
 

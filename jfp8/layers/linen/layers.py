@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -54,13 +54,20 @@ def product_of(layer: Any, product: type[ProductModule]) -> ProductOf:
 
 @dataclass(eq=False, repr=False)
 class Fp8Layer:
-    """The fields that the layers of this file add to Flax's."""
+    """The fields that the layers of this file add to Flax's, and the matmuls for Flax's hooks."""
+
+    _hooks: ClassVar[Mapping[str, type[ProductModule]]] = {}
 
     recipe: RecipeLike | None = None
     implementation: Implementation = None
     promote_dtype: Callable[..., Any] = promote_dtype
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
+
+    def __post_init__(self) -> None:
+        for hook, product in self._hooks.items():
+            setattr(self, f"{hook}_cls", own_product(self, product, hook))
+        super().__post_init__()  # pyrefly: ignore
 
 
 class Dense(Fp8Layer, nn.Dense):
@@ -83,9 +90,7 @@ class Dense(Fp8Layer, nn.Dense):
     ['fp8', 'fp8_sink', 'params']
     """
 
-    def __post_init__(self) -> None:
-        self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
-        super().__post_init__()
+    _hooks = {"dot_general": DotGeneral}
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -118,9 +123,7 @@ class DenseGeneral(Fp8Layer, nn.DenseGeneral):
     the `recipe`, `implementation` and `state_collection` of `Dense`.
     """
 
-    def __post_init__(self) -> None:
-        self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
-        super().__post_init__()
+    _hooks = {"dot_general": DotGeneral}
 
     @nn.compact
     def _begin(self, inputs: jax.Array) -> Begun:
@@ -139,11 +142,7 @@ class Conv(Fp8Layer, nn.Conv):
     `Dense`.
     """
 
-    def __post_init__(self) -> None:
-        self.conv_general_dilated_cls = own_product(
-            self, ConvGeneralDilated, "conv_general_dilated"
-        )
-        super().__post_init__()
+    _hooks = {"conv_general_dilated": ConvGeneralDilated}
 
 
 class ConvTranspose(Fp8Layer, nn.ConvTranspose):
