@@ -67,16 +67,21 @@ class Gradients(NamedTuple):
     largest: jax.Array  # f32[], ``max(|dS|)``
 
 
-def forward(
-    q: Quantized, k: Quantized, v: Quantized, visible: Visible, scale: float, numerics: Numerics
-) -> Softmax:
+class How(NamedTuple):
+    """Hold what is known of attention in FP8 while JAX traces, besides shapes."""
+
+    numerics: Numerics
+    scale: float  # factor on the scores
+
+
+def forward(how: How, q: Quantized, k: Quantized, v: Quantized, visible: Visible) -> Softmax:
     """Compute attention block by block.
 
     Args:
       q: ``[batch, heads, groups, queries, depth]``; those of a group share the keys of a head.
       k, v: ``[batch, heads, keys, depth]``.
     """
-    (fmt, _), (size, of_keys) = numerics.weights, visible.block
+    (fmt, _), (size, of_keys) = how.numerics.weights, visible.block
     factor, rows = weights_factor(fmt), q.data.shape[3]
     q, k, v = _whole(q, 3, size), _whole(k, 2, of_keys), _whole(v, 2, of_keys)
 
@@ -86,7 +91,7 @@ def forward(
         def add(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             m, l, o = carry
             k_j, v_j = (_block(x, j, of_keys, 2) for x in (k, v))
-            s, seen = _scores(q_i, k_j, visible, scale, i, j)
+            s, seen = _scores(q_i, k_j, visible, how.scale, i, j)
             largest = jnp.maximum(m, jnp.max(s, axis=-1))
             p = jnp.exp(s - _finite(largest)[..., None])
             before = jnp.exp(m - _finite(largest))
@@ -104,10 +109,10 @@ def forward(
         return o / whole[..., None], m, jnp.where(l == 0, 0, 1 / whole)
 
     found = lax.map(of_block, jnp.arange(visible.blocks[0]))
-    return Softmax(*(_joined(x, rows) for x in found))
+    return _with_sinks(Softmax(*(_joined(x, rows) for x in found)), visible.sinks)
 
 
-def with_sinks(found: Softmax, sinks: jax.Array | None) -> Softmax:
+def _with_sinks(found: Softmax, sinks: jax.Array | None) -> Softmax:
     """Return `found` with ``exp(sink)`` added to the denominator of each head's softmax."""
     if sinks is None:
         return found
@@ -137,14 +142,10 @@ class Both(NamedTuple):
 
 
 def backward(
-    operands: Both,
-    found: Softmax,
-    dot: jax.Array,
-    visible: Visible,
-    scale: float,
-    numerics: Numerics,
+    how: How, operands: Both, found: Softmax, dot: jax.Array, visible: Visible
 ) -> Gradients:
-    """Compute all gradients from the softmax `with_sinks`, and from ``dot = sum_h dO O``."""
+    """Compute all gradients from the result of `forward`, and from ``dot = sum_h dO O``."""
+    numerics, scale = how
     (_, fmt), (size, of_keys) = numerics.weights, visible.block
     factor = weights_factor(fmt)
     for_dq, for_dk = numerics.scores

@@ -191,13 +191,8 @@ def attention(
     state = None if state is None else {name: dict(state[name]) for name in ("scores", "context")}
     sink = None if sink is None else dict(sink)
     inputs = _Inputs(q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible, state, sink)
-    out = _attention(_How(numerics, scale), same_varying_axes(inputs))
+    out = _attention(blocks.How(numerics, scale), same_varying_axes(inputs))
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)
-
-
-class _How(NamedTuple):
-    numerics: Numerics
-    scale: float
 
 
 class _Inputs(NamedTuple):
@@ -217,11 +212,11 @@ class _Inputs(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(how: _How, inputs: _Inputs) -> jax.Array:
+def _attention(how: blocks.How, inputs: _Inputs) -> jax.Array:
     return _forward(how, inputs)[0]
 
 
-def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(how: blocks.How, inputs: _Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
     what = ("scaled_dot_product_attention", "jax.nn.dot_product_attention")
     query, key, value = (first_order_only(x, *what) for x in inputs[:3])
     visible, state, numerics = inputs.visible, inputs.state, how.numerics
@@ -233,14 +228,14 @@ def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
     k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
     name = passes.forward_pass(q[0], k[0], v[0], visible, numerics).name
-    found = passes.called(name, _forward_pass)(how, q[0], k[0], v[0], visible)
+    found = passes.called(name, blocks.forward)(how, q[0], k[0], v[0], visible)
     found = found._replace(out=found.out.astype(query.dtype))
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
     return found.out, (q, k, v, found, visible, grad_history, inputs.sink, like)
 
 
-def _backward(how: _How, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[_Inputs]:
+def _backward(how: blocks.How, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[_Inputs]:
     q, k, v, softmax, visible, history, sink, like = residuals
     grad, numerics = same_varying_axes((grad, softmax.out))[0], how.numerics
     grad = first_order_only(grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention")
@@ -249,7 +244,7 @@ def _backward(how: _How, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[_
     g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
     name = passes.backward_pass(both, visible, numerics).name
-    found = passes.called(name, _backward_pass)(how, both, softmax, dot, visible)
+    found = passes.called(name, blocks.backward)(how, both, softmax, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
@@ -267,15 +262,6 @@ def _backward(how: _How, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[_
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def _forward_pass(how: _How, *arrays: Any) -> blocks.Softmax:
-    found = blocks.forward(*arrays, scale=how.scale, numerics=how.numerics)
-    return blocks.with_sinks(found, arrays[-1].sinks)
-
-
-def _backward_pass(how: _How, *arrays: Any) -> blocks.Gradients:
-    return blocks.backward(*arrays, scale=how.scale, numerics=how.numerics)
 
 
 def _check_implementation(implementation: str | None, numerics: Numerics) -> None:
