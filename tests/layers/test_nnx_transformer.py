@@ -19,40 +19,31 @@ pytestmark = pytest.mark.filterwarnings("ignore:A model with delayed scaling is 
 D = 8
 
 
-def randomized(layer):
-    """Every parameter away from zeros and ones, which would hide a mistake."""
-    state = nnx.state(layer, nnx.Param)
-    leaves, structure = jax.tree.flatten(state)
-    leaves = [leaf + 0.2 * normal(i, leaf.shape) for i, leaf in enumerate(leaves)]
-    nnx.update(layer, jax.tree.unflatten(structure, leaves))
-    return layer
-
-
-def assert_like_linen(ours, linen, *args, **kwargs):
-    """The same parameters, outputs and gradients."""
-    params = nnx.to_pure_dict(nnx.state(randomized(ours), nnx.Param))
-    shapes = jax.eval_shape(linen.init, jax.random.key(0), *args, **kwargs)["params"]
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
-
-    def with_loss(y):
-        first = jax.tree.leaves(y)[0]
-        return (first * normal(9, first.shape)).sum(), y
+def assert_like_linen(ours, linen, *args, gradients=False, **how):
+    """The same parameters, here away from zeros and ones, results and maybe gradients."""
+    graph, params, rest = nnx.split(ours, nnx.Param, ...)
+    leaves, structure = jax.tree.flatten(params)
+    drawn = [leaf + 0.2 * normal(i, leaf.shape) for i, leaf in enumerate(leaves)]
+    params, pure = structure.unflatten(drawn), nnx.to_pure_dict
+    shapes = jax.eval_shape(linen.init, jax.random.key(0), *args, **how)["params"]
+    assert jax.tree.map(jnp.shape, pure(params)) == jax.tree.map(jnp.shape, shapes)
 
     @jax.jit
-    def reference(params):
-        f = lambda params: with_loss(linen.apply({"params": params}, *args, **kwargs))
-        return jax.grad(f, has_aux=True)(params)
+    def run(params):
+        def numbers(f):
+            y, vjp = jax.vjp(f, params)
+            return y, vjp(y) if gradients else ()
 
-    @nnx.jit
-    def found(layer):
-        return nnx.grad(lambda layer: with_loss(layer(*args, **kwargs)), has_aux=True)(layer)
+        return (
+            numbers(lambda params: nnx.merge(graph, params, rest, copy=True)(*args, **how)),
+            numbers(lambda params: linen.apply({"params": pure(params)}, *args, **how)),
+        )
 
-    evaluated = nnx.view(ours, use_running_average=True)
-    (grads, y), (wanted_grads, wanted) = found(evaluated), reference(params)
+    found, expected = run(params)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, y, wanted)
-    jax.tree.map(close, nnx.to_pure_dict(nnx.filter_state(grads, nnx.Param)), wanted_grads)
-    return y
+    jax.tree.map(close, found, expected)
+    assert np.std(jax.tree.leaves(found)[0]) > 0.1
+    return found[0]
 
 
 @pytest.mark.slow
@@ -60,13 +51,30 @@ def test_layer_norm_linear():
     x = normal(0, (3, 5, D)) * 3 + 1
     options = {"layernorm_type": "rmsnorm", "zero_centered_gamma": True, "dtype": jnp.bfloat16}
     ours = jfp8.nnx.LayerNormLinear(D, (3, 4), **options, rngs=nnx.Rngs(0))
-    y = assert_like_linen(ours, LayerNormDense((3, 4), **options), x)
+    y = assert_like_linen(ours, LayerNormDense((3, 4), **options), x, gradients=True)
     assert y.dtype == jnp.bfloat16
-    ours = jfp8.nnx.LayerNormLinear(
-        (5, D), 4, axis=(1, -1), return_layernorm_output=True, rngs=nnx.Rngs(0)
-    )
-    linen = LayerNormDense(4, axis=(1, -1), return_layernorm_output=True)
-    assert_like_linen(ours, linen, x)
+    how = {"axis": (1, -1), "return_layernorm_output": True}
+    ours = jfp8.nnx.LayerNormLinear((5, D), 4, **how, rngs=nnx.Rngs(0))
+    assert_like_linen(ours, LayerNormDense(4, **how), x, gradients=True)
+
+
+def test_a_decoder_computes_what_that_of_linen_does():
+    x, encoded = normal(0, (2, 5, D)), normal(1, (2, 7, 6))
+    options = {"layer_type": "decoder", "enable_relative_embedding": True, "num_gqa_groups": 2}
+    ours = jfp8.nnx.TransformerLayer(D, 16, 4, **options, encoded_features=6, rngs=nnx.Rngs(0))
+    masks = {"attention_mask": normal(2, (2, 1, 5, 5)) > -1}
+    masks["encoder_decoder_mask"] = normal(3, (2, 1, 5, 7)) > -1
+    assert_like_linen(ours, TransformerLayer(D, 16, 4, **options), x, encoded, **masks)
+
+
+def test_packed_sequences_with_sinks_and_a_window_are_those_of_linen():
+    how = {"num_gqa_groups": 2, "attention_sinks": True, "local_window_size": (5, 0)}
+    ours = jfp8.nnx.TransformerLayer(16, 32, 4, **how, recipe="rowwise", rngs=nnx.Rngs(0))
+    linen = TransformerLayer(16, 32, 4, **how, recipe="rowwise")
+    x, ids = normal(1, (2, 9, 16)), jnp.array([[1] * 4 + [2] * 5, [3] * 9])
+    y = assert_like_linen(ours, linen, x, segment_ids=ids)
+    other = assert_like_linen(ours, linen, x, segment_ids=jnp.zeros_like(ids))
+    assert float(jnp.abs(y - other).max()) > 0.01
 
 
 @pytest.mark.slow
@@ -124,32 +132,6 @@ def test_relative_position_biases():
     assert layer.relpos_bias(4, 4).dtype == jnp.bfloat16
 
 
-def test_a_decoder_computes_what_that_of_linen_does():
-    """In high precision, and forward: what `test_transformer_layer` has not."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    x, encoded = draw(2, 5, D), draw(2, 7, 6)
-    masks = {"attention_mask": draw(2, 1, 5, 5) > -1, "encoder_decoder_mask": draw(2, 1, 5, 7) > -1}
-    options = {"layer_type": "decoder", "enable_relative_embedding": True, "num_gqa_groups": 2}
-    make = partial(jfp8.nnx.TransformerLayer, D, 16, 4, **options, encoded_features=6)
-    abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-    graph, params, rest = nnx.split(abstract, nnx.Param, ...)
-    params = jax.tree.map(lambda a: draw(*a.shape) / 2, params)
-    rest = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), rest)
-    linen = TransformerLayer(D, 16, 4, **options)
-
-    @jax.jit
-    def run(params):
-        with jfp8.autocast(enabled=False):
-            ours = nnx.merge(graph, params, rest)(x, encoded, **masks)
-            variables = {"params": nnx.to_pure_dict(params)}
-            return ours, linen.apply(variables, x, encoded, **masks)
-
-    y, expected = run(params)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
-    assert np.std(expected) > 1
-
-
 def test_an_mlp_drops_what_is_between_its_products():
     """All of it, with a rate of 1: what is left is the bias of the second product."""
     make = partial(jfp8.nnx.LayerNormMLP, D, 16, intermediate_dropout_rate=1.0)
@@ -168,18 +150,3 @@ def test_an_mlp_drops_what_is_between_its_products():
     bias = nnx.to_pure_dict(params)["wo"]["bias"]
     np.testing.assert_array_equal(dropped, np.broadcast_to(bias, (3, D)))
     assert np.all(kept > dropped)
-
-
-def test_packed_sequences_with_sinks_and_a_window_are_those_of_linen():
-    options = {"num_gqa_groups": 2, "attention_sinks": True, "local_window_size": (5, 0)}
-    linen = jfp8.TransformerLayer(16, 32, 4, recipe="rowwise", **options)
-    ours = jfp8.nnx.TransformerLayer(16, 32, 4, recipe="rowwise", **options, rngs=nnx.Rngs(0))
-    ours.self_attention.sinks.set_value(jnp.array([-1.0, 0.0, 2.0, 5.0]))
-    params = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
-    x = jax.random.normal(jax.random.key(1), (2, 9, 16))
-    ids = jnp.array([[1] * 4 + [2] * 5, [3] * 9])
-    run = nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))
-    y = run(ours, x, ids)
-    found = jax.jit(linen.apply)({"params": params}, x, segment_ids=ids)
-    np.testing.assert_array_equal(y, found)
-    assert float(jnp.abs(y - run(ours, x, jnp.zeros_like(ids))).max()) > 0.01
