@@ -140,7 +140,7 @@ def load_balancing_loss(routing: Routing) -> jax.Array:
       Switch Transformers, arXiv 2101.03961, equations 4 to 6, for one choice per token.
     """
     groups = routing.probabilities.shape[1]
-    f = routing.group_sizes / routing.order.shape[0]
+    f = routing.group_sizes / routing.experts.size
     p = jnp.mean(routing.probabilities, axis=0)
     return groups * jnp.sum(f * p)
 

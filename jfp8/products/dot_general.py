@@ -151,7 +151,7 @@ def observed_dot_general(
     how = what | {"options": options, "preferred_element_type": preferred_element_type}
     if has_explicit_axes():
         given = specs_of(partial(lax.dot_general, **what, out_sharding=out_sharding), lhs, rhs)
-        function = partial(observed_dot_general, **how, specs=given if given.are_all else None)
+        function = partial(observed_dot_general, **how, specs=given if given.are_complete else None)
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
         return with_result_like(given.y, inside, lhs, rhs, state, bias)
     planned = planned_dot_general(lhs, rhs, state=state, specs=specs, **how)

@@ -52,7 +52,7 @@ class Specs(NamedTuple):
     y: PartitionSpec
 
     @property
-    def are_all(self) -> bool:
+    def are_complete(self) -> bool:
         """Return whether the mesh in effect shards nothing along axes that are not explicit."""
         mesh = jax.sharding.get_abstract_mesh()
         types = [t for n, t in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1]

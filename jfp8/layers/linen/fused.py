@@ -17,7 +17,6 @@ from jfp8.layers.nnx import fused as nnx_fused
 from jfp8.layers.nnx.layers import LinearGeneral
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, options_of
-from jfp8.layers.site import Begun
 from jfp8.layers.transformer_options import FeedForward, FeedForwardOptions
 from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.scaling.formats import Format
@@ -69,10 +68,6 @@ class LayerNormDense(DenseGeneral):
         normalized: Any = self._normalize(inputs)
         y = super().__call__(normalized)
         return (y, normalized) if self.return_layernorm_output else y
-
-    def _begin_normalized(self, inputs: jax.Array) -> tuple[Begun, jax.Array]:
-        normalized = self._normalize(inputs)
-        return self._begin(normalized), normalized
 
     @nn.compact
     def _normalize(self, x: jax.Array) -> jax.Array:

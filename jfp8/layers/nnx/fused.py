@@ -18,7 +18,7 @@ from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.nnx.signatures import ExplicitModule
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_option, options_of
-from jfp8.layers.site import Begun, mlp_at
+from jfp8.layers.site import mlp_at
 from jfp8.layers.transformer_math import Activation
 from jfp8.layers.transformer_options import FeedForwardOptions, InFeatures
 from jfp8.products.mlp import hidden_like
@@ -81,10 +81,6 @@ class LayerNormLinear(LinearGeneral):
         return (y, normalized) if self.return_layernorm_output else y
 
     # Flax's `nnx.tabulate` has a row for each called method without an underscore.
-    def _begin_normalized(self, inputs: jax.Array) -> tuple[Begun, jax.Array]:
-        normalized = self._normalize(inputs)
-        return self._begin(normalized), normalized
-
     def _normalize(self, inputs: jax.Array) -> jax.Array:
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
@@ -151,7 +147,8 @@ class LayerNormMLP(FeedForwardOptions, InFeatures, ExplicitModule):
         between = saved is not None or self.dropout is not None
         if not between and transformer_math.may_be_one_operation(recipes, inputs, weights):
             shape = (*inputs.shape[:-1], self.projections, self.intermediate_dim)
-            first, normalized = self.wi._begin_normalized(inputs)
+            normalized = self.wi._normalize(inputs)
+            first = self.wi._begin(normalized)
             second = self.wo._begin(hidden_like(first.planned, shape))
             y = mlp_at(first, second, Activation(self.activation), shape)
         else:

@@ -22,12 +22,10 @@ from jfp8.layers.options import options_of, promoted
 from jfp8.layers.site import Begun, begin_at
 from jfp8.layers.transformer_options import InFeatures
 from jfp8.matmul.spec import Implementation
-from jfp8.products.operation import Options, State
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.expert_mesh import expert_mesh
 from jfp8.products.ragged.expert_rows import ExpertRows
 from jfp8.products.ragged.experts import planned_expert_dot
-from jfp8.products.vjp import Planned
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
@@ -93,11 +91,7 @@ class ExpertDense(ExplicitModule):
 
     def _begin(self, inputs: jax.Array, rows: ExpertRows) -> Begun:
         """Decide how the layer is computed as a part of a larger operation."""
-
-        def plan(lhs: jax.Array, rhs: Any, options: Options, state: State) -> Planned:
-            here = options.on_device_of(lhs, rhs)
-            return planned_expert_dot(lhs, rhs, rows, here, state)
-
+        plan = partial(planned_expert_dot, rows=rows)
         return begin_at(self.ragged_dot, plan, *self._operands(inputs))
 
     def _operands(self, inputs: jax.Array) -> Sequence[Any]:

@@ -187,10 +187,17 @@ def observed_expert_dot(
 @partial(jax.jit, static_argnums=(0, 1))
 def _compiled(options, preferred_element_type, lhs, rhs, rows, state):
     given = lhs, rhs, rows, options, state
-    return multiply_quantized(planned_expert_dot(*given, preferred_element_type))
+    return multiply_quantized(_planned(*given, preferred_element_type))
 
 
 def planned_expert_dot(
+    lhs: jax.Array, rhs: Operand, rows: ExpertRows, options: Options, state: State
+) -> Planned:
+    """Decide how an `observed_expert_dot` of `as_operands` is computed."""
+    return _planned(lhs, rhs, rows, options.on_device_of(lhs, rhs), state)
+
+
+def _planned(
     lhs: jax.Array,
     rhs: Operand,
     rows: ExpertRows,
@@ -198,7 +205,6 @@ def planned_expert_dot(
     state: State,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> Planned:
-    """Decide how an `observed_expert_dot` of `as_operands` is computed, on the options' device."""
     dtypes = dtypes_of(lhs, rhs, options, preferred_element_type)
     exchange, recipe = rows.exchange, options.recipe
     lhs, rhs = same_varying_axes((lhs, rhs))
