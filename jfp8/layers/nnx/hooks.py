@@ -103,17 +103,11 @@ def product_for(
     return hook.product(recipe=recipe, implementation=implementation, path=path, leading=leading)
 
 
-def install(
-    layer: Any,
-    *,
-    recipe: RecipeLike | None,
-    implementation: Implementation = None,
-    path: str = "",
-) -> None:
+def install(layer: Any, *, recipe: RecipeLike | None, implementation: Implementation) -> None:
     """Make `layer`, of a kind with a hook, compute its matmul in FP8 from now on."""
     hook = hook_of(layer)
     assert hook is not None
-    product = product_for(layer, recipe, implementation, path)
+    product = product_for(layer, recipe, implementation)
     product.casts_kernel = layer.promote_dtype is dtypes.promote_dtype
     # The attribute held a function, and was static.
     setattr(layer, hook.name, nnx.data(product))

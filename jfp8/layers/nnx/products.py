@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from jfp8.products import einsum
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, State
 from jfp8.products.shared_input import SharedInput
-from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -153,20 +152,12 @@ class Product(PrintsRecipe):
             self.fp8[role].set_value(history)
         self.fp8[CHECK].set_value(check[..., None])
 
-    def _multiply(
-        self,
-        quantized: Callable[..., tuple[jax.Array, Observed]],
-        plain: Callable[..., jax.Array],
-        lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
-        layer: Layer = "dense",
-        shared: SharedInput | None = None,
-    ) -> jax.Array:
+    def _multiply(self, *how: Any, shared: SharedInput | None = None) -> jax.Array:
         """Compute `multiply_at`, in a scope named after the path."""
         warn_inside_linen(self.path)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
         with scope, note("path", self.path):
-            return multiply_at(self, quantized, plain, lhs, rhs, layer, shared or self.shared_input)
+            return multiply_at(self, *how, shared=shared or self.shared_input)
 
     def _begin(self, recipe: Recipe) -> tuple[State, bool, str | None]:
         histories, sink = self._read_state(recipe), None
