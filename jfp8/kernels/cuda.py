@@ -31,7 +31,7 @@ from jfp8.quantizers.quantizer import Delayed, Quantizer
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.backends import first_allowed
-from jfp8.tracing.device import explicit_mesh_of, has_explicit_axes
+from jfp8.tracing.device import explicit_mesh
 from jfp8.tracing.devices import Gpu
 from jfp8.tracing.notes import note
 
@@ -86,7 +86,7 @@ class Cuda(Planner):
         cuBLASLt adds `x` itself while it writes `y`. Its results are matrices, so the sum is one:
         otherwise XLA would copy `x` first, to overwrite it.
         """
-        if has_explicit_axes() or known_gpu(self.device) is None:
+        if explicit_mesh() is not None or known_gpu(self.device) is None:
             return x + y
 
         def add(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ class Cuda(Planner):
         self, x: jax.Array, quantizer: Quantizer | None, state: AmaxState
     ) -> jax.Array | None:
         is_matrix = x.ndim > 1 and x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
-        if has_explicit_axes() or explicit_mesh_of(x) is not None or not is_matrix:
+        if explicit_mesh(x) is not None or not is_matrix:
             return None
         if not isinstance(quantizer, Delayed) or not has_kernel(quantizer):
             return None

@@ -26,7 +26,7 @@ from jfp8.products.observers import OBSERVER
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
-from jfp8.tracing.device import current_device, explicit_mesh_of, has_explicit_axes
+from jfp8.tracing.device import current_device, explicit_mesh
 from jfp8.tracing.notes import EXPLAINING
 
 
@@ -137,8 +137,7 @@ def may_be_one_operation(recipes: Sequence[Recipe], *operands: Any) -> bool:
     watched = EXPLAINING.value is not None or OBSERVER.value is not None
     if watched or len(recipes) < 2:
         return False
-    explicit = has_explicit_axes() or explicit_mesh_of(operands) is not None
-    return planner_of(current_device()).quantizes_by_kernels() and not explicit
+    return planner_of(current_device()).quantizes_by_kernels() and explicit_mesh(operands) is None
 
 
 @jax.custom_jvp

@@ -45,7 +45,7 @@ from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.codes import decode
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import vary_like
-from jfp8.tracing.device import has_explicit_axes
+from jfp8.tracing.device import explicit_mesh
 
 
 def scaled_conv_general_dilated(
@@ -146,7 +146,7 @@ def observed_convolution(
 ) -> tuple[jax.Array, Observed]:
     """Compute `scaled_conv_general_dilated` of `as_operands`, and the amaxes of these."""
     result = {"preferred_element_type": preferred_element_type}
-    if has_explicit_axes():
+    if explicit_mesh() is not None:
         reference = functools.partial(window.convolve, out_sharding=out_sharding)
         function = functools.partial(observed_convolution, window=window, options=options, **result)
         convolve = lambda lhs, rhs, state: function(lhs, rhs, state=state)

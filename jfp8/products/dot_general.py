@@ -35,7 +35,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.device import has_explicit_axes
+from jfp8.tracing.device import explicit_mesh
 
 
 def scaled_dot_general(
@@ -149,7 +149,7 @@ def observed_dot_general(
     lhs, rhs = as_operands(lhs, rhs)
     what: dict[str, Any] = {"dimension_numbers": dimension_numbers}
     how = what | {"options": options, "preferred_element_type": preferred_element_type}
-    if has_explicit_axes():
+    if explicit_mesh() is not None:
         given = specs_of(partial(lax.dot_general, **what, out_sharding=out_sharding), lhs, rhs)
         function = partial(observed_dot_general, **how, specs=given if given.are_complete else None)
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)

@@ -30,7 +30,7 @@ from jfp8.scaling.arrays import ScaledArray, check_scale_shape, scaled_values
 from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
-from jfp8.tracing.device import current_device, explicit_mesh_of
+from jfp8.tracing.device import current_device, explicit_mesh
 from jfp8.tracing.devices import Device
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
@@ -365,11 +365,11 @@ def dtypes_of(
 
 
 def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call `function` with the `explicit_mesh_of` its arguments, if there is one, in effect."""
+    """Call `function` with the `explicit_mesh` of its arguments, if there is one, in effect."""
 
     @functools.wraps(function)
     def call(*args: Any, **how: Any) -> Any:
-        mesh = explicit_mesh_of(args, how)
+        mesh = explicit_mesh(args, how)
         with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh):
             return function(*args, **how)
 

@@ -144,19 +144,15 @@ def current_tpu(*arrays: Any) -> Tpu | None:
 # Meshes whose axes are part of the types of arrays (``AxisType.Explicit``).
 
 
-def has_explicit_axes() -> bool:
-    """Return whether the mesh in effect has axes that are part of the types of arrays."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+def explicit_mesh(*trees: Any) -> AbstractMesh | None:
+    """Return the mesh in effect if it has explicit axes, or else one that arrays name, or None.
 
-
-def explicit_mesh_of(*trees: Any) -> AbstractMesh | None:
-    """Return the mesh with explicit axes that only the types of arrays name; None if there is none.
-
-    ``jax.jit`` compiles for it. Without it in effect JAX would ask for the layout of sums in the
-    backward pass. A mesh that is in effect comes first.
+    ``jax.jit`` compiles for a mesh that only the types of arrays name. Without it in effect JAX
+    would ask for the layout of sums in the backward pass.
     """
-    if not jax.sharding.get_abstract_mesh().empty:
-        return None
+    here = jax.sharding.get_abstract_mesh()
+    if not here.empty:
+        return here if AxisType.Explicit in here.axis_types else None
     for x in jax.tree.leaves(trees):
         sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
         if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jfp8.tracing.device import explicit_mesh_of
+from jfp8.tracing.device import explicit_mesh
 
 
 def shards_along(sharding: NamedSharding, ndim: int) -> list[int]:
@@ -45,7 +45,7 @@ def sharded_like(like: Any, function: Callable[..., Any], *arguments: Any) -> An
     sharded like the same dimensions of the array in `like`, a tree of results or a prefix of one.
     Results with another number of dimensions are replicated. `like` may have specs for arrays.
     """
-    mesh = explicit_mesh_of(like, arguments) or jax.sharding.get_abstract_mesh()
+    mesh = explicit_mesh(like, arguments) or jax.sharding.get_abstract_mesh()
 
     def explicit(entry: Any) -> tuple[str, ...]:
         names = entry if isinstance(entry, tuple) else (entry,)

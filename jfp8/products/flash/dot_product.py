@@ -29,7 +29,7 @@ from jfp8.scaling.history import AmaxState, check_states
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.device import has_explicit_axes
+from jfp8.tracing.device import explicit_mesh
 from jfp8.tracing.notes import note
 
 States = Mapping[str, Mapping[str, AmaxState]]
@@ -147,7 +147,7 @@ def attention(
       tokens: the arguments in `OF_TOKENS`, or None.
       dropout_key: random key with which weights are dropped, only in high precision; None: none.
     """
-    if has_explicit_axes():
+    if explicit_mesh() is not None:
         inside = lambda *arrays: (attention(options, *arrays), ())
         spec = jax.typeof(jnp.asarray(arrays[0])).sharding.spec
         return with_result_like(spec, inside, arrays, tokens, state, sink, dropout_key)[0]

@@ -40,7 +40,7 @@ from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.device import has_explicit_axes
+from jfp8.tracing.device import explicit_mesh
 
 # Rows of a tile, if the recipe does not set it: enough for the matrix units; for much smaller
 # groups, at most a quarter of the average rows of a group.
@@ -129,7 +129,7 @@ def observed_ragged_dot(
     compute = functools.partial(
         _observed, options, dtypes_of(lhs, rhs, options, preferred_element_type)
     )
-    if has_explicit_axes():
+    if explicit_mesh() is not None:
         return with_result_like(_spec_of(lhs, rhs), compute, lhs, rhs, sizes, state)
     return compute(lhs, rhs, sizes, state)
 
