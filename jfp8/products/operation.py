@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import use_abstract_mesh
 
-from jfp8.matmul.spec import Implementation, MatmulSpec
+from jfp8.matmul.spec import Implementation, MatmulSpec, has_one_scale
 from jfp8.products.observers import OBSERVER
 from jfp8.products.quantized_rhs import has_scales_of, with_one_scale
 from jfp8.products.seeds import rotation_seed, seed_for
@@ -116,9 +116,8 @@ class Use(NamedTuple):
     @property
     def other_scale(self) -> jax.Array | None:
         """The only scale of `other`, f32[]; None if there is none, or more."""
-        scale = self.other.scale if isinstance(self.other, ScaledArray) else None
-        if not isinstance(scale, jax.Array) or scale.ndim or scale.dtype != jnp.float32:
-            return None
+        q = self.other
+        scale: Any = q.scale if isinstance(q, ScaledArray) and has_one_scale(q) else None
         return scale
 
     def unchanged(self, q: ScaledArray, quantize: Callable[..., Any]) -> ScaledArray | None:
