@@ -362,7 +362,6 @@ def dtypes_of(
     return np.dtype(lhs.dtype), np.dtype(rounded or d_rhs), np.dtype(y)
 
 
-
 def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call `function` with the `explicit_mesh` of its arguments, if there is one, in effect."""
 
