@@ -4,6 +4,8 @@ There is a file for each family of recipes; `get` finds a recipe by its name. To
 family, write its class there, and name it in ``RECIPES`` and in ``__all__`` below.
 """
 
+from typing import TYPE_CHECKING
+
 from jfp8.recipes.block_scaling import Float8BlockScaling, MXFP8BlockScaling
 from jfp8.recipes.in_json import from_json
 from jfp8.recipes.intel import DirectE5M2, Hybrid
@@ -17,7 +19,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RECIPES, get
 from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.recipes.unscaled import Unscaled
-from jfp8.tracing.listing import listing
+from jfp8.tracing.listing import listing, missing
 
 __all__ = [
     "DelayedScaling",
@@ -43,3 +45,6 @@ __all__ = [
 ]
 
 __dir__ = listing(__all__)
+
+if not TYPE_CHECKING:  # or type checkers would accept any name
+    __getattr__ = lambda name: missing(name, __name__, __all__)

@@ -17,9 +17,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def missing(name: str, module: str, names: Sequence[str], elsewhere: Mapping[str, str]) -> object:
+def missing(
+    name: str, module: str, names: Sequence[str], elsewhere: Mapping[str, str] | None = None
+) -> object:
     """Raise for a `name` that a `module` lacks: it is `elsewhere`, or near to one of `names`."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     hint = f" Did you mean {module}.{close[0]}?" if close else ""
-    hint = f" Take {elsewhere[name]}." if name in elsewhere else hint
+    hint = f" Take {elsewhere[name]}." if elsewhere and name in elsewhere else hint
     raise AttributeError(f"module {module!r} has no attribute {name!r}.{hint}", name=name)

@@ -382,6 +382,10 @@ WRONG_CALLS = {
         r"AttributeError.*jfp8\.nnx.*Take Linear\.",
     ),
     "recipe elsewhere": (lambda: jfp8.Hybrid, r"AttributeError.*Take jfp8\.recipes\.Hybrid\."),
+    "recipe": (
+        lambda: jfp8.recipes.MXFP8Scaling,
+        r"Did you mean jfp8\.recipes\.MXFP8BlockScaling\?",
+    ),
     "misspelled recipe": (lambda: jfp8.recipes.get("delayd"), "Did you mean .*delayed.*Recipes: "),
     "tx not called": (
         lambda: state_of(LINEN, optax.adam),
