@@ -226,7 +226,7 @@ LINES_OF_ROOMS = {
     "kernels": 6046,
     "layers": 4879,
     "collectives": 530,
-    "optim": 2649,
+    "optim": 2653,
     "training": 3019,
     "checkpoint": 3170,
     "conversion": 4622,

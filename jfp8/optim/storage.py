@@ -65,7 +65,11 @@ class Storage(abc.ABC):
         """Return the f32 array that `stored` stands for."""
 
     def holds(self, leaf: Any) -> bool:
-        """Return True if this leaf of a state is a stored form; by default no array is."""
+        """Return True if a leaf of a state is a stored form; by default no array is.
+
+        Args:
+          leaf: an array, or the stored form of one.
+        """
         return not jax.tree_util.all_leaves([leaf])
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Any:
