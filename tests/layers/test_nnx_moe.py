@@ -85,6 +85,7 @@ def test_steps_are_those_of_linen():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:capacity_factor=0.5 drops")
 def test_evaluation_changes_nothing():
     _, _, ours = both(**OPTIONS)
     ours.eval()
