@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jfp8.conversion.alike_layers import alike_layers
+from jfp8.conversion.layer_tree import TreeLine, tree_lines
 from jfp8.conversion.product_rows import (
     AT_CODE,
     SLOW,
@@ -28,17 +28,16 @@ _WIDTH = 100  # columns of text
 _NAMED = 8  # layers listed under one reason
 _SHAPES = re.compile(r" \(lhs scale (?:[^()]|\([^()]*\))*\)")  # for which a reason is given
 Rows = Sequence[ProductRow]
-Lines = Sequence[tuple[str, Rows]]  # a layer, or several that are alike, and their products
+Lines = Sequence[tuple[TreeLine, Rows]]  # a layer, or several that are alike, and their products
 
 
 @dataclass(frozen=True, repr=False)
 class Report(Printed):
     """Hold the result of `report`. It prints as a table of the layers, in Jupyter as HTML.
 
-    Numbered layers whose products are the same share a line, ``block_{0..5}/up``. ``fprop``,
-    ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed; the
-    gradients of a product in high precision are not told apart. FLOPs are the sums of all three
-    matmuls, in all layers of the line. Traced for a GPU with known rates,
+    Numbered siblings whose products are the same share a line, ``block_{0..5}``. ``fprop``,
+    ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed. FLOPs
+    are the sums of all three matmuls, in all layers of the line. Traced for a GPU with known rates,
     ``gain`` is how many times as fast as in bf16 the matmuls of a line are expected to be, and the
     last sentence has the gain of all matmuls. Below are reasons.
 
@@ -134,11 +133,11 @@ def _by_layer(rows: Rows) -> dict[str, list[ProductRow]]:
 
 
 def _lines_of(rows: Rows) -> Lines:
-    """Return the layers of a model, alike ones in one line."""
+    """Return the layers of a model as a tree, alike ones in one line."""
     layers = _by_layer(rows)
     same = lambda rows: frozenset(dataclasses.replace(row, path="") for row in rows)
-    lines = alike_layers({path: same(of_layer) for path, of_layer in layers.items()})
-    return [(name, [row for path in paths for row in layers[path]]) for name, paths in lines]
+    lines = tree_lines({path: same(of_layer) for path, of_layer in layers.items()})
+    return [(line, [row for path in line.layers for row in layers[path]]) for line in lines]
 
 
 def _table_of(lines: Lines) -> Table:
@@ -148,17 +147,16 @@ def _table_of(lines: Lines) -> Table:
     by = "on CUDA" if elsewhere and not here else "computed by"
     head = ("layer", "fprop", "dgrad", "wgrad", "FLOPs", "recipe", by, "gain")
     flops = max(sum(row.flops for row in rows), 1)
-    table = [head, *(_cells_of(name, of_line, flops) for name, of_line in lines)]
+    table = [head, *(_cells_of(line, of_line, flops) for line, of_line in lines)]
     return table if gain_of(rows) else [cells[:-1] for cells in table]
 
 
-def _cells_of(name: str, rows: Rows, flops: int) -> tuple[str, ...]:
+def _cells_of(line: TreeLine, rows: Rows, flops: int) -> tuple[str, ...]:
     fp8, gain = [row for row in rows if row.fp8], gain_of(rows)
-    of = lambda *kinds: _listed(_precision(row) for row in rows if row.kind in kinds)
     return (
-        name,
-        *(of("fprop", "forward"), of("dgrad", "backward"), of("wgrad", "backward")),
-        f"{100 * sum(row.flops for row in rows) / flops:5.1f} %",
+        "  " * line.depth + line.name,
+        *(_listed(map(_precision, of_kind)) for of_kind in _three_products(rows)),
+        f"{100 * sum(row.flops for row in rows) / flops:5.1f} %" if rows else "",
         _listed(row.recipe for row in fp8),
         _listed(_backend(row)[0] for row in fp8),
         "" if gain is None else f"{gain:.2f}x",
@@ -174,14 +172,14 @@ def _text_lines(table: Table) -> list[str]:
 
 def _reasons(lines: Lines) -> Iterator[tuple[bool, str, str, str]]:
     """List why products are in high precision (True), or computed in bf16; the layer, the code."""
-    for name, row in [(name, row) for name, rows in lines for row in rows]:
+    for line, row in [(line, row) for line, rows in lines for row in rows]:
         backend, why = _backend(row)
         if row.fp8 and backend == "bf16":
-            yield False, _SHAPES.sub("", why), name, ""
+            yield False, _SHAPES.sub("", why), line.path, ""
         if not row.fp8:
             at_code = (text for text in AT_CODE if row.reason.startswith(f"{text}: "))
             reason = next(at_code, row.reason)
-            yield True, reason, name, row.reason.removeprefix(reason).removeprefix(": ")
+            yield True, reason, line.path, row.reason.removeprefix(reason).removeprefix(": ")
 
 
 def _reason_lines(lines: Lines) -> Iterator[str]:
@@ -203,6 +201,30 @@ def _reason_lines(lines: Lines) -> Iterator[str]:
 def _wrapped(text: str, indent: str = "") -> list[str]:
     how = {"initial_indent": indent, "subsequent_indent": indent}
     return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False, **how)
+
+
+def _three_products(rows: Rows) -> tuple[Rows, Rows, Rows]:
+    """Return the rows of fprop, dgrad and wgrad.
+
+    In high precision, a gradient has the dimensions of the operand that it belongs to.
+    """
+    of = lambda *kinds: [row for row in rows if row.kind in kinds]
+    forward, backward = of("forward"), of("backward")
+    by_lhs, by_rhs = (
+        [row for row in backward if _dimensions(row.out) in {_dimensions(x) for x in operands}]
+        for operands in ([row.lhs for row in forward], [row.rhs for row in forward])
+    )
+    few = sum(row.times for row in backward) < 2 * sum(row.times for row in forward)
+    if by_lhs == by_rhs and few:
+        by_lhs = []  # in a tie: data needs no gradient, weights do
+    elif not by_lhs and not by_rhs:
+        by_lhs = by_rhs = backward
+    return of("fprop", "forward"), [*of("dgrad"), *by_lhs], [*of("wgrad"), *by_rhs]
+
+
+def _dimensions(spelled: str) -> tuple[str, ...]:
+    """Return the dimensions of ``"f32[8,1,64]"`` in any order, without ones."""
+    return tuple(sorted(d for d in spelled.rstrip("]").partition("[")[2].split(",") if d != "1"))
 
 
 def _precision(row: ProductRow) -> str:
