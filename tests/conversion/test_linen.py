@@ -816,6 +816,17 @@ def test_an_exempt_layer_may_round_to_fp8_itself():
         jfp8.convert(plain, "current", exempt=()).init(KEY, X)
 
 
+def test_a_region_without_fp8_is_the_model_with_its_random_keys():
+    plain = nn.Sequential([nn.Dense(8), nn.Dropout(0.5, deterministic=False)])
+    rngs = {"params": KEY, "dropout": jax.random.key(1)}
+    model = jfp8.convert(plain, "current", exempt=())
+    variables = model.init(rngs, X)
+    with jfp8.autocast(enabled=False):
+        y = model.apply(variables, X, rngs=rngs)
+    np.testing.assert_array_equal(y, plain.apply(variables, X, rngs=rngs))
+    assert np.any(y)
+
+
 def test_a_region():
     """Nothing is left behind in the model, nor in JAX."""
     model = Model(lambda module, x: Own()(x)[0])

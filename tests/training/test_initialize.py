@@ -46,6 +46,14 @@ def test_recipes_by_name_and_fields(given, expected):
     assert recipe_of(jfp8.initialize(MODEL, optax.sgd(1), config)[0]) == expected
 
 
+def test_a_layer_that_a_config_leaves_in_high_precision():
+    given = {"recipe": {"layers_2": None, "*": "delayed"}, "exempt": ()}
+    model, _ = jfp8.initialize(MODEL, optax.sgd(1), given)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert set(variables["params"]) == {"layers_0", "layers_2", "layers_4"}
+    assert set(variables["fp8"]) == {"layers_0", "layers_4"}
+
+
 def test_mixed_precision_no_changes_nothing():
     tx = optax.sgd(1)
     assert jfp8.initialize(MODEL, tx, {"mixed_precision": "no"}) == (MODEL, tx)
