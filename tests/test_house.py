@@ -222,7 +222,7 @@ LINES_OF_ROOMS = {
     "quantizers": 687,
     "matmul": 1030,
     "recipes": 1567,
-    "products": 5182,
+    "products": 5190,
     "kernels": 6046,
     "layers": 4879,
     "collectives": 530,

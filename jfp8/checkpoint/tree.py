@@ -1,6 +1,6 @@
 """A checkpoint and the tree that it is restored into, as nested dicts of names, and back.
 
-A checkpoint has names, not types. Names are those of ``flax.serialization.to_state_dict``. Empty
+A checkpoint has names, not types, as ``flax.serialization.to_state_dict`` gives them. Empty
 containers and None are omitted, because not every file format stores them.
 """
 

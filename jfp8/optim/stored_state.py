@@ -118,7 +118,7 @@ class _Wrapper:
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StoredState]:
-        # The state decides, not sizes: those of shards are smaller.
+        # The state decides, not sizes, since a shard is smaller than its array.
         storages = self._storages_of(state.inner_state, lambda storage, leaf: storage.holds(leaf))
 
         def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:

@@ -26,6 +26,9 @@ class Routing(NamedTuple):
       probabilities: f32[t, g], the router's, of all experts: their scores, divided by the sum of a
         token's.
       group_sizes: i32[g], how many copies go to each expert.
+      order: i32[t * k], for each place among all copies, sorted by expert, the copy that is there;
+        copy ``i`` belongs to token ``i // k`` and its choice ``i % k``.
+      places: i32[t * k], for each copy its place; the inverse of `order`.
       logits: f32[t, g], what the scores are of.
     """
 
@@ -33,7 +36,9 @@ class Routing(NamedTuple):
     experts: jax.Array
     probabilities: jax.Array
     group_sizes: jax.Array
-    logits: jax.Array
+    order: jax.Array
+    places: jax.Array
+    logits: jax.Array | None = None
 
 
 def route(
@@ -124,9 +129,12 @@ def routing_of(
       A `Routing`; see its attributes.
     """
     experts = experts.astype(jnp.int32)
+    order = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
+    indices = jnp.arange(order.shape[0], dtype=jnp.int32)
+    places = jnp.zeros_like(order).at[order].set(indices, unique_indices=True)
     chosen = jax.nn.one_hot(experts, logits.shape[1], dtype=bool)
     group_sizes = jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
-    return Routing(weights, experts, probabilities, group_sizes, logits)
+    return Routing(weights, experts, probabilities, group_sizes, order, places, logits)
 
 
 def _log_sqrt_softplus(x: jax.Array) -> jax.Array:
