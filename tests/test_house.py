@@ -229,7 +229,7 @@ LINES_OF_ROOMS = {
     "optim": 2653,
     "training": 3019,
     "checkpoint": 3170,
-    "conversion": 4677,
+    "conversion": 4680,
     "debug": 3429,
     "plot": 906,
     "command_line": 1056,

@@ -50,8 +50,14 @@ def replace_attention(selection: Selection, seen: dict[str, Decision]) -> Callab
         if function not in _ATTENTION:
             return next_fun(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            if selection.attention and not _has_its_own(layer):
-                stack.enter_context(_attention_by(layer, selection, seen))
+            asked = selection.attention
+            if getattr(layer, "attention_products", False):  # and a recipe of its own decides
+                asked = layer.recipe is None
+            if asked:
+                path, decision = _decide(layer, selection)
+                seen[path] = decision
+                stack.enter_context(note("reason", decision.reason))
+                stack.enter_context(replaced(layer, **_attention_by(layer, decision)))
             if selection.cache_dtype is not None and function is _STOCK and layer.decode:
                 own = cached(layer, selection.cache_dtype, layer.attention_fn)
                 stack.enter_context(replaced(layer, **own))
@@ -60,21 +66,18 @@ def replace_attention(selection: Selection, seen: dict[str, Decision]) -> Callab
     return intercept
 
 
-def _has_its_own(layer: Any) -> bool:
-    """Return whether a layer of jfp8 has its own recipe for attention in FP8."""
-    return getattr(layer, "attention_products", False) and layer.recipe is not None
-
-
-def _attention_by(
-    layer: Any, selection: Selection, seen: dict[str, Decision]
-) -> contextlib.AbstractContextManager[Any]:
+def _decide(layer: Any, selection: Selection) -> tuple[str, Decision]:
+    """Return the path of attention between the projections of a `layer`, and what it becomes."""
     path, own = "/".join([*layer.path, "attention"]), own_attention(layer)
-    decision = Decision(None, own) if own else selection.decide_on_attention(path, layer)
-    seen[path] = decision
-    if decision.recipe is None:
-        return note("reason", decision.reason)
-    make = functools.partial(DotProductAttention, recipe=decision.recipe)
-    return replaced(layer, attention_fn=attention_fn_by(make, layer.attention_fn))
+    return path, Decision(None, own) if own else selection.decide_on_attention(path, layer)
+
+
+def _attention_by(layer: Any, decision: Decision) -> dict[str, Any]:
+    """Return the attributes with which a `layer` computes attention as was decided."""
+    if decision.recipe is not None:
+        make = functools.partial(DotProductAttention, recipe=decision.recipe)
+        return {"attention_fn": attention_fn_by(make, layer.attention_fn)}
+    return {"attention_products": False} if hasattr(layer, "attention_products") else {}
 
 
 def check_caching_layers(

@@ -94,6 +94,14 @@ def test_statistics_show_every_operand_and_nothing_looks_ahead():
     assert (found.later, found.others) == (0, 0)
 
 
+@pytest.mark.parametrize(("own", "left"), [(None, set()), ("current", {"current"})])
+def test_exempt_layers_of_jfp8_compute_attention_in_high_precision(own, left):
+    """Unless the layer has a recipe of its own: a conversion leaves it alone."""
+    layer = jfp8.linen.MultiHeadDotProductAttention(2, recipe=own, attention_products=True)
+    rows = report(jfp8.convert(layer, "mxfp8", exempt="*")).rows
+    assert {row.recipe for row in rows if row.fp8} == left
+
+
 @pytest.mark.slow
 def test_attention_is_chosen_by_its_path_and_refuses_dropout():
     chosen = lambda **how: {
