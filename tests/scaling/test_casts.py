@@ -1,8 +1,7 @@
 """Casts by the laws of rounding: every input of 16 bits, every exponent of f32, every random word.
 
-`test_formats.py` holds casts to nearest and toward zero to tables. Here the oracle is integers:
-an f32 is ``M * 2^E``, and what is cut off from ``M`` decides, so that also the probability of a
-stochastic rounding is known exactly.
+The oracle is integers: an f32 is ``M * 2^E``, and the bits that are cut off from ``M`` decide, so
+that the probability of a stochastic rounding is known exactly, too.
 """
 
 import jax
@@ -13,17 +12,17 @@ import pytest
 from jax import lax
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, cast, round_to_format
-from jfp8.scaling.codes import encode
+from jfp8.scaling.codes import encode, hardware_converts
 from jfp8.scaling.random_bits import random_bits
-from support.arrays import codes, values_of
-
-pytestmark = pytest.mark.property
+from support.arrays import assert_same, codes, values_of
+from support.devices import traced_for
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
-
+ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
 KEY = jax.random.key(0)
 
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+roundings = pytest.mark.parametrize("rounding", ROUNDINGS)
 dtypes = pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: np.dtype(dtype).name
 )
@@ -148,19 +147,76 @@ def test_the_chance_of_rounding_up_is_the_remainder(fmt, dtype):
         np.testing.assert_array_equal(drawn, down + (word >= draws(fmt) - ups) | sign)
 
 
-@pytest.mark.representative(5)
 @formats
 @dtypes
-def test_stochastic_casts_use_the_words_of_their_key(fmt, dtype):
-    """Which `test_random_bits.py` holds to their definition. And so does `round_to_format`."""
-    x = sample(dtype)
-    expected = rounded(x, fmt, "stochastic", np.asarray(random_bits(KEY, x.shape)).astype(np.int64))
-    assert_codes(jit_cast(x, fmt, rounding="stochastic", key=KEY), expected, x, fmt)
+@roundings
+def test_casts_round_as_they_are_told(fmt, dtype, rounding):
+    """A stochastic cast by the words of its key. `round_to_format` gives the values, or NaN."""
+    x, words = sample(dtype), None
+    if rounding == "stochastic":
+        words = np.asarray(random_bits(KEY, x.shape)).astype(np.int64)
+    expected = rounded(x, fmt, rounding, words)
+    found = jit_cast(x, fmt, rounding=rounding, key=KEY)
+    assert found.dtype == fmt.dtype
+    assert_codes(found, expected, x, fmt)
     if fmt.signed or dtype != jnp.float16:
-        wide = jit_round(x, fmt, rounding="stochastic", key=KEY)
+        wide = jit_round(x, fmt, rounding=rounding, key=KEY)
         values = np.where(np.isnan(as_f32(x)), np.nan, values_of(expected.view(fmt.dtype), fmt))
         assert wide.dtype == dtype
         np.testing.assert_array_equal(as_f32(wide), values.astype(np.float32))
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+@dtypes
+def test_conversions_of_hardware_give_the_same_codes(fmt, dtype):
+    """What is traced for a GPU, whose instructions XLA:CPU imitates."""
+    x = sample(dtype)
+    expected = encode(jnp.asarray(x), fmt)
+    with traced_for():
+        assert hardware_converts(fmt)
+        np.testing.assert_array_equal(encode(jnp.asarray(x), fmt), expected)
+    assert not hardware_converts(fmt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2, E2M1FN], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_trap_round_trips_are_not_elided(fmt, dtype):
+    """A compiler may drop a narrowing conversion and its inverse as excess precision."""
+    x = np.linspace(-3, 3, 1001).astype(dtype)
+    expected = rounded(x, fmt, "nearest_even").view(fmt.dtype).astype(dtype)
+    assert np.any(expected != x)
+    there_and_back = jax.jit(lambda x: (cast(x, fmt).astype(dtype), round_to_format(x, fmt)))
+    for result in there_and_back(x):
+        assert_same(result, expected)
+
+
+@pytest.mark.representative(6)
+@formats
+@roundings
+def test_gradients_are_the_identity(fmt, rounding):
+    """Also where the value saturates or is not finite; of a cast, what its dtype holds of it."""
+    x = np.array([0.3, -1e-9, 7.7, 1e9, -np.inf, np.nan, 0.0, 3e-5], np.float32)
+    w = np.array([0.1, np.pi, -1e-30, 1e30, 7.0, -0.0, 5.0, 1 / 3], np.float32)
+    how = {"rounding": rounding, "key": KEY}
+    rounded, narrow = (lambda x, f=f: f(x, fmt, **how) for f in (round_to_format, cast))
+
+    @jax.jit
+    def gradients(x, w):
+        one_by_one = jax.vmap(jax.grad(lambda x, w: w * rounded(x)))(x, w)
+        of_cast = jax.grad(lambda x: jnp.vdot(w, narrow(x).astype(jnp.float32)))(x)
+        return one_by_one, of_cast, *(jax.jvp(f, (x,), (w,)) for f in (rounded, narrow))
+
+    one_by_one, of_cast, (primal, tangent), (_, of_narrow) = gradients(x, w)
+    assert_same(one_by_one, w)
+    assert_same(tangent, w)
+    assert_same(primal, jax.jit(rounded)(x))
+    assert np.any(np.asarray(primal) != x)
+    if fmt in (E4M3FN, E5M2, E2M1FN):
+        in_format = as_f32(w).astype(fmt.dtype)
+        assert_same(of_narrow, in_format)
+        assert_same(of_cast, in_format.astype(np.float32))
 
 
 CHUNK = 1 << 22
