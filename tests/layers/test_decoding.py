@@ -13,58 +13,13 @@ from flax import nnx
 
 import jfp8
 from jfp8.layers import kv_cache
-from support.recorded import record, recorded
+from support.decoding import NNX, Linen, difference
 
 BATCH, LENGTH, FEATURES, HEADS = 2, 10, 32, 4
 X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, FEATURES))
 CAUSAL = jnp.tri(LENGTH, dtype=bool)[None, None]
 RECIPES = [recipe.name for recipe in jfp8.recipes.RECIPES]
 PARTS = {"step by step": [1] * LENGTH, "prefill, then steps": [4, 3, 1, 1, 1]}
-
-
-class Linen:
-    """A Linen layer, the cached one, and their variables after a training step."""
-
-    def __init__(self, whole, cached, **masks):
-        self.whole, self.cached, self.masks = whole, cached, masks
-        self.variables = jax.jit(cached.init)(jax.random.key(1), X)
-        self.cache = self.variables.pop("cache")
-        self.variables.pop("fp8_sink", None)
-        if "fp8" in self.variables:
-            self.variables |= recorded(whole, self.variables, X, **masks)
-
-    def at_once(self):
-        return jax.jit(self.whole.apply)(self.variables, X, **self.masks)
-
-    def in_parts(self, parts, x=X):
-        def step(variables, cache, x):
-            variables = {**variables, "cache": cache}
-            y, new = self.cached.apply(variables, x, mutable=["cache"])
-            return y, new["cache"]
-
-        step, cache = jax.jit(step, donate_argnums=1), jax.tree.map(jnp.copy, self.cache)
-        results = []
-        for part in jnp.split(x, np.cumsum(parts)[:-1], axis=1):
-            y, cache = step(self.variables, cache, part)
-            results.append(y)
-        return jnp.concatenate(results, axis=1), cache
-
-
-class NNX:
-    """The same for an NNX layer."""
-
-    def __init__(self, layer, cache_dtype, **masks):
-        self.layer, self.cache_dtype, self.masks = layer, cache_dtype or jnp.float32, masks
-        record(layer, X, decode=False, **masks)
-
-    def at_once(self):
-        return nnx.jit(lambda layer, x: layer(x, decode=False, **self.masks))(self.layer, X)
-
-    def in_parts(self, parts, x=X):
-        self.layer.init_cache(X.shape, self.cache_dtype)
-        step = nnx.jit(lambda layer, x: layer(x, decode=True))
-        results = [step(self.layer, p) for p in jnp.split(x, np.cumsum(parts)[:-1], axis=1)]
-        return jnp.concatenate(results, axis=1), nnx.state(self.layer, nnx.Cache)
 
 
 TRANSFORMER = {
@@ -75,27 +30,23 @@ TRANSFORMER = {
 }
 
 
-def make(kind, recipe, cache_dtype=None, *, attention_products=False):
+def make(kind, recipe, cache_dtype=jnp.float32, *, attention_products=False):
     own = {"recipe": recipe, "attention_products": attention_products}
     if kind == "linen TransformerLayer":
         layer = partial(jfp8.TransformerLayer, FEATURES, 64, HEADS, **TRANSFORMER, **own)
-        return Linen(layer(), layer(decode=True, cache_dtype=cache_dtype))
+        return Linen(layer(), layer(decode=True, cache_dtype=cache_dtype), X)
     if kind == "linen attention":
         layer = partial(jfp8.MultiHeadDotProductAttention, HEADS, normalize_qk=True, **own)
-        return Linen(layer(), layer(decode=True, cache_dtype=cache_dtype), mask=CAUSAL)
+        return Linen(layer(), layer(decode=True, cache_dtype=cache_dtype), X, mask=CAUSAL)
     if kind == "nnx TransformerLayer":
         layer = partial(jfp8.nnx.TransformerLayer, FEATURES, 64, HEADS, **TRANSFORMER, **own)
-        return NNX(layer(rngs=nnx.Rngs(1)), cache_dtype)
+        return NNX(layer(rngs=nnx.Rngs(1)), X, cache_dtype)
     layer = jfp8.nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(1), **own)
-    return NNX(layer, cache_dtype, is_causal=True)
+    return NNX(layer, X, cache_dtype, is_causal=True)
 
 
 DAILY = ("nnx attention", "delayed")
 KINDS = ["linen TransformerLayer", "linen attention", "nnx TransformerLayer", "nnx attention"]
-
-
-def difference(a, b) -> float:
-    return float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b))))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +181,7 @@ def test_a_converted_layer_decodes_with_the_cache_of_flax():
     converted = lambda decode: jfp8.convert(
         nn.MultiHeadDotProductAttention(HEADS, decode=decode), "rowwise", exempt=()
     )
-    case = Linen(converted(False), converted(True), mask=CAUSAL)
+    case = Linen(converted(False), converted(True), X, mask=CAUSAL)
     y, _ = case.in_parts(PARTS["step by step"])  # Flax's takes one token in each call
     np.testing.assert_array_equal(y, case.at_once())
 
