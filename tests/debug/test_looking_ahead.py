@@ -36,7 +36,7 @@ def test_it_tells_positions_from_sequences(x):
 
 def test_the_change_is_relative_to_the_largest_result():
     """The last position, times 100, moves the others by a 1000th of the largest of them."""
-    x = jnp.ones((1, 2, 1))
+    x = jnp.array([[[1.0, 4.0]] * 2])
     found = looks_ahead(lambda x: x + x[:, -1:] * jnp.array([[[1.0], [0.0]]]) / 99_000, x)
     assert found.later == pytest.approx(99 / 99_000 / (1 + 1 / 99_000), rel=1e-3)
     assert found.others is None
@@ -47,6 +47,11 @@ def test_the_change_is_relative_to_the_largest_result():
 def test_what_is_not_finite_is_a_change():
     found = looks_ahead(lambda x: jnp.where(jnp.any(x == 0), jnp.inf, x), X)
     assert found.later == found.others == np.inf
+    found = looks_ahead(lambda x: jnp.where(jnp.any(x == 0), 1.0, jnp.zeros_like(x)), X)
+    assert found.later == np.inf, "zeros that became others"
+    found = looks_ahead(lambda x: jnp.where(jnp.any(x == 0), -jnp.inf, x + jnp.inf), X)
+    assert found.later == np.inf
+    assert looks_ahead(lambda x: x.at[:, 0].set(jnp.nan), X).is_causal, "the same NaN again"
 
 
 def test_results_without_the_axes_do_not_count():
