@@ -156,15 +156,6 @@ def test_error_dimension_numbers(numbers, words):
         scaled_matmul(*operands(), numbers)
 
 
-@pytest.mark.slow
-@implementations
-@pytest.mark.parametrize("scale_shape", [(3, 1), (4,), (0, 1)])
-def test_error_scale_shape(scale_shape, implementation):
-    lhs = ScaledArray(jnp.ones((4, 6), E4M3.dtype), jnp.ones(scale_shape))
-    with pytest.raises(ValueError, match=r"data of shape \(4, 6\) cannot have a scale of shape"):
-        scaled_matmul(lhs, operands()[1], PLAIN, implementation=implementation)
-
-
 @implementations
 def test_error_data_of_no_format(implementation):
     """Whoever takes it silently computes in f32 what the user believes to be FP8."""

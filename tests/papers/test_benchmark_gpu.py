@@ -163,13 +163,6 @@ def test_the_times_of_a_program_alone_are_of_its_second_half(monkeypatch):
     assert found["clock"] == "host"
 
 
-def test_only_the_groups_that_were_asked_for_run(tmp_path):
-    file = tmp_path / "out.jsonl"
-    how = ("--smoke", "--sections", "ceilings,alone", "--records", file)
-    run(*how, "--groups", "^program$")
-    assert {r["group"] for r in records_file.load(file)["records"]} == {"program"}
-
-
 def test_each_call_of_the_fifteen_minutes_finds_its_groups():
     text = (ROOT / "benchmarks/fifteen_minutes.sh").read_text(encoding="utf-8")
     calls = re.findall(r"^ +(\d+)\) gpu 1 '?([a-z,]+)'?(?: '(.*)')? ;;$", text, re.M)

@@ -36,25 +36,6 @@ def test_the_mean_gap_lies_in_its_interval(confidence, t):
     np.testing.assert_allclose(ends, [mean - half, mean + half], rtol=1e-6)
 
 
-def test_gaps_are_dots_with_a_mean_in_its_interval():
-    runs = {"near": [-0.1, 0.0, 0.1], "far": [0.9, 1.0, 1.1], "wide": [-1.0, 0.0, 1.0]}
-    draw = imported("gap_rows", "benchmarks").gap_rows
-    ax = drawn(draw, runs, margin=0.25, confidence=0.9)
-    half = 2.919986 / np.sqrt(3)  # from a table of Student's t: 95 %, 2 degrees of freedom
-    means = {"near": (0.0, 0.1, "o"), "far": (1.0, 0.1, "D"), "wide": (0.0, 1.0, "s")}
-    for y, (name, gaps) in enumerate(runs.items()):
-        mean, spread, marker = means[name]
-        dots, interval, middle = ax.lines[3 + 3 * y : 6 + 3 * y]  # three lines across come first
-        assert {*interval.get_ydata(), *middle.get_ydata()} == {y}
-        assert list(dots.get_xdata()) == gaps
-        expected = [mean - half * spread, mean + half * spread]
-        np.testing.assert_allclose(interval.get_xdata(), expected, atol=1e-6)
-        np.testing.assert_allclose(middle.get_xdata(), [mean], atol=1e-12)
-        assert middle.get_marker() == marker
-    assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
-    assert ax.get_ylim() == (2.5, -0.5)  # the first on top
-
-
 def test_attention_in_float64():
     benchmark = imported("attention_accuracy", "benchmarks")
     arrays = benchmark.operands("outlier values", 24, 16, seed=0)

@@ -382,6 +382,3 @@ def test_every_step_of_any_program_is_known_to_the_last_bit(
             program, (before, after), (loss, gradient), batch, scale, parts=parts, exact=way.exact
         )
     assert len(traces) == 1
-
-
-# By hand: `advance`, with layers that are frozen, and the collection mutable or not.

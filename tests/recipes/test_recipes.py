@@ -316,21 +316,14 @@ def test_from_json_errors(text, error, words):
         recipes.from_json(text)
 
 
-@pytest.mark.parametrize(
-    ("cls", "field", "suggestion"),
-    [
-        (DelayedScaling, "amax_histroy_len", "amax_history_len"),
-        (NVFP4BlockScaling, "hadamard_random", None),
-    ],
-)
-def test_unknown_field(cls, field, suggestion):
+def test_unknown_field():
+    """Other names, in Python and JSON, are in tests/properties."""
+    cls, name = DelayedScaling, "amax_histroy_len"
     for make in (cls, partial(recipes.get, cls.name), partial(dataclasses.replace, cls())):
-        with pytest.raises(TypeError, match=f"{cls.__name__} has no field {field!r}") as error:
-            make(**{field: 1})
-        before, _, fields = str(error.value).partition("Fields: ")
-        assert ("Did you mean" in before) == (suggestion is not None)
-        assert suggestion is None or f"Did you mean {suggestion!r}?" in before
-        assert all(f.name in fields for f in dataclasses.fields(cls))
+        with pytest.raises(TypeError, match=f"no field '{name}'. Did you mean 'amax_history_len'?"):
+            make(**{name: 1})
+    with pytest.raises(TypeError, match=r"has no field 'hadamard_random'\. Fields: "):
+        NVFP4BlockScaling(hadamard_random=True)
 
 
 NO_CHOICE = ["hybrid", "RCEIL", 0, False, "", jfp8.E4M3FN]

@@ -1,4 +1,7 @@
-"""Models of other people's packages (extra ``models``), unedited: one line converts them."""
+"""Models of other people's packages (extra ``models``), unedited: one line converts them.
+
+`tests/papers/test_example_scripts.py` trains a Llama, by the example that users run.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,6 @@ def chains(rng: np.random.Generator, *shape: int) -> np.ndarray:
     for t in range(1, shape[-1]):
         words[..., t] = np.where(stray[..., t], words[..., t], follower[words[..., t - 1]])
     return words.astype(np.int32)
-
-
-def text(steps: int) -> dict[str, np.ndarray]:
-    words = chains(np.random.default_rng(1), steps, BATCH, LENGTH + 1)
-    return {"x": words[..., :-1], "y": words[..., 1:]}
 
 
 def gaps(steps: int) -> dict[str, np.ndarray]:
@@ -97,31 +95,6 @@ def resnet() -> nn.Module:
 def resnet_loss(model, variables, batch):
     out, mutated = model.apply(variables, batch["x"], deterministic=False, mutable=["batch_stats"])
     return cross_entropy(out.logits, batch["y"]), mutated
-
-
-def llama() -> nn.Module:
-    """Decoder only: grouped queries, rotary positions, RMS norm, gated feed-forward layers."""
-    llama = third_party("transformers.models.llama.modeling_flax_llama")
-    config = llama.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        initializer_range=0.1,
-    )
-    return llama.FlaxLlamaForCausalLMModule(config)
-
-
-def llama_inputs(batch):
-    return batch["x"], *masks(batch["x"])
-
-
-def llama_loss(model, variables, batch):
-    logits = model.apply(variables, *llama_inputs(batch)).logits
-    return cross_entropy(logits, batch["y"]), {}
 
 
 def bert() -> nn.Module:
@@ -200,15 +173,6 @@ CASES = {
         resnet_loss,
         Products(14, 14, 14, plain=FIRST_CONVOLUTION + LOGITS),
         learning_rate=optax.cosine_decay_schedule(3e-3, 40),  # batch statistics are noise enough
-    ),
-    # per layer query, key, value, output and three of the feed-forward part
-    "llama": Case(
-        llama,
-        text,
-        llama_inputs,
-        llama_loss,
-        Products(14, 14, 14, plain=2 * ATTENTION + LOGITS),
-        learning_rate=3e-3,
     ),
     # Six in a layer and one before the logits; the backward pass computes the layers again.
     "bert": Case(

@@ -469,22 +469,3 @@ def test_a_bridge_that_drops_what_its_nnx_layer_records_is_told():
         _, grads = jfp8.value_and_grad(loss_fn)(state, X)
     histories = state.apply_gradients(grads).collections["Fp8State"]["dot_general"]["fp8"]
     np.testing.assert_allclose(histories["lhs"][:2], [np.max(np.abs(X)), 0])
-
-
-@pytest.mark.slow
-def test_float16_without_a_loss_scale_is_told():
-    x = jnp.asarray(X, jnp.float16)
-    layer = jfp8.nnx.Linear(16, 4, param_dtype=jnp.float16, dtype=jnp.float16, rngs=nnx.Rngs(0))
-    loss_of_layer = lambda layer, x: jnp.mean(layer(x).astype(jnp.float32))
-    with pytest.warns(UserWarning, match=r"zero in float16.*value_and_grad\(f, loss_scale=scale"):
-        jfp8.nnx.value_and_grad(loss_of_layer)(layer, x)
-    jfp8.nnx.value_and_grad(loss_of_layer, loss_scale=8.0)(layer, x)
-
-    model = jfp8.Dense(4, dtype=jnp.float16)
-    loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x))
-    with pytest.warns(UserWarning, match=r"zero in float16.*optax.chain\(jfp8.loss_scale\(\), tx"):
-        jfp8.value_and_grad(loss_fn)(state_of(model, optax.sgd(0.1)), x)
-    scaled = state_of(model, optax.chain(jfp8.loss_scale(init_scale=8.0), optax.sgd(0.1)))
-    jfp8.value_and_grad(loss_fn)(scaled, x)
-    by_both = jfp8.nnx.value_and_grad(loss_of_layer, argnums=(0, 1))
-    by_both(jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0)), x)
