@@ -8,7 +8,6 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -17,6 +16,7 @@ from jax import lax
 import jfp8
 from support.arrays import assert_same, cosine, relative_error
 from support.doors import DOORS, KEY, converted, loss_of, moved, multiply, original
+from support.layers import fake
 
 X = jax.random.normal(jax.random.key(0), (64, 16))
 NAMES = ("q", "k", "v", "o")
@@ -196,33 +196,7 @@ def test_a_flax_model_has_the_bits_that_its_own_conversion_gives(recipe):
     assert_same({name.removesuffix("/kernel"): row for name, row in state.items()}, paths)
 
 
-# The oracle: fake quantization, where ml_dtypes rounds and JAX only calls it.
-
-
-def fake_quantize(x, dtype):
-    """`x` on the grid of `dtype` that its amax gives."""
-    largest = float(ml_dtypes.finfo(dtype).max)
-
-    def round_on_host(x):
-        scale = np.maximum(np.abs(x).max(), np.float32(1e-30)) / np.float32(largest)
-        return (x * (np.float32(1) / scale)).astype(dtype).astype(np.float32) * scale
-
-    return jax.pure_callback(round_on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-def fake_fp8(product):
-    """A bilinear `product` of fake-quantized operands, whose gradient is of quantized ones too."""
-
-    @jax.custom_vjp
-    def quantized(lhs, rhs):
-        return forward(lhs, rhs)[0]
-
-    def forward(lhs, rhs):
-        operands = [fake_quantize(x, ml_dtypes.float8_e4m3fn) for x in (lhs, rhs)]
-        return jax.vjp(product, *operands)
-
-    quantized.defvjp(forward, lambda vjp, dy: vjp(fake_quantize(dy, ml_dtypes.float8_e5m2)))
-    return quantized
+# The oracle: fake quantization.
 
 
 def mlp(mm, p, x):
@@ -261,7 +235,7 @@ def test_values_and_gradients_are_those_of_fake_quantization(name, layers, door)
     run = lambda p, x: net(multiply, p, x)
     case = converted(door, run, params, x, recipe, layers=params if layers else (), exempt=())
     y, (_, grads) = case(x), case.step(x)
-    quantized = fake_fp8(multiply)
+    quantized = fake(multiply)
     wanted = lambda mm: jax.jit(
         lambda p: (net(mm, p, x), jax.grad(lambda p: loss_of(net(mm, p, x)))(p))
     )(params)

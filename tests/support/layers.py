@@ -51,23 +51,23 @@ def exact_product(equation, a, b):
     return jnp.einsum(equation, a, b, precision="highest")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fake(product):
+    """Return a bilinear `product` of e4m3 operands, whose gradients are of these and e5m2."""
+
+    @jax.custom_vjp
+    def quantized(a, b):
+        return forward(a, b)[0]
+
+    def forward(a, b):
+        return jax.vjp(product, *(on_grid(x, jnp.float8_e4m3fn) for x in (a, b)))
+
+    quantized.defvjp(forward, lambda vjp, dy: vjp(on_grid(dy, jnp.float8_e5m2)))
+    return quantized
+
+
 def fake_product(equation, a, b):
-    """An einsum of e4m3 operands, whose gradients are those of its products with e5m2 ones."""
-    return _forward(equation, a, b)[0]
-
-
-def _forward(equation, a, b):
-    q_a, q_b = (on_grid(x, jnp.float8_e4m3fn) for x in (a, b))
-    return exact_product(equation, q_a, q_b), (q_a, q_b)
-
-
-def _backward(equation, operands, dy):
-    _, vjp = jax.vjp(functools.partial(exact_product, equation), *operands)
-    return vjp(on_grid(dy, jnp.float8_e5m2))
-
-
-fake_product.defvjp(_forward, _backward)
+    """Return an einsum of e4m3 operands, whose gradients are of these and e5m2."""
+    return fake(functools.partial(exact_product, equation))(a, b)
 
 
 def quantizations(function, *args) -> list[tuple[int, ...]]:
