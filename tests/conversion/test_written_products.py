@@ -10,7 +10,6 @@ from jfp8.recipes.registry import get
 from support.arrays import assert_same
 from support.doors import Linen, Nnx, converted, loss_of, moved, original
 
-X = jax.random.normal(jax.random.key(1), (2, 6, 8))
 SHAPES = {"q": (2, 8, 4), "kv": (2, 2, 8, 4), "vec": (2, 4, 8), "gate": (8, 8), "down": (8, 8)}
 KEYS = jax.random.split(jax.random.key(0), 6)
 PARAMS = {
