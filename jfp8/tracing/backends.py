@@ -65,15 +65,14 @@ def why_left_out(name: str) -> str | None:
     return f"jfp8.backends(...) allows {', '.join(n for n in BACKENDS if n in allowed)} alone"
 
 
-def first_allowed(what: str, *names: str, refused: str = "") -> str:
+def first_allowed(what: str, *names: str) -> str:
     """Return the first of these backends for `what` that may compute it, or raise."""
     reasons = {name: why_left_out(name) for name in names}
     for name, reason in reasons.items():
         if reason is None:
             return name
-    more = f" ({refused})" if refused else ""
     raise NotImplementedError(
-        f"No allowed backend computes {what}{more}: {reasons[names[-1]]}. Allow 'bf16' or "
+        f"No allowed backend computes {what}: {reasons[names[-1]]}. Allow 'bf16' or "
         "'emulate' as well, or leave the layer in high precision: jfp8.convert(model, exempt='its "
         "path')."
     )

@@ -154,3 +154,12 @@ def test_planted_mistakes_are_found_by_name():
 def test_a_wrong_axis_is_told():
     with pytest.raises(ValueError, match=r"argument 1, which has \[\(32,\)\], has an axis 1"):
         jfp8.debug.check_program(lambda w, x: x @ w, jnp.ones((32, 4)), jnp.ones(32))
+
+
+def test_inputs_may_be_another_argument_and_have_no_positions():
+    f = lambda x, w: jnp.sum(jnp.tanh(x @ w))
+    converted = jfp8.convert(f, "current", weights=1, exempt=())
+    for sequence_axis, later in ((1, ("w",)), (None, ())):
+        how = {"inputs": 0, "sequence_axis": sequence_axis}
+        check = jfp8.debug.check_program(converted, X, jnp.eye(32), **how)
+        assert (check.later, check.others) == (later, ("w",))
