@@ -51,17 +51,26 @@ def exact_product(equation, a, b):
     return jnp.einsum(equation, a, b, precision="highest")
 
 
-def fake(product):
-    """Return a bilinear `product` of e4m3 operands, whose gradients are of these and e5m2."""
+def fake(product, of_rhs=lambda on_grid: on_grid):
+    """Return a bilinear `product` of e4m3 operands, whose gradients are of these and e5m2.
+
+    ``of_rhs`` may give parts of rhs a grid each. Further arguments have no gradient.
+    """
+    in_e4m3 = functools.partial(on_grid, dtype=jnp.float8_e4m3fn)
 
     @jax.custom_vjp
-    def quantized(a, b):
-        return forward(a, b)[0]
+    def quantized(a, b, *others):
+        return forward(a, b, *others)[0]
 
-    def forward(a, b):
-        return jax.vjp(product, *(on_grid(x, jnp.float8_e4m3fn) for x in (a, b)))
+    def forward(a, b, *others):
+        y, vjp = jax.vjp(lambda a, b: product(a, b, *others), in_e4m3(a), of_rhs(in_e4m3)(b))
+        return y, (vjp, len(others) * [None])
 
-    quantized.defvjp(forward, lambda vjp, dy: vjp(on_grid(dy, jnp.float8_e5m2)))
+    def backward(saved, dy):
+        vjp, nothing = saved
+        return *vjp(on_grid(dy, jnp.float8_e5m2)), *nothing
+
+    quantized.defvjp(forward, backward)
     return quantized
 
 
