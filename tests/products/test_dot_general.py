@@ -1,23 +1,20 @@
-"""`scaled_dot_general` against fake quantization written here: numpy, ml_dtypes, float64 sums."""
+"""`scaled_dot_general` against fake quantization by NumPy and ml_dtypes, and float64 sums."""
 
-from fractions import Fraction
 from functools import partial
 
 import flax.core
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import jfp8
 from jfp8 import recipes, scaled_dot_general
 from jfp8.scaling.sink import decode_amax, init_sink
+from support import fake_quantization
+from support.fake_quantization import E4M3, E5M2, MAX, UNIT_ROUNDOFF
 
 PLAIN = (((1,), (0,)), ((), ()))
-UNIT = 2.0**-24  # unit roundoff of f32
-MAX = {ml_dtypes.float8_e4m3fn: 448.0, ml_dtypes.float8_e5m2: 57344.0}
-E4M3, E5M2 = MAX
 FORMATS = {"HYBRID": (E4M3, E4M3, E5M2), "E4M3": (E4M3,) * 3, "E5M2": (E5M2,) * 3}  # lhs, rhs, grad
 ROLES = ("lhs", "rhs", "grad")
 
@@ -27,13 +24,8 @@ def scale_for(amax, fmt, margin=0, scale_rounding=None):
     amax = np.float32(amax)
     if amax == 0 or not np.isfinite(amax):
         return np.float32(1)
-    if scale_rounding == "power_of_two":
-        ratio = Fraction(float(amax)) / Fraction(MAX[fmt])
-        exponent = -126 - margin
-        while Fraction(2) ** exponent < ratio:
-            exponent += 1
-        return np.float32(2.0 ** (exponent + margin))
-    return max(amax / np.float32(MAX[fmt]) * np.float32(2.0**margin), np.float32(2.0**-126))
+    scale = fake_quantization.scale_for(amax, fmt, scale_rounding) * np.float32(2.0**margin)
+    return max(scale, np.float32(2.0**-126))
 
 
 def amax_of(x):
@@ -57,7 +49,7 @@ def product(a, b):
     """
     (x, x_scale), (y, y_scale) = a, b
     scale = np.float64(x_scale) * np.float64(y_scale)
-    bound = (x.shape[1] + 2) * UNIT * (abs(x) @ abs(y)) * scale
+    bound = (x.shape[1] + 2) * UNIT_ROUNDOFF * (abs(x) @ abs(y)) * scale
     return x @ y * scale, bound + np.finfo(np.float32).tiny
 
 
