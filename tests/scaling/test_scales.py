@@ -246,7 +246,7 @@ def test_poison_makes_the_scale_of_a_bad_amax_nan(fmt, margin, scale_rounding):
     np.testing.assert_array_equal(plain[:3], [np.nan if known else 1.0] * 3)
 
 
-@pytest.mark.slow
+@pytest.mark.representative(1)
 @data_formats
 def test_power_of_two_scales_round_up(fmt):
     """The smallest power of two with ``amax <= scale * max``: nothing new saturates."""
