@@ -98,6 +98,7 @@ SCALES = {
     "rows": (Scales((1, 1 << 20), (1, 1 << 20)), "matmul"),
     "128x128": (Scales((1, 128), (128, 128)), "block_matmul"),
     "1x128": (Scales((1, 128), (1, 128)), "block_matmul"),
+    "128x128 of lhs": (Scales((128, 128), (1, 128)), "block_matmul"),
 }
 
 

@@ -31,7 +31,7 @@ def fusions(settings: Settings) -> Iterator[Group]:
         cases = list(_projections(recipe, tokens, width, settings))
         yield Group(f"q, k, v {tokens}x{width}, {recipe}", cases, "three layers")
     for size in (128,) if settings.smoke else (8192, 4096):
-        for kind in ("running", "promoted", "block", "block_columns"):
+        for kind in ("running", "promoted", "block", "block_columns", "block_transposed"):
             cases = list(_tiles(kind, size, settings))
             yield Group(f"tiles of {kind}, {size}", cases, cases[0].name)
 
@@ -122,7 +122,7 @@ def _projections(recipe: str, tokens: int, width: int, settings: Settings) -> It
 def _tiles(kind: Any, size: int, settings: Settings) -> Iterator[Case]:
     """Yield the best-ranked tiles of each cut, whatever their order; and a stage more."""
     best: dict[str, Any] = {}
-    found = ranked(kind, size, size, size)
+    found = ranked(kind.removesuffix("_transposed"), size, size, size)
     if kind == "block_columns":  # the only kind whose best tiles leave room for one
         found.insert(1, dataclasses.replace(found[0], stages=found[0].stages + 1))
     for tiles in found:

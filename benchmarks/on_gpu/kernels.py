@@ -36,6 +36,7 @@ def scales_of(kind: str, m: int, n: int, k: int) -> list[jax.Array]:
     sizes = {
         "block": ((blocks, m), (blocks, math.ceil(n / 128))),
         "block_columns": ((blocks, m), (blocks, n)),
+        "block_transposed": ((blocks, math.ceil(m / 128)), (blocks, n)),
     }.get(kind)
     if sizes is None:
         return [jnp.float32(2), jnp.float32(0.25)]
@@ -49,7 +50,7 @@ def product(
     kind: str, tiles: Any, a: jax.Array, b: jax.Array, row: jax.Array, column: jax.Array
 ) -> jax.Array:
     """Return a `kind` of matmul by its kernel, as it is timed; in bf16."""
-    if kind in ("block", "block_columns"):
+    if kind.startswith("block"):
         return kernel("block_matmul")(a, b, row, column, jnp.bfloat16, tiles=tiles)
     promote = kind == "promoted"
     return kernel("matmul")(a, b, row, column, jnp.bfloat16, promote=promote, tiles=tiles)

@@ -158,6 +158,8 @@ TABLE = (
     ("matmul",          "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, ROWS, BF16)),
     ("matmul, fast",    "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, TENSOR, BF16, True)),
     ("block_matmul",    "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, BLOCKS, F32)),
+    ("block_matmul, transposed",
+     "products", *HOPPER, check_matmul, (MOSAIC, ODD, PAIR, Scales(*BLOCKS[1::-1]), F32)),
     ("grouped_matmul",  "grouped products", *HOPPER, check_grouped, (300, (150, 0, 130), 256, 136)),
     ("cublaslt_f8",     "cuBLASLt products", WITH_F8, "xla",
      check_matmul, (XLA, EVEN, SAME, TENSOR, F32)),

@@ -31,12 +31,15 @@ def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, shape[-1]))
 
 
-def staging(rows: int, dtype: jax.typing.DTypeLike, slots: int = 1) -> Any:
+def staging(
+    rows: int, dtype: jax.typing.DTypeLike, slots: int = 1, transposed: bool = False
+) -> Any:
     """Return the buffer where `rows` of results wait to be copied, for each multiplying warpgroup.
 
-    A slot has 128 bytes of each row, the widest swizzle.
+    A slot has 128 bytes of each row, the widest swizzle; or as many columns, `transposed`.
     """
-    return tile((COMPUTE, slots, rows, 128 // jnp.dtype(dtype).itemsize), dtype)
+    shape = rows, 128 // jnp.dtype(dtype).itemsize
+    return tile((COMPUTE, slots, *(shape[::-1] if transposed else shape)), dtype)
 
 
 def padded(x: jax.Array, *multiples: int) -> jax.Array:

@@ -422,11 +422,13 @@ def test_costs_in_the_model_of_time(scales):
     assert_costs("h200", COSTS[scales], 1024, ON_HOPPER[scales])
 
 
-@pytest.mark.parametrize("name", ["rowwise", "block"])
+@pytest.mark.parametrize("name", ["rowwise", "block", "wgrad_tiles"])
 @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (2000, 1333, 777)], ids=str)
 def test_scales_by_row_and_block(name, shape, compiled):
     m, k, n = shape
-    f, args = forward_and_backward(Dense(n, recipe=recipes.get(name)), (m, k))
+    tiles = recipes.Float8BlockScaling(wgrad_tiles=True)
+    recipe = tiles if name == "wgrad_tiles" else recipes.get(name)
+    f, args = forward_and_backward(Dense(n, recipe=recipe), (m, k))
     program = compiled(f"`Dense`, {m}×{k}→{n}, bias, {name}", "h200", f, *args)
     assert len(program.hlo.fp8_products) == 3
     assert program.hlo.other_products == []
@@ -505,13 +507,15 @@ def test_matmul(pair, promote, compiled):
 
 
 @pytest.mark.parametrize("out", [BF16, F32], ids=lambda out: np.dtype(out).name)
-@pytest.mark.parametrize("columns", ["128×128", "1×128"])
-def test_block_matmul(columns, out, compiled):
+@pytest.mark.parametrize("blocks", ["128×128 of b", "1×128", "128×128 of a"])
+def test_block_matmul(blocks, out, compiled):
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: block_matmul(a, b, s, t, out)
-    scales = of((k // 128, n // 128 if columns == "128×128" else n), F32)
-    args = (of((m, k), F8), of((n, k), F8), of((k // 128, m), F32), scales)
-    name = f"kernel `block_matmul`, {columns} of b, {np.dtype(out).name}"
+    rows_or_tiles = [(m, "a"), (n, "b")]
+    counts = [size // 128 if blocks.endswith(name) else size for size, name in rows_or_tiles]
+    scales = [of((k // 128, count), F32) for count in counts]
+    args = (of((m, k), F8), of((n, k), F8), *scales)
+    name = f"kernel `block_matmul`, {blocks}, {np.dtype(out).name}"
     assert_tensor_cores(compiled(name, "h200", f, *args))
 
 

@@ -39,6 +39,12 @@ PROGRAMS = {
         26,
         210,
     ),
+    "block, transposed": (
+        lambda *args: block_matmul(*args, F32),
+        (A, B, vector(K // 128, M // 128), vector(K // 128, N)),
+        26,
+        210,
+    ),
     "grouped": (
         lambda *args: grouped_matmul(*args, BF16),
         (A, of((GROUPS, N, K), F8), of((TILES,), jnp.int32), vector(K // 128, M),

@@ -62,7 +62,7 @@ def test_matmul(promote, shape, row_scales, column_scales, formats, out_dtype):
     assert_product(y, scaled_a, scaled_b, out_dtype)
 
 
-@pytest.mark.parametrize("by_tile", [True, False])
+@pytest.mark.parametrize("by_tile", ["b", "a", ""])
 @pytest.mark.parametrize(
     ("shape", "tile_n", "out_dtype"),
     [
@@ -73,12 +73,13 @@ def test_matmul(promote, shape, row_scales, column_scales, formats, out_dtype):
 def test_block_matmul(by_tile, shape, tile_n, out_dtype):
     (m, n, k), tiles = shape, Tiles(tile_n=tile_n, stages=2)
     a, b = normal(0, (m, k)), normal(1, (n, k), E5M2)
-    k_blocks, n_blocks = -(-k // 128), -(-n // 128)
-    a_scale = scales(2, (k_blocks, m))
-    b_scale = scales(3, (k_blocks, n_blocks if by_tile else n))
+    scales_of = lambda name, size: -(-size // 128) if by_tile == name else size
+    a_scale = scales(2, (-(-k // 128), scales_of("a", m)))
+    b_scale = scales(3, (-(-k // 128), scales_of("b", n)))
     y = interpreted(matmul.block_matmul, a, b, a_scale, b_scale, out_dtype, tiles=tiles)
-    scaled_a = f64(a) * along(a_scale.T, 1, k)
-    scaled_b = f64(b) * along(along(b_scale.T, 0, n) if by_tile else b_scale.T, 1, k)
+    each = lambda name, scale, size: along(scale.T, 0, size) if by_tile == name else scale.T
+    scaled_a = f64(a) * along(each("a", a_scale, m), 1, k)
+    scaled_b = f64(b) * along(each("b", b_scale, n), 1, k)
     assert_product(y, scaled_a, scaled_b, out_dtype)
 
 
@@ -156,8 +157,11 @@ def test_empty():
     for m, n, k in ((0, 4, 8), (4, 0, 8), (4, 8, 0)):
         a, b = jnp.zeros((m, k), E4M3), jnp.zeros((n, k), E4M3)
         y = matmul.matmul(a, b, jnp.ones(m, F32), jnp.ones((), F32), BF16, promote=True)
-        np.testing.assert_array_equal(f64(y), np.zeros((m, n)))
-        assert y.dtype == BF16
+        tiles_of_a, rows_of_b = jnp.ones((-(-k // 128), -(-m // 128))), jnp.ones((-(-k // 128), n))
+        of_blocks = matmul.block_matmul(a, b, tiles_of_a, rows_of_b, BF16)
+        for each in (y, of_blocks):
+            np.testing.assert_array_equal(f64(each), np.zeros((m, n)))
+            assert each.dtype == BF16
 
 
 def test_a_tile_that_does_not_fit_is_refused():

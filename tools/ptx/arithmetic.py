@@ -82,6 +82,15 @@ def _field(x: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
     return _shifted(x, bits - length.astype(np.int64), np.right_shift)
 
 
+def _permuted(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
+    """Return four of the eight bytes of `a` and `b`, each named by four bits of `select`."""
+    assert not (select & 0x8888).any()  # the sign of a byte instead
+    both = a.astype(np.uint64) | b.astype(np.uint64) << 32
+    names = np.stack([select.astype(np.uint64) >> 4 * i & 7 for i in range(4)])
+    places = 8 * np.arange(4, dtype=np.uint64)[:, None]
+    return np.sum((both >> 8 * names & 255) << places, axis=0).astype(a.dtype)
+
+
 def _sign(x: np.ndarray, change: Callable[..., np.ndarray]) -> np.ndarray:
     """Change the bit of the sign; of NaN, too."""
     bits = UNSIGNED[8 * x.itemsize]
@@ -108,6 +117,7 @@ FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl": lambda a, b, op: _shifted(a, b, np.left_shift),
     "shr": lambda a, b, op: _shifted(a, b, np.right_shift),
     "bfe": lambda a, b, c, op: _field(a, b, c),
+    "prmt": lambda a, b, c, op: _permuted(a, b, c),
     "copysign": lambda a, b, op: np.copysign(b, a),
     "ex2": lambda a, op: np.exp2(a),
     "lg2": lambda a, op: np.log2(a),

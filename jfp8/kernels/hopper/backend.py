@@ -67,13 +67,15 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array
 
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = spec.dimension_numbers
         if varies_along_sum(lhs, rhs, spec):
-            a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
+            rows, columns, _ = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).sizes
             b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
+            b_by_tile = b_scale.shape[-1] != columns
+            a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=not b_by_tile)
             name = "block_matmul"
             product = lambda dtype, a, b, s, t: kernels.block_matmul(a, b, s, t, dtype)
-            _, columns, _ = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).sizes
-            by_tile = b_scale.shape[-1] != columns
-            rule = f"m k, n k, k/{BLOCK} m, k/{BLOCK} n{f'/{BLOCK}' if by_tile else ''} -> m n"
+            m = "m" if a_scale.shape[-1] == rows else f"m/{BLOCK}"
+            n = f"n/{BLOCK}" if b_by_tile else "n"
+            rule = f"m k, n k, k/{BLOCK} {m}, k/{BLOCK} {n} -> m n"
         else:
             a_scale = row_scales(lhs, lhs_contract, lhs_batch)
             b_scale = row_scales(rhs, rhs_contract, rhs_batch)

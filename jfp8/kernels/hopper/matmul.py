@@ -80,11 +80,15 @@ def block_matmul(
     Args:
       a_scale: ``f32[ceil(K/128), M]``.
       b_scale: ``f32[ceil(K/128), N]``, or ``f32[ceil(K/128), ceil(N/128)]``: one for 128 columns.
+        Instead of `b_scale`, `a_scale` may have one for 128 rows.
     """
-    by_tile = b_scale.shape[1] == pl.cdiv(b.shape[0], BLOCK)
-    scales = {"a_blocks": a_scale, "b_tiles" if by_tile else "b_blocks": b_scale}
-    tiles = tiles or ranked("block" if by_tile else "block_columns", len(a), *b.shape)[0]
-    return _product(a, b, scales, out_dtype, True, tiles)
+    by_tile = [s.shape[1] == pl.cdiv(len(x), BLOCK) for x, s in ((a, a_scale), (b, b_scale))]
+    transposed = by_tile == [True, False]
+    if transposed:  # scales by tile are cheap for columns only
+        a, b, a_scale, b_scale = b, a, b_scale, a_scale
+    scales = {"a_blocks": a_scale, "b_tiles" if any(by_tile) else "b_blocks": b_scale}
+    tiles = tiles or ranked("block" if any(by_tile) else "block_columns", len(a), *b.shape)[0]
+    return _product(a, b, scales, out_dtype, True, tiles, transposed)
 
 
 def _product(
@@ -94,10 +98,13 @@ def _product(
     out_dtype: jax.typing.DTypeLike,
     promote: bool,
     tiles: Tiles,
+    transposed: bool = False,
 ) -> jax.Array:
+    """Return the matmul, or its transpose."""
     (m, k), n = a.shape, b.shape[0]
+    of_result = slice(None, None, -1 if transposed else 1)  # the order of its dimensions
     if 0 in (m, n, k):
-        return jnp.zeros((m, n), out_dtype)
+        return jnp.zeros((m, n)[of_result], out_dtype)
     height = COMPUTE * tiles.tile_m
     a, b = padded(a, height * tiles.cluster, BLOCK), padded(b, COLUMNS, BLOCK)
     grid, k = Grid.of(len(a), len(b), height, tiles), a.shape[1]
@@ -109,26 +116,28 @@ def _product(
 
     def kernel(a: Any, b: Any, scale: dict[str, Any], out: Any, **shared: Any) -> None:
         memory, warpgroup = SimpleNamespace(**shared), lax.axis_index("warpgroup")
-        block = _Block(grid, k, promote, a, b, scale, out, memory, warpgroup)
+        block = _Block(grid, k, promote, transposed, a, b, scale, out, memory, warpgroup)
         lax.cond(warpgroup < COMPUTE, block.multiply, block.copy)
 
     product = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((grid.rows, grid.columns), out_dtype),
+        out_type=jax.ShapeDtypeStruct((grid.rows, grid.columns)[of_result], out_dtype),
         grid=(grid.clusters,),
         grid_names=("sm",),
         cluster=(tiles.cluster,),
         cluster_names=("cluster",),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch(grid, set(scales), a.dtype, b.dtype, out_dtype),
+        scratch_types=_scratch(grid, set(scales), a.dtype, b.dtype, out_dtype, transposed),
         compiler_params=NO_OTHER_BARRIERS,
         kernel_name="jfp8_block_matmul" if "a_blocks" in scales else "jfp8_matmul",
     )
-    return product(a, b, operands)[:m, :n]
+    return product(a, b, operands)[tuple(map(slice, (m, n)[of_result]))]
 
 
-def _scratch(grid: Grid, scales: set[str], a: Any, b: Any, out: Any) -> dict[str, Any]:
+def _scratch(
+    grid: Grid, scales: set[str], a: Any, b: Any, out: Any, transposed: bool
+) -> dict[str, Any]:
     """Return the shared memory of a block for such dtypes."""
     tiles, lengths = grid.tiles, {"a_blocks": grid.height, "b_blocks": grid.tiles.tile_n}
     in_ring = {name: length for name, length in lengths.items() if name in scales}
@@ -138,7 +147,7 @@ def _scratch(grid: Grid, scales: set[str], a: Any, b: Any, out: Any) -> dict[str
         "full": plgpu.Barrier(num_arrivals=2 + len(in_ring), num_barriers=tiles.stages),
         # All threads arrive: each warp knows only that its own rows are multiplied.
         "empty": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
-        "staging": staging(tiles.tile_m, out, slots=2),
+        "staging": staging(tiles.tile_m, out, slots=2, transposed=transposed),
     }
     if grid.shared:  # one thread arrives for a warpgroup, at the barriers of both blocks
         scratch["empty"] = plgpu.ClusterBarrier(
@@ -163,6 +172,7 @@ class _Block:
     grid: Grid
     k: int
     promote: bool
+    transposed: bool  # True if `out` is
     a: Any
     b: Any
     scale: dict[str, Any]
@@ -320,7 +330,7 @@ class _Block:
     def store(self, total: list[jax.Array], by_row: Any, row: jax.Array, corner: Corner) -> None:
         """Scale, round and write a tile, while the next one's operands are already copied."""
         warpgroup, tile_m = self.warpgroup, self.grid.tiles.tile_m
-        width = self.memory.staging.shape[-1]
+        width = self.memory.staging.shape[-2 if self.transposed else -1]
         shape = (tile_m, width)
         if "rows" in self.scale:
             by_row = along(by_row, shape, 0)
@@ -336,4 +346,5 @@ class _Block:
 
         parts = [y for part in total for y in cut(part, slices(COLUMNS, width))]
         parts = (of_columns(c, y) for c, y in enumerate(parts))
-        store(parts, self.memory.staging.at[warpgroup], self.out, row, corner)
+        slots = self.memory.staging.at[warpgroup]
+        store(parts, slots, self.out, row, corner, transposed=self.transposed)

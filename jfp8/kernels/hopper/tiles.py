@@ -49,20 +49,33 @@ class Corner(NamedTuple):
     first: jax.Array
 
 
-def store(parts: Iterable[jax.Array], slots: Any, out: Any, row: jax.Array, corner: Corner) -> None:
+def store(
+    parts: Iterable[jax.Array],
+    slots: Any,
+    out: Any,
+    row: jax.Array,
+    corner: Corner,
+    *,
+    transposed: bool = False,
+) -> None:
     """Round and write slices of the columns of a tile, from `row` on, through two slots in turn.
 
-    Others multiply meanwhile, and operands of the next tile are already copied.
+    Others multiply meanwhile, and operands of the next tile are already copied. `slots` and `out`
+    may be `transposed`.
     """
-    _, rows, width = slots.shape
+    order = slice(None, None, -1 if transposed else 1)
+    rows, width = slots.shape[1:][order]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for n, part in enumerate(parts):
         slot, start = slots.at[n % 2], corner.column + n * width
         if n >= 2:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        slot[...] = part.astype(slot.dtype)
+        if transposed:
+            slot.T[...] = plgpu.layout_cast(part.astype(slot.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        else:
+            slot[...] = part.astype(slot.dtype)
         plgpu.commit_smem()
-        target = out.at[pl.ds(row, rows), pl.ds(start, width)]
+        target = out.at[(pl.ds(row, rows), pl.ds(start, width))[order]]
         pl.when(start >= corner.first)(partial(plgpu.copy_smem_to_gmem, slot, target))
 
 

@@ -47,7 +47,7 @@ def test_matmul(case, promote, executed):
 
 
 @pytest.mark.parametrize("out", [F32, BF16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("by", ["128x128", "1x128"])
+@pytest.mark.parametrize("by", ["128x128", "1x128", "128x128 of a"])
 @pytest.mark.parametrize("shape", [(256, 448, 640), (130, 200, 130)], ids=["whole", "ragged"])
 def test_block_matmul(shape, by, out, executed):
     from jfp8.kernels.hopper.matmul import block_matmul
@@ -55,7 +55,8 @@ def test_block_matmul(shape, by, out, executed):
     m, n, k = shape
     draw = Numbers(m)
     a, b, chunks = draw.matrix(m, k), draw.matrix(n, k, dtype=E5M2), -(-k // BLOCK)
-    s, t = draw.scales(chunks, m), draw.scales(chunks, -(-n // BLOCK) if by == "128x128" else n)
+    tiles = {"128x128": (1, BLOCK), "1x128": (1, 1), "128x128 of a": (BLOCK, 1)}[by]
+    s, t = (draw.scales(chunks, -(-size // of)) for size, of in zip((m, n), tiles))
     want = (a * wide(s.T, a.shape)) @ (b * wide(t.T, b.shape)).T
     executed(equal(want, out), lambda *args: block_matmul(*args, out), a, b, s, t)
 
