@@ -221,9 +221,9 @@ LINES_OF_ROOMS = {
     "scaling": 2889,
     "quantizers": 687,
     "matmul": 1030,
-    "recipes": 1567,
+    "recipes": 1569,
     "products": 5190,
-    "kernels": 6046,
+    "kernels": 6085,
     "layers": 4879,
     "collectives": 530,
     "optim": 2653,
@@ -232,7 +232,7 @@ LINES_OF_ROOMS = {
     "conversion": 4680,
     "debug": 3429,
     "plot": 906,
-    "command_line": 1056,
+    "command_line": 1058,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The arguments of `optax.contrib.muon`, 19, and of `jax.nn.dot_product_attention`, 12, and more.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jfp8.matmul.planner import multiply
 from jfp8.matmul.spec import MatmulSpec, layout_of
 from jfp8.products.dot_general import DotSpec
 from jfp8.products.operation import Kind, Operand, Operation, Use
+from jfp8.quantizers.quantizer import Quantizer
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 
@@ -85,16 +86,19 @@ class KMajorDot(Operation):
         state: AmaxState | None,
         dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        if not self.kernels or second is None or first.quantizer != second.quantizer:
+        if not self.kernels or second is None:
             return None
-        if first.quantizer is None or not has_kernel(first.quantizer):
+        quantizers = dict.fromkeys([first.quantizer, second.quantizer])
+        if not _by_kernels(quantizers, self.one_scale):
             return None
         along_rows = first.contracting == (1,)
         by_rows, by_columns = (first, second) if along_rows else (second, first)
         meets = by_rows.other_scale, by_columns.other_scale
         if role == "grad":
             x = jax.tree.map(lambda x: x.reshape(*self.rows, *x.shape[1:]), x)
-        straight, other, largest = quantize_both_ways(first.quantizer, dtype, x, state, meets)
+        each = {q: quantize_both_ways(q, dtype, x, state, meets) for q in quantizers}
+        straight, other = each[by_rows.quantizer].straight, each[by_columns.quantizer].transposed
+        largest = each[first.quantizer].amax
         # Devices that lack parts are sent one of them for both matmuls. Of lhs, `other` is saved.
         if self.one_scale and role != "lhs":
             other = replace(other, transposed=straight.data)
@@ -123,6 +127,12 @@ class KMajorDot(Operation):
             # A loop over layers uses this result and saves it: XLA would run the kernel twice.
             y = jax.lax.optimization_barrier(y)
         return of.array(y)
+
+
+def _by_kernels(quantizers: Collection[Quantizer | None], one_scale: bool) -> bool:
+    """Return True if kernels quantize a tensor for both matmuls. One scale is the same for both."""
+    alike = not one_scale or len(quantizers) == 1
+    return alike and all(q is not None and has_kernel(q) for q in quantizers)
 
 
 def k_major(spec: DotSpec) -> KMajorDot | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from jfp8.matmul.spec import ACCUMULATIONS, Accumulation
 from jfp8.quantizers.blocks import Blockwise
-from jfp8.recipes.product import Products, uniform
+from jfp8.recipes.product import Product, Products, uniform
 from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, takes
 from jfp8.scaling.scales import ScaleRounding
 
@@ -22,6 +22,8 @@ class Float8BlockScaling(Recipe):
     Attributes:
       fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
       scale_rounding: ``"power_of_two"`` (rounded up), or ``None`` for f32 quotients.
+      wgrad_tiles: activations have 128x128 tiles, too, where they are multiplied for the gradient
+        of the weight. Kernels for Hopper multiply tiles faster than stretches.
       accumulation: see `Recipe`.
 
     References:
@@ -33,15 +35,15 @@ class Float8BlockScaling(Recipe):
     fp8_format: Fp8Format = takes(FP8_FORMATS, "E4M3")
     scale_rounding: ScaleRounding = takes((None, "power_of_two"), "power_of_two")
     _: KW_ONLY
+    wgrad_tiles: bool = takes(bool, False)
     accumulation: Accumulation = takes(ACCUMULATIONS, "f32_every_128")
 
     def products(self) -> Products:
         forward, backward = FP8_FORMATS[self.fp8_format]
-        return uniform(
-            Blockwise(forward, (128, 1), self.scale_rounding),
-            Blockwise(forward, (128, 128), self.scale_rounding),
-            Blockwise(backward, (128, 1), self.scale_rounding),
-        )
+        tiles = Blockwise(forward, (128, 128), self.scale_rounding)
+        grad = Blockwise(backward, (128, 1), self.scale_rounding)
+        products = uniform(Blockwise(forward, (128, 1), self.scale_rounding), tiles, grad)
+        return replace(products, wgrad=Product(tiles, grad)) if self.wgrad_tiles else products
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,6 +11,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 
 import jfp8
 from jfp8 import recipes
+from jfp8.quantizers.quantizer import Current
+from jfp8.recipes.product import Product
 from jfp8.scaling.sink import decode_amax, init_sink
 from support.devices import needs_mosaic
 
@@ -69,6 +71,11 @@ def product_and_gradients(recipe, shape=LARGE, dtype=jnp.bfloat16, implementatio
     return f, (*shapes, recipe.init_state() if state is None else state)
 
 
+CURRENT, ROUNDED = Current(jfp8.E4M3FN), Current(jfp8.E4M3FN, "power_of_two")
+BOTH, OTHER_LHS = Product(CURRENT, CURRENT), Product(ROUNDED, CURRENT)
+BY_TWO_SCALES = recipes.PerOperand(fprop=BOTH, dgrad=BOTH, wgrad=OTHER_LHS)
+
+
 @pytest.mark.representative(2)
 @needs_mosaic
 @pytest.mark.parametrize(
@@ -82,6 +89,9 @@ def product_and_gradients(recipe, shape=LARGE, dtype=jnp.bfloat16, implementatio
         (recipes.RowwiseScaling(), 0, 9),
         (recipes.Float8BlockScaling(), 0, 6),
         (recipes.Float8BlockScaling(scale_rounding=None, fp8_format="HYBRID"), 0, 6),
+        (recipes.Float8BlockScaling(wgrad_tiles=True), 0, 7),  # lhs is read once for each
+        # Two scales for lhs: XLA, so that devices need not exchange both.
+        (BY_TWO_SCALES, 3, 2),
     ],
     ids=repr,
 )
@@ -90,6 +100,7 @@ def test_kernels_and_products_on_hopper(recipe, in_xla, ours):
     text = lowered_for("NVIDIA H200", f, *args)
     assert f8_products(text) == ["[1] x [1]"] * in_xla
     assert (kernels(text), other_products(text)) == (ours, 0)
+    assert not re.search(r"tensor<\d+x\d+x128xf32>", text)  # no scale of blocks is repeated
 
 
 @needs_mosaic
@@ -215,6 +226,7 @@ def of_history(recipe):
         (recipes.DelayedScaling(amax_history_len=2), True, jnp.float32),
         (recipes.RowwiseScaling(scale_rounding=None, fp8_format="HYBRID"), False, jnp.bfloat16),
         (recipes.Float8BlockScaling(), False, jnp.bfloat16),
+        (recipes.Float8BlockScaling(wgrad_tiles=True), False, jnp.bfloat16),
     ],
     ids=repr,
 )

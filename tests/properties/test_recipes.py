@@ -41,6 +41,7 @@ FIELDS = {
     "scale_rounding": F32_SCALES,
     "high_precision_wgrad": st.booleans(),
     "two_dimensional_weights": st.booleans(),
+    "wgrad_tiles": st.booleans(),
     "stochastic_rounding": st.booleans(),
     "random_hadamard": st.booleans(),
     "quantize_outputs": st.booleans(),

@@ -212,6 +212,7 @@ QUANTIZATIONS = {  # arrays quantized for lhs, rhs and grad, and results stored 
     **dict.fromkeys(("rowwise", "rowwise, f32 scales, hybrid", "mxfp8", "mxfp4, options off"), 6),
     **dict.fromkeys(("mxfp8, floor", "mxfp8, ceil", "mxfp8, even"), 6),
     **dict.fromkeys(("block", "block, f32 scales, hybrid", "mxfp8, 2d, hybrid"), 5),
+    "block, tiles in wgrad": 5,
     "nvfp4, options off": 6,
     **dict.fromkeys(("nvfp4, nearest", "nvfp4_4over6, nearest", "nvfp4_row, nearest"), 5),
     "rowwise, high-precision wgrad": 4,

@@ -79,7 +79,12 @@ OTHER = {
         "high_precision_wgrad": True,
         "accumulation": "f32_every_128",
     },
-    Float8BlockScaling: {"fp8_format": "E5M2", "scale_rounding": None, "accumulation": "f32"},
+    Float8BlockScaling: {
+        "fp8_format": "E5M2",
+        "scale_rounding": None,
+        "wgrad_tiles": True,
+        "accumulation": "f32",
+    },
     MXFP8BlockScaling: {
         "fp8_format": "HYBRID",
         "scale_rounding": "floor",

@@ -265,6 +265,14 @@ VARIANTS = {
         recipes.Float8BlockScaling(fp8_format="HYBRID", scale_rounding=None),
         uniform(tiles(E4M3, 1, None), tiles(E4M3, 128, None), tiles(E5M2, 1, None)),
     ),
+    "block, tiles in wgrad": (
+        recipes.Float8BlockScaling(fp8_format="HYBRID", wgrad_tiles=True),
+        Rules(
+            (tiles(E4M3, 1), tiles(E4M3, 128)),
+            (tiles(E5M2, 1), tiles(E4M3, 128)),
+            (tiles(E4M3, 128), tiles(E5M2, 1)),
+        ),
+    ),
     "mxfp8": (recipes.MXFP8BlockScaling(), uniform(mx(E4M3), mx(E4M3), mx(E4M3))),
     "mxfp8, 2d, hybrid": (
         recipes.MXFP8BlockScaling(fp8_format="HYBRID", two_dimensional_weights=True),
