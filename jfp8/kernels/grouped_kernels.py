@@ -19,6 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jfp8.kernels.hopper import backend as mosaic
 from jfp8.kernels.on_platform import on_platform
+from jfp8.kernels.operands import scales_by_block
 from jfp8.kernels.partitioning import divided, divided_sum
 from jfp8.kernels.quantize_and_transpose import (
     Made,
@@ -54,8 +55,12 @@ def why_not_grouped_kernels(recipe: Recipe, has_quantized_rhs: bool, gpu: Gpu | 
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
         return "grouped matmuls of rotated operands"
     for role, (first, second) in products.by_role().items():
-        if first is None or first != second or not has_kernel(first):
-            return f"a grouped matmul whose {role} is quantized as {first}, {second}"
+        refused = f"a grouped matmul whose {role} is quantized as {first}, {second}"
+        if first is None or second is None or not (has_kernel(first) and has_kernel(second)):
+            return refused
+        in_tiles = role == "lhs" and (first.block, second.block) == ((BLOCK, 1), (BLOCK, BLOCK))
+        if first != second and not in_tiles:
+            return refused
         in_blocks = first.block in mosaic.BACKEND.blocks
         if not (in_blocks or first.one_for_both):
             return f"a grouped matmul whose {role} is quantized as {first}"
@@ -102,16 +107,17 @@ class GroupedKernels(Grouped):
         dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """Quantize the tiles as one matrix, and its transpose; likewise the matrices of groups."""
-        del second  # the kernel always writes both
         quantizer = first.quantizer
         assert quantizer is not None  # see `why_not_grouped_kernels`
+        again = quantizer if second is None else second.quantizer
         if role == "rhs":
             both = jax.vmap(lambda w: quantize_both_ways(quantizer, dtype, w, None))(x)
             straight, other = (_with_scales_by_group(q) for q in both[:2])
             return other, straight, jnp.max(both.amax)
         rows = x if isinstance(x, Made) else x.reshape(-1, x.shape[-1])
-        both = quantize_both_ways(quantizer, dtype, rows, state)
-        return both.straight, both.transposed, both.amax
+        each = dict.fromkeys((quantizer, again))
+        both = {q: quantize_both_ways(q, dtype, rows, state) for q in each}
+        return both[quantizer].straight, both[again].transposed, both[quantizer].amax
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         assert isinstance(first, ScaledArray)
@@ -207,5 +213,4 @@ def _outer(
 
 def _by_chunk(q: ScaledArray, scale: jax.Array) -> jax.Array:
     """Return f32[k / 128, m] for an operand ``[m, k]``."""
-    m, k = q.shape
-    return jnp.broadcast_to(scale if not scale.ndim else scale.T, (-(-k // BLOCK), m))
+    return scales_by_block(scale, q, (), {1: BLOCK, 0: 1})

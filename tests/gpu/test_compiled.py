@@ -645,6 +645,15 @@ def test_kernels_that_make_what_they_quantize_in_blocks(block, gradient, compile
     in_one_read(program, *x, written=2 * made + scales)
 
 
+@pytest.mark.parametrize("gradient", [False, True], ids=["", "gradient"])
+def test_kernels_that_make_what_they_quantize_in_tiles(gradient, compiled):
+    make, x = activation_and_input("swiglu", gradient)
+    f = lambda *x: quantize_tiles(x, E4M3FN, "power_of_two", make=make)
+    name = f"kernel `quantize_tiles`, {'gradient of ' * gradient}swiglu"
+    made = x[0].size if gradient else 4096 * 8192
+    in_one_read(compiled(name, "h200", f, *x), *x, written=2 * made + made // 4096)
+
+
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "unscaled"])
 def test_xla_quantizes_without_masks(name):
     layer = Dense(4096, use_bias=False, recipe=recipes.get(name), implementation="xla")

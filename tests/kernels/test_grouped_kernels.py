@@ -12,6 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import jfp8
 from jfp8 import recipes
 from jfp8.kernels import grouped_kernels as by_kernels
+from jfp8.quantizers.quantizer import Current
+from jfp8.recipes.product import Product
 from support.devices import needs_mosaic
 
 
@@ -66,8 +68,12 @@ def test_on_hopper_nothing_is_multiplied_outside_of_kernels(recipe):
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "sizes"),
-    [(recipes.Float8CurrentScaling(), [150, 0, 40]), (recipes.Float8BlockScaling(), [0, 130, 60])],
-    ids=["current", "block"],
+    [
+        (recipes.Float8CurrentScaling(), [150, 0, 40]),
+        (recipes.Float8BlockScaling(), [0, 130, 60]),
+        (recipes.Float8BlockScaling(fp8_format="HYBRID", wgrad_tiles=True), [0, 130, 60]),
+    ],
+    ids=["current", "block", "tiles"],
 )
 def test_kernels_compute_what_the_reference_does(recipe, sizes):
     """Tiles that are cut short, an empty group, and rows of no group."""
@@ -99,6 +105,13 @@ def test_on_a_cpu_they_are_refused_by_name():
 
 # The matmuls that kernels compute: asked as if this JAX had them.
 
+CURRENT, ROUNDED = Current(jfp8.E4M3FN), Current(jfp8.E4M3FN, "power_of_two")
+BOTH = Product(CURRENT, CURRENT)
+RAW_IN_WGRAD, OTHER_IN_WGRAD = (
+    recipes.PerOperand(fprop=BOTH, dgrad=BOTH, wgrad=Product(lhs, CURRENT))
+    for lhs in (None, ROUNDED)
+)
+
 
 @pytest.fixture
 def why_not(monkeypatch):
@@ -118,6 +131,7 @@ def why_not(monkeypatch):
         recipes.DelayedScaling(),
         recipes.Float8CurrentScaling(),
         recipes.Float8BlockScaling(),
+        recipes.Float8BlockScaling(wgrad_tiles=True),
         recipes.Unscaled(),
     ],
     ids=repr,
@@ -135,6 +149,8 @@ def test_what_they_compute(why_not, recipe):
         (recipes.RowwiseScaling(), "whose lhs is quantized as Rowwise"),
         (recipes.MXFP8BlockScaling(), "whose lhs is quantized as Blockwise"),
         (recipes.NVFP4BlockScaling(), "rotated"),
+        (RAW_IN_WGRAD, "whose lhs is quantized as Current"),
+        (OTHER_IN_WGRAD, "whose lhs is quantized as Current"),
         (recipes.DelayedScaling(accumulation="hopper"), "accumulation='hopper'"),
     ],
     ids=lambda value: getattr(value, "name", ""),

@@ -86,8 +86,9 @@ def block_matmul(
     transposed = by_tile == [True, False]
     if transposed:  # scales by tile are cheap for columns only
         a, b, a_scale, b_scale = b, a, b_scale, a_scale
-    scales = {"a_blocks": a_scale, "b_tiles" if any(by_tile) else "b_blocks": b_scale}
-    tiles = tiles or ranked("block" if any(by_tile) else "block_columns", len(a), *b.shape)[0]
+    kind, of_b = ("block", "b_tiles") if any(by_tile) else ("block_columns", "b_blocks")
+    scales = {"a_blocks": a_scale, of_b: b_scale}
+    tiles = tiles or ranked(kind, len(a), *b.shape)[0]
     return _product(a, b, scales, out_dtype, True, tiles, transposed)
 
 
