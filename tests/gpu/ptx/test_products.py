@@ -46,8 +46,11 @@ def test_matmul(case, promote, executed):
     executed(equal(want, out), f, a, b, s, t)
 
 
+TILES = {"128x128": (1, BLOCK), "1x128": (1, 1), "128x128 of a": (BLOCK, 1)}
+
+
 @pytest.mark.parametrize("out", [F32, BF16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("by", ["128x128", "1x128", "128x128 of a"])
+@pytest.mark.parametrize("by", TILES)
 @pytest.mark.parametrize("shape", [(256, 448, 640), (130, 200, 130)], ids=["whole", "ragged"])
 def test_block_matmul(shape, by, out, executed):
     from jfp8.kernels.hopper.matmul import block_matmul
@@ -55,10 +58,32 @@ def test_block_matmul(shape, by, out, executed):
     m, n, k = shape
     draw = Numbers(m)
     a, b, chunks = draw.matrix(m, k), draw.matrix(n, k, dtype=E5M2), -(-k // BLOCK)
-    tiles = {"128x128": (1, BLOCK), "1x128": (1, 1), "128x128 of a": (BLOCK, 1)}[by]
-    s, t = (draw.scales(chunks, -(-size // of)) for size, of in zip((m, n), tiles))
+    s, t = (draw.scales(chunks, -(-size // of)) for size, of in zip((m, n), TILES[by]))
     want = (a * wide(s.T, a.shape)) @ (b * wide(t.T, b.shape)).T
     executed(equal(want, out), lambda *args: block_matmul(*args, out), a, b, s, t)
+
+
+@pytest.mark.parametrize("by", TILES)
+def test_block_matmul_with_f32_scales(by, executed):
+    """Scales are multiplied first, and each sum of 128 terms is added by one rounding."""
+    from jfp8.kernels.hopper.matmul import block_matmul
+
+    m, n, k = 130, 200, 300
+    draw, chunks = Numbers(m), -(-k // BLOCK)
+    a, b = draw.matrix(m, k), draw.matrix(n, k, dtype=E5M2)
+    s, t = (
+        draw.rng.uniform(0.5, 2, (chunks, -(-size // of))).astype(np.float32)
+        for size, of in zip((m, n), TILES[by])
+    )
+    want = np.zeros((m, n), np.float32)
+    for c in range(chunks):
+        part = slice(c * BLOCK, (c + 1) * BLOCK)
+        by_row, by_column = (
+            np.repeat(x[c], of)[:size] for x, of, size in zip((s, t), TILES[by], (m, n))
+        )
+        terms = a[:, part].astype(float) @ b[:, part].astype(float).T
+        want = (want + terms * (by_row[:, None] * by_column)).astype(np.float32)
+    executed(equal(want, F32), lambda *args: block_matmul(*args, F32), a, b, s, t)
 
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["blocks", "matrices"])
