@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jfp8.kernels.cuda_backends import known_gpu, quantizing_k_major
-from jfp8.kernels.operands import Arrangement, arrangements
+from jfp8.kernels.operands import TILE, Arrangement, arrangements
 from jfp8.kernels.quantize_and_transpose import Matrix, has_kernel, made_of, quantize_both_ways
 from jfp8.matmul.as_matrices import matrix_groups
 from jfp8.matmul.planner import multiply
@@ -23,7 +23,6 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 
 _BOTH_LAST = (((1,), (1,)), ((), ()))
-TILE = 128  # size of the kernels' tiles; others are padded with zeros, once, before quantization
 
 
 @jax.tree_util.register_static

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.partitioning import divided_sum
+from jfp8.kernels.partitioning import divided, divided_sum
 from jfp8.matmul.as_matrices import as_matrices, matrix_groups
 from jfp8.matmul.spec import MatmulSpec, Numbers, factors_of, layout_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.devices import Tpu
+
+TILE = 128  # size of the kernels' tiles; others are padded with zeros, once, before quantization
 
 
 @partial(
@@ -111,13 +113,14 @@ class Arrangement:
             x = x.transpose(*self.order)
         x = x if x.shape == self.sizes else x.reshape(*self.sizes)
         x = x.T if self.swapped else x
-        return x if self.padded is None else _padded(x, self.padded)
+        return x if self.padded is None else _sharded_like(x, _padded(x, self.padded))
 
     def array(self, y: jax.Array) -> jax.Array:
         """Return a matrix, or one whose rows are not merged yet, as the array."""
         if self.padded is not None:
             rows, columns = self.sizes[::-1] if self.swapped else self.sizes
-            y = y.reshape(self.padded)[:rows, :columns]
+            y = y.reshape(self.padded)
+            y = _sharded_like(y, y[:rows, :columns])
         y = y.T if self.swapped else y
         y = y.reshape([self.shape[d] for d in self.order])
         y, values = y.transpose(np.argsort(self.order).tolist()), self.values or self.shape
@@ -128,6 +131,20 @@ def _padded(x: Any, shape: tuple[int, ...]) -> Any:
     if x.shape == shape or isinstance(x, ScaledArray):
         return x
     return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
+
+
+def _sharded_like(x: Any, y: Any) -> Any:
+    """Shard the rows of `y` like those of `x`, which has more or fewer zeros after its rows.
+
+    XLA propagates no sharding between dimensions of different sizes. Shards are whole tiles.
+    """
+    fewer, more = sorted((len(x), len(y)))
+    parts = math.gcd(fewer, more // TILE)
+    if fewer == more or parts == 1:
+        return y
+    by_parts = lambda x: x.reshape(parts, -1, x.shape[1])
+    like = divided("rows", lambda x, y: y, "i a b, i c d -> i c d", combine="alike")
+    return like(by_parts(x), by_parts(y)).reshape(y.shape)
 
 
 def arrangements(
