@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec
 
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import FORMATS, format_of
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import body_of, primitive_name, scan_sizes
 from jfp8.tracing.interpreter import CALLS, Computed, Emitted, Place, Reader, Value
+from jfp8.tracing.shardings import sharded_like
 
 _NARROW = {np.dtype(fmt.dtype) for fmt in FORMATS}
 
@@ -61,7 +63,7 @@ def split(
 class _Plan(NamedTuple):
     """The part of a jaxpr that is computed early."""
 
-    kept: frozenset[Var]  # computed early and kept
+    kept: Mapping[Var, PartitionSpec]  # computed early and kept, with their explicit shardings
     early: frozenset[int]  # indices of the equations that these need
 
 
@@ -73,6 +75,7 @@ Plans = Mapping[Path, _Plan]
 def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Path, _Plan]]:
     root: dict[Var, Root] = dict.fromkeys(jaxpr.constvars, 0)
     root.update(zip(jaxpr.invars, roots, strict=True))
+    origin: dict[Var, Any] = {}  # inside ``jax.sharding.auto_axes``, the array outside
     made_by: dict[Var, int] = {}
     for_bodies: list[Any] = []
     needed: list[Any] = list(jaxpr.outvars)
@@ -82,6 +85,9 @@ def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Pa
         known = [n for n in ins if n is not None]
         if len(known) == len(ins) and not eqn.effects:
             root.update(dict.fromkeys(eqn.outvars, max(known, default=0)))
+            named = [v for v in eqn.invars if not isinstance(v, Literal)]
+            largest = max(named, key=lambda v: root[v] or 0, default=None)
+            origin.update({v: origin.get(largest, largest) for v in eqn.outvars if _is_inside(v)})
             continue
         root.update(dict.fromkeys(eqn.outvars, None))
         needed += eqn.invars
@@ -96,7 +102,7 @@ def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Pa
         largest = root[v] or 0
         small = _dtype(v) in _NARROW or 2 * _bytes(v) < largest
         is_mask = str(_dtype(v)) == "bool"
-        return v in made_by and largest > 0 and small and not is_mask and _may_leave(v.aval)
+        return v in made_by and largest > 0 and small and not is_mask
 
     def is_kept(v: Var) -> bool:
         source: Any = v
@@ -112,7 +118,7 @@ def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Pa
     # From the needs of the rest back to values small enough to keep, and from there to the origins.
     kept = _reached(jaxpr, needed, made_by, root, until=is_kept)
     early = _reached(jaxpr, [*kept, *for_bodies], made_by, root, until=lambda v: False)
-    keep = frozenset(v for v in kept if is_kept(v))
+    keep = {v: origin.get(v, v).aval.sharding.spec for v in kept if is_kept(v)}
     yield path, _Plan(keep, frozenset(made_by[v] for v in early if v in made_by))
 
 
@@ -175,7 +181,7 @@ class _Early(_Split):
             return [Value(None)] * len(eqn.outvars), []
         outs = self.as_it_is(eqn, ins)
         kept = [
-            ((at.path, i), _to_bytes(out.array))
+            ((at.path, i), sharded_like(plan.kept[v], _to_bytes, out.array))
             for i, (v, out) in enumerate(zip(eqn.outvars, outs, strict=True))
             if v in plan.kept
         ]
@@ -211,13 +217,16 @@ def _to_bytes(x: jax.Array) -> jax.Array:
 
 
 def _from_bytes(x: jax.Array, v: Var) -> jax.Array:
+    if _is_inside(v):
+        with jax.sharding.use_abstract_mesh(v.aval.sharding.mesh):
+            return _from_bytes(jax.sharding.reshard(x, PartitionSpec()), v)
     return codes_to_format(x, format_of(_dtype(v))) if _dtype(v) in _NARROW else x
 
 
-def _may_leave(aval: Any) -> bool:
-    """Return False inside ``jax.sharding.auto_axes``, whose arrays may not be on explicit axes."""
+def _is_inside(v: Var) -> bool:
+    """Return whether an array is inside ``jax.sharding.auto_axes``."""
     here = jax.sharding.get_abstract_mesh()
-    return not here.explicit_axes or aval.sharding.mesh == here
+    return bool(here.explicit_axes) and v.aval.sharding.mesh != here
 
 
 def _dtype(v: Var) -> Any:

@@ -8,7 +8,8 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
@@ -287,3 +288,22 @@ def test_weights_on_explicit_axes_are_quantized_early_too():
     with jax.set_mesh(mesh):
         kept = jax.eval_shape(lambda w, x: split(function, w, x)[0], w, x)
     assert ("uint8", 64) in [(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(kept)]
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_explicit_axes_keep_what_automatic_ones_do(recipe):
+    """Axes are automatic inside a matmul, which quantized weights leave sharded like weights."""
+    numbers = (((1,), (0,)), ((), ()))
+    loss = lambda w, x: jnp.sum(jfp8.scaled_dot_general(x, w, numbers, recipe=recipe) ** 2)
+
+    def kept_on(kind):
+        mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            w = jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh, P("d")))
+            keep = lambda w, x: split(jax.grad(loss), w, x)[0]
+            return jax.tree.leaves(jax.eval_shape(keep, w, jnp.ones((8, 64))))
+
+    explicit, automatic = map(kept_on, (AxisType.Explicit, AxisType.Auto))
+    of = lambda leaves: [(leaf.dtype, leaf.shape) for leaf in leaves]
+    assert of(explicit) == of(automatic)
+    assert {leaf.sharding.spec for leaf in explicit if leaf.shape == (64, 32)} == {P("d", None)}
