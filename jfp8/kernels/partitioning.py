@@ -398,10 +398,16 @@ def _combined(
 
 
 def why_not_divided(gpu: Gpu) -> str | None:
-    """Return why no rule can partition a kernel here, or None if one can."""
+    """Return why no rule can partition a kernel here, and warn; or None if one can."""
     if not gpu.partly_manual:
         return None
-    return (
+    reason = (
         "arrays inside of a jax.shard_map over some axes of the mesh, which the compiler divides "
         "along the others. Make all axes manual, or none"
     )
+    warnings.warn(
+        f"{gpu.kind}: jfp8's kernels do not support {reason}. XLA quantizes instead, which is "
+        "slower, and multiplies blocks of scales in bfloat16.",
+        stacklevel=1,  # one place for all kernels, so that Python shows it once
+    )
+    return reason

@@ -45,6 +45,18 @@ print("TOLD", json.dumps([told(run) for run in runs]))
 """
 DELAYED = {"quantization": "jfp8_delayed"}
 MIXTURE = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = MIXTURE | {  # latent attention, a dense layer before experts of which one is shared
+    "decoder_block": "deepseek",
+    "attention_type": "mla",
+    **{f"{name}_lora_rank": 32 for name in ("q", "kv")},
+    **{f"{name}_head_dim": 16 for name in ("qk_nope", "qk_rope", "v")},
+    "first_num_dense_layers": 1,
+    "shared_experts": 1,
+    "routed_score_func": "sigmoid",
+    "routed_bias": True,
+    "ici_fsdp_parallelism": 8,
+    "ici_tensor_parallelism": 1,
+}
 
 
 def run(program, *words):
@@ -123,15 +135,21 @@ def saved_in(folder):
     return kept | {"async_checkpointing": False, "checkpoint_period": 1}
 
 
-def test_resuming_changes_no_bit(tmp_path):
-    kept = saved_in(tmp_path) | {"data": False}
-    whole, begun, resumed = trained(
-        DELAYED | kept | {"run_name": "whole", "steps": 4},
-        DELAYED | kept | {"run_name": "parts", "steps": 2},
-        DELAYED | kept | {"run_name": "parts", "steps": 4},
+@pytest.mark.parametrize(
+    ("model", "products"), [({}, 27), (DEEPSEEK | {"shard_mode": "explicit"}, 74)]
+)
+def test_resuming_changes_no_bit(tmp_path, model, products):
+    model = DELAYED | model
+    kept = model | saved_in(tmp_path) | {"data": False}
+    whole, begun, resumed, automatic = trained(
+        kept | {"run_name": "whole", "steps": 4},
+        kept | {"run_name": "parts", "steps": 2},
+        kept | {"run_name": "parts", "steps": 4},
+        model | {"data": False, "shard_mode": "auto", "steps": 4},
     )
-    assert begun["losses"] + resumed["losses"] == whole["losses"]
-    assert resumed["histories"] == whole["histories"]
+    assert begun["losses"] + resumed["losses"] == whole["losses"] == automatic["losses"]
+    assert resumed["histories"] == whole["histories"] == automatic["histories"]
+    assert whole["products"]["fp8"] == automatic["products"]["fp8"] == products
     assert len(set(whole["losses"])) == 4
 
 

@@ -158,6 +158,7 @@ needs_mosaic = jax.__version_info__ >= (0, 11, 2)
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
+@pytest.mark.filterwarnings("ignore:.*Make all axes manual, or none")
 def test_choice_by_gpu_and_granularity(gpu, expected):
     """One scale per tensor, by row, in blocks of 128, and MX."""
     pairs = [

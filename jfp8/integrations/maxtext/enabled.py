@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from maxtext.configs import pyconfig, types
-from maxtext.layers import moe, quantizations
+from maxtext.layers import linears, moe, quantizations
 from maxtext.trainers.pre_train import train
 
+import jfp8.linen
 from jfp8.integrations.maxtext.quantization import NAMES, STATE, Quantization, configured
 from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.recipes.in_effect import recipe_in_effect
@@ -28,7 +29,7 @@ _STATE = "jfp8_state"  # the attribute of the model while gradients are accumula
 def enabled() -> Iterator[None]:
     """Let MaxText's pre-training take ``quantization=jfp8_delayed`` and other recipes inside.
 
-    It replaces five functions of MaxText and puts them back at the end. With any other
+    It replaces six functions of MaxText and puts them back at the end. With any other
     ``quantization`` they do what they did. ::
 
         from maxtext.trainers.pre_train import train
@@ -48,6 +49,7 @@ def enabled() -> Iterator[None]:
     replacements: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (pyconfig, "initialize", _taking_names),
         (quantizations, "configure_quantization", _configuring),
+        (linears, "_compute_dot_general_nnx", _sharded),
         (moe, "GateLogit", _in_high_precision),
         (moe.mblx, "gmm", multiplying),
         (train, "gradient_accumulation_loss_and_grad", accumulating),
@@ -90,6 +92,35 @@ def _configuring(configure: Callable[..., Any]) -> Callable[..., Any]:
         return configure(config, quant_mode_str)
 
     return configure_quantization
+
+
+def _sharded(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make FP8 matmuls shard their results over explicit axes as `compute` does others."""
+
+    @wraps(compute)
+    def compute_dot_general(
+        lhs: jax.Array,
+        rhs: jax.Array,
+        axes: tuple[int, ...],
+        rhs_axes: tuple[int, ...],
+        precision: Any,
+        multiply: Any,
+        initializing: bool,
+        out_sharding: Any = None,
+        **more: Any,
+    ) -> jax.Array:
+        ours = isinstance(getattr(multiply, "to_nnx__module", None), jfp8.linen.DotGeneral)
+        if not ours or out_sharding is None:
+            given = precision, multiply, initializing, out_sharding
+            return compute(lhs, rhs, axes, rhs_axes, *given, **more)
+        ndim = lhs.ndim + rhs.ndim - len(axes) - len(rhs_axes)
+        how = {"out_sharding": linears.truncate_out_sharding(out_sharding, ndim)}
+        operands = lhs, rhs, ((axes, rhs_axes), ((), ()))
+        if initializing:
+            multiply.lazy_init(*operands, **how)
+        return multiply(*operands, **how, mutable=["aqt"])
+
+    return compute_dot_general
 
 
 def _in_high_precision(router: Callable[..., Any]) -> Callable[..., Any]:
