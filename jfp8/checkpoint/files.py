@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from jfp8.checkpoint import atomic, orbax_directory, safetensors_file
 from jfp8.checkpoint.state_dict import is_spread, on_host, spelled, state_dict, walk
 from jfp8.checkpoint.upgrade import upgrade
-from jfp8.training.skipped import tell
-from jfp8.training.state import TrainState
+from jfp8.training.skipped import COUNTERS, tell
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> None:
@@ -39,8 +40,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
       ImportError: Orbax is needed and not installed.
 
     Warns:
-      UserWarning: the last 10 steps of a training state were skipped, or its loss scale is at the
-        least value.
+      UserWarning: the last 10 steps of a training state or an NNX optimizer were skipped, or the
+        loss scale of a `jfp8.TrainState` is at its least value.
 
     >>> import jax.numpy as jnp, jfp8, pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "weights.safetensors"
@@ -53,9 +54,10 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         raise TypeError(f"The path comes first, save(path, tree), but got {type(path).__name__}.")
     target = Path(os.path.realpath(path))  # a link's target, so that the link stays
     is_folder = _is_folder(target)
-    if isinstance(tree, TrainState):
-        tell(tree.skipped_in_a_row, tree.opt_state)
     state = on_host(state_dict(tree))
+    for names, leaf in walk(state):
+        if names[-1] == COUNTERS[-1]:
+            tell(jnp.asarray(leaf), tree)
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_folder:
         orbax_directory.write(state, target)

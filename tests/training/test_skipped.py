@@ -80,7 +80,7 @@ def test_ten_skipped_steps_in_a_row_are_said_once_a_state_is_read(run, tmp_path)
         jfp8.checkpoint.save(tmp_path / "state.safetensors", state)
 
 
-def test_ten_skipped_steps_in_a_row_are_said_at_the_end_of_a_step_outside_jit(run):
+def test_ten_skipped_steps_in_a_row_are_said_at_the_end_of_a_step_outside_jit(run, tmp_path):
     state, step = run
     grads = step(state, True)[1]
     model = jfp8.nnx.Linear(4, 3, rngs=nnx.Rngs(0))
@@ -89,7 +89,9 @@ def test_ten_skipped_steps_in_a_row_are_said_at_the_end_of_a_step_outside_jit(ru
     for _ in range(9):
         state = state.apply_gradients(grads)
         optimizer.update(model, bad)
-    for call in (lambda: state.apply_gradients(grads), lambda: optimizer.update(model, bad)):
+    save = lambda: jfp8.checkpoint.save(tmp_path / "all.safetensors", nnx.state((model, optimizer)))
+    calls = lambda: state.apply_gradients(grads), lambda: optimizer.update(model, bad), save
+    for call in calls:
         with pytest.warns(UserWarning, match="last 10 steps were skipped") as told:
             call()
         assert [w.filename for w in told] == [__file__]
