@@ -227,7 +227,7 @@ LINES_OF_ROOMS = {
     "layers": 4879,
     "collectives": 530,
     "optim": 2653,
-    "training": 3019,
+    "training": 3011,
     "checkpoint": 3170,
     "conversion": 4680,
     "debug": 3429,

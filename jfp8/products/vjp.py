@@ -80,6 +80,7 @@ class Operands(NamedTuple):
     sink: jax.Array | None = None
     seed: jax.Array | None = None  # uint32[2] for stochastic rounding, if a key was given
     q_lhs: Any = None  # if it was quantized for several layers: see `_with_shared_lhs`
+    q_alone: Any = None  # the same for a forward pass alone
 
 
 class Residuals(NamedTuple):
@@ -125,7 +126,8 @@ def _with_shared_lhs(
 ) -> Operands:
     """Return `operands` with the history that the first product with this lhs has.
 
-    If the product can share it, also with lhs quantized for fprop, and to be saved, and its amax.
+    If the product can share it, also with lhs quantized for fprop, and to be saved, and its amax;
+    and quantized for fprop alone. The program drops one of both.
     """
     lhs, rhs, _, histories, *_ = operands
     assert lhs is not None
@@ -157,10 +159,15 @@ def _with_shared_lhs(
         found = operation.quantize_for_both("lhs", x, *uses, state, None)
         # No codes, which each layer would decode by itself, and devices would receive for each.
         named = lambda tree: jax.tree.map(lambda x: checkpoint_name(x, SAVED), tree)
-        return found and (found[0], *map(named, found[1:]))
+        if found is None:
+            return None, None
+        x = operation.arrange("lhs", lax.stop_gradient(lhs))
+        alone = QuantizedOperand("lhs", x, state, None, operation).quantized(uses[0], None)
+        return (found[0], *map(named, found[1:])), alone
 
     of_state = None if state is None else state["amax_history"].shape
-    return operands._replace(q_lhs=shared.once((*of_array, of_state, key), quantize))
+    q_lhs, q_alone = shared.once((*of_array, of_state, key), quantize)
+    return operands._replace(q_lhs=q_lhs, q_alone=q_alone)
 
 
 def begin(planned: Planned) -> tuple[How, Operands]:
@@ -182,7 +189,8 @@ def begin(planned: Planned) -> tuple[How, Operands]:
 
 @partial(CustomVjp, nondiff_argnums=(0,))
 def _multiply(how, operation, operands):
-    return forward(how, operation, operands, and_backward=False)[0]
+    alone = operands._replace(q_lhs=operands.q_alone)
+    return forward(how, operation, alone, and_backward=False)[0]
 
 
 def forward(
@@ -195,7 +203,7 @@ def forward(
     restored since. If lhs is made of other arrays, `of` has arguments of `Operation.made`.
     """
     options, carried, _ = how
-    lhs, rhs, _, histories, sink, seed, q_lhs = operands
+    lhs, rhs, _, histories, sink, seed, q_lhs, _ = operands
     history: Any = (histories or {}).get
     products = options.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad

@@ -326,7 +326,7 @@ def test_loop_over_layers_runs_no_kernel_twice(compiled):
 
 
 def test_attention_projections(compiled):
-    """Four FP8 projections; the two products of attention itself stay in bf16."""
+    """Four FP8 projections; attention's own matmuls stay in bf16. Evaluations save no operand."""
     layer = nn.MultiHeadDotProductAttention(16, dtype=BF16, param_dtype=BF16)
     layer = jfp8.convert(layer, recipes.DelayedScaling(), exempt=())
     f, args = forward_and_backward(layer, (4, 1024, 2048))
@@ -335,6 +335,9 @@ def test_attention_projections(compiled):
     assert len(hlo.f8_products) == 4 * 3
     assert {call.results[0].dtype for call in hlo.f8_products} == {"bf16"}
     assert len(hlo.other_products) == 2 * 3
+    assert hlo.mosaic_kernels
+    evaluated = compiled(f"{name}, evaluated", "h200", layer.apply, *args[:2]).hlo
+    assert (len(evaluated.f8_products), len(evaluated.mosaic_kernels)) == (4, 0)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
