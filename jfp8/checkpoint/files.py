@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from jfp8.checkpoint import atomic, orbax_directory, safetensors_file
 from jfp8.checkpoint.state_dict import is_spread, on_host, spelled, state_dict, walk
 from jfp8.checkpoint.upgrade import upgrade
@@ -57,7 +55,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     state = on_host(state_dict(tree))
     for names, leaf in walk(state):
         if names[-1] == COUNTERS[-1]:
-            tell(jnp.asarray(leaf), tree)
+            tell(leaf, tree)
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_folder:
         orbax_directory.write(state, target)

@@ -64,7 +64,7 @@ def metrics(
             f"jfp8.metrics takes a jfp8.TrainState, got {type(state).__name__}. For an NNX model: "
             "optimizer.metrics(model), of optimizer = jfp8.nnx.Optimizer(model, tx)."
         )
-    found = jax.tree.leaves_with_path(as_dicts(state.fp8), is_leaf=_is_product)
+    found = jax.tree.leaves_with_path(as_dicts(state.fp8), is_leaf=is_product)
     histories = {
         jax.tree_util.keystr(path, simple=True, separator="/"): {
             role: product[role]["amax_history"] for role in ROLES
@@ -73,10 +73,6 @@ def metrics(
     }
     counters = state.skipped_steps, state.skipped_in_a_row
     return metrics_of(*counters, state.opt_state, histories, per_tensor, warn)
-
-
-def _is_product(node: Any) -> bool:
-    return isinstance(node, dict) and is_product(node)
 
 
 def metrics_of(

@@ -25,7 +25,8 @@ def over_products(function: Callable[..., Any], arguments: Sequence[tuple[Any, .
 
 def is_product(node: Any) -> bool:
     """Return True for the state of one matmul, not for a module that contains some."""
-    return set(node) - {CHECK} == set(ROLES) and all("amax_history" in node[r] for r in ROLES)
+    is_one = isinstance(node, Mapping) and set(node) - {CHECK} == set(ROLES)
+    return is_one and all("amax_history" in node[role] for role in ROLES)
 
 
 def map_products(function: Callable[..., Any], fp8: Any, *others: Any) -> Any:

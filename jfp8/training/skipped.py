@@ -60,7 +60,7 @@ def tell(in_a_row: Any, opt_state: Any, *, at_once: bool = False) -> None:
 
 def _warn_if(message: str, is_bad: Callable[[Any], Any], number: Any) -> None:
     """Warn if `number` is known, and bad; states also hold shapes and placeholders."""
-    if isinstance(number, jax.Array) and number.is_fully_replicated:
+    if getattr(number, "is_fully_replicated", isinstance(number, np.ndarray)):
         if np.any(is_bad(np.asarray(number))):  # in NumPy, since JAX may be tracing
             warnings.warn(message, stacklevel=user_level())
 

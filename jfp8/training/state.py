@@ -141,7 +141,7 @@ class TrainState(flax.struct.PyTreeNode):
             )
         if not hasattr(tx, "init"):
             raise TypeError(f"tx must be an optimizer, such as optax.adam(1e-3), got {tx!r:.40}.")
-        opt_state = tx.init(without_stored(params) if _has_stored(params) else params)
+        opt_state = tx.init(without_stored(params) if states_of(ScaledArray, params) else params)
         if has_master_weights(opt_state):
             opt_state = tx.init(params)
         warn_if_misplaced(opt_state, stacklevel=2)
@@ -198,7 +198,7 @@ class TrainState(flax.struct.PyTreeNode):
     @property
     def has_stored_params(self) -> bool:
         """Return True if some parameters are stored as a `ScaledArray`."""
-        return _has_stored(self.params)
+        return bool(states_of(ScaledArray, self.params))
 
     def apply_gradients(self, grads: Gradients, **extra_args: Any) -> TrainState:
         """Return the state after one optimizer step.
@@ -302,11 +302,6 @@ def _collections(variables: Any, unknown: Mapping[str, Any]) -> Collections:
             "flax.training.train_state.TrainState.create(params=variables, ...)."
         )
     return collections
-
-
-def _has_stored(params: Any) -> bool:
-    is_stored = lambda p: isinstance(p, ScaledArray)
-    return any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
 
 
 def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | None:
