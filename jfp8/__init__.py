@@ -40,7 +40,8 @@ from jfp8.linen import (
     TransformerLayer,
 )
 from jfp8.matmul.scaled_matmul import scaled_matmul
-from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
+from jfp8.optim import loss_scale, scale_loss, skip_on_overflow
+from jfp8.optim.loss_scale_state import LossScaleState
 from jfp8.optim.state_shardings import shardings
 from jfp8.products.conv import scaled_conv_general_dilated
 from jfp8.products.dot_general import scaled_dot_general

@@ -2,7 +2,7 @@
 
 State lives in two collections next to ``params``, both created by ``model.init``:
 
-  * ``fp8/<path>/{lhs,rhs,grad}``: amax histories (see `jfp8.scaling.AmaxState`);
+  * ``fp8/<path>/{lhs,rhs,grad}``: amax histories;
   * ``fp8_sink/<path>/amax``: zeros, whose gradient carries the amaxes of the backward pass.
 
 What `apply` is given decides which tensors use delayed scaling. Without ``fp8``, all use current

@@ -10,9 +10,8 @@ from jfp8.checkpoint.changes import CheckpointChange
 from jfp8.checkpoint.files import load, restore, save
 from jfp8.checkpoint.flax_fp8_ops import from_flax_fp8_ops
 from jfp8.checkpoint.fp8_safetensors import load_fp8_safetensors, save_fp8_safetensors
-from jfp8.checkpoint.fp8_style import Fp8Style
 from jfp8.checkpoint.name_maps import names_for
-from jfp8.checkpoint.serving import ServingTensors, serving_tensors
+from jfp8.checkpoint.serving import serving_tensors
 from jfp8.checkpoint.torch_layout import Place, from_flax_params, to_flax_params
 from jfp8.checkpoint.transformer_engine import from_transformer_engine
 from jfp8.checkpoint.upgrade import downgrade, upgrade
@@ -20,9 +19,7 @@ from jfp8.tracing.listing import listing
 
 __all__ = [
     "CheckpointChange",
-    "Fp8Style",
     "Place",
-    "ServingTensors",
     "downgrade",
     "from_flax_fp8_ops",
     "from_flax_params",

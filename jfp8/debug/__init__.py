@@ -1,15 +1,15 @@
 """Statistics of every tensor in FP8, advice and comparisons."""
 
 from jfp8.debug.advice import Advice, advice
-from jfp8.debug.causality import LooksAhead, looks_ahead
+from jfp8.debug.causality import looks_ahead
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
 from jfp8.debug.decoding import DecodingMismatch, mismatch
 from jfp8.debug.faults.evidence import Finding
-from jfp8.debug.program import ProgramCheck, Quantized, check_program
-from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend
+from jfp8.debug.program import Quantized, check_program
+from jfp8.debug.recommend import Recommendation, recommend
 from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
-from jfp8.debug.stats import Stats, stats
+from jfp8.debug.stats import stats
 from jfp8.tracing.listing import listing
 
 __all__ = [
@@ -19,15 +19,10 @@ __all__ = [
     "Comparison",
     "DecodingMismatch",
     "Finding",
-    "LooksAhead",
-    "Predicted",
     "ProductError",
-    "ProgramCheck",
-    "Proposed",
     "Quantized",
     "Recommendation",
     "Recorder",
-    "Stats",
     "TensorStats",
     "advice",
     "check_program",

@@ -4,7 +4,7 @@ from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.from_forward import FromForward
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.scaling.quantization import block_scale, quantize
+from jfp8.scaling.quantization import quantize
 from jfp8.scaling.scales import quantize_with_scale
 from jfp8.tracing.listing import listing
 
@@ -18,7 +18,6 @@ __all__ = [
     "Rowwise",
     "TwoLevel",
     "Unit",
-    "block_scale",
     "quantize",
     "quantize_with_scale",
 ]

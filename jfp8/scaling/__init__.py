@@ -4,28 +4,21 @@
 """
 
 from jfp8.scaling import serialization as serialization
-from jfp8.scaling.granularity import Block, Granularity, PerAxis, PerTensor, scale_shape
-from jfp8.scaling.history import AmaxState, history_amax, init_amax_state, push_amax
+from jfp8.scaling.granularity import Block, PerAxis, PerTensor
 from jfp8.scaling.scales import amax, scale_from_amax
 from jfp8.scaling.sink import init_sink
 from jfp8.scaling.state_in_gradients import init_overwritten, read_overwritten
 from jfp8.tracing.listing import listing
 
 __all__ = [
-    "AmaxState",
     "Block",
-    "Granularity",
     "PerAxis",
     "PerTensor",
     "amax",
-    "history_amax",
-    "init_amax_state",
     "init_overwritten",
     "init_sink",
-    "push_amax",
     "read_overwritten",
     "scale_from_amax",
-    "scale_shape",
 ]
 
 __dir__ = listing(__all__)

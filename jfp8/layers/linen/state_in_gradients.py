@@ -39,7 +39,7 @@ def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
       collection: with the state of matmuls, in boxes of metadata or not, stacked or not.
 
     Returns:
-      ``{path: {"lhs", "rhs", "grad"}}`` of `jfp8.scaling.AmaxState`, and their check, with a
+      ``{path: {"lhs", "rhs", "grad"}}`` of amax histories, and their check, with a
       leading axis for each axis along which layers are stacked.
 
     Raises:
