@@ -36,6 +36,7 @@ from jfp8.layers.nnx.hooks import hook_of, product_for
 from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.layers.nnx.signatures import PrintsRecipe
 from jfp8.layers.nnx.transformer import TransformerLayer
+from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
@@ -59,7 +60,7 @@ def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] 
     for path, layer, product in ours:
         recipe = selection.decide(path, layer, None).recipe
         if recipe != DelayedScaling():  # the default of a layer: it keeps its histories
-            product.set_recipe(recipe)
+            product.recipe = recipe or PerLayer(())  # none: high precision
     planned = _planned(converted, example) if example else None
     for node, weight, leading in found:
         decision = selection.decide(weight.path, node, None)

@@ -174,6 +174,14 @@ def loss_scale(
 # optax.inject_hyperparams calls `loss_scale` with arrays, which may be traced: not checked.
 
 
+def _uncalled(*arguments: Any, **options: Any) -> Any:
+    raise TypeError("The optimizer contains the function loss_scale. Call it: jfp8.loss_scale().")
+
+
+# Without its parentheses in ``optax.chain``, the function is taken for a transformation.
+vars(loss_scale).update(init=_uncalled, update=_uncalled)
+
+
 def _check_scales(
     init_scale: Any, growth_factor: Any, backoff_factor: Any, min_scale: Any, max_scale: Any
 ) -> None:

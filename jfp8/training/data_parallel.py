@@ -178,7 +178,12 @@ def _on_one_device(
 
     is_state = lambda node: isinstance(node, TrainState)
     state = jax.tree.map(in_units_of_this_device, state, is_leaf=is_state)
-    value, grads = grad_fn(state, batch)
+    try:
+        value, grads = grad_fn(state, batch)
+    except Exception as error:
+        made = "jfp8.data_parallel(jfp8.value_and_grad(loss_fn), axis_name)"
+        error.add_note(f"data_parallel takes what returns (loss, grads), such as {made}.")
+        raise
     parts = zip(jax.tree.leaves(batch), jax.tree.leaves(whole), strict=True)
     _check_value(value, {leaf.shape[0] for leaf, w in parts if not w}, axis_name)
     value = jax.tree.map(partial(_mean_of_value, axis_name), value)
@@ -263,8 +268,9 @@ def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:
     if missing:
         raise ValueError(
             f"data_parallel divides the batch over the mesh axes {names}, but the mesh has "
-            f"{tuple(mesh.shape)}, not {missing}. Pass mesh=jax.make_mesh((8,), ('data',)), or set "
-            "one with jax.set_mesh(mesh), and name its axis as axis_name."
+            f"{tuple(mesh.shape)}, not {missing}. Pass an axis name of the mesh, and the "
+            "mesh: jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)); or "
+            "set it with jax.set_mesh(mesh)."
         )
     return int(np.prod([mesh.shape[name] for name in names]))
 

@@ -18,7 +18,12 @@ from jfp8.training.model_histories import Collections, is_product
 
 def histories_for(model: nn.Module, args: Any, kwargs: Any, state: Any) -> Collections:
     """Return the ``fp8`` collection of ``state.with_model(model, *args, **kwargs)``."""
-    shapes = as_dicts(jax.eval_shape(partial(model.init, jax.random.key(0), **kwargs), *args))
+    try:
+        shapes = as_dicts(jax.eval_shape(partial(model.init, jax.random.key(0), **kwargs), *args))
+    except TypeError as error:
+        if not (args or kwargs):
+            error.add_note("The inputs of model.init come next: state.with_model(model, x).")
+        raise
     fp8 = shapes.pop("fp8", {})
     shapes.pop("fp8_sink", None)
     given = {"params": state.params, **state.collections}

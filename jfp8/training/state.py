@@ -22,7 +22,7 @@ from jfp8.optim.loss_scale_state import (
     warn_if_misplaced,
     warn_if_not_multiplied,
 )
-from jfp8.optim.wrapping import has_master_weights, states_of
+from jfp8.optim.wrapping import has_master_weights, states_of, updates_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
 from jfp8.training.carried import Carried
@@ -227,14 +227,14 @@ class TrainState(flax.struct.PyTreeNode):
         amaxes, overflow = decode_all(grads.fp8_sink)
         finite = all_squares_finite(grads.params) & jnp.all(jnp.isfinite(grads.loss)) & ~overflow
         trained, apply = self.params, optax.apply_updates
-        if self.has_stored_params:
+        if _has_stored(self.params):
             apply = apply_updates
             trained = trained if has_master_weights(self.opt_state) else without_stored(trained)
         tx = optax.with_extra_args_support(self.tx)
         taken, scale = grads.params, loss_scale_in(self.opt_state)
         if scale is not None:  # `tx` takes gradients of the scaled loss.
             taken = nan_unless(finite, scaled(taken, scale))
-        updates, opt_state = tx.update(taken, self.opt_state, trained, **extra_args)
+        updates, opt_state = updates_of(tx, taken, self.opt_state, trained, **extra_args)
         new = apply(self.params, updates), opt_state
         params, opt_state = if_finite(finite, new, (self.params, self.opt_state))
         collections, carried = self.collections, grads.collections

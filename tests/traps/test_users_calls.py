@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
@@ -22,6 +22,11 @@ X, Y = normal((8, 16), 1), normal((8, 4), 2)
 def state_of(model, tx, x=X) -> jfp8.TrainState:
     variables = model.init(jax.random.key(0), x)
     return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+def other_opt_state(state, tx) -> jfp8.TrainState:
+    _, grads = jfp8.value_and_grad(loss_of(LINEN))(state, X, Y)
+    return state.replace(opt_state=tx.init(state.params)).apply_gradients(grads)
 
 
 def loss_of(model):
@@ -391,6 +396,28 @@ WRONG_CALLS = {
         lambda: state_of(LINEN, optax.adam),
         r"TypeError.*as optax\.adam\(1e-3\), got <function adam",
     ),
+    "loss_scale not called": (
+        lambda: state_of(LINEN, optax.chain(jfp8.loss_scale, optax.adam(1e-3))),
+        r"TypeError.*function loss_scale\. Call it: jfp8\.loss_scale\(\)",
+    ),
+    "state of another optimizer": (
+        lambda: other_opt_state(state_of(LINEN, optax.adam(1e-3)), optax.sgd(0.1)),
+        r"AttributeError.*another optimizer: it has EmptyState, EmptyState, and this one ScaleByAd",
+    ),
+    "with_model alone": (
+        lambda: state_of(LINEN, optax.adam(1e-3)).with_model(LINEN),
+        r"(?s)TypeError.*state\.with_model\(model, x\)",
+    ),
+    "loss in data_parallel": (
+        lambda: jfp8.data_parallel(
+            loss_of(LINEN), mesh=jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        )(state_of(LINEN, optax.adam(1e-3)), X),
+        r"TypeError.*data_parallel\(jfp8\.value_and_grad\(loss_fn\), axis_name\)",
+    ),
+    "no mesh": (
+        lambda: jfp8.data_parallel(jfp8.value_and_grad(loss_of(LINEN)))(None, X),
+        r"ValueError.*'data',\), axis_types=\(jax\.sharding\.AxisType\.Auto,",
+    ),
     "tx and model": (
         lambda: jfp8.nnx.Optimizer(optax.adam(1), nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
         "TypeError.*tx must be an optimizer.*got Linear",
@@ -420,7 +447,20 @@ def test_wrong_calls_are_told_the_right_one(name):
     call, words = WRONG_CALLS[name]
     with pytest.raises((AttributeError, TypeError, ValueError)) as error:
         call()
-    assert re.search(words, repr(error.value))
+    assert re.search(words, " ".join([repr(error.value), *getattr(error.value, "__notes__", [])]))
+
+
+def test_a_recipe_may_be_assigned_to_a_matmul_by_its_name():
+    """A name failed in the next call; another recipe kept the histories of the first."""
+    layer = jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    for recipe in ("mxfp8", jfp8.recipes.DelayedScaling(amax_history_len=4), "current", "delayed"):
+        layer.dot_general.recipe = recipe
+        wanted = jfp8.nnx.Linear(16, 4, recipe=recipe, rngs=nnx.Rngs(0))
+        assert nnx.graphdef(layer.dot_general) == nnx.graphdef(wanted.dot_general)
+        assert_same(layer(X), wanted(X))
+    with pytest.raises(ValueError, match="no recipe called 'mxfp'. Did you mean 'mxfp8'"):
+        layer.dot_general.recipe = "mxfp"
+    assert layer.dot_general.recipe == jfp8.recipes.DelayedScaling()
 
 
 def test_arguments_that_are_no_arrays_are_passed_on():

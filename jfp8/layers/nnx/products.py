@@ -25,7 +25,7 @@ from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import RecipeLike, check_recipe
+from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import (
     CHECK,
@@ -96,7 +96,7 @@ class Product(PrintsRecipe):
         Args:
           leading: shape of the axes along which layers are stacked, in front of every history.
         """
-        self.recipe = None if recipe is None else check_recipe(recipe)
+        self.recipe = recipe
         self.implementation = implementation
         self.path = path
         self.casts_kernel = casts_kernel
@@ -106,14 +106,13 @@ class Product(PrintsRecipe):
         self.fp8_sink: Fp8Sink | None = nnx.data(None)
         self.shared_input: SharedInput | None = nnx.data(None)
 
-    def set_recipe(self, recipe: Recipe | None) -> None:
-        """Replace the recipe.
-
-        Args:
-          recipe: None is high precision. Histories of another length begin empty.
-        """
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "recipe" or value is None or "fp8" not in vars(self):
+            return
+        # Histories of another length begin empty.
         leading = () if self.fp8 is None else self.fp8[CHECK].shape[:-1]
-        super().set_recipe(recipe)
+        recipe = self.recipe.for_layer(self.path)
         new = None if recipe is None else _empty_state(recipe, leading)
         shape = lambda state: None if state is None else state[ROLES[0]].shape
         self.fp8 = self.fp8 if shape(new) == shape(self.fp8) else nnx.data(new)

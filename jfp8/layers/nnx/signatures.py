@@ -14,6 +14,7 @@ from flax.nnx import reprlib
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.tracing.listing import did_you_mean
 
 # Flax's arguments for the matmul, which layers of jfp8 compute themselves.
@@ -83,9 +84,10 @@ class PrintsRecipe(ExplicitModule):
     recipe: Recipe | PerLayer | None
     path: str
 
-    def set_recipe(self, recipe: Recipe | None) -> None:
-        """Replace the recipe; None is high precision."""
-        self.recipe = PerLayer(()) if recipe is None else recipe
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "recipe" and not (value is None or isinstance(value, PerLayer)):
+            value = check_recipe(value)
+        super().__setattr__(name, value)
 
     def __nnx_repr__(self) -> Generator[Any, Any, None]:
         given = inspect.signature(type(self)).parameters.keys()
