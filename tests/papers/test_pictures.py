@@ -14,7 +14,7 @@ from support.scripts import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "docs/_static"
-PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 pictures = imported("pictures", "benchmarks")
 
 
