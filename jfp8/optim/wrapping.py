@@ -17,7 +17,7 @@ State = TypeVar("State")
 
 
 def updates_of(
-    tx: optax.GradientTransformationExtraArgs, grads: Any, state: Any, params: Any, **more: Any
+    tx: Any, grads: Any, state: Any, params: Any, **more: Any
 ) -> tuple[optax.Updates, optax.OptState]:
     """Return ``tx.update(grads, state, params, **more)``; an error notes if `state` is not its."""
     try:

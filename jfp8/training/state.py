@@ -195,6 +195,9 @@ class TrainState(flax.struct.PyTreeNode):
         fp8 = {"fp8": self.fp8} if self.fp8 else {}
         return {"params": self.params, **fp8, **self.collections}
 
+    def __contains__(self, name: object) -> bool:
+        raise TypeError("A TrainState holds no collections. Call model.apply(state.variables, x).")
+
     @property
     def has_stored_params(self) -> bool:
         """Return True if some parameters are stored as a `ScaledArray`."""

@@ -408,6 +408,10 @@ WRONG_CALLS = {
         lambda: state_of(LINEN, optax.adam(1e-3)).with_model(LINEN),
         r"(?s)TypeError.*state\.with_model\(model, x\)",
     ),
+    "a state as variables": (
+        lambda: LINEN.apply(state_of(LINEN, optax.adam(1e-3)), X),
+        r"TypeError.*model\.apply\(state\.variables, x\)",
+    ),
     "loss in data_parallel": (
         lambda: jfp8.data_parallel(
             loss_of(LINEN), mesh=jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))

@@ -26,7 +26,7 @@ from jfp8.layers.options import replaced
 from jfp8.matmul.spec import Implementation
 from jfp8.products.shared_input import shared_inputs
 from jfp8.recipes.in_effect import recipe_in_effect
-from jfp8.recipes.registry import RecipeLike
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.formats import Format, FormatLike
 
 
@@ -49,7 +49,7 @@ class DotProductAttention(PrintsRecipe):
         implementation: str | None = None,
         path: str = "",
     ) -> None:
-        self.recipe = recipe
+        self.recipe = None if recipe is None else check_recipe(recipe)
         self.implementation = implementation
         self.path = path
 

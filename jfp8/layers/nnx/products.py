@@ -25,7 +25,7 @@ from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import RecipeLike
+from jfp8.recipes.registry import RecipeLike, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import (
     CHECK,
@@ -96,7 +96,7 @@ class Product(PrintsRecipe):
         Args:
           leading: shape of the axes along which layers are stacked, in front of every history.
         """
-        self.recipe = recipe
+        self.recipe = None if recipe is None else check_recipe(recipe)
         self.implementation = implementation
         self.path = path
         self.casts_kernel = casts_kernel
@@ -108,7 +108,7 @@ class Product(PrintsRecipe):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name != "recipe" or value is None or "fp8" not in vars(self):
+        if name != "recipe" or self.recipe is None or "fp8" not in vars(self):
             return
         # Histories of another length begin empty.
         leading = () if self.fp8 is None else self.fp8[CHECK].shape[:-1]
