@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +39,20 @@ class Report(Printed):
     ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed. FLOPs
     are the sums of all three matmuls, in all layers of the line. Traced for a GPU with known rates,
     ``gain`` is how many times as fast as in bf16 the matmuls of a line are expected to be, and the
-    last sentence has the gain of all matmuls. Below are reasons.
+    last sentences have the gains of all matmuls and of a training step. Below are reasons.
 
     Attributes:
       rows: every product, in the order of the program.
       causal: whether the program masks later positions, as far as that can be detected.
       gpu: the kind of GPU for which JAX traced, if any.
+      step: the expected microseconds of the parts of a training step with AdamW, as it is and in
+        bf16, by name; empty unless JAX traced a gradient for a GPU with known rates.
     """
 
     rows: tuple[ProductRow, ...]
     causal: bool = False
     gpu: str = ""
+    step: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -94,6 +97,24 @@ class Report(Printed):
             f"{fp8} of {n} products.{f' {speed}' if gain else ''}"
         )
 
+    @property
+    def step_gain(self) -> float | None:
+        """Return the expected speed of a training step, relative to bf16; None if unknown."""
+        if not self.step or gain_of(self.rows) is None:
+            return None
+        return sum(us for _, us in self.step.values()) / sum(us for us, _ in self.step.values())
+
+    def _step_lines(self) -> list[str]:
+        """Say how much a whole training step gains, and where its time goes."""
+        if (gain := self.step_gain) is None:
+            return []
+        total = sum(here for here, _ in self.step.values())
+        shares = [f"{name} {100 * here / total:.0f} %" for name, (here, _) in self.step.items()]
+        return _wrapped(
+            f"Expected of a training step with AdamW: {gain:.2f} times as fast as in bf16. Of its "
+            f"time take {', '.join(shares)}."
+        )
+
     def verbose(self) -> str:
         """Return a line for each product."""
         return "\n".join([*ruled_lines(product_table(self.rows)), *self._said()])
@@ -113,7 +134,7 @@ class Report(Printed):
 
     def _said(self) -> list[str]:
         warnings = (line for warning in self.warnings() for line in _wrapped(warning))
-        return [self.summary(), *warnings]
+        return [self.summary(), *self._step_lines(), *warnings]
 
     def warnings(self) -> list[str]:
         """Warn before training if scales of a causal model look ahead, or FP8 is slower."""

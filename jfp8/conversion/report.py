@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.flops import flops, microseconds
+from jfp8.conversion.flops import CUDNN_PASSES, CUDNN_RATE, flops, microseconds, parts_of_step
 from jfp8.conversion.function import weights_apart
 from jfp8.conversion.linen_attention import own_attention
 from jfp8.conversion.nnx_copy import with_notes
@@ -47,6 +47,7 @@ from jfp8.tracing.notes import Kind, explaining, layer_noted, notes_of
 F8_NAMES = {np.dtype(fmt.dtype): fmt.name.lower() for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
 _NARROW = frozenset(F8_NAMES.values())
+_PLAIN = {*PRODUCTS, *CUDNN_PASSES}
 
 
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
@@ -84,7 +85,10 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     >>> [(row.path, row.kind) for row in r.rows if row.fp8]
     [('layers_0', 'fprop'), ('layers_0', 'wgrad')]
     """
-    found = report_of(_jaxpr_of(model, inputs, kwargs), (inputs, kwargs))
+    closed = _jaxpr_of(model, inputs, kwargs)
+    found = report_of(closed, (inputs, kwargs))
+    parameters = sum(gradient.aval.size for gradient in closed.jaxpr.outvars[1:])
+    found = dataclasses.replace(found, step=parts_of_step(found.rows, parameters))
     for warning in found.warnings():
         warnings.warn(warning, UserWarning, stacklevel=2)
     return found
@@ -218,7 +222,7 @@ def _rows(jaxpr: Jaxpr) -> Iterator[ProductRow]:
             yield from attention_rows(eqn, notes_of(stack), times)
         elif is_ours(eqn) and _is_whole(eqn):
             yield _fp8_row(eqn, name_of(eqn).removeprefix(PRODUCT_NAME), stack, times)
-        elif eqn.primitive.name in PRODUCTS and not rotates(stack):
+        elif eqn.primitive.name in _PLAIN and not rotates(stack):
             yield _plain_row(eqn, stack, times)
 
 
@@ -304,17 +308,18 @@ def _kind_of(scales: list[Any]) -> Scales:
 
 
 def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
-    notes, work = notes_of(stack), flops(eqn)
+    notes, work, by_cudnn = notes_of(stack), flops(eqn), eqn.primitive.name in CUDNN_PASSES
     lhs, rhs, out = (v.aval for v in (*eqn.invars[:2], eqn.outvars[0]))
     return ProductRow(
         notes.get("path", ""),
         notes.get("layer", ""),
         "backward" if "transpose(" in stack else "forward",
         *(_spelled(lhs), _spelled(rhs), _spelled(out)),
+        implementation="cudnn" if by_cudnn else "jax",
         reason=notes.get("reason") or why_disabled() or _why_not(eqn),
         times=times,
         flops=times * work,
-        **microseconds(work, lhs.size + rhs.size + out.size),
+        **microseconds(work / (CUDNN_RATE if by_cudnn else 1), lhs.size + rhs.size + out.size),
     )
 
 

@@ -19,7 +19,7 @@ from jfp8.kernels.k_major import k_major
 from jfp8.kernels.on_platform import on_cuda
 from jfp8.kernels.partitioning import divided
 from jfp8.kernels.quantize_and_transpose import found_in, has_kernel
-from jfp8.kernels.rates import RATES, rates_of
+from jfp8.kernels.rates import PEAKS, RATES, name_of, rates_of
 from jfp8.kernels.xla import bf16_dot, f8_dot
 from jfp8.kernels.xla.grouped_by_xla import GroupedByXla
 from jfp8.matmul.planner import Planner, Scales, Times, Work
@@ -38,6 +38,7 @@ from jfp8.tracing.notes import note
 # States that are stacked at once. XLA's time to compile kernels of many parameters is quadratic in
 # them: a training step of 12 unrolled Llama layers, 84 matmuls, takes half as long with eight.
 STACKED = 8
+OF_PEAK = 0.9  # memory bandwidth of elementwise kernels of an H100, relative to its data sheet
 NAMED = {backend.name: backend for backend in (hopper.BACKEND, f8_dot.BACKEND, bf16_dot.BACKEND)}
 
 
@@ -137,6 +138,11 @@ class Cuda(Planner):
             return None
         work = Work(*(each / backends.devices() for each in work))
         return backends.times_of(work, rates, scales, self.device)
+
+    def expected_pass(self, moved: float) -> float | None:
+        if (name := name_of(self.device.kind)) is None:
+            return None
+        return moved / (backends.devices() * 1e12 * OF_PEAK * PEAKS[name].memory)
 
     def expected_gain(self, work: Work, quantizers: Collection[Quantizer], in_f8: bool) -> float:
         times = self.expected_times(work, backends.scales_in(quantizers))

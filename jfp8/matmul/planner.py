@@ -155,6 +155,10 @@ class Planner:
         """Return the times of a matmul on all devices together; None if they are not `rated`."""
         return None
 
+    def expected_pass(self, moved: float) -> float | None:
+        """Return the seconds in which all devices together move so many bytes; None as above."""
+        return None
+
     def expected_gain(self, work: Work, quantizers: Collection[Quantizer], in_f8: bool) -> float:
         """Return the speedup of a layer over bf16; unless `in_f8`, its matmuls are in bf16, too.
 

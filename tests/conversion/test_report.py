@@ -26,6 +26,7 @@ from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.tracing.notes import notes_of
 from support.devices import traced_for
+from support.interpreter import cudnn_known
 from support.models import Model
 
 KEY = jax.random.key(0)
@@ -240,6 +241,53 @@ def test_the_gain_is_that_of_all_products():
     assert sum(line.endswith("x") for line in str(r).splitlines()) == 1
     assert "Expected" not in str(plain)
     assert all(row.expected_us == row.bf16_us == of_layer[0].bf16_us for row in plain.rows)
+
+
+def test_a_step_is_its_matmuls_the_passes_between_them_and_adamw():
+    """By hand: of an L40S, whose memory moves 0.9 * 0.864 TB/s."""
+    model = nn.Sequential([jfp8.Dense(4096, recipe=CURRENT), nn.relu, nn.Dense(512)])
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, KEY, x)
+    assert jfp8.report(model, variables, x).step_gain is None
+    with traced_for("NVIDIA L40S"):
+        r = jfp8.report(model, variables, x)
+        plain = jfp8.report(nn.Dense(512), jax.eval_shape(nn.Dense(512).init, KEY, x), x)
+    us = lambda moved: pytest.approx(moved / (0.9 * 0.864e6))
+    parameters = 4096 * 4096 + 4096 + 4096 * 512 + 512
+    between, matmuls = us(9.4 * 4096 * (4096 + 512)), {}
+    for row in r.rows:
+        matmuls.setdefault(row.fp8, []).append((row.expected_us, row.bf16_us))
+    totals = {narrow: tuple(map(sum, zip(*each))) for narrow, each in matmuls.items()}
+    assert totals[False][0] == totals[False][1]
+    assert r.step == {
+        "FP8 matmuls": totals[True],
+        "other matmuls": totals[False],
+        "norms and activations": (between, between),
+        "AdamW": (us(38 * parameters), us(36 * parameters)),
+    }
+    here, in_bf16 = (sum(part[i] for part in r.step.values()) for i in (0, 1))
+    assert r.step_gain == pytest.approx(in_bf16 / here)
+    said = " ".join(str(r).split())
+    assert f"a training step with AdamW: {in_bf16 / here:.2f} times as fast as in bf16" in said
+    assert plain.step
+    assert plain.step_gain is None  # nothing is FP8
+    assert "training step" not in str(plain)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_by_cudnn_counts(causal):
+    """Two matmuls forward, five backward; a causal mask leaves out half of each."""
+    q = jax.ShapeDtypeStruct((2, 256, 8, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+    how = {"is_causal": causal, "implementation": "cudnn"}
+    attend = lambda qkv: jax.nn.dot_product_attention(*qkv, **how)
+    with traced_for("NVIDIA H100"), cudnn_known():
+        rows = jfp8.report(attend, (q, k, k)).rows
+    one = 2 * (2 * 256 * 8 * 64) * 512 // (2 if causal else 1)
+    assert [(row.kind, row.flops) for row in rows] == [("forward", 2 * one), ("backward", 5 * one)]
+    assert {row.implementation for row in rows} == {"cudnn"}
+    assert all(row.reason.startswith("attention by a function") for row in rows)
+    assert all(row.expected_us > 1e6 * row.flops / 738e12 / 0.55 for row in rows)
 
 
 def test_mi300_says_that_it_has_other_formats():
