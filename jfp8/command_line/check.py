@@ -27,8 +27,9 @@ from jfp8.conversion.tables import table_lines
 from jfp8.kernels.verdicts import RECIPES, verdict_file, versions
 
 HERE = "jfp8.command_line"
-# Layers that are timed: recipes and numbers of features.
-LAYERS, SIZES = (BF16, *itertools.chain(*RECIPES.values())), (1024, 8192)
+# Layers that are timed: recipes, and numbers of tokens and features; the last one is narrow.
+LAYERS = (BF16, *itertools.chain(*RECIPES.values()))
+SIZES = ((1024, 1024), (8192, 8192), (32768, 1024))
 Result = dict[str, Any]
 
 
@@ -135,7 +136,8 @@ def checked(argument: Result) -> Result:
 
 def timed(argument: Result) -> Result:
     """Time layers of one recipe, of several sizes."""
-    return {"us": {n: microseconds(*layer(argument["recipe"], n)) for n in argument["sizes"]}}
+    time = lambda m, n: microseconds(*layer(argument["recipe"], m, n))
+    return {"us": {f"{m}x{n}": time(m, n) for m, n in argument["sizes"]}}
 
 
 def lines(result: Result, why_not_stored: str | None) -> Iterator[str]:
@@ -150,9 +152,9 @@ def lines(result: Result, why_not_stored: str | None) -> Iterator[str]:
         table.append(row)
     yield from [*table_lines(table), ""]
     if layers:
-        table = [("layer", "n: microseconds, forward and backward")]
+        table = [("layer", "tokens x features: microseconds, forward and backward")]
         for recipe, found in layers.items():
-            times = ", ".join(f"{n}: {us:.4g}" for n, us in found.get("us", {}).items())
+            times = ", ".join(f"{size}: {us:.4g}" for size, us in found.get("us", {}).items())
             table.append((recipe, _said(found, times)))
         yield from [*table_lines(table), ""]
     failed = [name for name, found in kernels.items() if found["failure"]]

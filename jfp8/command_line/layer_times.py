@@ -23,14 +23,14 @@ BF16 = "bf16"  # in place of a recipe: Flax's layer
 CALLS, RUNS = (4, 12), 11
 
 
-def layer(recipe: str, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the forward and backward pass of a layer, and its arguments."""
+def layer(recipe: str, m: int, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the forward and backward pass of a layer of ``n x n``, and arguments of `m` tokens."""
     options: dict[str, Any] = {"use_bias": False, "dtype": jnp.bfloat16}
     model = nn.Dense(n, **options)
     if recipe != BF16:
         model = Dense(n, recipe=recipes.get(recipe), **options)
     # Not zeros, on which tensor cores run faster.
-    x = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (m, n), jnp.bfloat16)
     both = lambda variables, x, dy: jax.vjp(model.apply, variables, x)[1](dy)
     return both, (model.init(jax.random.key(0), x), x, x)
 

@@ -122,9 +122,9 @@ def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bo
 def times_of(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
     """Return the expected times. Where this card was timed, FP8's are the model's, corrected.
 
-    The correction is ``measured gain / expected gain`` of the layers that were timed, interpolated
-    in ``log(multiplications)`` and constant beyond them. The model keeps what it knows of shapes:
-    cubes were timed, and narrow layers move more bytes.
+    The correction is ``measured gain / expected gain`` of the layers that were timed, weighted by
+    the inverse square of their distance in size and narrowness. The model keeps what it knows of
+    other shapes: narrow layers move more bytes.
     """
     costs = cost_model.ON_HOPPER
     if hopper.BACKEND.why_not_on(gpu) is not None:
@@ -133,11 +133,20 @@ def times_of(work: Work, rates: Rates, scales: Scales, gpu: Gpu) -> Times:
     times, measured = expected(work), measured_gains(gpu.kind, scales)
     if not measured:
         return times
-    cubes = [expected(cost_model.work_of((n, n, n))) for n in measured]
-    pairs = zip(measured.values(), cubes, strict=True)
-    corrections = [gain * cube.fp8 / cube.bf16 for gain, cube in pairs]
-    size, sizes = math.log(max(work.multiplications, 1.0)), [3 * math.log(n) for n in measured]
-    return replace(times, fp8=times.fp8 / float(np.interp(size, sizes, corrections)))
+    corrections, weights = [], []
+    for (m, n), gain in measured.items():
+        timed = cost_model.work_of((m, n, n))
+        layer = expected(timed)
+        corrections.append(gain * layer.fp8 / layer.bf16)
+        apart = np.subtract(_coordinates(work), _coordinates(timed))
+        weights.append(1 / (np.sum(apart**2) + 1e-9))  # finite where the layer itself was timed
+    return replace(times, fp8=times.fp8 / float(np.average(corrections, weights=weights)))
+
+
+def _coordinates(work: Work) -> tuple[float, float]:
+    """Return the logarithms of the edge of a cube with as much work, and of how narrow it is."""
+    size = math.log(max(work.multiplications, 1.0)) / 3
+    return size, math.log(max(work.elements, 1.0)) - 2 * size
 
 
 def devices() -> int:

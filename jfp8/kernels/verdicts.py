@@ -96,18 +96,19 @@ RECIPES = {
 }
 
 
-def measured_gains(kind: str, scales: str) -> dict[int, float]:
+def measured_gains(kind: str, scales: str) -> dict[tuple[int, int], float]:
     """Return the measured speedups over bf16 of layers on a `kind` of card; none if not timed.
 
-    Layers of ``n x n`` on ``n`` tokens, by `n`: ``time in bf16 / time in FP8``, averaged over
-    recipes with the same kind of scales.
+    Layers of ``n x n`` on ``m`` tokens, by ``(m, n)``: ``time in bf16 / time in FP8``, averaged
+    over recipes with the same kind of scales.
     """
     try:
         layers = json.loads(verdict_file(kind).read_text(encoding="utf-8"))["layers"]
-        gains: dict[int, list[float]] = {}
+        gains: dict[tuple[int, int], list[float]] = {}
         for recipe in RECIPES[scales]:
-            for n, us in layers[recipe].get("us", {}).items():
-                gains.setdefault(int(n), []).append(layers["bf16"]["us"][n] / us)
+            for size, us in layers[recipe].get("us", {}).items():
+                m, n = map(int, size.split("x"))
+                gains.setdefault((m, n), []).append(layers["bf16"]["us"][size] / us)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # `verdicts` warns
-    return {n: float(np.mean(found)) for n, found in sorted(gains.items())}
+    return {size: float(np.mean(found)) for size, found in sorted(gains.items())}

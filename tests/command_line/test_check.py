@@ -74,15 +74,17 @@ def test_what_hangs_is_ended():
 def test_layers_are_timed_with_the_verdicts(monkeypatch):
     """Of small layers on the CPU, which is named an H200."""
     monkeypatch.setattr(check, "LAYERS", ("bf16", "rowwise", "nonsense"))
-    monkeypatch.setattr(check, "SIZES", (16, 32))
+    monkeypatch.setattr(check, "SIZES", ((16, 16), (64, 32)))
     result, text, is_right = checked("planted_cases:HARMLESS")
     assert not is_right
     assert "nonsense" in result["layers"]["nonsense"]["failure"]
     assert "All 1 kernels are right." in text
     times = {name: result["layers"][name]["us"] for name in ("bf16", "rowwise")}
-    gains = {n: times["bf16"][str(n)] / times["rowwise"][str(n)] for n in (16, 32)}
+    gains = {
+        (m, n): times["bf16"][f"{m}x{n}"] / times["rowwise"][f"{m}x{n}"] for m, n in check.SIZES
+    }
     assert measured_gains(H200, "rows") == gains
-    assert f"32: {times['rowwise']['32']:.4g}" in text
+    assert f"64x32: {times['rowwise']['64x32']:.4g}" in text
     assert measured_gains(H200, "blocks") == {}
 
 
@@ -94,7 +96,7 @@ def test_the_slope_is_the_time_of_one_call(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["bf16", "block"])
 def test_a_layer_is_the_product_and_both_gradients(recipe):
-    function, (variables, x, dy) = layer_times.layer(recipe, 64)
+    function, (variables, x, dy) = layer_times.layer(recipe, 32, 64)
     w = variables["params"]["kernel"]
     grads, dx = function(variables, x, dy)
     for found, expected in ((dx, dy @ w.T), (grads["params"]["kernel"], x.T @ dy)):

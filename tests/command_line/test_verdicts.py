@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import warnings
 
 import jax
@@ -68,24 +67,24 @@ def test_layers_that_were_timed_correct_the_model_of_time():
     gpu, rows = Gpu("NVIDIA L40S", (8, 9)), {"granularity": "rows"}
     assert backend(gpu=gpu, **rows).backend.name == "xla"
     layers = {
-        recipe: {"failure": "", "us": {"1024": small, "8192": large}}
+        recipe: {"failure": "", "us": {"1024x1024": small, "8192x8192": large}}
         for recipe, small, large in (("bf16", 100.0, 1000.0), ("rowwise", 200.0, 2000.0))
     }
     judge(gpu.kind, layers=layers)
     assert backend(gpu=gpu, **rows).backend.name == "bf16"
     assert backend(gpu=gpu).backend.name == "xla"  # another recipe, which was not timed
-    layers["rowwise"]["us"]["8192"] = 250.0
+    layers["rowwise"]["us"]["8192x8192"] = 250.0
     layers["block"] = {"failure": "it crashed"}
     path = judge(gpu.kind, layers=layers)
     gains = functools.partial(verdicts.measured_gains, gpu.kind)
-    assert gains("rows") == {1024: 0.5, 8192: 4.0}
+    assert gains("rows") == {(1024, 1024): 0.5, (8192, 8192): 4.0}
     assert gains("blocks") == {}
     path.write_text("{")
     assert gains("rows") == {}
 
 
-def test_a_narrow_layer_is_judged_by_its_shape_and_by_the_cubes_that_were_timed():
-    """Cubes as timed on an H100; between them the factor, not the gain, is interpolated."""
+def test_a_narrow_layer_is_judged_by_its_shape_and_by_the_layers_that_were_timed():
+    """Cubes as timed on an H100. The factor is taken from them, not the gain, nearer ones first."""
     gpu, rates = Gpu("NVIDIA H100 80GB HBM3", (9, 0)), RATES["H100"]
     shapes = [(1024, 1024, 1024), (8192, 8192, 8192), (3250, 3250, 3250), (32768, 1024, 1024)]
 
@@ -95,16 +94,24 @@ def test_a_narrow_layer_is_judged_by_its_shape_and_by_the_cubes_that_were_timed(
 
     model = gains()
     timed = {"bf16": (19.8, 4690.0), "delayed": (42.6, 2835.0), "current": (42.2, 2945.0)}
-    layers = {name: {"us": {"1024": us[0], "8192": us[1]}} for name, us in timed.items()}
+    layers = {name: {"us": {"1024x1024": us[0], "8192x8192": us[1]}} for name, us in timed.items()}
     judge(gpu.kind, layers=layers)
     small = np.mean([19.8 / 42.6, 19.8 / 42.2])
     large = np.mean([4690 / 2835, 4690 / 2945])
-    factors = np.array([small / model[0], large / model[1]])
-    at = np.log([1024**3, 8192**3])
-    expected = model * [np.interp(np.log(math.prod(shape)), at, factors) for shape in shapes]
-    np.testing.assert_allclose(gains()[:2], [small, large])
-    np.testing.assert_allclose(gains(), expected)
+    factors = np.array([model[0] / small, model[1] / large])  # by which times in FP8 are longer
+    ln = lambda m, n: np.array([np.log(m * n * n) / 3, np.log(2 * m * n + n * n)])
+    at = lambda m, n: ln(m, n) @ [[1, -2], [0, 1]]  # size, and how narrow
+    cubes = at(1024, 1024), at(8192, 8192)
+    near = [
+        1 / np.array([np.sum((at(m, n) - cube) ** 2) for cube in cubes]) for m, n, _ in shapes[2:]
+    ]
+    expected = [model[2 + i] * (w @ (1 / factors)) / w.sum() for i, w in enumerate(near)]
+    np.testing.assert_allclose(gains(), [small, large, *expected])
     assert gains()[3] < gains()[2] - 0.1  # it moves more bytes for as many multiplications
+    for name, us in (("bf16", 300.0), ("delayed", 600.0), ("current", 600.0)):
+        layers[name]["us"]["32768x1024"] = us
+    judge(gpu.kind, layers=layers)
+    np.testing.assert_allclose(gains()[[0, 1, 3]], [small, large, 0.5])
 
 
 def test_a_kernel_that_failed_is_never_chosen_and_that_is_said():

@@ -230,7 +230,7 @@ def test_a_card_may_be_named(monkeypatch, tmp_path):
     path = verdict_file(kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     timed = {"bf16": 1.0, "current": 2.0, "delayed": 2.0}
-    layers = {name: {"us": {"4096": us}} for name, us in timed.items()}
+    layers = {name: {"us": {"4096x4096": us}} for name, us in timed.items()}
     path.write_text(json.dumps({"kernels": {}, "layers": layers}))
     with traced_for(kind):
         assert fp8("slower") == {"w": False}
