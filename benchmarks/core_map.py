@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jfp8.plot.style import AMBER, BLUE, GREY
+from jfp8.plot.style import AMBER, BLUE, GRAY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -27,9 +27,9 @@ ORDER = {
 }
 
 
-def _box(ax: Axes, x: float, y: float, width: float, text: str, colour: str, **how: float) -> None:
+def _box(ax: Axes, x: float, y: float, width: float, text: str, color: str, **how: float) -> None:
     style = "round,pad=0,rounding_size=0.06"
-    box = FancyBboxPatch((x, y), width, 0.5, boxstyle=style, fc="white", ec=colour, lw=1.4)
+    box = FancyBboxPatch((x, y), width, 0.5, boxstyle=style, fc="white", ec=color, lw=1.4)
     ax.add_patch(box)
     ax.text(x + width / 2, y + 0.25, text, ha="center", va="center", fontsize=8, color="black")
 
@@ -52,7 +52,7 @@ def draw() -> Figure:
     width, step = 1.28, 1.5
     for column, (room, names) in enumerate(ORDER.items()):
         x = column * step
-        ax.text(x + width / 2, 4.55, f"{room}/", ha="center", fontsize=8, color=GREY)
+        ax.text(x + width / 2, 4.55, f"{room}/", ha="center", fontsize=8, color=GRAY)
         for row, name in enumerate(names):
             _box(ax, x, 3.85 - 0.62 * row, width, f"{name}.py", BLUE)
         if column:
@@ -62,7 +62,7 @@ def draw() -> Figure:
     door = list(ORDER).index("matmul") * step + width / 2
     arrow = {"arrowstyle": "->", "color": AMBER, "linestyle": "--"}
     ax.annotate("", (door, 1.07), (door, 3.2), arrowprops=arrow)
-    ax.text(door - 0.06, 1.75, "planner_of, the door", ha="right", fontsize=8, color=GREY)
+    ax.text(door - 0.06, 1.75, "planner_of, the door", ha="right", fontsize=8, color=GRAY)
     ax.set_xlim(-0.1, end + 0.1)
     ax.set_ylim(0.4, 4.8)
     ax.axis("off")

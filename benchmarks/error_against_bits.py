@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.plot.style import BLUE, GREY, percent, tidy
+from jfp8.plot.style import BLUE, GRAY, percent, tidy
 from jfp8.quantizers.quantizer import Context
 from jfp8.recipes.registry import RECIPES
 from jfp8.scaling.arrays import ScaledArray, scaled_values
@@ -50,7 +50,7 @@ def error_against_bits(ax: Axes, x: np.ndarray) -> dict[str, float]:
     ax.set_yscale("log")
     ax.plot(bits, errors, "o", color=BLUE, ms=6, mec="white", zorder=3)
     in_bf16 = _error(np.asarray(x.astype(jnp.bfloat16), np.float32), x)
-    ax.axhline(in_bf16, color=GREY, linestyle="--", linewidth=1)
+    ax.axhline(in_bf16, color=GRAY, linestyle="--", linewidth=1)
     ax.text(0.01, in_bf16, f"bfloat16, 16 bits: {percent(in_bf16)}",
             transform=ax.get_yaxis_transform(), fontsize="small", va="bottom")  # fmt: skip
     drawn = [*errors[errors > 0], in_bf16]
@@ -82,11 +82,11 @@ def _name_points(ax: Axes, groups: Mapping[tuple[float, float], list[str]]) -> N
     points = sorted(groups, key=lambda point: (point[1], -point[0]))  # upwards
     heights = [(math.log(max(error, 1e-30)) - low) / (high - low) for _, error in points]
     apart = 0.17 * ax.figure.dpi / ax.get_window_extent().height  # 0.17 inches
-    for _ in range(100):  # neighbours push each other away
+    for _ in range(100):  # neighbors push each other away
         for i in range(len(points) - 1):
             push = max(apart - (heights[i + 1] - heights[i]), 0.0) / 2
             heights[i], heights[i + 1] = heights[i] - push, heights[i + 1] + push
-    to_point = {"arrowstyle": "-", "color": GREY, "linewidth": 0.8, "relpos": (0, 0.5)}
+    to_point = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.8, "relpos": (0, 0.5)}
     to_point |= {"shrinkA": 0, "shrinkB": 3}
     for point, height in zip(points, heights, strict=True):
         text = f"{', '.join(groups[point])}: {point[0]:.3g} bits, {percent(point[1])}"

@@ -13,7 +13,7 @@ from jfp8.plot.style import shorten
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ENDS = (0.1, 100.0)  # percent: of the colours
+ENDS = (0.1, 100.0)  # percent: of the colors
 
 LABELS = {
     "total": "error of the worst matmul of each layer",
@@ -25,11 +25,11 @@ def error_map(ax: Axes, comparisons: Iterable[Comparison], part: str) -> None:
     """Draw relative errors in percent: layers downwards, in program order, and recipes across.
 
     Columns are the recipes of all `comparisons`, each once. Of a layer's matmuls the worst counts.
-    The colours mean the same in every picture, from 0.1 to 100 % on a logarithmic scale. Dark is
+    The colors mean the same in every picture, from 0.1 to 100 % on a logarithmic scale. Dark is
     bad.
 
     Args:
-      ax: axes to draw on. A bar of colours is put next to them.
+      ax: axes to draw on. A bar of colors is put next to them.
       comparisons: results of `jfp8.debug.compare` for one model and batch.
       part: ``"total"``, the error of matmuls on exact inputs; or ``"gradient"``, the error of the
         whole model's gradient with respect to each parameter, in which errors of layers add up.
@@ -63,15 +63,15 @@ def _errors(comparison: Comparison, part: str, side: str) -> dict[str, float]:
 
 
 def _draw(ax: Axes, percent: np.ndarray) -> None:
-    """Draw the map, its numbers, and its bar of colours."""
+    """Draw the map, its numbers, and its bar of colors."""
     import matplotlib
     from matplotlib.colors import LogNorm
 
     mesh = ax.pcolormesh(percent, cmap=matplotlib.colormaps["cividis_r"], norm=LogNorm(*ENDS))
     for (y, x), error in np.ndenumerate(percent):
-        colour = "white" if error > 3 else "black"  # percent, in 0.1 to 100
+        color = "white" if error > 3 else "black"  # percent, in 0.1 to 100
         where = {"ha": "center", "va": "center", "fontsize": 8.5}
-        ax.text(x + 0.5, y + 0.5, _text(error), color=colour, **where)
+        ax.text(x + 0.5, y + 0.5, _text(error), color=color, **where)
     bar = ax.figure.colorbar(mesh, ax=ax, aspect=25)
     bar.set_label("error, %", fontsize=9)
     bar.set_ticks([0.1, 1.0, 10.0, 100.0], labels=["0.1", "1", "10", "100"])

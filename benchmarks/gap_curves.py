@@ -9,7 +9,7 @@ import numpy as np
 from equivalence import t_quantile
 
 from jfp8.plot.loss_curves import label_of
-from jfp8.plot.style import GREY, line, tidy
+from jfp8.plot.style import GRAY, line, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,6 +49,6 @@ def gap_curve(
         ax.fill_between(at, mean - half, mean + half, **band)
     if end and not finite.all():
         ax.plot(at[-1], mean[-1], "X", color=style["color"], ms=8, mec="white")
-    ax.axhline(0.0, color=GREY, linewidth=1, zorder=0.5)
+    ax.axhline(0.0, color=GRAY, linewidth=1, zorder=0.5)
     ax.locator_params(axis="x", integer=True)
     tidy(ax, "step", "mean gap, %")

@@ -38,7 +38,7 @@ from results_file import ROOT
 from roofline import roofline
 
 import jfp8
-from jfp8.plot.style import AMBER, BLACK, BLUE, GREEN, GREY, SKY, line, tidy
+from jfp8.plot.style import AMBER, BLACK, BLUE, GRAY, GREEN, SKY, line, tidy
 
 RESULTS = ROOT / "benchmarks/results"
 WIDTH = 7.0  # inches
@@ -138,7 +138,7 @@ def sums() -> Figure:
     figure = figure_of(3.6, "Promotion every 128 terms stops the growth of errors in 14-bit sums")
     for ax, (kind, by_label) in zip(figure.subplots(1, 2, sharey=True), errors.items()):
         for i, (label, values) in enumerate(by_label.items()):
-            style = line(i) if label != ROUNDING else {"color": GREY, "linestyle": "--"}
+            style = line(i) if label != ROUNDING else {"color": GRAY, "linestyle": "--"}
             ax.plot(lengths, values, label=label, linewidth=1.8, **style)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -205,13 +205,13 @@ def pairs_of_runs(name: str) -> Figure:
     )
     figure = figure_of(4.8, finding)
     above, below = figure.subplots(2, 1, sharex=True)
-    above.fill_between(steps, exact.min(0), exact.max(0), color=GREY, alpha=0.3, linewidth=0,
+    above.fill_between(steps, exact.min(0), exact.max(0), color=GRAY, alpha=0.3, linewidth=0,
                        label="float32, lowest to highest seed")  # fmt: skip
     above.plot(steps, fp8.mean(0), color=BLUE, linewidth=1.8, label="FP8, mean")
     above.plot(steps, exact.mean(0), color=BLACK, linewidth=2.2, linestyle=(0, (1, 1.2)),
                label="float32, mean")  # fmt: skip
     tidy(above, "", f"training loss,\nmean of {parity.MEAN_OF} steps")
-    below.plot(steps, 100 * (fp8 / exact - 1).T, color=GREY, linewidth=0.6, alpha=0.7)
+    below.plot(steps, 100 * (fp8 / exact - 1).T, color=GRAY, linewidth=0.6, alpha=0.7)
     below.lines[0].set_label("a seed")
     gap_curve(below, "mean, 90 % interval", fp8, exact, steps)
     tidy(below, "optimizer step", "above float32 of\nthe same seed (%)")
@@ -239,9 +239,9 @@ def memory() -> Figure:
     parts = (("weights", BLUE, ""), ("masters", SKY, "..."), ("moments", AMBER, "///"),
              ("gradients", GREEN, "\\\\\\"))  # fmt: skip
     left = np.zeros(len(state))
-    for name, colour, hatch in parts:
+    for name, color, hatch in parts:
         widths = np.array([row[name] for row in state.values()])
-        above.barh(list(state), widths, left=left, color=colour, hatch=hatch, edgecolor="white",
+        above.barh(list(state), widths, left=left, color=color, hatch=hatch, edgecolor="white",
                    linewidth=0, label=name)  # fmt: skip
         left += widths
     _bars(above, left, "bytes per parameter", 1)

@@ -72,7 +72,7 @@ def cast_bytes(model: Model, mesh: Mesh, precision: Precision) -> float:
 def links(mesh: Mesh, nvlink: float, network: float) -> dict[str, float]:
     """Return bytes that one device sends per second, by axis.
 
-    Neighbours on the tensor axis are next to each other, then those on expert, fsdp and data. An
+    Neighbors on the tensor axis are next to each other, then those on expert, fsdp and data. An
     axis within a node has the rate of NVLink. Of a longer one, a ring is as fast as the network;
     an all-to-all sends to those in the node by NVLink, and at the same time to all others by the
     network.

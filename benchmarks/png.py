@@ -18,7 +18,7 @@ def save(figure: Figure, path: Path, dpi: int = 220) -> None:
 
 
 def shrink(file: Any, path: Path) -> None:
-    """Write the picture in `file` in 256 colours, as many as lines and letters need."""
+    """Write the picture in `file` in 256 colors, as many as lines and letters need."""
     image = Image.open(file).convert("RGB")
     few = image.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.putpalette([255 if part > 252 else part for part in few.getpalette() or ()])  # white

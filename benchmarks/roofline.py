@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from on_gpu.linear import QUANTIZE_BYTES
 
 from jfp8.kernels.rates import PEAKS, Peak
-from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, tidy
+from jfp8.plot.style import AMBER, BLUE, GRAY, VERMILION, tidy
 
 SIZES = (512, 1024, 2048, 4096, 8192)
 QUANTIZING = QUANTIZE_BYTES["delayed"]  # per element: read two, write q and q transposed
@@ -59,16 +59,16 @@ def roofline(measured: Mapping[str, Any] | None = None) -> Figure:
     intensity = np.geomspace(64, 4096, 200)
     for ax, name in zip(figure.subplots(1, len(GPUS), sharex=True, sharey=True), GPUS, strict=True):
         gpu, points = PEAKS[name], {}
-        for precision, (colour, marker, style) in LOOKS.items():
+        for precision, (color, marker, style) in LOOKS.items():
             peak = gpu.fp8 if precision == "FP8" else gpu.bf16
             roof = np.minimum(peak, intensity * gpu.memory)
-            ax.plot(intensity, roof, style, color=colour, label=f"{precision} roof")
+            ax.plot(intensity, roof, style, color=color, label=f"{precision} roof")
             at = [6 * n**3 / traffic(n, n, n, precision) for n in SIZES]
             rates = [rate(gpu, n, precision) for n in SIZES]
             points[precision] = list(zip(at, rates, strict=True))
-            ax.plot(at, rates, marker, color=colour, ms=5, mec="white", label=f"{precision} layer")
+            ax.plot(at, rates, marker, color=color, ms=5, mec="white", label=f"{precision} layer")
         for n, fast, plain in zip(SIZES, points["FP8"], points["bf16"], strict=True):
-            ax.plot(*zip(fast, plain), color=GREY, linewidth=0.8, zorder=1)
+            ax.plot(*zip(fast, plain), color=GRAY, linewidth=0.8, zorder=1)
             ax.annotate(f"{n // 1024}k" if n >= 1024 else f"{n}", plain, (3, -11), ha="center",
                         textcoords="offset points", fontsize="x-small")  # fmt: skip
         if measured and name in str(measured["device"]["kind"]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gap_curves import gap_curve
 
-from jfp8.plot.style import BLACK, BLUE, GREY, VERMILION, tidy
+from jfp8.plot.style import BLACK, BLUE, GRAY, VERMILION, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def _draw_gaps(
     near: dict[str, float],
     margin: float,
 ) -> None:
-    told = "mean, with its\nlast value, and 90 % interval; grey: within"
+    told = "mean, with its\nlast value, and 90 % interval; gray: within"
     heading = f"gap to {reference} of the same seed, %: {told} ±{margin}"
     figure.suptitle(heading, fontsize="small")
     rows = math.ceil(len(near) / COLUMNS) or 1
@@ -112,7 +112,7 @@ def _draw_gaps(
         runs, seeds = curves[label], list(curves[label])
         exact = _array(curves[reference], seeds)
         gap_curve(ax, label, _array(runs, seeds), exact, steps)
-        ax.axhspan(-margin, margin, color=GREY, alpha=0.2, linewidth=0, zorder=0)
+        ax.axhspan(-margin, margin, color=GRAY, alpha=0.2, linewidth=0, zorder=0)
         end = format(ax.lines[0].get_ydata()[-1], "+.2f").replace("-", "−")
         ax.text(0.99, 0.05, end, transform=ax.transAxes, ha="right", fontsize="small")
         ax.set_title(label, fontsize="small", loc="left", pad=2)

@@ -21,6 +21,7 @@ PHRASES = [
     (r"\b(in|out)side of\b", "inside of a scan", "inside"),
     (r"\bbeside\b", "beside the scale", "next to"),
     (r"\bby lot\b", "rounded by lot", "stochastically"),
+    (r"(?i)colour|neighbour|behaviour|normalis|\bgrey\b", "neighbours", "American spelling"),
     (r"\bof (its|their|one's|your|our) own\b", "a scale of its own", "its own, separate"),
     (r"\bat hand\b", "the JAX at hand", "installed"),
     (r"\btravels?\b", "weights travel", "are sent"),

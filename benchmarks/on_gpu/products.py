@@ -386,7 +386,7 @@ def _model(
 
 
 def facts(settings: Settings) -> Iterator[Group]:
-    """Section: the code's assumptions about XLA's compiler, and the actual behaviour."""
+    """Section: the code's assumptions about XLA's compiler, and the actual behavior."""
     size = 256 if settings.smoke else 4096
     a = b = jax.ShapeDtypeStruct((size, size), E4M3FN.dtype)
     scale = jax.ShapeDtypeStruct((), jnp.float32)

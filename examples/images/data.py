@@ -1,4 +1,4 @@
-"""Small grey images in ten classes, from files that are already on the machine.
+"""Small gray images in ten classes, from files that are already on the machine.
 
 Fashion-MNIST, 70,000 photographs of clothes, comes with Debian's package dataset-fashion-mnist.
 scikit-learn contains 1,797 handwritten digits of 8 x 8 pixels, few and easy: enough for a test. Or

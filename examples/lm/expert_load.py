@@ -29,7 +29,7 @@ def draw(
 ) -> None:
     """Draw the plot of `report.draw`; on the right a panel per layer and run, a row per expert.
 
-    Colours are means over as many steps as the losses.
+    Colors are means over as many steps as the losses.
     """
     of_runs = {run: shares(numbers[run]) for run in labels}
     steps, layers, experts = next(iter(of_runs.values())).shape
@@ -51,7 +51,7 @@ def draw(
     for column, (run, label) in enumerate(labels.items()):
         for layer in range(layers):
             ax = panels[layer, column]
-            colours = ax.imshow(
+            colors = ax.imshow(
                 smooth[run][:, layer].T, aspect="auto", cmap="cividis", vmin=0, vmax=2 * even,
                 interpolation="nearest", extent=(window - 0.5, steps + 0.5, experts + 0.5, 0.5),
             )  # fmt: skip
@@ -61,7 +61,7 @@ def draw(
                 ax.set_ylabel(f"layer {layer + 1}\nexpert")
         panels[0, column].set_title(label, fontsize="medium")
         panels[-1, column].set_xlabel("optimizer step")
-    bar = right.colorbar(colours, ax=panels, extend="max", aspect=40, pad=0.02)
+    bar = right.colorbar(colors, ax=panels, extend="max", aspect=40, pad=0.02)
     mean = f", mean of {window} steps" if window > 1 else ""
     bar.set_label(f"share of the layer's tokens (%){mean}; even: {even:g} %")
     bar.ax.axhline(even, color="white", linewidth=1.5)

@@ -37,7 +37,7 @@ RULES = (
 def make_mesh(
     data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Create a mesh; neighbouring devices share a tensor axis, which communicates most."""
+    """Create a mesh; neighboring devices share a tensor axis, which communicates most."""
     return jax.make_mesh(
         (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
     )

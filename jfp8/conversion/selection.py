@@ -23,7 +23,7 @@ from jfp8.tracing.devices import Gpu, capability_of, unknown_card
 
 SLOWER = "slower"  # in `exempt`: what a model of time expects to be slower in FP8
 SLOWER_ON = "slower on "  # the same on a named card
-MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
+MAX_IMAGE_CHANNELS = 4  # gray, RGB, RGBA
 
 
 class Edge(enum.Enum):

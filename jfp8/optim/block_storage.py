@@ -85,7 +85,7 @@ class Blocks(Storage):
     Data has the shape of the array and scales have its leading dimensions, so that a sharding of
     the array applies to both. The last block of a row may be shorter.
 
-    With ``rounding="stochastic"`` the decoded value is unbiased: one of the two neighbours, which
+    With ``rounding="stochastic"`` the decoded value is unbiased: one of the two neighbors, which
     ``"expand"`` spaces unevenly, is drawn with probabilities given by the distances of the values.
     In E8M0 the logarithm is unbiased instead, since ``1 / sqrt(v)`` then nearly is.
 

@@ -76,13 +76,13 @@ def amax_history(
         ax.fill_between(x, least, most, step="mid", **band)
     data, edge = ax.transData, ax.get_xaxis_transform()  # at the edge, heights are fractions
     low, high = np.full(n, 0.03), np.full(n, 0.97)
-    for where, heights, transform, marker, colour, label in (
+    for where, heights, transform, marker, color, label in (
         (saturated, positive, data, "^", VERMILION, f"saturates: {saturated.sum()} of {n} steps"),
         (amax == 0, low, edge, "v", AMBER, "amax is 0"),
         (nonfinite, high, edge, "X", BLACK, "holds NaN or Inf"),
     ):
         if where.any():
-            mark = {"color": colour, "ms": 7, "zorder": 4, "clip_on": False, "label": label}
+            mark = {"color": color, "ms": 7, "zorder": 4, "clip_on": False, "label": label}
             ax.plot(x[where], heights[where], marker, transform=transform, **mark)
     ax.locator_params(axis="x", integer=True)
     ax.minorticks_off()

@@ -11,7 +11,7 @@ import numpy as np
 
 from jfp8.debug.records import NUMBERS, TensorStats
 from jfp8.plot.rows import some_rows, steps_of
-from jfp8.plot.style import BLACK, GREY, VERMILION, axes_for, legend_above, shorten
+from jfp8.plot.style import BLACK, GRAY, VERMILION, axes_for, legend_above, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,17 +22,17 @@ MAX_LABELS = 64
 # Hatched cells: the name in the legend, color and pattern of the lines.
 _DEAD = ("dead: all zeros", BLACK, "////")
 _NONFINITE = ("NaN or Inf", VERMILION, r"\\\\")
-_NOTHING = ("no number", GREY, "xxxx")
+_NOTHING = ("no number", GRAY, "xxxx")
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """Colours of a value. If one end is bad, it is dark."""
+    """Colors of a value. If one end is bad, it is dark."""
 
     label: str
     unit: str = ""
     factor: float = 1.0
-    ends: tuple[float, float] | None = None  # ends of the colours; None means the range of the data
+    ends: tuple[float, float] | None = None  # ends of the colors; None means the range of the data
     log: bool = True
     dark_is_high: bool = True
 
@@ -56,10 +56,10 @@ def heat_map(
 ) -> Axes:
     """Draw one number of every layer (downwards, in program order) over the steps.
 
-    The colours of fractions, ``"sqnr"`` and ``"headroom"`` mean the same in every picture: from
+    The colors of fractions, ``"sqnr"`` and ``"headroom"`` mean the same in every picture: from
     0.001 to 100 % on a logarithmic scale, from 0 to 40 dB, and from -2 to 14 bits. Dark is bad. A
     fraction of exactly zero is white, and one below 0.001 % is drawn as 0.001 %. Values beyond the
-    ends of the scale, and Inf, have the colour of the end.
+    ends of the scale, and Inf, have the color of the end.
 
     Hatched, with an entry in the legend, are
 
@@ -79,11 +79,11 @@ def heat_map(
         ``"sqnr"``, ``"headroom"``, ``"amax"``, ``"rms"``, ``"mse"``, ``"scale_min"`` or
         ``"scale_max"``.
       tensor: ``"lhs"``, ``"rhs"``, ``"grad"`` or another that the rows have; None for all.
-      ax: axes to draw on; None for new ones. A colour bar is put next to it.
+      ax: axes to draw on; None for new ones. A color bar is put next to it.
 
     Returns:
       The axes. ``ax.collections[0]`` holds the numbers, ``[layers, columns]``, in the unit of the
-      colour bar. The other collections are hatched, and labelled as in the legend.
+      color bar. The other collections are hatched, and labeled as in the legend.
 
     Raises:
       ValueError: no rows; a value or a tensor that they do not have; only some rows have a step.
@@ -184,14 +184,14 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     from matplotlib.colors import ListedColormap, Normalize, SymLogNorm
 
     blues = matplotlib.colormaps["Blues"](np.linspace(0.15, 1.0, 256))  # none as light as white
-    colours: Any = ListedColormap(blues if shown.dark_is_high else blues[::-1])
+    colors: Any = ListedColormap(blues if shown.dark_is_high else blues[::-1])
     unit = shown.unit
     if shown.log:
         low, high = shown.ends or _decades(numbers)
-        # Not LogNorm, to which zero is what no row says. What is not zero has a colour.
+        # Not LogNorm, to which zero is what no row says. What is not zero has a color.
         norm = SymLogNorm(low, vmin=low, vmax=high, base=10)
         numbers = np.where((numbers > 0) & (numbers < low), low, numbers)
-        colours = colours.with_extremes(under="white")
+        colors = colors.with_extremes(under="white")
         unit = ", ".join(filter(None, [unit, "white: 0"]))
         extend = "neither"
     else:
@@ -203,7 +203,7 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     # pcolormesh leaves out what is not finite, which only NaN shall be.
     numbers = np.where(np.isinf(numbers), np.where(numbers > 0, high, low), numbers)
     masked = np.ma.masked_array(numbers, np.isnan(numbers))
-    mesh = ax.pcolormesh(masked, cmap=colours, norm=norm, rasterized=True)
+    mesh = ax.pcolormesh(masked, cmap=colors, norm=norm, rasterized=True)
     bar = ax.figure.colorbar(mesh, ax=ax, extend=extend, aspect=25)
     gap = " " if len(unit) <= 10 else "\n"  # A longer label is longer than a low map is high.
     bar.set_label(f"{label}{gap}({unit})", fontsize=9)
@@ -218,13 +218,13 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
 
 
-def _hatch(ax: Axes, where: np.ndarray, label: str, colour: str, pattern: str) -> None:
+def _hatch(ax: Axes, where: np.ndarray, label: str, color: str, pattern: str) -> None:
     """Draw lines over the squares of the map that are true in `where`, if any."""
     from matplotlib.collections import PolyCollection
 
     squares = [[(x, y), (x + 1, y), (x + 1, y + 1), (x, y + 1)] for y, x in np.argwhere(where)]
     if squares:
-        lines: dict[str, Any] = {"edgecolor": colour, "hatch": pattern, "linewidth": 0}
+        lines: dict[str, Any] = {"edgecolor": color, "hatch": pattern, "linewidth": 0}
         ax.add_collection(PolyCollection(squares, facecolor="none", label=label, **lines))
 
 

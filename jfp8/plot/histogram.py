@@ -13,7 +13,7 @@ from jfp8.debug.records import TensorStats
 from jfp8.plot.style import (
     AMBER,
     BLUE,
-    GREY,
+    GRAY,
     VERMILION,
     axes_for,
     legend_above,
@@ -43,7 +43,7 @@ def histogram(
 
     A bar for every power of two, ``2^e <= |x| < 2^(e+1)``. Hatched on the left are magnitudes that
     become zero, ``|x| <= scale * fmt.smallest_subnormal / 2`` (underflow); hatched on the right are
-    those that saturate, too large to round to ``scale * fmt.max`` (overflow). Grey are those that
+    those that saturate, too large to round to ``scale * fmt.max`` (overflow). Gray are those that
     become subnormal numbers and lose some of their bits. If each block of a tensor has its own
     scale, magnitudes that only some blocks lose are hatched more lightly. The dotted line is the
     largest magnitude, whose bar may be too low to be seen.
@@ -208,19 +208,19 @@ def _shade(
     last = max([*ends, high * most * 4]) * 2
     under, over = percent(drawn.underflow), percent(drawn.overflow)
 
-    def hatched(left: float, right: float, colour: str, hatch: str, **how: Any) -> None:
-        lines: dict[str, Any] = {"edgecolor": colour, "hatch": hatch, "linewidth": 0.0, "zorder": 3}
+    def hatched(left: float, right: float, color: str, hatch: str, **how: Any) -> None:
+        lines: dict[str, Any] = {"edgecolor": color, "hatch": hatch, "linewidth": 0.0, "zorder": 3}
         ax.axvspan(left, right, facecolor="none", **lines, **how)
 
     hatched(first, low * zero, AMBER, "\\\\\\", label=f"underflow, becomes 0: {under}")
     hatched(high * most, last, VERMILION, "///", label=f"overflow, saturates: {over}")
-    grey: dict[str, Any] = {"color": GREY, "alpha": 0.25, "linewidth": 0, "zorder": 0.5}
-    ax.axvspan(high * zero, high * subnormal, label="subnormal, fewer bits", **grey)
+    gray: dict[str, Any] = {"color": GRAY, "alpha": 0.25, "linewidth": 0, "zorder": 0.5}
+    ax.axvspan(high * zero, high * subnormal, label="subnormal, fewer bits", **gray)
     if low < high:
         hatched(low * zero, high * zero, AMBER, "\\", label="in some blocks", alpha=0.45)
         hatched(low * most, high * most, VERMILION, "/", alpha=0.45)
-    for edge, colour in ((low * zero, AMBER), (high * most, VERMILION)):
-        ax.axvline(edge, color=colour, linewidth=1.5)
+    for edge, color in ((low * zero, AMBER), (high * most, VERMILION)):
+        ax.axvline(edge, color=color, linewidth=1.5)
     return [low * zero / 2, high * most * 2]
 
 

@@ -1,4 +1,4 @@
-"""Axes, colours and number formats of all pictures."""
+"""Axes, colors and number formats of all pictures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours. In this order neighbours differ in lightness too.
-BLUE, AMBER, BLACK, VERMILION, SKY, GREEN = _COLOURS = (
+# Okabe and Ito's colors. In this order neighbors differ in lightness too.
+BLUE, AMBER, BLACK, VERMILION, SKY, GREEN = _COLORS = (
     "#0072B2",
     "#E69F00",
     "#000000",
@@ -17,7 +17,7 @@ BLUE, AMBER, BLACK, VERMILION, SKY, GREEN = _COLOURS = (
     "#56B4E9",
     "#009E73",
 )
-GREY = "#999999"
+GRAY = "#999999"
 
 _DASHES: tuple[Any, ...] = (
     "-",
@@ -30,9 +30,9 @@ _DASHES: tuple[Any, ...] = (
 
 
 def line(i: int) -> dict[str, Any]:
-    """Return colour and style of the i-th line: six of either, 36 in all."""
-    n = len(_COLOURS)
-    return {"color": _COLOURS[i % n], "linestyle": _DASHES[(i + i // n) % n]}
+    """Return color and style of the i-th line: six of either, 36 in all."""
+    n = len(_COLORS)
+    return {"color": _COLORS[i % n], "linestyle": _DASHES[(i + i // n) % n]}
 
 
 TITLE_HEIGHT = 0.25  # inches

@@ -189,7 +189,7 @@ LAYOUTS = [jax_new, jax_old, jax_oldest, pytorch]
 
 @pytest.fixture(scope="module")
 def mlp():
-    """Two products in the layer "mlp", one each in "out" and in "mlp"'s neighbour of that name."""
+    """Two products in the layer "mlp", one each in "out" and in "mlp"'s neighbor of that name."""
 
     class Model(nn.Module):
         @nn.compact

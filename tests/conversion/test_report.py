@@ -145,7 +145,7 @@ def test_loops_in_loops_multiply():
 
 
 @pytest.mark.slow
-def test_rematerialised_products_run_again():
+def test_rematerialized_products_run_again():
     r = report(jfp8.convert(nn.Sequential([nn.remat(Mlp)(), nn.Dense(3)]), CURRENT), X)
     found = counted(r, "path", "kind")
     assert found["layers_0/Dense_0", "fprop"] == 2

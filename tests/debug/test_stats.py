@@ -105,7 +105,7 @@ def test_current_scaling_against_ml_dtypes():
 
 
 # In E4M3, and without a scale: 464 is a tie above the largest value, and 2^-10 one above zero, and
-# both go to the even neighbour. What is not finite is counted, and left out of the rest.
+# both go to the even neighbor. What is not finite is counted, and left out of the rest.
 UNSCALED = [448.0, 463.0, 464.0, 465.0, 1e6, -1e6, 2.0**-10, 2.0**-9, 1.0, np.inf, -np.inf, np.nan]
 
 

@@ -70,7 +70,7 @@ DENSE_CASES = {
 
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("case", DENSE_CASES)
-def test_dense_is_normalisation_and_product_of_rounded_operands(case):
+def test_dense_is_normalization_and_product_of_rounded_operands(case):
     fields, shape, equation = DENSE_CASES[case]
     layer = LayerNormDense(**fields)
     x = normal(shape) + 0.5
@@ -89,7 +89,7 @@ def test_dense_is_normalisation_and_product_of_rounded_operands(case):
 
 
 @pytest.mark.slow
-def test_dense_can_give_the_normalised_input():
+def test_dense_can_give_the_normalized_input():
     x = normal((5, 16)) + 1
     layer = LayerNormDense(4, return_layernorm_output=True, ln_bias_init=nn.initializers.ones)
     params = init(layer, x)

@@ -195,8 +195,8 @@ def test_bias_moves_where_its_collection_is_mutable():
     assert np.any(expected)
     np.testing.assert_array_equal(bias_of(mutated), expected)
     # And is read where it is not.
-    with_favourite = with_bias(variables, jnp.float32([0, 0, 0, 9, 0]))
-    assert np.any(model.apply(with_favourite, X) != model.apply(variables, X))
+    with_favorite = with_bias(variables, jnp.float32([0, 0, 0, 9, 0]))
+    assert np.any(model.apply(with_favorite, X) != model.apply(variables, X))
     assert "router_bias" not in made(None)[1]
 
 

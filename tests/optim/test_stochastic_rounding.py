@@ -27,10 +27,10 @@ def test_the_mean_over_all_words_is_exact_for_normals(dtype, value):
     outcomes = every_outcome(value, dtype)
     assert np.all(outcomes == outcomes.astype(dtype).astype(np.float64))  # on the grid
     assert outcomes.mean() == np.float64(np.float32(value))
-    neighbours = np.unique(outcomes)
-    assert len(neighbours) == (1 if value == 1.0 else 2)
+    neighbors = np.unique(outcomes)
+    assert len(neighbors) == (1 if value == 1.0 else 2)
     # Next to each other: nothing of the format lies between.
-    codes = neighbours.astype(dtype).view(np.uint16).astype(int)
+    codes = neighbors.astype(dtype).view(np.uint16).astype(int)
     assert abs(codes.max() - codes.min()) <= 1
 
 

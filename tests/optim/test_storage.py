@@ -193,8 +193,8 @@ def test_stochastic_rounding_is_right_on_average(storage):
     kept = jax.jit(jax.vmap(lambda seed: storage.decode(storage.encode(jnp.asarray(x), seed))))
     values = np.asarray(kept(seeds), np.float64)
     low, high = values.min(0), values.max(0)
-    assert np.all((values == low) | (values == high))  # two neighbours
-    unseen = 3e-3 * np.abs(x)  # a neighbour that is not among the draws is as far away as that
+    assert np.all((values == low) | (values == high))  # two neighbors
+    unseen = 3e-3 * np.abs(x)  # a neighbor that is not among the draws is as far away as that
     assert np.all((low - unseen <= x) & (x <= high + unseen))
     # 5 standard deviations of the mean of `draws`; the largest of 640 exceeds 4 in 1 of 25.
     sd = np.sqrt(np.abs((high - x) * (x - low)) / draws)
@@ -262,7 +262,7 @@ def test_a_level_is_right_on_average():
     for row, start in ((0, 0), (3, 128)):
         _, _, level = levels_of(x[row, start : start + 128])
         mean = drawn[:, row, start : start + 128].mean(0)
-        # 5 standard deviations of a lot between two neighbours, and what f32 makes of a logarithm.
+        # 5 standard deviations of a lot between two neighbors, and what f32 makes of a logarithm.
         sd = np.sqrt((level - np.floor(level)) * (np.ceil(level) - level) / draws)
         assert np.all(np.abs(mean - level) <= 5 * sd + 1e-3)
         assert np.all(np.abs(drawn[:, row, start : start + 128] - level) < 1.001)

@@ -105,7 +105,7 @@ def bars(ax):
 
 
 def spans(ax):
-    """The ends of all hatched and grey stretches, with their labels."""
+    """The ends of all hatched and gray stretches, with their labels."""
     bars = set(ax.containers[0].patches)
     stretches = [patch for patch in ax.patches if patch not in bars]
     ends = [(p.get_x(), p.get_x() + p.get_width()) for p in stretches]
@@ -178,7 +178,7 @@ def test_histogram_of_nan_and_inf():
     x = np.float32([np.nan, np.inf, -np.inf, 1.0, -1e9, 0.0, 0.0, 0.0])
     ax = plot.histogram(x, jfp8.E4M3FN, 1.0)
     assert bars(ax) == {0: 12.5, 29: 12.5}
-    assert set(labelled(ax, "amax")[0]) == {1e9}
+    assert set(labeled(ax, "amax")[0]) == {1e9}
     assert legend(ax)[1:] == [
         "underflow, becomes 0: 0 %",
         "overflow, saturates: 12.5 %",
@@ -231,7 +231,7 @@ def test_histogram_refuses():
     refuses("no format called 'mine'. Formats: E4M3FN", plot.histogram, row(format="mine"))
 
 
-def labelled(ax, word):
+def labeled(ax, word):
     (line,) = (line for line in ax.lines if word in line.get_label())
     return np.array(line.get_xdata(), np.float64), np.array(line.get_ydata(), np.float64)
 
@@ -248,8 +248,8 @@ def test_amax_history_marks_zeros_and_nonfinite():
     rows = [row(i, amax=a, nonfinite=not np.isfinite(a)) for i, a in enumerate(amaxes)]
     ax = plot.amax_history(rows)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [1.0, np.nan, np.nan, np.nan, 2.0])
-    assert list(labelled(ax, "amax is 0")[0]) == [1]
-    assert list(labelled(ax, "NaN or Inf")[0]) == [2, 3]
+    assert list(labeled(ax, "amax is 0")[0]) == [1]
+    assert list(labeled(ax, "NaN or Inf")[0]) == [2, 3]
     assert "saturates" not in "".join(legend(ax))
     assert ax._repr_png_()
 
@@ -260,9 +260,9 @@ def test_amax_history_of_rows():
     ax = plot.amax_history(rows, name="Dense_0 grad")
     steps, amax = ax.lines[0].get_data()
     assert (list(steps), list(amax)) == ([0, 10, 20], [1.0, 2.0, 8.0])
-    np.testing.assert_array_equal(labelled(ax, "limit of")[1], 448 * 2.0**-8)
-    assert list(labelled(ax, "saturates")[0]) == [20]
-    assert list(labelled(ax, "NaN or Inf")[0]) == [10]
+    np.testing.assert_array_equal(labeled(ax, "limit of")[1], 448 * 2.0**-8)
+    assert list(labeled(ax, "saturates")[0]) == [20]
+    assert list(labeled(ax, "NaN or Inf")[0]) == [10]
     assert ax.figure.get_suptitle() == "Amax of Dense_0 grad over the steps"
     given = plot.amax_history(rows, name="Dense_0 grad", ax=Figure().subplots())
     assert given.get_legend().get_title().get_text() == "Dense_0 grad"
@@ -271,7 +271,7 @@ def test_amax_history_of_rows():
 
 def test_amax_history_of_scales_by_block():
     ax = plot.amax_history([row(0, scale_min=0.5, scale_max=2.0), row(1, scale_max=4.0)])
-    np.testing.assert_array_equal(labelled(ax, "limit of")[1], [2.0 * 448, 4.0 * 448])
+    np.testing.assert_array_equal(labeled(ax, "limit of")[1], [2.0 * 448, 4.0 * 448])
     heights = ax.collections[0].get_paths()[0].vertices[:, 1]
     assert {0.5 * 448, 2.0 * 448, 4.0 * 448, 448 * 2.0**-8} <= set(heights)
 
@@ -346,7 +346,7 @@ def test_heat_map_marks_dead_tensors_and_those_that_are_not_finite():
     dead, bad = {"dead: all zeros": {(0, 1)}}, {"NaN or Inf": {(2, 0), (2, 1)}}
     assert marked(plot.heat_map(rows, "amax")) == dead | bad
     assert marked(plot.heat_map(rows, "sqnr")) == dead | bad | {"no number": {(2, 0)}}
-    assert marked(plot.heat_map(rows, "nonfinite")) == dead  # whose colours say the rest
+    assert marked(plot.heat_map(rows, "nonfinite")) == dead  # whose colors say the rest
     assert mapped(plot.heat_map(rows[:4])).tolist() == [[50.0, 0.0], [0.0, 100.0]]
     assert marked(plot.heat_map([row(), row(10)])) == {}
 
@@ -469,7 +469,7 @@ def test_loss_curves_refuse():
         ("headroom", "headroom of grad (bits)", -2, 14),
     ],
 )
-def test_heat_map_of_each_value_has_its_own_colours(value, label, low, high):
+def test_heat_map_of_each_value_has_its_own_colors(value, label, low, high):
     ax = plot.heat_map([row(0, **{value: 0.25}), row(1, **{value: np.nan})], value)
     assert mapped(ax).tolist() == [[25.0 if high == 100 else 0.25, None]]
     assert marked(ax) == {"no number": {(0, 1)}}

@@ -132,7 +132,7 @@ def test_trap_f8_arrays_are_widened_in_loops():
 
 
 @pytest.mark.slow
-def test_trap_outliers_take_the_scale_of_their_neighbours():
+def test_trap_outliers_take_the_scale_of_their_neighbors():
     """A few channels of a residual stream are a hundred times the others.
 
     Such an outlier is most of its row's mean square: kept with the 3 % of E4M3 it would turn all

@@ -168,7 +168,7 @@ def test_a_target_network_of_nnx_follows():
     assert np.any(call(model) != call(fresh))
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     @nn.compact
     def __call__(self, x):
         count = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
@@ -177,17 +177,17 @@ class Normalised(nn.Module):
         return jfp8.Dense(8)(nn.relu(x))
 
 
-NORMALISED = Normalised()
+NORMALIZED = Normalized()
 
 
 def loss_fn(variables, x, y):
-    out, mutated = NORMALISED.apply(variables, x, mutable=["batch_stats", "counters"])
+    out, mutated = NORMALIZED.apply(variables, x, mutable=["batch_stats", "counters"])
     return jnp.mean((out - y) ** 2), mutated
 
 
-def normalised_state():
-    variables = jax.jit(NORMALISED.init)(KEY, X)
-    return jfp8.TrainState.create(apply_fn=NORMALISED.apply, variables=variables, tx=optax.sgd(0.1))
+def normalized_state():
+    variables = jax.jit(NORMALIZED.init)(KEY, X)
+    return jfp8.TrainState.create(apply_fn=NORMALIZED.apply, variables=variables, tx=optax.sgd(0.1))
 
 
 @jax.jit
@@ -217,7 +217,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.representative(1)
 def test_arithmetic_on_gradients_changes_gradients_alone(name):
-    state = normalised_state()
+    state = normalized_state()
     grads = gradients(state)
     changed = jax.jit(CHANGES[name])(grads)
     assert_same(changed.params, jax.jit(CHANGES[name])(grads.params))
@@ -231,14 +231,14 @@ def test_arithmetic_on_gradients_changes_gradients_alone(name):
 
 
 def test_untouched_gradients_give_collections_to_the_bit():
-    state = normalised_state()
+    state = normalized_state()
     expected = jax.jit(loss_fn)(state.variables, X, Y)[1]
     assert_same(dict(gradients(state).collections), dict(expected))
 
 
 @pytest.mark.slow
 def test_a_norm_of_gradients_is_that_of_the_parameters():
-    state = normalised_state()
+    state = normalized_state()
     of_parts = jax.jit(lambda state: jfp8.value_and_grad(loss_fn, micro_batches=2)(state, X, Y)[1])
     for grads in (gradients(state), of_parts(state)):  # parts have sinks of ones
         norm = optax.tree.norm(grads.params)
@@ -247,7 +247,7 @@ def test_a_norm_of_gradients_is_that_of_the_parameters():
 
 
 def test_a_mean_of_gradients_has_the_mean_of_the_statistics():
-    state = normalised_state()
+    state = normalized_state()
     both = [gradients(state), gradients(state, 3.0)]
     mean = jax.jit(lambda *both: jax.tree.map(lambda a, b: (a + b) / 2, *both))(*both)
     found, first, second = (jax.tree.leaves(g.collections["batch_stats"]) for g in (mean, *both))
@@ -262,7 +262,7 @@ def test_a_mean_of_gradients_has_the_mean_of_the_statistics():
 @pytest.mark.slow
 def test_what_is_no_common_factor_is_loud():
     """Noise on statistics makes them NaN; f16, which would lose them, raises."""
-    state, noise = normalised_state(), jax.random.normal
+    state, noise = normalized_state(), jax.random.normal
     grads = gradients(state)
     for size in (2.0**-65, 1e-3):
         noisy = jax.tree.map(lambda g, s=size: g + s * noise(KEY, g.shape, g.dtype), grads)

@@ -60,7 +60,7 @@ def access(instruction: Instruction, at: Registers) -> Act | None:
 
 
 def _matrices(op: list[str], loads: bool, registers: list[int], where: Any) -> Act:
-    """Each 8 lanes hold the addresses of the rows of a matrix; a lane holds two neighbours."""
+    """Each 8 lanes hold the addresses of the rows of a matrix; a lane holds two neighbors."""
     transposed, row = "trans" in op, np.arange(16)
 
     def turned(x: np.ndarray) -> np.ndarray:

@@ -232,7 +232,7 @@ def quantize_rows_in_blocks(
     ``q[i, j] = cast(x[i, j] / s[j // block, i])`` and
     ``q_t[j, i] = cast(x[i, j] / s_t[i // block, j])``, with scales and reciprocals as in
     `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
-    the first dimension of the scales, so that scales of neighbouring lines are contiguous.
+    the first dimension of the scales, so that scales of neighboring lines are contiguous.
 
     `x` is f32, bf16 or f16[M, N], or the arrays it is computed from, see `TileLoop.over`; `block`
     is 128 or 32.

@@ -33,7 +33,7 @@ from jfp8.kernels.shared_memory import load, padded, swizzled, tile
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 
-# Layout of the lines of a tile in a warpgroup: four neighbours per thread for rows, which
+# Layout of the lines of a tile in a warpgroup: four neighbors per thread for rows, which
 # form words of f8, and two for columns, the result of a transposing load.
 ROWS, COLUMNS = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
 

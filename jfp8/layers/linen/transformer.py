@@ -98,7 +98,7 @@ class TransformerLayer(TransformerOptions, _LinenArchitecture, nn.Module):
         x = x + dropout(mlp(normalize(x)))
 
     All products with weights are in FP8: ``qkv`` and ``out`` of the attentions (``query``, ``kv``
-    and ``out`` of the second), ``wi`` and ``wo`` of the MLP. A normalised input is quantized once
+    and ``out`` of the second), ``wi`` and ``wo`` of the MLP. A normalized input is quantized once
     for all that read it. Attention itself stays in high precision, unless `attention_products` is
     set.
 

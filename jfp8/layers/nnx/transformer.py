@@ -61,12 +61,12 @@ class RelativePositionBiases(BiasOptions, ExplicitModule):
 
 
 class LayerNormAttention(ExplicitModule):
-    """Normalisation, attention of grouped queries and its projections: a part of a layer.
+    """Normalization, attention of grouped queries and its projections: a part of a layer.
 
     Queries, keys and values of one input are one product, ``qkv``, with a kernel
     ``[hidden_size, G, H / G + 2, depth]``: for each of ``G`` groups the queries that share a key
     and a value, then these two. So the dimension of the groups can be sharded over devices. With
-    two inputs there are two products, ``query`` and ``kv``; only the queries' input is normalised.
+    two inputs there are two products, ``query`` and ``kv``; only the queries' input is normalized.
 
     Args:
       norm: the arguments of `LayerNormLinear` for the normalization.
