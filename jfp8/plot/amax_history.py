@@ -47,7 +47,7 @@ def amax_history(
     >>> dimensions = (((1,), (0,)), ((), ()))
     >>> x, w = jnp.ones((4, 4)), jnp.ones((4, 4))
     >>> rows = [row for i in range(2) for row in stats(i * x, w, dimensions)[1].rows(step=i)]
-    >>> ax = jfp8.plot.amax_history(rows, name="lhs")
+    >>> ax = jfp8.plot.amax_history(rows, name=rows[-1].name)
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
     ['amax', 'scale · 448, limit of E4M3FN', 'amax is 0']
     """
