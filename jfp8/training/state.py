@@ -230,7 +230,7 @@ class TrainState(flax.struct.PyTreeNode):
         amaxes, overflow = decode_all(grads.fp8_sink)
         finite = all_squares_finite(grads.params) & jnp.all(jnp.isfinite(grads.loss)) & ~overflow
         trained, apply = self.params, optax.apply_updates
-        if _has_stored(self.params):
+        if states_of(ScaledArray, self.params):
             apply = apply_updates
             trained = trained if has_master_weights(self.opt_state) else without_stored(trained)
         tx = optax.with_extra_args_support(self.tx)
