@@ -180,7 +180,7 @@ def _on_one_device(
     state = jax.tree.map(in_units_of_this_device, state, is_leaf=is_state)
     try:
         value, grads = grad_fn(state, batch)
-    except Exception as error:
+    except TypeError as error:
         made = "jfp8.data_parallel(jfp8.value_and_grad(loss_fn), axis_name)"
         error.add_note(f"data_parallel takes what returns (loss, grads), such as {made}.")
         raise
