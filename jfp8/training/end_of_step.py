@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jfp8.optim.finite import all_of
 from jfp8.optim.loss_scale_state import find_loss_scale
@@ -135,7 +136,11 @@ def end_step(
         amaxes = amaxes.get("amax") if isinstance(amaxes, Mapping) else amaxes
         new = end_together({role: product[role] for role in ROLES}, amaxes, ends)
         new = sealed(new) if CHECK in product else new
-        new = new if finite is None else choose(finite, new, product)
+        if finite is not None:
+            # One flag for each matmul: XLA merges kernels that share an array, not those that share
+            # a scalar, and would start one for each of the amaxes here.
+            flags = jnp.broadcast_to(finite, product[ROLES[0]]["amax"].shape)
+            new = choose(lax.optimization_barrier(flags), new, product)
         return new if growth is None else _with_rescaled_grads(new, growth)
 
     return map_products(end, states, amaxes)
