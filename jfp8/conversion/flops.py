@@ -28,9 +28,6 @@ BETWEEN = 9.4
 # gradients are in f32, and checked.
 ADAMW, CAST, CHECKED = 30, 6, 8
 
-Parts = dict[str, tuple[float, float]]
-"""Microseconds of the parts of a step, as it is and in bf16."""
-
 
 def flops(eqn: Any) -> int:
     """Count the multiplications and additions of a plain product; 0 for anything else.
@@ -91,18 +88,16 @@ def microseconds(
     return {"expected_us": of(how), "bf16_us": of("bf16")}
 
 
-def parts_of_step(rows: Sequence[ProductRow], parameters: int) -> Parts:
-    """Return the parts of a training step; {} if times are unknown.
+def parts_of_step(rows: Sequence[ProductRow], parameters: int) -> dict[str, tuple[float, float]]:
+    """Return microseconds of the parts of a training step, as it is and in bf16; {} if unknown.
 
-    Args:
-      rows: the matmuls of its forward and backward pass.
-      parameters: the number of trained parameters.
+    `rows` are its matmuls, forward and backward; so many `parameters` are trained.
     """
-    parts: Parts = {}
     us_of = lambda moved: 1e6 * (planner_of(current_gpu()).expected_pass(moved) or 0.0)
     between = us_of(BETWEEN * sum(row.times * _results(row) for row in rows))
     if not between or not parameters:
-        return parts
+        return {}
+    parts = {}
     for name, in_fp8 in (("FP8 matmuls", True), ("other matmuls", False)):
         timed = [row for row in rows if row.fp8 == in_fp8]
         here = sum(row.times * (row.expected_us or 0.0) for row in timed)

@@ -79,6 +79,7 @@ class Report(Printed):
         return {
             "fp8_fraction": self.fp8_fraction,
             "flops": self.flops,
+            "step": dict(self.step),
             "products": [dataclasses.asdict(row) for row in self.rows],
         }
 
