@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8.layers import kv_cache
@@ -120,6 +122,20 @@ def test_each_token_is_quantized_once_by_its_own_size():
     assert cache.key.nbytes == 2 * 6 * 3 * (8 + 4)
     for found, x in zip(kv_cache.keys_and_values(cache, jnp.float32), (keys, values), strict=True):
         np.testing.assert_array_equal(found, fake_quantized(x))
+
+
+def test_a_cache_keeps_its_sharding(mesh_of):
+    """By heads, which the keys of a token are not. The oracle is on one device."""
+    empty, x = kv_cache.init_kv_cache((2, 6, 4, 8), jfp8.E4M3FN), X[:, :3].reshape(2, 3, 4, 8)
+    expected = kv_cache.extended(empty, x, 2 * x)
+    mesh = mesh_of((2, 4), ("data", "model"))
+    by_heads = NamedSharding(mesh, P("data", None, "model"))
+    place = lambda x: jax.device_put(x, by_heads if x.ndim == 4 else NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        found = jax.jit(kv_cache.extended)(jax.tree.map(place, empty), x, 2 * x)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    stored = [x for x in jax.tree.leaves(found) if x.ndim == 4]
+    assert [x.sharding.is_equivalent_to(by_heads, 4) for x in stored] == [True] * 4
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", "float32"])

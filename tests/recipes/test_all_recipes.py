@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
@@ -121,26 +121,19 @@ def test_vmap_equals_loop(recipe):
     assert_agree(batched, [jnp.stack(parts) for parts in zip(*loop)], recipe)
 
 
-def make_mesh():
-    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-# How the three arrays of a layer lie on devices.
+# How the three arrays of a layer lie on devices. JAX asks for the sharding of a sum over explicit
+# axes that shard both operands, and takes an axis once.
+FSDP = (P("data"), P("data"), P("data"))
+COLUMNS = (P(), P(None, "data"), P(None, "data"))
 WAYS = {
-    "data": (P("data"), P(), P("data")),
-    "FSDP": (P("data"), P("data"), P("data")),
-    "columns": (P(), P(None, "data"), P(None, "data")),
-    "rows": (P(None, "data"), P("data"), P()),
-    "rows and columns": (P("data"), P(None, "data"), P("data")),
+    AxisType.Explicit: (FSDP, COLUMNS),
+    AxisType.Auto: (
+        (P("data"), P(), P("data")),
+        FSDP,
+        (P(None, "data"), P("data"), P()),
+        (P("data"), P(None, "data"), P("data")),
+    ),
 }
-
-
-def on_devices(arrays, way):
-    mesh = make_mesh()
-    return [
-        jax.device_put(x, NamedSharding(mesh, spec))
-        for x, spec in zip(arrays, WAYS[way], strict=True)
-    ]
 
 
 @pytest.mark.slow
@@ -148,8 +141,12 @@ def on_devices(arrays, way):
 def test_sharded_jit_equals_unsharded(recipe):
     arrays = layer_operands()
     expected = value_and_grads(*arrays, recipe=recipe)
-    for way in WAYS:
-        assert_agree(value_and_grads(*on_devices(arrays, way), recipe=recipe), expected, recipe)
+    for kind, ways in WAYS.items():
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        for specs in ways:
+            lie = [NamedSharding(mesh, spec) for spec in specs]
+            found = value_and_grads(*map(jax.device_put, arrays, lie), recipe=recipe)
+            assert_agree(found, expected, recipe)
 
 
 @pytest.mark.slow
@@ -162,9 +159,10 @@ def test_shard_map_is_a_product_per_device(recipe):
         y, d_lhs, d_rhs = value_and_grads.__wrapped__(lhs[0], rhs, dy[0], recipe=recipe)
         return y[None], d_lhs[None], d_rhs
 
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     specs = P("data"), P(), P("data")
     sharded = jax.shard_map(
-        device, mesh=make_mesh(), in_specs=specs, out_specs=(P("data"), P("data"), P())
+        device, mesh=mesh, in_specs=specs, out_specs=(P("data"), P("data"), P())
     )
     results = jax.jit(sharded)(lhs, rhs[0], dy)
     parts = [value_and_grads(lhs[i], rhs[0], dy[i], recipe=recipe) for i in range(8)]

@@ -142,15 +142,14 @@ def test_a_step_is_that_of_one_device_but_for_the_mean(dense, micro_batches):
     )
 
 
-@pytest.mark.representative(1)
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_histories_are_those_of_one_device(micro_batches):
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_histories_are_those_of_one_device(micro_batches, mesh_of):
     """Gradients of a device's mean are N times those of the mean; their histories are not."""
     state, single = trained(jfp8.Dense), on_one_device(jfp8.Dense, micro_batches)
-    batch = make_batch(seed=7)
+    batch, mesh = make_batch(seed=7), mesh_of((N,), ("data",))
     expected = applied(state, single(state, batch)[1]).fp8
-    compute = parallel(gradients(jfp8.Dense, micro_batches=micro_batches), mean=in_f32)
-    _, grads = compute(state, batch)
+    compute = parallel(gradients(jfp8.Dense, micro_batches=micro_batches), mesh, mean=in_f32)
+    _, grads = compute(state, placed(batch, mesh, P("data")))
     histories = applied(state, grads).fp8
     assert_close(histories, expected, rtol=1e-6)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), histories, state.fp8)
@@ -302,18 +301,17 @@ def test_other_axes_stay_automatic():
     assert sum(c.bytes for c in records) == 2 * 3 / 4 * count * 132
 
 
-def test_specs_may_name_the_batch_axis():
+def test_specs_may_name_the_batch_axis(mesh_of):
     """Parameters that are stored in parts along the batch axis are whole in `grad_fn`."""
     loss = lambda w, x: jnp.mean((x @ w) ** 2)
-    w, x = jnp.ones((128, 64)), make_batch()["x"]
-    w = jax.device_put(w, NamedSharding(MESH_2D, P("data", "model")))
+    mesh, specs = mesh_of((4, 2), ("data", "model")), P("data", "model")
+    w, x = jnp.ones((128, 64)), placed(make_batch()["x"], mesh, P("data"))
+    w = jax.device_put(w, NamedSharding(mesh, specs))
     compute = jax.jit(
-        data_parallel(
-            jax.value_and_grad(loss), "data", mesh=MESH_2D, specs=P("data", "model"), mean=in_fp8
-        )
+        data_parallel(jax.value_and_grad(loss), "data", mesh=mesh, specs=specs, mean=in_fp8)
     )
     _, grads = compute(w, x)
-    assert decibels(jax.grad(loss)(jnp.ones((128, 64)), x), grads) >= 28
+    assert decibels(jax.grad(loss)(jnp.ones((128, 64)), make_batch()["x"]), grads) >= 28
 
 
 @pytest.mark.slow
