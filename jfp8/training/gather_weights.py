@@ -91,8 +91,7 @@ def gather_weights(
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> from jax.sharding import PartitionSpec as P
-    >>> auto = (jax.sharding.AxisType.Auto,)
-    >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=auto)
+    >>> mesh = jax.make_mesh((1,), ("fsdp",))
     >>> model, x = jfp8.Dense(4, recipe="current"), jnp.ones((2, 8))
     >>> params = model.init(jax.random.key(0), x)["params"]
     >>> def loss(shards):
