@@ -134,7 +134,7 @@ def _padded(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _sharded_like(x: Any, y: Any) -> Any:
-    """Shard the rows of `y` like the rows of `x`, which has more or fewer zeros after its rows.
+    """Shard the rows of `y` like `x`, which has more or fewer zeros after its rows.
 
     XLA propagates no sharding between dimensions of different sizes. Shards are whole tiles.
     """

@@ -75,7 +75,6 @@ Plans = Mapping[Path, _Plan]
 def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Path, _Plan]]:
     root: dict[Var, Root] = dict.fromkeys(jaxpr.constvars, 0)
     root.update(zip(jaxpr.invars, roots, strict=True))
-    origin: dict[Var, Any] = {}  # inside ``jax.sharding.auto_axes``, the array outside
     made_by: dict[Var, int] = {}
     for_bodies: list[Any] = []
     needed: list[Any] = list(jaxpr.outvars)
@@ -85,9 +84,6 @@ def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Pa
         known = [n for n in ins if n is not None]
         if len(known) == len(ins) and not eqn.effects:
             root.update(dict.fromkeys(eqn.outvars, max(known, default=0)))
-            named = [v for v in eqn.invars if not isinstance(v, Literal)]
-            largest = max(named, key=lambda v: root[v] or 0, default=None)
-            origin.update({v: origin.get(largest, largest) for v in eqn.outvars if _is_inside(v)})
             continue
         root.update(dict.fromkeys(eqn.outvars, None))
         needed += eqn.invars
@@ -118,8 +114,18 @@ def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Pa
     # From the needs of the rest back to values small enough to keep, and from there to the origins.
     kept = _reached(jaxpr, needed, made_by, root, until=is_kept)
     early = _reached(jaxpr, [*kept, *for_bodies], made_by, root, until=lambda v: False)
-    keep = {v: origin.get(v, v).aval.sharding.spec for v in kept if is_kept(v)}
+    keep = {v: _spec_outside(v, jaxpr, made_by, root) for v in kept if is_kept(v)}
     yield path, _Plan(keep, frozenset(made_by[v] for v in early if v in made_by))
+
+
+def _spec_outside(
+    v: Var, jaxpr: Jaxpr, made_by: dict[Var, int], root: dict[Var, Root]
+) -> PartitionSpec:
+    """Return the sharding of `v`, or of the array outside ``auto_axes`` that it is computed from."""
+    while v in made_by and _is_inside(v):
+        named = [w for w in jaxpr.eqns[made_by[v]].invars if not isinstance(w, Literal)]
+        v = max(named, key=lambda w: root[w] or 0)
+    return _sharding(v).spec
 
 
 def _reached(
@@ -218,7 +224,7 @@ def _to_bytes(x: jax.Array) -> jax.Array:
 
 def _from_bytes(x: jax.Array, v: Var) -> jax.Array:
     if _is_inside(v):
-        with jax.sharding.use_abstract_mesh(v.aval.sharding.mesh):
+        with jax.sharding.use_abstract_mesh(_sharding(v).mesh):
             return _from_bytes(jax.sharding.reshard(x, PartitionSpec()), v)
     return codes_to_format(x, format_of(_dtype(v))) if _dtype(v) in _NARROW else x
 
@@ -226,7 +232,11 @@ def _from_bytes(x: jax.Array, v: Var) -> jax.Array:
 def _is_inside(v: Var) -> bool:
     """Return whether an array is inside ``jax.sharding.auto_axes``."""
     here = jax.sharding.get_abstract_mesh()
-    return bool(here.explicit_axes) and v.aval.sharding.mesh != here
+    return bool(here.explicit_axes) and _sharding(v).mesh != here
+
+
+def _sharding(v: Var) -> Any:
+    return getattr(v.aval, "sharding", None)
 
 
 def _dtype(v: Var) -> Any:
