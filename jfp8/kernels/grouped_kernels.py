@@ -32,6 +32,7 @@ from jfp8.kernels.verdicts import why_failed
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.operation import Kind, Operand, Use
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot, grouped_operation
+from jfp8.quantizers.quantizer import Quantizer
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
@@ -55,18 +56,21 @@ def why_not_grouped_kernels(recipe: Recipe, has_quantized_rhs: bool, gpu: Gpu | 
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
         return "grouped matmuls of rotated operands"
     for role, (first, second) in products.by_role().items():
-        refused = f"a grouped matmul whose {role} is quantized as {first}, {second}"
-        if first is None or second is None or not (has_kernel(first) and has_kernel(second)):
-            return refused
-        in_tiles = role == "lhs" and (first.block, second.block) == ((BLOCK, 1), (BLOCK, BLOCK))
-        if first != second and not in_tiles:
-            return refused
-        in_blocks = first.block in mosaic.BACKEND.blocks
-        if not (in_blocks or first.one_for_both):
-            return f"a grouped matmul whose {role} is quantized as {first}"
-        if in_blocks and (role == "rhs") != (first.block == (BLOCK, BLOCK)):
-            return f"a grouped matmul whose {role} has blocks of {first.block}"
+        if not _is_taken(role, first, second):
+            return f"a grouped matmul whose {role} is quantized as {first}, {second}"
     return None
+
+
+def _is_taken(role: str, first: Quantizer | None, second: Quantizer | None) -> bool:
+    """Return True if kernels quantize a tensor for both of its matmuls, and multiply it."""
+    if first is None or second is None or not (has_kernel(first) and has_kernel(second)):
+        return False
+    tile = (BLOCK, BLOCK)
+    if first != second:
+        return role == "lhs" and (first.block, second.block) == ((BLOCK, 1), tile)
+    if first.block in mosaic.BACKEND.blocks:
+        return (role == "rhs") == (first.block == tile)
+    return first.one_for_both
 
 
 @grouped_operation

@@ -226,7 +226,7 @@ def of_history(recipe):
         (recipes.DelayedScaling(amax_history_len=2), True, jnp.float32),
         (recipes.RowwiseScaling(scale_rounding=None, fp8_format="HYBRID"), False, jnp.bfloat16),
         (recipes.Float8BlockScaling(), False, jnp.bfloat16),
-        (recipes.Float8BlockScaling(wgrad_tiles=True), False, jnp.bfloat16),
+        (recipes.Float8BlockScaling(scale_rounding=None, wgrad_tiles=True), False, jnp.bfloat16),
     ],
     ids=repr,
 )

@@ -157,21 +157,25 @@ WHOLE = {"scale_rounding": "power_of_two"}  # so that sums of integers stay exac
         ((jfp8.PerTensor(), jfp8.PerTensor()), "matmul"),
         ((jfp8.Block((1, 128)), jfp8.Block((1, 128))), "block_matmul"),
         ((jfp8.Block((128, 128)), jfp8.Block((1, 128))), "block_matmul"),
+        ((jfp8.Block((128, 128)), jfp8.Block((128, 128))), "block_matmul"),
     ],
     ids=repr,
 )
 def test_products(granularities, name, divided_by_hand):
     rng = np.random.default_rng(0)
     integers = lambda *shape: jnp.asarray(rng.integers(-8, 9, shape), jnp.float32)
-    sizes = (256, 128) if granularities[0] == jfp8.Block((128, 128)) else (128, 256)
-    a, b = (
-        jfp8.quantize(integers(size, 256), granularity=granularity, **WHOLE)
-        for size, granularity in zip(sizes, granularities, strict=True)
-    )
-    job = MatmulSpec((((1,), (1,)), ((), ())), np.dtype(np.float32), "f32", False, False)
-    y = hopper.by_mosaic(a, b, job)
-    np.testing.assert_array_equal(y, np.asarray(a.dequantize()) @ np.asarray(b.dequantize()).T)
-    assert set(divided_by_hand) == {(name, letter) for letter in "mnk"}
+    tiles_of_a = granularities == (jfp8.Block((128, 128)), jfp8.Block((1, 128)))
+    uncut = [((192, 128), "nk")]  # 192 rows are no two parts of whole tiles
+    for sizes, letters in [((256, 128), "mnk"), *uncut] if tiles_of_a else [((128, 256), "mnk")]:
+        a, b = (
+            jfp8.quantize(integers(size, 256), granularity=granularity, **WHOLE)
+            for size, granularity in zip(sizes, granularities, strict=True)
+        )
+        job = MatmulSpec((((1,), (1,)), ((), ())), np.dtype(np.float32), "f32", False, False)
+        divided_by_hand.clear()
+        y = hopper.by_mosaic(a, b, job)
+        np.testing.assert_array_equal(y, np.asarray(a.dequantize()) @ np.asarray(b.dequantize()).T)
+        assert set(divided_by_hand) == {(name, letter) for letter in letters}
 
 
 @pytest.mark.representative(1)

@@ -71,7 +71,8 @@ def test_on_hopper_nothing_is_multiplied_outside_of_kernels(recipe):
     [
         (recipes.Float8CurrentScaling(), [150, 0, 40]),
         (recipes.Float8BlockScaling(), [0, 130, 60]),
-        (recipes.Float8BlockScaling(fp8_format="HYBRID", wgrad_tiles=True), [0, 130, 60]),
+        # Powers of two of any size would round nearly all values alike.
+        (recipes.Float8BlockScaling(scale_rounding=None, wgrad_tiles=True), [0, 130, 60]),
     ],
     ids=["current", "block", "tiles"],
 )
