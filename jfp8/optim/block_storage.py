@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,15 @@ class ExpandedArray(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the values."""
         return self.data.shape
+
+
+class Grid(NamedTuple):
+    """Numbers of each block in ``Blocks(transform="expand")``, f32."""
+
+    amax: jax.Array  # NaN if an element of the block was not finite
+    power: jax.Array
+    over_amax: jax.Array  # 1 / amax, of all blocks finite
+    over_power: jax.Array
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,79 +165,83 @@ class Blocks(Storage):
         found = [over_blocks(reduce, bits, granularity) for reduce in reductions]
         return tuple(lax.bitcast_convert_type(extreme, jnp.float32) for extreme in found)
 
+    def scales(self, measured: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Return the scale of each block; for ``"expand"`` its `Grid`."""
+        if self.transform == "expand":
+            return self._grid(*measured)
+        (largest,), rounding = measured, self.scale_rounding
+        return (scale_from_amax(largest, self.fmt, scale_rounding=rounding, poison=True),)
+
     def round(
-        self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array
+        self, x: jax.Array, scales: tuple[jax.Array, ...], seed: jax.Array
     ) -> ScaledArray | ExpandedArray:
         bits = hash_bits(seed, x.shape) if self.rounding == "stochastic" else None
+        block = self._block_of(x)
         if self.transform != "expand":
-            return self._scale(x, measured[0], bits)
-        return (self._expand if self.fmt.signed else self._levels)(x, measured, bits)
+            if block is not None and x.shape[-1] % block[-1] == 0:
+                block = None  # the shape of the scales implies it
+            return quantize_with_scale(x, scales[0], self.fmt, self.rounding, bits, block)
+        grid = Grid(*scales)
+        if self.fmt.signed:
+            data = self._expand(x, grid, bits)
+        else:
+            codes = levels.codes(x, grid.over_amax, grid.power, block, bits)
+            data = codes_to_format(codes, self.fmt)
+        amax, power = grid.amax.astype(jnp.bfloat16), grid.power.astype(jnp.bfloat16)
+        return ExpandedArray(data, amax, power)  # both exact in bf16
 
-    def decode(self, stored: ScaledArray | ExpandedArray) -> jax.Array:
-        if isinstance(stored, ExpandedArray):
-            return (self._contract if self.fmt.signed else self._from_levels)(stored)
-        return scaled_values(stored)
+    def tables(self, stored: ScaledArray | ExpandedArray) -> tuple[jax.Array, ...]:
+        if isinstance(stored, ScaledArray):
+            return (cast(jax.Array, stored.scale),)
+        return stored.amax.astype(jnp.float32), _reciprocal(stored.power.astype(jnp.float32))
 
-    def _scale(self, x: jax.Array, largest: jax.Array, bits: jax.Array | None) -> ScaledArray:
-        fmt, block = self.fmt, self._block_of(x)
-        if block is not None and x.shape[-1] % block[-1] == 0:
-            block = None  # the shape of the scales implies it
-        scale = scale_from_amax(largest, fmt, scale_rounding=self.scale_rounding, poison=True)
-        return quantize_with_scale(x, scale, fmt, self.rounding, bits, block)
+    def decode(self, stored: ScaledArray | ExpandedArray, *tables: jax.Array) -> jax.Array:
+        tables = tables or self.tables(stored)
+        if isinstance(stored, ScaledArray):
+            return scaled_values(replace(stored, scale=tables[0]))
+        if self.fmt.signed:
+            return self._contract(stored.data, *tables)
+        return levels.values(codes_of(stored.data), self._block_of(stored.data), *tables)
 
-    def _expand(
-        self, x: jax.Array, measured: tuple[jax.Array, ...], bits: jax.Array | None
-    ) -> ExpandedArray:
-        fmt, block = self.fmt, self._block_of(x)
-        smallest, largest = _outwards(measured[1], measured[0])
+    def _grid(self, largest: jax.Array, smallest: jax.Array) -> Grid:
         finite = jnp.isfinite(largest)
-        # So that its reciprocal is a normal number, even for a block of zeros.
-        largest = jnp.where(largest < SMALLEST_SCALE, 1.0, jnp.minimum(largest, LARGEST_SCALE))
-        binades = jnp.log2(largest) - jnp.log2(smallest)  # the quotient could overflow
-        spanned = np.float32(16 * np.log2(fmt.max**2 / 2))
-        power = jnp.floor(spanned / jnp.clip(binades, 0.1, MOST_BINADES)) / 16
-        power = jnp.minimum(power, LARGEST_POWER)
+        if not self.fmt.signed:
+            largest, power = levels.grid(smallest, largest)
+        else:
+            smallest, largest = _outwards(smallest, largest)
+            # So that its reciprocal is a normal number, even for a block of zeros.
+            largest = jnp.where(largest < SMALLEST_SCALE, 1.0, jnp.minimum(largest, LARGEST_SCALE))
+            binades = jnp.log2(largest) - jnp.log2(smallest)  # the quotient could overflow
+            spanned = np.float32(16 * np.log2(self.fmt.max**2 / 2))
+            power = jnp.floor(spanned / jnp.clip(binades, 0.1, MOST_BINADES)) / 16
+            power = jnp.minimum(power, LARGEST_POWER)
+        amax = jnp.where(finite, largest, jnp.nan)
+        return Grid(amax, power, _reciprocal(largest), _reciprocal(power))
 
-        relative = apply_scale(jnp.abs(x), np.float32(1.0) / largest, block)
-        y = np.float32(fmt.max) * jnp.exp2(apply_scale(jnp.log2(relative), power, block))
+    def _expand(self, x: jax.Array, grid: Grid, bits: jax.Array | None) -> jax.Array:
+        fmt, block = self.fmt, self._block_of(x)
+        relative = apply_scale(jnp.abs(x), grid.over_amax, block)
+        y = np.float32(fmt.max) * jnp.exp2(apply_scale(jnp.log2(relative), grid.power, block))
         # Only zero becomes zero: a second moment of zero next to a nonzero first one would make the
         # update infinite.
         y = jnp.where(jnp.abs(x) < SMALLEST_SCALE, 0.0, jnp.maximum(y, fmt.smallest_subnormal))
-        kept = jnp.where(finite, largest, jnp.nan).astype(jnp.bfloat16)
-        q = ExpandedArray(x, kept, power.astype(jnp.bfloat16))  # both exact in bf16
-        if bits is not None:
-            return q._replace(data=self._drawn(x, y, q, bits))
-        return q._replace(data=_with_sign(encode(y, fmt), x, fmt))
+        return _with_sign(encode(y, fmt), x, fmt) if bits is None else self._drawn(x, y, grid, bits)
 
-    def _contract(self, stored: ExpandedArray) -> jax.Array:
-        y, block = decode(stored.data), self._block_of(stored.data)
-        largest, power = stored.amax.astype(jnp.float32), stored.power.astype(jnp.float32)
+    def _contract(self, data: jax.Array, amax: jax.Array, over_power: jax.Array) -> jax.Array:
+        y, block = decode(data), self._block_of(data)
         relative = jnp.abs(y) * np.float32(1 / self.fmt.max)
-        relative = jnp.exp2(apply_scale(jnp.log2(relative), np.float32(1.0) / power, block))
-        return jnp.copysign(apply_scale(relative, largest, block), y)
+        relative = jnp.exp2(apply_scale(jnp.log2(relative), over_power, block))
+        return jnp.copysign(apply_scale(relative, amax, block), y)
 
-    def _levels(
-        self, x: jax.Array, measured: tuple[jax.Array, ...], bits: jax.Array | None
-    ) -> ExpandedArray:
-        largest, smallest = measured
-        top, per_binade = levels.grid(smallest, largest)
-        codes = levels.codes(x, top, per_binade, self._block_of(x), bits)
-        kept = jnp.where(jnp.isfinite(largest), top, jnp.nan).astype(jnp.bfloat16)  # exact
-        data = codes_to_format(codes, self.fmt)
-        return ExpandedArray(data, kept, per_binade.astype(jnp.bfloat16))
-
-    def _from_levels(self, stored: ExpandedArray) -> jax.Array:
-        top, per_binade = stored.amax.astype(jnp.float32), stored.power.astype(jnp.float32)
-        return levels.values(codes_of(stored.data), top, per_binade, self._block_of(stored.data))
-
-    def _drawn(self, x: jax.Array, y: jax.Array, q: ExpandedArray, bits: jax.Array) -> jax.Array:
+    def _drawn(self, x: jax.Array, y: jax.Array, grid: Grid, bits: jax.Array) -> jax.Array:
         """Round `x`, whose transformed magnitudes are `y`, stochastically.
 
         The probability comes from the distances of the decoded values:
         ``P(up) = (|x| - low) / (high - low)``. Distances of the ``y`` would decode to too large a
         mean, as roots are concave.
         """
-        value = lambda codes: self._contract(q._replace(data=codes_to_format(codes, self.fmt)))
+        scales = grid.amax, grid.over_power
+        value = lambda codes: self._contract(codes_to_format(codes, self.fmt), *scales)
         below = encode(y, self.fmt, "toward_zero")
         below = jnp.minimum(below, np.uint8(self.fmt.max_code - 1))
         low, high = value(below), value(below + np.uint8(1))
@@ -238,6 +251,10 @@ class Blocks(Storage):
 
     def _block_of(self, x: jax.Array) -> tuple[int, ...] | None:
         return None if self.block is None else (1,) * (x.ndim - 1) + (self.block,)
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    return np.float32(1) / x
 
 
 def _smallest_integer(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

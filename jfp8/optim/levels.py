@@ -45,7 +45,7 @@ def grid(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def codes(
     x: jax.Array,
-    top: jax.Array,
+    over_top: jax.Array,
     n: jax.Array,
     block: tuple[int, ...] | None,
     bits: jax.Array | None,
@@ -55,7 +55,7 @@ def codes(
     Only zero becomes zero: a second moment of zero next to a nonzero first one would make the
     update infinite.
     """
-    relative = apply_scale(jnp.abs(x), np.float32(1) / top, block)
+    relative = apply_scale(jnp.abs(x), over_top, block)
     level = np.float32(TOP_CODE) + apply_scale(jnp.log2(relative), n, block)
     add = np.float32(0.5) if bits is None else (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
     code = jnp.clip(jnp.floor(level + add), 1, TOP_CODE).astype(jnp.uint8)
@@ -63,11 +63,11 @@ def codes(
 
 
 def values(
-    code: jax.Array, top: jax.Array, n: jax.Array, block: tuple[int, ...] | None
+    code: jax.Array, block: tuple[int, ...] | None, top: jax.Array, over_n: jax.Array
 ) -> jax.Array:
-    """Decode uint8 codes to f32."""
-    down = np.float32(TOP_CODE) - code.astype(jnp.float32)
-    x = apply_scale(_exp2(apply_scale(down, np.float32(-1) / n, block)), top, block)
+    """Decode uint8 codes to f32; `over_n` is ``1 / n``."""
+    level = code.astype(jnp.float32) - np.float32(TOP_CODE)
+    x = apply_scale(_exp2(apply_scale(level, over_n, block)), top, block)
     return jnp.where((code == 0) & jnp.isfinite(x), np.float32(0), x)
 
 

@@ -41,7 +41,8 @@ class HalfArray(NamedTuple):
 class Storage(abc.ABC):
     """A way to store an f32 array: ``decode(encode(x, seed)) ~= x``.
 
-    Encoding is two passes over the array: `measure` finds the scales, `round` uses them.
+    Encoding is two passes over the array: `measure` reads it, and `round` uses the `scales` that
+    follow. `tables` and `scales` are computed once, for all arrays of a state in few kernels.
     """
 
     __repr__ = printing.changes
@@ -50,19 +51,27 @@ class Storage(abc.ABC):
         """Measure all of `x` for the rounding of its parts, f32; by default nothing."""
         return ()
 
+    def scales(self, measured: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Compute the numbers that `round` needs from what was measured; by default the same."""
+        return measured
+
     @abc.abstractmethod
-    def round(self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array) -> Any:
-        """Encode `x`, given the result of `measure`.
+    def round(self, x: jax.Array, scales: tuple[jax.Array, ...], seed: jax.Array) -> Any:
+        """Encode `x`, given the result of `scales`.
 
         Args:
           x: f32 array of any shape, or a part of the one that was measured.
-          measured: the result of `measure`, arrays of any shapes.
+          scales: the result of `scales`, arrays of any shapes.
           seed: uint32[2], see `encode`.
         """
 
+    def tables(self, stored: Any) -> tuple[jax.Array, ...]:
+        """Compute the numbers that `decode` needs from the scales alone; by default none."""
+        return ()
+
     @abc.abstractmethod
-    def decode(self, stored: Any) -> jax.Array:
-        """Return the f32 array that `stored` stands for."""
+    def decode(self, stored: Any, *tables: jax.Array) -> jax.Array:
+        """Return the f32 array that `stored` stands for; `tables` may be left out."""
 
     def holds(self, leaf: Any) -> bool:
         """Return True if a leaf of a state is a stored form; by default no array is.
@@ -83,7 +92,7 @@ class Storage(abc.ABC):
         Returns:
           An array, or a small pytree of arrays.
         """
-        return self.round(x, self.measure(x), seed)
+        return self.round(x, self.scales(self.measure(x)), seed)
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,12 +127,12 @@ class Float(Storage):
                 "for example Float(jnp.bfloat16, stochastic=True)."
             )
 
-    def round(self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array) -> jax.Array:
+    def round(self, x: jax.Array, scales: tuple[jax.Array, ...], seed: jax.Array) -> jax.Array:
         if self.stochastic:
             x = round_to_16_bits(x, self.dtype, hash_bits(seed, x.shape))
         return x.astype(self.dtype)
 
-    def decode(self, stored: jax.Array) -> jax.Array:
+    def decode(self, stored: jax.Array, *tables: jax.Array) -> jax.Array:
         return stored.astype(jnp.float32)
 
     def holds(self, leaf: Any) -> bool:
@@ -153,7 +162,7 @@ class ScaledFloat16(Storage):
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         return (amax(x),)
 
-    def round(self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array) -> HalfArray:
+    def scales(self, measured: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         (largest,) = measured
         pattern = lax.bitcast_convert_type(
             np.float32(65504.0) / jnp.where(largest > 0, largest, np.float32(65504.0)), jnp.uint32
@@ -162,11 +171,13 @@ class ScaledFloat16(Storage):
         exponent = jnp.clip(pattern >> 23, np.uint32(1), np.uint32(253))
         s = lax.bitcast_convert_type(exponent << 23, jnp.float32)
         scale = lax.bitcast_convert_type((np.uint32(254) - exponent) << 23, jnp.float32)
-        return HalfArray(
-            (x * s).astype(jnp.float16), jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-        )
+        return s, jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
-    def decode(self, stored: HalfArray) -> jax.Array:
+    def round(self, x: jax.Array, scales: tuple[jax.Array, ...], seed: jax.Array) -> HalfArray:
+        s, scale = scales
+        return HalfArray((x * s).astype(jnp.float16), scale)
+
+    def decode(self, stored: HalfArray, *tables: jax.Array) -> jax.Array:
         return stored.data.astype(jnp.float32) * stored.scale
 
 

@@ -20,6 +20,7 @@ from jfp8.optim.wrapping import seed_words, transformation, widened
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.random_bits import fold_in
+from jfp8.tracing.few_kernels import in_few_kernels
 
 
 class StoredState(NamedTuple):
@@ -120,9 +121,12 @@ class _Wrapper:
     ) -> tuple[optax.Updates, StoredState]:
         # The state decides, not sizes, since a shard is smaller than its array.
         storages = self._storages_of(state.inner_state, lambda storage, leaf: storage.holds(leaf))
+        leaves = jax.tree.leaves(state.inner_state, is_leaf=is_stored)
+        pairs = zip(storages, leaves, strict=True)
+        tables = in_few_kernels([s.tables(leaf) if s else () for s, leaf in pairs])
 
         def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            wide = _decode(inner_state, storages)
+            wide = _decode(inner_state, storages, tables)
             return self.inner.update(widened(updates), wide, widened(params), **extra_args)
 
         # Rounding needs the scale of a block before its first element, so the state is computed
@@ -165,12 +169,16 @@ class _Wrapper:
     ) -> Any:
         seed_of_step = fold_in(seed_words(self.seed), count)
         leaves, structure = jax.tree.flatten(wide)
-        rounded = []
+        seeds = [tuple(fold_in(seed_of_step, np.uint32(i))) for i in range(len(leaves))]
+        seeds = in_few_kernels(seeds)
         for i, (storage, leaf) in enumerate(zip(storages, leaves, strict=True)):
             if storage:
-                leaf = storage.round(leaf, measured[i], fold_in(seed_of_step, np.uint32(i)))
-            rounded.append(leaf)
-        return structure.unflatten(rounded)
+                # Behind a barrier each, so that few arrays wait for the gradients of others.
+                scales = in_few_kernels(storage.scales(measured[i]))
+                stored = storage.round(leaf, scales, jnp.stack(seeds[i]))
+                (data, *stored_scales), form = jax.tree.flatten(stored)
+                leaves[i] = form.unflatten([data, *in_few_kernels(stored_scales)])
+        return structure.unflatten(leaves)
 
 
 def _measure(wide: Any, storages: Sequence[Storage | None]) -> list[tuple[jax.Array, ...]]:
@@ -178,10 +186,10 @@ def _measure(wide: Any, storages: Sequence[Storage | None]) -> list[tuple[jax.Ar
     return [storage.measure(leaf) if storage else () for storage, leaf in found]
 
 
-def _decode(state: Any, storages: Sequence[Storage | None]) -> Any:
+def _decode(state: Any, storages: Sequence[Storage | None], tables: Sequence[Any]) -> Any:
     leaves, structure = jax.tree.flatten(state, is_leaf=is_stored)
-    pairs = zip(storages, leaves, strict=True)
-    return structure.unflatten([s.decode(leaf) if s else leaf for s, leaf in pairs])
+    found = zip(storages, leaves, tables, strict=True)
+    return structure.unflatten([s.decode(leaf, *t) if s else leaf for s, leaf, t in found])
 
 
 def is_stored(node: Any) -> bool:

@@ -197,30 +197,45 @@ def test_gradients_are_read_once_before_the_optimizer(step):
     assert moved(clipped) - moved(clipped, "bfloat16") == pytest.approx(3 * 2 * size, rel=0.01)
 
 
+def moments(tx, arrays, axes, *specs):
+    """Compile one update of `tx`, for arrays of one shape that are sharded by `specs` in turn."""
+    params = {f"{i}": of((1024, 4096), F32) for i in range(arrays)}
+
+    def f(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def spec(path, x):
+        name = next((str(each.key) for each in path[::-1] if hasattr(each, "key")), "0")
+        return specs[int(name) % len(specs)] if x.ndim else PartitionSpec()
+
+    args = params, jax.eval_shape(tx.init, params), params
+    found = jax.tree.map_with_path(spec, args)
+    return compile_divided("h200", axes, f, args, found, found[:2], donated=(0, 1), dumped=False)
+
+
 def test_moments_in_8_bits_move_fewer_bytes_than_in_f32():
     """In many arrays of one shape, too: a pass measures each, and one rounds it."""
     arrays, size = 16, 1024 * 4096
-    params = {f"{i}": of((1024, 4096), F32) for i in range(arrays)}
-
-    def program(tx):
-        def f(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        args = params, jax.eval_shape(tx.init, params), params
-        specs = jax.tree.map(lambda _: PartitionSpec(), args)
-        how = {"donated": (0, 1), "dumped": False}
-        return compile_divided("h200", {"x": 1}, f, args, specs, **how)
-
-    wide, narrow = program(optax.adamw(1e-3)), program(jfp8.optim.adamw(1e-3))
+    one_gpu = arrays, {"x": 1}, PartitionSpec()
+    wide, narrow = moments(optax.adamw(1e-3), *one_gpu), moments(jfp8.optim.adamw(1e-3), *one_gpu)
     moved = lambda p: sum(n for _, n in p.hlo.kernels) / (arrays * size)
     # Gradient, parameter and moments; then also the gradient and codes of the pass that measures.
     assert moved(wide) == pytest.approx(4 + 3 * 8, abs=0.1)
-    assert moved(narrow) < 4 + 8 + 2 * 2 + 4 + 2 + 1.2  # and scales
+    assert moved(narrow) < 4 + 8 + 2 * 2 + 4 + 2 + 1.4  # and scales
     large = [i for i, n in narrow.hlo.kernels if n > 4 * size]
     assert len(large) == 2 * arrays
     assert not any(r.dtype == "f32" for i in large for r in i.results[1:])
-    assert len(narrow.hlo.kernels) < 11 * arrays
+    assert len(narrow.hlo.kernels) <= 2 * arrays + 12
+
+
+def test_scales_of_moments_are_computed_where_they_are():
+    """Two launches for an array, a few for all shards of one shape, and nothing is exchanged."""
+    arrays, axes = 8, {"data": 2, "tp": 4}
+    both = PartitionSpec("data", "tp"), PartitionSpec("tp", "data")
+    program = moments(jfp8.optim.adamw(1e-3), arrays, axes, *both)
+    assert program.audit.sent.total == 0
+    assert len(program.hlo.kernels) <= 2 * arrays + 2 * 12
 
 
 def test_micro_batches(compiled):
