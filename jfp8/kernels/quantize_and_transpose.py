@@ -40,14 +40,15 @@ class Made:
     """A matrix that a kernel may compute while it reads the matrix's inputs."""
 
     array: jax.Array  # the matrix, [m, n], as computed by XLA
-    parts: list[jax.Array]  # [m, projections, n], and for a `Gradient` also [m, n]
+    parts: list[jax.Array]  # each [m, projections, n], the last one of a `Gradient` [m, n]
     # Elementwise function of f32 arrays. Caches identify it by its ``str``.
     make: Callable[..., Any] = field(metadata={"static": True})
 
 
 def made_of(role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Made:
     """Return the matrix with the rows of `x`; see `Operation.made` for the arguments."""
-    rows = [part.reshape(-1, *part.shape[d:]) for part, d in zip(parts, (-2, -1), strict=False)]
+    kept = (-2, -1) if role == "grad" else (-2,) * len(parts)
+    rows = [part.reshape(-1, *part.shape[d:]) for part, d in zip(parts, kept, strict=True)]
     return Made(x.reshape(-1, x.shape[-1]), rows, make if role == "lhs" else Gradient(make))
 
 
@@ -162,8 +163,9 @@ def _read(x: Matrix, dtype: np.dtype | None) -> _Read:
     rows = " ".join("i" * d for d in range(1, jnp.ndim(x.array if isinstance(x, Made) else x)))
     if isinstance(x, Made):
         options = f"{x.make} in {x.array.dtype}", {"make": x.make}
-        if len(x.parts) == 1:
-            return _Read(x, x.parts, f"{rows} PROJECTION j", rows, "j", *options)
+        if not isinstance(x.make, Gradient):
+            dims = ", ".join([f"{rows} PROJECTION j"] * len(x.parts))
+            return _Read(x, x.parts, dims, rows, "j", *options)
         columns = "j" if x.parts[0].shape[-2] == 1 else "PROJECTION j"
         return _Read(x, x.parts, f"{rows} PROJECTION j, {rows} j", rows, columns, *options)
     return _Read(x, [x], f"{rows} j", rows, "j", f"{dtype}", {"dtype": dtype})
@@ -178,7 +180,7 @@ def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
     if not isinstance(quantizer, Blockwise):  # True if the kernel also computes the amaxes
         return isinstance(quantizer, Unit) or (isinstance(quantizer, Delayed) and state is not None)
     projections, n = x.parts[0].shape[-2:]
-    return len(x.parts) == 1 or projections == 1 or n % quantizer.block_size[0] == 0
+    return not isinstance(x.make, Gradient) or projections == 1 or n % quantizer.block_size[0] == 0
 
 
 # One function for each kind of quantizer that has a kernel. Each returns the quantizer's result,

@@ -181,9 +181,10 @@ class Operation:
         """Return what `quantize_for_both` takes for `x`, if a kernel may make that from `parts`.
 
         Args:
-          role: ``lhs``, which is `jfp8.products.mlp.make_all` of ``h``; or ``grad``, its gradient.
+          role: ``lhs``, which is `jfp8.products.mlp.make_all` of all `parts`; or ``grad``, its
+            gradient.
           x: the result of `arrange`.
-          parts: ``h``; or ``h`` and the gradient of lhs.
+          parts: ``h``, maybe in several arrays; or ``h`` and the gradient of lhs.
         """
         del role, make, parts
         return x

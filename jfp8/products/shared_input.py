@@ -23,6 +23,9 @@ class SharedInput:
     The caller that has the array makes one, passes it as `State.shared` to each of the matmuls, in
     one trace, and drops it. Inside a function that is traced by itself it is empty.
 
+    Attributes:
+      made_of: arguments of `Operation.made` by which a kernel may compute the array itself.
+
     >>> import jax.numpy as jnp
     >>> from jfp8.products.dot_general import observed_dot_general
     >>> from jfp8.products.operation import Options, State
@@ -34,6 +37,7 @@ class SharedInput:
     >>> q, k = product(jnp.ones((3, 4))), product(jnp.ones((3, 5)))
     """
 
+    made_of: tuple[Any, ...] = ()
     found: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def once(self, key: Any, compute: Callable[[], T]) -> T:

@@ -139,7 +139,9 @@ def _with_shared_lhs(
 
         def first() -> AmaxState:
             planner, quantizer = planner_of(current_device(lhs)), recipe.resolved().fprop.lhs
-            found = planner.amax_by_kernel(lax.stop_gradient(lhs), quantizer, own)
+            found = None
+            if not shared.made_of:  # else the kernel that makes the array finds it
+                found = planner.amax_by_kernel(lax.stop_gradient(lhs), quantizer, own)
             return own if found is None else {**own, "found": found}
 
         state = shared.once((*of_array, own["amax_history"].shape), first)
@@ -155,7 +157,11 @@ def _with_shared_lhs(
             Use("fprop", products.fprop, products.fprop.lhs, first),
             Use("wgrad", products.wgrad, products.wgrad.lhs, second),
         )
-        x = operation.arrange("lhs", lax.stop_gradient(lhs)).reshape(key[1])
+        x = operation.arrange("lhs", lax.stop_gradient(lhs))
+        if shared.made_of:
+            make, *parts = shared.made_of
+            x = operation.made("lhs", x, make, *lax.stop_gradient(parts))
+        x = jax.tree.map(lambda x: x.reshape(*key[1][:-1], *x.shape[1:]), x)
         found = operation.quantize_for_both("lhs", x, *uses, state, None)
         # No codes, which each layer would decode by itself, and devices would receive for each.
         named = lambda tree: jax.tree.map(lambda x: checkpoint_name(x, SAVED), tree)
