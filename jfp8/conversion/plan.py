@@ -123,6 +123,7 @@ class Plan:
 
     Attributes:
       of_activations: whether these are also matmuls of two activations.
+      computed_again: the groups whose results FP8 matmuls read, see `Walk`.
       causal: whether the program masks later positions.
       held: paths of weights that are multiplied by arrays which the function holds itself.
       unused: the shapes of matrices, and larger weights, by which no matmul multiplies.
@@ -130,6 +131,7 @@ class Plan:
 
     matmuls: dict[Any, PlannedMatmul]
     of_activations: bool
+    computed_again: frozenset[Place]
     causal: bool
     held: tuple[str, ...]
     unused: dict[str, tuple[int, ...]]
@@ -199,8 +201,10 @@ def plan_of(
         edge = looked.edge_of(key, ends)
         decision = named.decide(edge if edge in possible else None)
         matmuls[key] = PlannedMatmul(named, matmul, decision, frozenset(looked.loops[key]))
+    in_fp8 = [key for key, each in matmuls.items() if each.decision.recipe is not None]
+    again = frozenset().union(*(looked.groups.get(key, ()) for key in in_fp8))
     causal = masks_later_positions(program.closed, program.arguments)
-    return Plan(matmuls, of_activations, causal, looked.held(), looked.unused())
+    return Plan(matmuls, of_activations, again, causal, looked.held(), looked.unused())
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class _Looked:
     states: dict[str, list[Any]] = field(default_factory=dict)  # one for each weight
     seen: dict[Any, tuple[Named, WeightMatmul]] = field(default_factory=dict)  # without arrays
     loops: dict[Any, set[Place]] = field(default_factory=dict)
+    groups: dict[Any, set[Place]] = field(default_factory=dict)  # whose results they read
     first: set[Any] = field(default_factory=set)  # into which no other's result goes
     low_rank: set[Any] = field(default_factory=set)
     of_constants: dict[str, bool] = field(default_factory=dict)  # by the paths of weights
@@ -244,6 +249,8 @@ class _Looked:
                 consts = self.program.closed.consts
                 self.of_constants[matmul.source.path] = any(matmul.x is x for x in consts)
         self.loops.setdefault(key, set()).update(place for place, _ in matmul.source.loops)
+        if matmul.data is not None and matmul.data.group is not None:
+            self.groups.setdefault(key, set()).add(matmul.data.group)
         if matmul.data is None or matmul.data.origins <= INPUTS:
             self.first.add(key)
         if matmul.data is not None and matmul.data.factor is not None:

@@ -15,6 +15,7 @@ from jfp8.conversion.product_rows import (
     AT_CODE,
     SLOW,
     ProductRow,
+    blind_message,
     gain_of,
     listed,
     looks_ahead_message,
@@ -47,12 +48,14 @@ class Report(Printed):
       gpu: the kind of GPU for which JAX traced, if any.
       step: the expected microseconds of the parts of a training step with AdamW, as it is and in
         bf16, by name; empty unless JAX traced a gradient for a GPU with known rates.
+      blind: policies of ``jax.checkpoint`` around FP8 matmuls that do not see these.
     """
 
     rows: tuple[ProductRow, ...]
     causal: bool = False
     gpu: str = ""
     step: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    blind: tuple[str, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -138,11 +141,12 @@ class Report(Printed):
         return [self.summary(), *self._step_lines(), *warnings]
 
     def warnings(self) -> list[str]:
-        """Warn before training if scales of a causal model look ahead, or FP8 is slower."""
+        """Warn before training of scales that look ahead, slow FP8, and matmuls not saved."""
         ahead = {row.path or row.layer: row.recipe for row in self.looking_ahead}
         gains = {path: gain_of(rows) or 1.0 for path, rows in _by_layer(self.rows).items()}
         slow = {path: gain for path, gain in gains.items() if gain < SLOW}
         found = [looks_ahead_message(ahead)] if ahead else []
+        found += map(blind_message, self.blind)
         return [*found, slower_message(slow, self.gpu)] if slow else found
 
 

@@ -96,6 +96,15 @@ def slower_message(gains: Mapping[str, float], gpu: str) -> str:
     )
 
 
+def blind_message(policy: str) -> str:
+    """Warn about a policy of ``jax.checkpoint`` that does not see FP8 matmuls."""
+    return (
+        f"jax.checkpoint_policies.{policy} does not see the FP8 matmuls of jfp8's layers: a GPU "
+        "computes them again in the backward pass, and a CPU saves float32 results. Pass "
+        f"policy=jfp8.checkpoint_policies.{policy}."
+    )
+
+
 def listed(items: Sequence[str], most: int) -> str:
     """List up to `most` items, and count the others."""
     more = len(items) - most

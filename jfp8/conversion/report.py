@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jfp8.checkpoint_policies import OF_DOTS
 from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.flops import CUDNN_PASSES, CUDNN_RATE, flops, microseconds, parts_of_step
@@ -39,7 +40,7 @@ from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.recipes.in_effect import why_disabled
 from jfp8.scaling import formats
-from jfp8.tracing.compat import jaxprs_of, without_dead_code
+from jfp8.tracing.compat import jaxprs_of, policy_of, without_dead_code
 from jfp8.tracing.device import current_gpu, current_tpu
 from jfp8.tracing.interpreter import equations
 from jfp8.tracing.notes import Kind, explaining, layer_noted, notes_of
@@ -74,7 +75,8 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     Warns:
       UserWarning: positions of a causal model share scales (see `Recipe.is_causal`). A model counts
         as causal if it has a mask: a comparison of positions, or a triangular array. Or, traced for
-        a GPU with known rates: FP8 is expected to slow down some layers.
+        a GPU with known rates: FP8 is expected to slow down some layers. Or a policy of
+        ``jax.checkpoint`` does not see the FP8 matmuls of jfp8's layers.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = jfp8.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)]))
@@ -137,7 +139,14 @@ def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
     """List the products of a program that was traced in the context `notes.explaining`."""
     causal = masks_later_positions(closed, inputs)
     kind = getattr(current_gpu(), "kind", "")
-    return Report(tuple(_merged(_rows(closed.jaxpr))), causal, kind)
+    return Report(tuple(_merged(_rows(closed.jaxpr))), causal, kind, _blind(closed.jaxpr))
+
+
+def _blind(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """Return the names of policies of ``checkpoint`` around FP8 matmuls that do not see these."""
+    is_ours = lambda eqn: str(eqn.params.get("name", "")).startswith(PRODUCT_NAME)
+    around = [eqn for eqn, _, _ in equations(jaxpr) if policy_of(eqn) in OF_DOTS]
+    return tuple({OF_DOTS[policy_of(x)]: None for x in around if any(map(is_ours, _equations(x)))})
 
 
 def _linen_jaxpr(model: nn.Module, given: Any, kwargs: dict[str, Any]) -> ClosedJaxpr:

@@ -61,7 +61,8 @@ def run_planned(
     for each in plan.matmuls.values():
         loops.setdefault(each.named.name, set()).update(each.loops)
     feeds = {name: (states.get(name, State()), _stored(program, p)) for name, p in planned.items()}
-    walk = Walk(partial(_computed, plan, key, (if_lost, if_lacking)), loops, plan.of_activations)
+    compute = partial(_computed, plan, key, (if_lost, if_lacking))
+    walk = Walk(compute, loops, plan.of_activations, plan.computed_again)
     results, emitted = program.run(walk, program.arguments, feeds)
     amaxes: Amaxes = {}
     for name, seen in emitted:

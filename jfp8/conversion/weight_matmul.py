@@ -65,11 +65,13 @@ class Data:
       factor: ``(key of a matmul, features, rank)`` if the value is the result of that matmul.
       origins: the keys of all matmuls whose results it was computed from, element by element; and
         `INPUTS`, if from anything else but weights.
+      group: the place of the call of a group that computes it, in whatever dtype and shape.
     """
 
     key: Any
     factor: tuple[Any, int, int] | None = None
     origins: frozenset[Any] = INPUTS
+    group: Place | None = None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from jfp8.checkpoint_policies import seeing_fp8
+from jfp8.conversion.groups import GROUP, elementwise, grouped, is_cheap, saves_less
 from jfp8.conversion.weight_matmul import (
     INPUTS,
     PRODUCTS,
@@ -26,10 +28,13 @@ from jfp8.conversion.weight_matmul import (
     WeightMatmul,
     is_ordinary,
 )
+from jfp8.matmul.planner import planner_of
+from jfp8.products.shared_input import SharedInput
 from jfp8.recipes.in_effect import DISABLED, DISABLED_HERE
 from jfp8.tracing import interpreter
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.compat import body_of, evaluate, jaxprs_of, primitive_name, scan_sizes, scope_of
+from jfp8.tracing.device import current_device, explicit_mesh
 from jfp8.tracing.interpreter import Emitted, Reader, Value, arrays, equations, notes_in
 from jfp8.tracing.notes import note
 
@@ -55,6 +60,8 @@ class Walk(Reader):
     Attributes:
       loops: by the name of what is fed, the scans that slice it.
       of_activations: whether matmuls without a weight go to `compute`, too.
+      computed_again: the groups that save their inputs for the backward pass, if these are fewer
+        bytes, because what they compute is saved by FP8 matmuls alone, as FP8.
       used: the keys of matmuls whose results were read as a whole, by other matmuls or loops.
     """
 
@@ -62,10 +69,32 @@ class Walk(Reader):
     compute: Callable[[WeightMatmul], tuple[jax.Array, Emitted]]
     loops: Mapping[str, Collection[Place]]
     of_activations: bool = False
+    computed_again: Collection[Place] = ()
     used: set[Any] = field(default_factory=set)
+
+    def grouped(self, eqns: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        return grouped(eqns, results)
+
+    def _group(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> Any:
+        """Compute a group, which has no matmul, and note its place with the results."""
+        if at.path not in self.computed_again:
+            values, _ = interpreter.inline(self, eqn, ins, at)
+            of_data = lambda x: replace(x, group=at.path) if isinstance(x, Data) else x
+            return [x._replace(note=of_data(x.note)) for x in values], []
+        f, inputs = jaxpr_as_fun(ClosedJaxpr(*body_of(eqn))), arrays(ins)
+        # Loops save what JAX decides. Elsewhere XLA does, and a barrier would keep it from fusing.
+        again = jax.checkpoint(f, prevent_cse=False)
+        made = again(*inputs) if saves_less(f, *inputs) else f(*inputs)
+        may = planner_of(current_device()).quantizes_by_kernels() and explicit_mesh(inputs) is None
+        if may and (make := elementwise(eqn)) is not None:
+            parts = [jnp.expand_dims(x, -2) for x in inputs]
+            at.memo[at.path, 0] = SharedInput((make, *parts))
+        return [Value(x, Data((at.path, i), group=at.path)) for i, x in enumerate(made)], []
 
     def equation(self, eqn: Any, ins: list[Value], at: interpreter.Place) -> Any:
         """Hand a matmul to `compute`, and tell apart the results of what runs as it is."""
+        if eqn.primitive.name == GROUP and is_cheap(eqn):
+            return self._group(eqn, ins, at)
         if self.enters(eqn, ins):
             return None
         if eqn.primitive.name not in PRODUCTS:
@@ -135,6 +164,10 @@ class Walk(Reader):
 
     def constant(self, x: Any) -> Note:
         return None if isinstance(x, jax.core.Tracer) else CONSTANT
+
+    def policy(self, policy: Any) -> Any:
+        """Let a policy decide on FP8 matmuls as on those that they replace."""
+        return policy and seeing_fp8(policy)
 
     def inner(self, notes: Sequence[Note]) -> list[Note]:
         """Return the notes without values, which would leave their trace."""
@@ -235,7 +268,7 @@ def _identified(x: Note, key: Any, origins: frozenset[Any]) -> Note:
     x = Data(None) if x is None else x
     if not isinstance(x, Data):
         return x
-    return Data(key if x.key is None else x.key, x.factor, origins)
+    return replace(x, key=key if x.key is None else x.key, origins=origins)
 
 
 def _flow(eqn: Any, ins: Sequence[Value]) -> Sequence[Note]:

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import config, source_info_util
+from jax._src import api_util, config, source_info_util
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.sharding_impls import parse_flatten_op_sharding
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
@@ -222,21 +223,41 @@ def rules_in_checkpoints() -> AbstractContextManager[object]:
     return config.custom_vjp3(True)
 
 
-def evaluate_with_body(eqn: Any, body: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``body(*arguments)``, computed as the body of an equation that is a ``checkpoint``."""
+def policy_of(eqn: Any) -> Any:
+    """Return the policy of an equation that is a ``checkpoint``, or None."""
+    held = eqn.params.get("_prim")
+    return (eqn.params if held is None else held.params).get("policy")
+
+
+def evaluate_with_body(
+    eqn: Any, body: Callable[..., Any], policy: Callable[..., Any] | None, *arguments: Any
+) -> Any:
+    """Return ``body(*arguments)``, computed as an equation that is a ``checkpoint`` does."""
     leaves, structure = jax.tree.flatten(arguments)
     flat = lambda *leaves: body(*jax.tree.unflatten(structure, leaves))
     closed, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     jaxpr, values = convert_constvars_jaxpr(closed.jaxpr), [*closed.consts, *leaves]
     held = eqn.params.get("_prim")
     if held is None:
-        params = {**eqn.params, "jaxpr": jaxpr}
+        params = {**eqn.params, "jaxpr": jaxpr, "policy": policy}
     else:
         options = {name: value for name, value in held.params.items() if name != "jaxpr"}
         if isinstance(options.get("prevent_cse"), tuple):  # one for each argument
             options["prevent_cse"] = any(options["prevent_cse"])
-        params = {"_prim": type(held)(ClosedJaxpr(jaxpr, ()), **options)}
+        params = {"_prim": type(held)(ClosedJaxpr(jaxpr, ()), **options | {"policy": policy})}
     return jax.tree.unflatten(jax.tree.structure(out), evaluate(eqn.replace(params=params), values))
+
+
+def called(eqns: Sequence[Any]) -> Any:
+    """Return one ``closed_call`` of equations, of which others read the last one's results."""
+    last, made = eqns[-1], {v for eqn in eqns for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
+    into, out = [v for v in read if v not in made], [v for v in last.outvars if type(v) is Var]
+    names = api_util.debug_info("group", lambda *x: x, into, {})
+    body = ClosedJaxpr(Jaxpr((), into, out, eqns, debug_info=names.with_unknown_names()), ())
+    source = last.source_info.replace(name_stack=source_info_util.NameStack())
+    how = {"primitive": closed_call_p, "params": {"call_jaxpr": body}, "source_info": source}
+    return last.replace(invars=into, outvars=out, **how)
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from jfp8.tracing.compat import (
     evaluate_with_body,
     jaxprs_of,
     manual_axes,
+    policy_of,
     primitive_name,
     scan_sizes,
     scope_of,
@@ -91,6 +92,11 @@ class Reader:
         del eqn, ins
         return True
 
+    def grouped(self, eqns: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """Return the equations of a program with these `results` as they are to run."""
+        del results
+        return eqns
+
     def equation(self, eqn: Any, ins: list[Value], at: Place) -> Computed:
         """Compute an equation in another way, or return None."""
         del eqn, ins, at
@@ -115,6 +121,10 @@ class Reader:
         """Return the notes of the results of an equation that runs as it is."""
         del ins
         return [None] * len(eqn.outvars)
+
+    def policy(self, policy: Any) -> Any:
+        """Return the policy of a ``checkpoint`` as it is to be, or None."""
+        return policy
 
     def inner(self, notes: Sequence[Any]) -> list[Any]:
         """Return `notes` as they hold in a body that JAX traces again, whose values are others."""
@@ -175,11 +185,12 @@ def run(
     constant = lambda x: Value(x, reader.constant(x))
     known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     known.update(zip(jaxpr.invars, ins, strict=True))
-    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
-    last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if isinstance(v, Var))
+    eqns = reader.grouped(jaxpr.eqns, jaxpr.outvars)
+    last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if isinstance(v, Var)}
+    last.update((v, len(eqns)) for v in jaxpr.outvars if isinstance(v, Var))
     read = lambda v: constant(v.val) if isinstance(v, Literal) else known[v]
     emitted: Emitted = []
-    for i, eqn in enumerate(jaxpr.eqns):
+    for i, eqn in enumerate(eqns):
         outs, more = _equation(reader, eqn, list(map(read, eqn.invars)), at.inside(i, eqn))
         emitted += more
         known.update(zip(eqn.outvars, outs, strict=True))
@@ -307,7 +318,8 @@ def _after(reader: Reader, eqn: Any, outs: Sequence[Any], *bodies: _Body) -> lis
 def _checkpoint(reader: Reader, eqn: Any, ins: list[Value], at: Place) -> Any:
     """Keep ``jax.checkpoint``, or XLA would store what is to be computed again."""
     body = _Body(reader, body_of(eqn), reader.inner(notes_in(ins)), at)
-    out = evaluate_with_body(eqn, body, arrays(ins), dict(at.feeds))
+    policy = reader.policy(policy_of(eqn))
+    out = evaluate_with_body(eqn, body, policy, arrays(ins), dict(at.feeds))
     return _after(reader, eqn, out.results, body), out.found()
 
 

@@ -627,10 +627,12 @@ def test_own_modules_in_a_stack_with_layers_of_flax(layers, ours):
         assert value == wanted
     assert value != loss(Scanned(nnx.Rngs(0), layers=layers), TOKENS)
     own, op = converted.layers.own.DotGeneral_w.fp8, written.layers.own.op.fp8
+    # In a loop a converted model computes GELU again, and XLA fuses it otherwise.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-8)
     for role in ("lhs", "rhs", *(["grad"] if ours else [])):
         assert np.all(own[role][:, :2])
-        np.testing.assert_array_equal(own[role][...], op[role][...])
-    np.testing.assert_array_equal(grads.layers.norm.scale[...], expected.layers.norm.scale[...])
+        close(own[role][...], op[role][...])
+    close(grads.layers.norm.scale[...], expected.layers.norm.scale[...])
     assert not hasattr(converted.layers.norm, "DotGeneral_scale")
     assert converted.first.DotGeneral_w.fp8["lhs"].shape == (16,)
     fp8 = {row.path for row in jfp8.report(converted, TOKENS).rows if row.fp8}

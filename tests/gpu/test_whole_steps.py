@@ -6,8 +6,10 @@ is skipped: see `test_compiled`.
 """
 
 import functools
+import runpy
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ if reason := why_not():
 
 from support.whole_steps import PROGRAMS
 
+CHECKOUT = Path(__file__).parents[2]
 WIDTH, KEYS, MLP, TOKENS = 4096, 1024, 14336, 8192
 KERNELS = 2 * WIDTH * (WIDTH + KEYS) + 3 * WIDTH * MLP  # elements
 FORWARD_AND_BACKWARD = 6 * TOKENS * KERNELS  # operations, without attention
@@ -41,7 +44,7 @@ class Bounds:
         must lie side by side.
       exchanges: collectives below 1 MB.
       kernels: Pallas kernels that are compiled: one of each size and type for amaxes, and one of
-        each shape and type that quantizes.
+        each shape and type that quantizes, with delayed scaling one more for SwiGLU.
       sent: bytes over those of bf16. Weights are gathered in one byte instead of two.
       compiling: CPU seconds relative to bf16: 15 percent more than measured.
     """
@@ -55,18 +58,18 @@ class Bounds:
 
 
 BOUNDS = {
-    ("one GPU", "delayed"): Bounds(36),
+    ("one GPU", "delayed"): Bounds(36, kernels=16),
     ("one GPU", "current"): Bounds(32, kernels=9),  # one looks at the loss
-    ("4 micro-batches", "delayed"): Bounds(334, kernels=20),
+    ("4 micro-batches", "delayed"): Bounds(334, kernels=21),
     ("8 GPUs, FSDP", "delayed"): Bounds(
-        74, transposes=7, exchanges=10, kernels=16, sent=0.76, compiling=6.0
+        74, transposes=7, exchanges=10, kernels=17, sent=0.76, compiling=6.0
     ),
     ("8 GPUs, FSDP×TP 2×4", "delayed"): Bounds(
-        72, transposes=9, exchanges=10, kernels=21, sent=0.96, compiling=5.5
+        72, transposes=9, exchanges=10, kernels=22, sent=0.96, compiling=5.5
     ),
     # Activations are gathered as bytes, once for all layers; these are laid side by side.
     ("8 GPUs, FSDP×TP 2×4, parts of sequences", "delayed"): Bounds(
-        72, transposes=21, exchanges=10, kernels=21, sent=0.68, compiling=5.5
+        72, transposes=21, exchanges=10, kernels=22, sent=0.68, compiling=5.5
     ),
     ("8 GPUs, FSDP×TP 2×4, parts of sequences", "current"): Bounds(
         77, transposes=21, exchanges=10, kernels=21, sent=0.68, compiling=5.5
@@ -100,3 +103,9 @@ def test_step(name, recipe, recorded):
     assert audit.rounded_scales == 0
     assert seconds <= most.compiling * plain_seconds
     assert audit.quantized_again == ()
+
+
+def test_bytes_that_a_step_of_scanned_layers_holds():
+    """The gradients of both in f32 are a quarter of what bf16 holds."""
+    held = runpy.run_path(str(CHECKOUT / "benchmarks" / "held_bytes.py"))["held"]
+    assert held(8, "delayed", "none") <= 0.6 * held(8, "bf16", "none")

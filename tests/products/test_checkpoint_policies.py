@@ -1,13 +1,16 @@
 """Policies of `jax.checkpoint` save of FP8 layers what they save of Flax's."""
 
+import contextlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import checkpoint_policies as of_jax
-from jax.ad_checkpoint import print_saved_residuals
+from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 
 import jfp8
+from jfp8.checkpoint_policies import seeing_fp8
 
 X = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
 WITHOUT_HISTORIES = jfp8.recipes.get("current")
@@ -44,3 +47,32 @@ def test_a_policy_saves_the_rounded_results_of_fp8_matmuls(name, saved):
     assert saved(nn.Dense, ours) == of_flax
     assert saved(jfp8.Dense, ours, recipe=WITHOUT_HISTORIES) == of_flax
     assert saved(jfp8.Dense, getattr(of_jax, name), recipe=WITHOUT_HISTORIES) != of_flax
+
+
+def test_a_report_warns_about_policies_that_do_not_see_fp8_matmuls():
+    """Those of converted models do."""
+    policy = of_jax.dots_saveable
+    layer = lambda dense, policy: nn.remat(dense, policy=policy)(64)
+    found = {
+        "ours": (layer(jfp8.Dense, policy), ("dots_saveable",)),
+        "our policy": (layer(jfp8.Dense, jfp8.checkpoint_policies.dots_saveable), ()),
+        "converted": (jfp8.convert(layer(nn.Dense, policy), "current", exempt=()), ()),
+        "everything": (layer(jfp8.Dense, of_jax.everything_saveable), ()),
+    }
+    for model, blind in found.values():
+        variables = jax.eval_shape(model.init, jax.random.key(0), X)
+        told = pytest.warns(UserWarning, match="policy=jfp8.checkpoint_policies.dots_saveable")
+        with told if blind else contextlib.nullcontext():
+            assert jfp8.report(model, variables, X).blind == blind
+
+
+def test_a_policy_is_asked_about_a_result_by_name_and_as_a_matmul():
+    a_name = jax.make_jaxpr(lambda x: checkpoint_name(x, "fp8_result"))(1.0).eqns[0].primitive
+    ask = lambda policy, name: seeing_fp8(policy)(a_name, name=name)
+    names = of_jax.save_only_these_names("fp8_result", "mine")
+    assert [ask(names, name) for name in ("fp8_result", "mine", "other")] == [True, True, False]
+    except_ours = of_jax.save_any_names_but_these("fp8_result")
+    assert [ask(except_ours, name) for name in ("fp8_result", "other")] == [False, True]
+    of_dots = of_jax.offload_dot_with_no_batch_dims("device", "pinned_host")
+    assert ask(of_dots, "fp8_result").dst == "pinned_host"
+    assert not hasattr(ask(of_dots, "other"), "dst")
