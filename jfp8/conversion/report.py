@@ -139,7 +139,7 @@ def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
     """List the products of a program that was traced in the context `notes.explaining`."""
     causal = masks_later_positions(closed, inputs)
     kind = getattr(current_gpu(), "kind", "")
-    return Report(tuple(_merged(_rows(closed.jaxpr))), causal, kind, _blind(closed.jaxpr))
+    return Report(tuple(_merged(_rows(closed.jaxpr))), causal, kind, blind=_blind(closed.jaxpr))
 
 
 def _blind(jaxpr: Jaxpr) -> tuple[str, ...]:

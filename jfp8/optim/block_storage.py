@@ -166,7 +166,7 @@ class Blocks(Storage):
         return tuple(lax.bitcast_convert_type(extreme, jnp.float32) for extreme in found)
 
     def scales(self, measured: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Return the scale of each block; for ``"expand"`` its `Grid`."""
+        """Return the scale of each block, f32, given `measured`; for ``"expand"`` its `Grid`."""
         if self.transform == "expand":
             return self._grid(*measured)
         (largest,), rounding = measured, self.scale_rounding

@@ -52,7 +52,11 @@ class Storage(abc.ABC):
         return ()
 
     def scales(self, measured: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Compute the numbers that `round` needs from what was measured; by default the same."""
+        """Compute the numbers that `round` needs; by default what was measured.
+
+        Args:
+          measured: the result of `measure`, f32 arrays.
+        """
         return measured
 
     @abc.abstractmethod
@@ -66,12 +70,16 @@ class Storage(abc.ABC):
         """
 
     def tables(self, stored: Any) -> tuple[jax.Array, ...]:
-        """Compute the numbers that `decode` needs from the scales alone; by default none."""
+        """Compute the numbers that `decode` needs from the scales alone; by default none.
+
+        Args:
+          stored: the result of `encode`.
+        """
         return ()
 
     @abc.abstractmethod
     def decode(self, stored: Any, *tables: jax.Array) -> jax.Array:
-        """Return the f32 array that `stored` stands for; `tables` may be left out."""
+        """Return the f32 array that `stored` stands for; the result of `tables` may be left out."""
 
     def holds(self, leaf: Any) -> bool:
         """Return True if a leaf of a state is a stored form; by default no array is.

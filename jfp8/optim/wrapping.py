@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -14,25 +13,6 @@ from jfp8.scaling import printing
 from jfp8.scaling.trees import is_scaled_array
 
 State = TypeVar("State")
-
-
-def updates_of(
-    tx: Any, grads: Any, state: Any, params: Any, **more: Any
-) -> tuple[optax.Updates, optax.OptState]:
-    """Return ``tx.update(grads, state, params, **more)``; an error notes if `state` is not its."""
-    try:
-        return tx.update(grads, state, params, **more)
-    except Exception as error:
-        own, given = map(jax.tree.structure, (jax.eval_shape(tx.init, params), state))
-        if own != given:
-            parts = [
-                ", ".join(re.findall(r"namedtuple\[(\w+)", str(tree))) for tree in (own, given)
-            ]
-            error.add_note(
-                f"opt_state is of another optimizer: it has {parts[1]}, and this one {parts[0]}. "
-                "Begin with tx.init(params), or restore the state of this optimizer."
-            )
-        raise
 
 
 def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:

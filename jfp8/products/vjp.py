@@ -139,9 +139,9 @@ def _with_shared_lhs(
 
         def first() -> AmaxState:
             planner, quantizer = planner_of(current_device(lhs)), recipe.resolved().fprop.lhs
-            found = None
-            if not shared.made_of:  # else the kernel that makes the array finds it
-                found = planner.amax_by_kernel(lax.stop_gradient(lhs), quantizer, own)
+            if shared.made_of:  # the kernel that makes the array finds it
+                return own
+            found = planner.amax_by_kernel(lax.stop_gradient(lhs), quantizer, own)
             return own if found is None else {**own, "found": found}
 
         state = shared.once((*of_array, own["amax_history"].shape), first)
@@ -157,7 +157,7 @@ def _with_shared_lhs(
             Use("fprop", products.fprop, products.fprop.lhs, first),
             Use("wgrad", products.wgrad, products.wgrad.lhs, second),
         )
-        x = operation.arrange("lhs", lax.stop_gradient(lhs))
+        x = arranged = operation.arrange("lhs", lax.stop_gradient(lhs))
         if shared.made_of:
             make, *parts = shared.made_of
             x = operation.made("lhs", x, make, *lax.stop_gradient(parts))
@@ -167,8 +167,7 @@ def _with_shared_lhs(
         named = lambda tree: jax.tree.map(lambda x: checkpoint_name(x, SAVED), tree)
         if found is None:
             return None, None
-        x = operation.arrange("lhs", lax.stop_gradient(lhs))
-        alone = QuantizedOperand("lhs", x, state, None, operation).quantized(uses[0], None)
+        alone = QuantizedOperand("lhs", arranged, state, None, operation).quantized(uses[0], None)
         return (found[0], *map(named, found[1:])), alone
 
     of_state = None if state is None else state["amax_history"].shape

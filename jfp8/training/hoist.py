@@ -121,7 +121,7 @@ def _plans(jaxpr: Jaxpr, roots: Sequence[Root], path: Path) -> Iterator[tuple[Pa
 def _spec_outside(
     v: Var, jaxpr: Jaxpr, made_by: dict[Var, int], root: dict[Var, Root]
 ) -> PartitionSpec:
-    """Return the sharding of `v`, or of the array outside ``auto_axes`` that it is computed from."""
+    """Return the sharding of `v`, or of the array outside ``auto_axes`` that it comes from."""
     while v in made_by and _is_inside(v):
         named = [w for w in jaxpr.eqns[made_by[v]].invars if not isinstance(w, Literal)]
         v = max(named, key=lambda w: root[w] or 0)

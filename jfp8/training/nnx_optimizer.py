@@ -13,9 +13,9 @@ from jfp8.layers.nnx.signatures import SignatureOfClass
 from jfp8.optim.finite import all_squares_finite, if_finite, nan_unless, unscaled
 from jfp8.optim.fp8_params import apply_updates
 from jfp8.optim.loss_scale_state import find_loss_scale
-from jfp8.optim.wrapping import updates_of
 from jfp8.training.metrics import metrics_of
 from jfp8.training.nnx_step import training_products
+from jfp8.training.other_model import note_other_optimizer
 from jfp8.training.skipped import tell
 
 M = TypeVar("M", bound=nnx.Module)
@@ -95,7 +95,11 @@ class Optimizer(nnx.Optimizer[M], Generic[M]):
         finite = all_squares_finite(unscaled(taken, None if scale is None else scale.loss_scale))
         # A loss scale looks for NaN. Without one, the check and clipping share a read of gradients.
         given = taken if scale is None else nan_unless(finite, taken)
-        updates, new = updates_of(self.tx, given, opt_state, params, **nnx.as_pure(kwargs))
+        try:
+            updates, new = self.tx.update(given, opt_state, params, **nnx.as_pure(kwargs))
+        except Exception as error:
+            note_other_optimizer(error, self.tx, opt_state, params)
+            raise
         nnx.update(model, if_finite(finite, apply_updates(params, updates), params))
         nnx.update(self.opt_state, nnx.state(if_finite(finite, new, opt_state)))
         self.step[...] += 1

@@ -1,13 +1,15 @@
-"""Continue training with another model of the same parameters, and keep matching histories."""
+"""Continue training with another model and keep matching histories; or note another optimizer."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from jfp8.scaling.history import CHECK, as_dicts, intact_states, sealed
@@ -77,3 +79,16 @@ def instead_of_state(given: Any) -> str:
         "In a loop without it use jax.value_and_grad with respect to params and to the 'fp8_sink' "
         "collection, whose gradient jfp8.advance takes."
     )
+
+
+def note_other_optimizer(
+    error: Exception, tx: optax.GradientTransformation, opt_state: Any, params: Any
+) -> None:
+    """Add a note to an `error` of `tx` if `opt_state` is the state of another optimizer."""
+    own, given = map(jax.tree.structure, (jax.eval_shape(tx.init, params), opt_state))
+    if own != given:
+        names = [", ".join(re.findall(r"namedtuple\[(\w+)", str(tree))) for tree in (own, given)]
+        error.add_note(
+            f"opt_state is of another optimizer: it has {names[1]}, and this one {names[0]}. "
+            "Begin with tx.init(params), or restore the state of this optimizer."
+        )

@@ -22,13 +22,13 @@ from jfp8.optim.loss_scale_state import (
     warn_if_misplaced,
     warn_if_not_multiplied,
 )
-from jfp8.optim.wrapping import has_master_weights, states_of, updates_of
+from jfp8.optim.wrapping import has_master_weights, states_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
 from jfp8.training.carried import Carried
 from jfp8.training.end_of_step import decode_all, end_step, growth_of
 from jfp8.training.model_histories import Collections, init_sinks
-from jfp8.training.other_model import histories_for
+from jfp8.training.other_model import histories_for, note_other_optimizer
 from jfp8.training.printed import printed_gradients, printed_state
 from jfp8.training.skipped import paths_not_finite, tell
 
@@ -237,7 +237,11 @@ class TrainState(flax.struct.PyTreeNode):
         taken, scale = grads.params, loss_scale_in(self.opt_state)
         if scale is not None:  # `tx` takes gradients of the scaled loss.
             taken = nan_unless(finite, scaled(taken, scale))
-        updates, opt_state = updates_of(tx, taken, self.opt_state, trained, **extra_args)
+        try:
+            updates, opt_state = tx.update(taken, self.opt_state, trained, **extra_args)
+        except Exception as error:
+            note_other_optimizer(error, tx, self.opt_state, trained)
+            raise
         new = apply(self.params, updates), opt_state
         params, opt_state = if_finite(finite, new, (self.params, self.opt_state))
         collections, carried = self.collections, grads.collections
