@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from maxtext.configs import pyconfig, types
-from maxtext.layers import linears, moe, quantizations
+from maxtext.layers import moe, quantizations
 from maxtext.trainers.pre_train import train
 
 import jfp8.linen
@@ -49,11 +49,15 @@ def enabled() -> Iterator[None]:
     replacements: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (pyconfig, "initialize", _taking_names),
         (quantizations, "configure_quantization", _configuring),
-        (linears, "_compute_dot_general_nnx", _sharded),
         (moe, "GateLogit", _in_high_precision),
         (moe.mblx, "gmm", multiplying),
         (train, "gradient_accumulation_loss_and_grad", accumulating),
     ]
+    with suppress(ImportError):  # without this module nothing shards results over explicit axes
+        from maxtext.layers import linears
+
+        sharded = partial(_sharded, linears.truncate_out_sharding)
+        replacements.append((linears, "_compute_dot_general_nnx", sharded))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:
         for owner, name, replacement in replacements:
@@ -94,7 +98,9 @@ def _configuring(configure: Callable[..., Any]) -> Callable[..., Any]:
     return configure_quantization
 
 
-def _sharded(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _sharded(
+    truncate: Callable[..., Any], compute: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
     """Make FP8 matmuls shard their results over explicit axes as `compute` does others."""
 
     @wraps(compute)
@@ -114,7 +120,7 @@ def _sharded(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
             given = precision, multiply, initializing, out_sharding
             return compute(lhs, rhs, axes, rhs_axes, *given, **more)
         ndim = lhs.ndim + rhs.ndim - len(axes) - len(rhs_axes)
-        how = {"out_sharding": linears.truncate_out_sharding(out_sharding, ndim)}
+        how = {"out_sharding": truncate(out_sharding, ndim)}
         operands = lhs, rhs, ((axes, rhs_axes), ((), ()))
         if initializing:
             multiply.lazy_init(*operands, **how)
