@@ -193,7 +193,7 @@ class Blocks(Storage):
     def tables(self, stored: ScaledArray | ExpandedArray) -> tuple[jax.Array, ...]:
         if isinstance(stored, ScaledArray):
             return (cast(jax.Array, stored.scale),)
-        return stored.amax.astype(jnp.float32), _reciprocal(stored.power.astype(jnp.float32))
+        return stored.amax.astype(jnp.float32), np.float32(1) / stored.power.astype(jnp.float32)
 
     def decode(self, stored: ScaledArray | ExpandedArray, *tables: jax.Array) -> jax.Array:
         tables = tables or self.tables(stored)
@@ -216,7 +216,7 @@ class Blocks(Storage):
             power = jnp.floor(spanned / jnp.clip(binades, 0.1, MOST_BINADES)) / 16
             power = jnp.minimum(power, LARGEST_POWER)
         amax = jnp.where(finite, largest, jnp.nan)
-        return Grid(amax, power, _reciprocal(largest), _reciprocal(power))
+        return Grid(amax, power, np.float32(1) / largest, np.float32(1) / power)
 
     def _expand(self, x: jax.Array, grid: Grid, bits: jax.Array | None) -> jax.Array:
         fmt, block = self.fmt, self._block_of(x)
@@ -251,10 +251,6 @@ class Blocks(Storage):
 
     def _block_of(self, x: jax.Array) -> tuple[int, ...] | None:
         return None if self.block is None else (1,) * (x.ndim - 1) + (self.block,)
-
-
-def _reciprocal(x: jax.Array) -> jax.Array:
-    return np.float32(1) / x
 
 
 def _smallest_integer(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
