@@ -60,7 +60,7 @@ def check_recipe(recipe: Any) -> Recipe:
         return recipe
     if isinstance(recipe, str):
         return get(recipe)
-    wrong = f" such as jfp8.recipes.DelayedScaling(), got {recipe!r}"
+    wrong = f" such as jfp8.recipes.DelayedScaling(), got {recipe!r:.60}"
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         name = recipe.__name__
         wrong = f", got the class {name}. Make one, with parentheses: recipe={name}()"

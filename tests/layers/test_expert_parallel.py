@@ -195,9 +195,9 @@ def ragged_all_to_all(rows, length, chunks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "hidden"), [("delayed", 64), ("block", 256), ("mxfp8", 64)])
-def test_tokens_travel_as_bytes(recipe, hidden):
+def test_tokens_travel_as_bytes(recipe, hidden, mesh_with):
     """Of the dispatch, forward and backward: at most 0.27 of the bytes of f32."""
-    f, _ = compiled_on(MESHES["expert"], recipe, hidden, 64)
+    f, _ = compiled_on(mesh_with(MESHES["expert"]), recipe, hidden, 64)
     sent = {"u8": 0, "f32": 0}
     for collective in collective_bytes(f).collectives:
         if collective.op == "all-to-all":
