@@ -1,6 +1,7 @@
 """A gradient records under every transformation: the oracle is NumPy's maximum."""
 
 import contextlib
+import gc
 
 import flax.linen as nn
 import jax
@@ -166,6 +167,16 @@ def test_an_evaluation_reduces_no_activation_to_a_maximum(api, compiled_here):
     assert "maximum(" in gradient.lower(X).compile().as_text()  # in the backward pass
 
 
+@pytest.fixture
+def few_objects():
+    """Keep the collector from searching what other tests left, which takes half a minute."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_objects")
 def test_a_step_leaks_no_tracer():
     model = jfp8.linen.MultiHeadDotProductAttention(num_heads=2)
     x = X[None]
