@@ -214,6 +214,32 @@ def test_kernels_make_the_lhs_of_a_converted_model(recipe, activation, monkeypat
 
 
 @needs_mosaic
+def test_a_kernel_is_given_the_inputs_of_the_group(monkeypatch):
+    """The function that it computes, of these inputs, is the array that XLA computes."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    class Seen(Exception):
+        pass
+
+    def quantize(quantizer, dtype, x, *args):
+        if not isinstance(x, Made):
+            return quantize_both_ways(quantizer, dtype, x, *args)
+        assert np.std(np.asarray(x.array, np.float32)) > 0.1
+        found = x.make(*(part[:, 0].astype(jnp.float32) for part in x.parts))
+        np.testing.assert_allclose(found, np.asarray(x.array, np.float32), rtol=0.02, atol=1e-3)
+        raise Seen
+
+    x = jax.random.normal(jax.random.key(5), (128, 64), BF16)
+    states = {"state_collection": "_overwrite_with_gradient"}
+    model = jfp8.convert(Block("swiglu"), "delayed", exempt=(), **states)
+    variables = model.init(jax.random.key(0), x)
+    pretend(monkeypatch, Gpu("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr("jfp8.kernels.k_major.quantize_both_ways", quantize)
+    with plgpu.force_gpu_interpret_mode(), pytest.raises(Seen):
+        model.apply(variables, x)
+
+
+@needs_mosaic
 def test_a_kernel_makes_a_matrix_of_several_arrays():
     """The same bytes, scales and amax, without a look at the matrix."""
     from support.interpreter import no_races
