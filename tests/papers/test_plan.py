@@ -16,7 +16,7 @@ sizes, experts, plan = (
 
 
 def arrays_of_a_row(encoding, width):
-    """What is sent of a row, as arrays."""
+    """Return the arrays that are sent of a row."""
     if encoding in ("f32", "bf16"):
         return [np.zeros(width, {"f32": np.float32, "bf16": np.float16}[encoding])]
     scales = {

@@ -50,7 +50,7 @@ def test_a_policy_saves_the_rounded_results_of_fp8_matmuls(name, saved):
 
 
 def test_a_report_warns_about_policies_that_do_not_see_fp8_matmuls():
-    """Those of converted models do."""
+    """The policies of converted models do."""
     policy = of_jax.dots_saveable
     layer = lambda dense, policy: nn.remat(dense, policy=policy)(64)
     found = {

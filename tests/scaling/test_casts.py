@@ -170,7 +170,7 @@ def test_casts_round_as_they_are_told(fmt, dtype, rounding):
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 @dtypes
 def test_conversions_of_hardware_give_the_same_codes(fmt, dtype):
-    """What is traced for a GPU, whose instructions XLA:CPU imitates."""
+    """Casts traced for a GPU, whose instructions XLA:CPU imitates."""
     x = sample(dtype)
     expected = encode(jnp.asarray(x), fmt)
     with traced_for():
