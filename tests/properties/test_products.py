@@ -252,7 +252,7 @@ def sample(shape, rng, dtype, *, exact) -> np.ndarray:
 PLAIN_RESULTS = [name for name, (_, rules) in VARIANTS.items() if rules.outputs is None]
 # One of each kind of scale, block and rotation.
 DAILY = (
-    *("delayed", "rowwise, high-precision wgrad", "block", "mxfp8, 2d, hybrid"),
+    *("delayed", "rowwise, high-precision wgrad", "block, tiles in wgrad", "mxfp8, 2d, hybrid"),
     *("nvfp4, nearest", "mxfp4, options off", "qat, nvfp4", "unscaled", "per operand"),
 )
 # Scales that may vary along a sum, and E2M1.

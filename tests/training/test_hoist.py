@@ -292,16 +292,25 @@ def test_weights_on_explicit_axes_are_quantized_early_too():
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_explicit_axes_keep_what_automatic_ones_do(recipe):
-    """Axes are automatic inside a matmul, which quantized weights leave sharded like weights."""
+    """Axes are automatic inside a matmul, which quantized weights leave sharded like weights.
+
+    What is computed late has the bits of the whole.
+    """
     numbers = (((1,), (0,)), ((), ()))
     loss = lambda w, x: jnp.sum(jfp8.scaled_dot_general(x, w, numbers, recipe=recipe) ** 2)
+
+    def early_and_late(w, x):
+        kept, rest = split(jax.grad(loss), w, x)
+        return kept, rest(kept, x), jax.grad(loss)(w, x)
 
     def kept_on(kind):
         mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
         with jax.set_mesh(mesh):
-            w = jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh, P("d")))
-            keep = lambda w, x: split(jax.grad(loss), w, x)[0]
-            return jax.tree.leaves(jax.eval_shape(keep, w, jnp.ones((8, 64))))
+            w = jax.device_put(jax.random.normal(KEY, (64, 32)), NamedSharding(mesh, P("d")))
+            kept, found, expected = jax.jit(early_and_late)(w, jax.random.normal(KEY, (8, 64)))
+        assert np.all(np.any(expected, axis=0))
+        np.testing.assert_array_equal(found, expected)
+        return jax.tree.leaves(kept)
 
     explicit, automatic = map(kept_on, (AxisType.Explicit, AxisType.Auto))
     of = lambda leaves: [(leaf.dtype, leaf.shape) for leaf in leaves]
