@@ -96,6 +96,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
+def add_row(request: pytest.FixtureRequest) -> Callable[[dict[str, str]], None]:
+    """Adds a row to the table that `pytest_terminal_summary` prints, in the order of the tests."""
+    order = request.session.items.index(request.node)
+    return lambda row: request.node.user_properties.append(("row", (order, row)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests counted of compiled programs, as a table in Markdown."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
+    found = [value for r in reports for name, value in r.user_properties if name == "row"]
+    rows = [row for _, row in sorted(found, key=lambda each: each[0])]
+    if rows:
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+        for cells in lines:
+            terminalreporter.write_line(f"| {' | '.join(cells)} |")
+
+
+@pytest.fixture
 def compiled_here() -> Iterator[None]:
     """For tests that read a compiled program, whose text is another when it was found again."""
     directory = jax.config.jax_compilation_cache_dir

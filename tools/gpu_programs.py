@@ -4,8 +4,6 @@ The CUDA plugin of JAX compiles for a text description of a device, in ``tests/d
 Mosaic GPU, LLVM and ptxas run as for the device itself; only autotuning does not.
 `compile_for` returns the optimized HLO and the resources of the Mosaic kernels as a `Program`.
 
-``python tools/gpu_programs.py report.xml...`` prints the table of counts of test runs.
-
 In one process Mosaic GPU compiles kernels for one kind of GPU: programs with kernels for an H200
 and for a B200 are tested in different files, which run apart.
 """
@@ -17,9 +15,7 @@ import importlib.util
 import math
 import os
 import re
-import sys
 import tempfile
-import xml.etree.ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -366,31 +362,3 @@ def forward_and_backward(
 
 
 # The table
-
-
-def properties_of(report: str) -> list[dict[str, str]]:
-    """Return the properties that tests left in a JUnit report."""
-    cases = xml.etree.ElementTree.parse(report).iter("testcase")
-    return [{p.get("name", ""): p.get("value", "") for p in c.iter("property")} for c in cases]
-
-
-def print_rows(rows: list[dict[str, str]]) -> None:
-    """Print a table in Markdown."""
-    if not rows:
-        sys.exit(f"{', '.join(sys.argv[1:])}: no program was compiled.")
-    print("|", " | ".join(rows[0]), "|")
-    print("|---" * len(rows[0]) + "|")
-    for row in rows:
-        print("|", " | ".join(row.values()), "|")
-
-
-def print_table(*reports: str) -> None:
-    rows = []
-    for report in reports:
-        found = [row for row in properties_of(report) if "program" in row]
-        rows += sorted(found, key=lambda row: int(row.pop("order")))
-    print_rows(rows)
-
-
-if __name__ == "__main__":
-    print_table(*sys.argv[1:])

@@ -2,8 +2,6 @@
 
 libtpu compiles for a description of devices. Arguments that lie on such devices say in their types
 what they are on; nothing else has to be told to jfp8.
-
-``python tools/tpu_programs.py report.xml`` prints the table that docs/benchmarks.md sums up.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import functools
 import importlib.util
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import jfp8
-from gpu_programs import forward_and_backward, print_rows, properties_of
+from gpu_programs import forward_and_backward
 from support.compiled import CollectiveBytes, Hlo, collective_bytes
 
 KINDS = {"TPU7x": "tpu7x:2x2x1", "v6e": "v6e:2x4"}  # eight cores each
@@ -175,14 +172,3 @@ def row(kind: str, way: str, recipe: str, axes: str = "auto") -> dict[str, str]:
         "MB": f"{program.megabytes:.0f}",
         "compile s": f"{program.seconds:.0f}",
     }
-
-
-def print_table(report: str) -> None:
-    rows = [each for each in properties_of(report) if "recipe" in each]
-    kinds, axes = list(KINDS), ["–", *AXES]
-    rows.sort(key=lambda r: (kinds.index(r["TPU"]), WAYS.index(r["on"]), axes.index(r["axes"])))
-    print_rows(rows)
-
-
-if __name__ == "__main__":
-    print_table(*sys.argv[1:])

@@ -12,14 +12,11 @@ def one_kind_of_gpu(request):
 
 
 @pytest.fixture
-def recorded(record_property, request):
-    """Leaves the counts of a program in the report, under a name, and checks its kernels."""
+def recorded(add_row):
+    """Adds the counts of a program to the table, under a name, and checks its kernels."""
 
     def record(name, program, spilled=0):
-        record_property("order", request.session.items.index(request.node))
-        record_property("program", name)
-        for count, value in program.row().items():
-            record_property(count, value)
+        add_row({"program": name} | program.row())
         assert_resources(program, spilled)
         return program
 

@@ -49,13 +49,12 @@ def on_the_page() -> dict[tuple[str, str, str], str]:
 
 
 @pytest.fixture
-def counted(record_property):
-    """Record a row of the table in the report; the rows of a TPU7x on the page must be the same."""
+def counted(add_row):
+    """Adds a row to the table; the rows of a TPU7x on the page must be the same."""
 
     def count(kind, way, recipe, *axes):
         found = row(kind, way, recipe, *axes)
-        for name, value in found.items():
-            record_property(name, value)
+        add_row(found)
         shown = on_the_page().get((way, found["axes"], recipe))
         assert kind != "TPU7x" or shown in (None, found["time / bf16"]), found
         return dense(kind, way, recipe, *axes)
