@@ -176,13 +176,16 @@ def test_a_group_for_kernels(f, by_numpy):
         lambda a, b: nn.softmax(a) * b,
         lambda a, b: jnp.cbrt(a) * b,
         lambda a, b: nn.silu(a.astype(jnp.float32)).astype(a.dtype) * b.T,
+        lambda a, b: nn.silu(a).astype(jnp.float8_e4m3fn).astype(a.dtype) * b,
+        lambda a, b: nn.silu(a).astype(jnp.float16).astype(a.dtype) * b,
     ],
-    ids=["rows", "reduction", "not in kernels", "transposed"],
+    ids=["rows", "reduction", "not in kernels", "transposed", "rounded to f8", "rounded to f16"],
 )
 def test_groups_that_kernels_leave_to_xla(f):
     a = b = jnp.ones((8, 8), BF16)
     jaxpr = jax.make_jaxpr(lambda a, b, w: f(a, b) @ w)(a, b, b).jaxpr
     calls = [x for x in grouped(jaxpr.eqns, jaxpr.outvars) if "call" in str(x.params.keys())]
+    assert calls
     assert not any(map(elementwise, calls))
 
 
