@@ -370,51 +370,6 @@ def test_a_model_sees_its_parameters_and_no_others(name):
     assert_histories_move(converted, variables, layers, x)
 
 
-PRODUCTS = {
-    # FP8 products and others: of a head, which stays, 3 or 2; of attention 6.
-    "compact": {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
-    "setup": {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
-    "stacked": {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 3},
-    # `up` again; `down` is not needed.
-    "stacked remat": {"fprop": 3, "dgrad": 2, "wgrad": 2, "plain": 3},
-    "shared": {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 3},
-    "vmap": {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
-    "vmap shared": {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
-    "nested": {"fprop": 3, "dgrad": 1, "wgrad": 2, "plain": 3},
-    "other axis": {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 3},
-    "own, vmap": {"fprop": 1, "wgrad": 1, "plain": 3},
-    "norms": {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2 + 3},
-    "kinds": {"fprop": 11, "dgrad": 10, "wgrad": 11, "plain": 9},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_every_product_is_fp8_forward_and_backward(name):
-    model, _, *x = MODELS[name]
-    (x,) = x or [X]
-    assert products(jfp8.convert(model, CURRENT), x) == PRODUCTS[name]
-    stock = products(model, x)
-    assert set(stock) == {"plain"}
-    if "remat" not in name and name != "nested":  # JAX repeats what it wants
-        assert stock["plain"] == sum(PRODUCTS[name].values())
-
-
-@pytest.mark.slow
-def test_a_stack_of_own_products_has_the_bits_of_jfp8s():
-    """Inside remat and scan, with a first step that makes histories and a second one."""
-    axes = dict.fromkeys(("params", "fp8", "fp8_sink"), 0)
-    stack = nn.scan(nn.remat(Own), **{**SCAN, "variable_axes": axes})
-    written = LiftOfLift(lambda _: partial(stack, DELAYED))
-    converted = jfp8.convert(MODELS["own in remat, stacked"][0], DELAYED, exempt=())
-    step = lambda model: trained(loss_of(model), model.init(KEY, X), X, 2, lr=0.1)
-    found, expected = step(converted), step(written)
-    assert_same(found.params, expected.params)
-    for role in ("lhs", "rhs", "grad"):
-        assert_same(amaxes(found.fp8, role), amaxes(expected.fp8, role))
-        assert amaxes(found.fp8, role)[0].shape == (3,)
-
-
 @pytest.mark.parametrize("mutable", [False, True])
 @pytest.mark.parametrize(
     ("model", "function"),

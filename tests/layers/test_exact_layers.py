@@ -13,7 +13,7 @@ from jfp8.recipes.unscaled import Unscaled
 from support.arrays import assert_same
 
 KEY = jax.random.key(0)
-AS_IT_IS = Unscaled()
+BF16 = jnp.bfloat16
 
 
 def integers(shape, seed=0):
@@ -23,73 +23,99 @@ def integers(shape, seed=0):
 
 def with_integers(tree):
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([integers(leaf.shape, i) for i, leaf in enumerate(leaves, start=1)])
+    drawn = [integers(leaf.shape, i).astype(leaf.dtype) for i, leaf in enumerate(leaves, start=1)]
+    return structure.unflatten(drawn)
 
 
-# name, arguments, keyword arguments, shape of the input
-LINEN = [
-    ("Dense", (5,), {}, (2, 3, 4)),
-    ("DenseGeneral", ((2, 7),), {"batch_dims": (0,), "axis": (-1, 1)}, (3, 2, 4)),
-    ("Einsum", ((5, 6, 7), "abc,cde->abde"), {}, (3, 4, 5)),
-    ("Einsum", ((3, 5, 6), "bgi,gij->jbg"), {}, (4, 3, 5)),
+def linen(name, args, options, x):
+    """The initial parameters of jfp8's layer and of Flax's, and both as functions of theirs."""
+    layers = (
+        getattr(jfp8, name)(*args, **options, recipe=Unscaled()),
+        getattr(nn, name)(*args, **options),
+    )
+    initial = jax.jit(lambda: [layer.init(KEY, x)["params"] for layer in layers])()
+    return initial, [lambda p, x, layer=layer: layer.apply({"params": p}, x) for layer in layers]
+
+
+def of_nnx(name, args, options, x):
+    layers = (
+        getattr(jfp8.nnx, name)(*args, **options, recipe=Unscaled(), rngs=nnx.Rngs(0)),
+        getattr(nnx, name)(*args, **options, rngs=nnx.Rngs(0)),
+    )
+    parts = [nnx.split(layer, nnx.Param, ...) for layer in layers]
+    functions = [
+        lambda p, x, graph=graph, rest=rest: nnx.merge(graph, nnx.State(p), rest, copy=True)(x)
+        for graph, _, rest in parts
+    ]
+    return [nnx.to_pure_dict(params) for _, params, _ in parts], functions
+
+
+# Where the layer comes from, its name, arguments, keyword arguments, and the shape of the input.
+CASES = [
+    (linen, "Dense", (5,), {}, (2, 3, 4)),
+    (linen, "DenseGeneral", ((2, 7),), {"batch_dims": (0,), "axis": (-1, 1)}, (3, 2, 4)),
+    (linen, "Einsum", ((5, 6, 7), "abc,cde->abde"), {}, (3, 4, 5)),
+    (linen, "Einsum", ((3, 5, 6), "bgi,gij->jbg"), {}, (4, 3, 5)),
     (
-        *("Conv", (6, (3, 2))),
+        *(linen, "Conv", (6, (3, 2))),
         {"strides": (2, 1), "kernel_dilation": 2, "feature_group_count": 2, "padding": "VALID"},
         (2, 7, 6, 4),
     ),
-    ("Conv", (6, 3), {"padding": "CIRCULAR"}, (2, 5, 4)),
-    ("ConvTranspose", (5, (3, 2)), {"strides": (2, 1), "transpose_kernel": True}, (2, 3, 4, 4)),
+    (linen, "Conv", (6, 3), {"padding": "CIRCULAR"}, (2, 5, 4)),
+    (
+        *(linen, "ConvTranspose", (5, (3, 2))),
+        {"strides": (2, 1), "transpose_kernel": True},
+        (2, 3, 4, 4),
+    ),
+    (of_nnx, "Linear", (4, 5), {}, (2, 3, 4)),
+    (of_nnx, "LinearGeneral", ((2, 4), (3, 2)), {"axis": (1, -1)}, (3, 2, 4)),
+    (
+        *(of_nnx, "Conv", (4, 6, 3)),
+        {"strides": 2, "feature_group_count": 2, "padding": "CAUSAL"},
+        (2, 7, 4),
+    ),
+    (
+        *(of_nnx, "ConvTranspose", (4, 5, (3, 2))),
+        {"strides": 2, "padding": "CIRCULAR"},
+        (2, 3, 2, 4),
+    ),
+    (of_nnx, "Einsum", ("nta,hab->nthb", (3, 4, 5), (3, 5)), {}, (2, 6, 4)),
+]
+RARE = [
+    (linen, "Dense", (8,), {"use_bias": False, "dtype": BF16}, (16,)),
+    (linen, "Dense", (8,), {"param_dtype": BF16, "dtype": BF16, "precision": "highest"}, (4, 16)),
+    (linen, "Dense", (8,), {"param_dtype": jnp.float16, "dtype": jnp.float32}, (4, 16)),
+    (linen, "DenseGeneral", ((2, 3),), {"axis": (1, 3), "dtype": BF16}, (2, 3, 4, 5)),
+    (linen, "Einsum", ((5, 6), "...c,cd->d..."), {}, (2, 3, 5)),
+    (linen, "Einsum", ((3, 5, 6), " g b i , g i j -> g b j "), {}, (3, 4, 5)),
+    (linen, "Einsum", ((6, 7), "ab,cd->abcd"), {"use_bias": False}, (4, 5)),
+    (of_nnx, "LinearGeneral", (4, 5), {"batch_axis": {0: 3}, "use_bias": False}, (3, 6, 4)),
+    (of_nnx, "Conv", (4, 6, (3, 3)), {"kernel_dilation": 2, "padding": 2}, (2, 7, 7, 4)),
+    (of_nnx, "Einsum", ("...a,ab->...b", (4, 5)), {}, (2, 3, 4)),
 ]
 
 
-@pytest.mark.parametrize("case", LINEN, ids=lambda case: f"{case[0]}{case[1]}")
-def test_layers_of_linen(case):
-    name, args, options, shape = case
-    layers = (
-        getattr(jfp8, name)(*args, **options, recipe=AS_IT_IS),
-        getattr(nn, name)(*args, **options),
-    )
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in RARE)],
+    ids=lambda case: f"{case[0].__name__} {case[1]}{case[2]}",
+)
+def test_layers_are_those_of_flax(case):
+    """Initial parameters, and at others the result and all gradients."""
+    made, name, args, options, shape = case
     x = integers(shape)
-    params = with_integers(jax.eval_shape(layers[1].init, KEY, x)["params"])
+    initial, functions = made(name, args, options, x)
+    assert_same(*initial)
+    params = with_integers(initial[1])
 
     @jax.jit
     def run(params, x):
-        def both(layer):
-            y, vjp = jax.vjp(lambda p, x: layer.apply({"params": p}, x), params, x)
-            return y, vjp(integers(y.shape, 9))
+        def both(f):
+            y, vjp = jax.vjp(f, params, x)
+            return y, vjp(integers(y.shape, 9).astype(y.dtype))
 
-        return [both(layer) for layer in layers]
+        return [both(f) for f in functions]
 
     found, expected = run(params, x)
     assert_same(found, expected)
-    assert all(map(np.any, jax.tree.leaves(expected)))
-
-
-NNX = {
-    "Linear": ((4, 5), {}, (2, 3, 4)),
-    "LinearGeneral": (((2, 4), (3, 2)), {"axis": (1, -1)}, (3, 2, 4)),
-    "Conv": ((4, 6, 3), {"strides": 2, "feature_group_count": 2, "padding": "CAUSAL"}, (2, 7, 4)),
-    "ConvTranspose": ((4, 5, (3, 2)), {"strides": 2, "padding": "CIRCULAR"}, (2, 3, 2, 4)),
-    "Einsum": (("nta,hab->nthb", (3, 4, 5), (3, 5)), {}, (2, 6, 4)),
-}
-
-
-@pytest.mark.parametrize("name", NNX)
-def test_layers_of_nnx(name):
-    """Forward: they differentiate as those of Linen do."""
-    args, options, shape = NNX[name]
-    ours = getattr(jfp8.nnx, name)(*args, **options, recipe=AS_IT_IS, rngs=nnx.Rngs(0))
-    stock = getattr(nnx, name)(*args, **options, rngs=nnx.Rngs(0))
-    params = with_integers(nnx.state(stock, nnx.Param))
-
-    def with_params(layer, params):
-        graph, _, rest = nnx.split(layer, nnx.Param, ...)
-        return nnx.merge(graph, params, rest)
-
-    @jax.jit
-    def run(params, x):
-        return [with_params(layer, params)(x) for layer in (ours, stock)]
-
-    found, expected = run(params, integers(shape))
-    assert_same(found, expected)
-    assert np.any(expected)
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(expected))

@@ -300,7 +300,8 @@ def test_the_share_that_a_capacity_drops_is_sown(factor, axes):
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         told = pytest.warns(UserWarning, match="drops") if dropped else contextlib.nullcontext()
         with told:
-            _, sown = linen.apply({"params": kernels}, x, mutable="intermediates")
+            apply = jax.jit(functools.partial(linen.apply, mutable="intermediates"))
+            _, sown = apply({"params": kernels}, x)
         _, captured = nnx.jit(nnx.capture(nnx.Intermediate)(lambda model, x: model(x)))(module, x)
     assert (dropped > 0.3) == (factor < 1)
     for found in (sown["intermediates"], nnx.to_pure_dict(captured)):

@@ -67,16 +67,6 @@ def test_a_decoder_computes_what_that_of_linen_does():
     assert_like_linen(ours, TransformerLayer(D, 16, 4, **options), x, encoded, **masks)
 
 
-def test_packed_sequences_with_sinks_and_a_window_are_those_of_linen():
-    how = {"num_gqa_groups": 2, "attention_sinks": True, "local_window_size": (5, 0)}
-    ours = jfp8.nnx.TransformerLayer(16, 32, 4, **how, recipe="rowwise", rngs=nnx.Rngs(0))
-    linen = TransformerLayer(16, 32, 4, **how, recipe="rowwise")
-    x, ids = normal(1, (2, 9, 16)), jnp.array([[1] * 4 + [2] * 5, [3] * 9])
-    y = assert_like_linen(ours, linen, x, segment_ids=ids)
-    other = assert_like_linen(ours, linen, x, segment_ids=jnp.zeros_like(ids))
-    assert float(jnp.abs(y - other).max()) > 0.01
-
-
 @pytest.mark.slow
 def test_dropout_follows_train_and_eval():
     rates = dict.fromkeys(("hidden_dropout", "attention_dropout", "intermediate_dropout"), 0.5)

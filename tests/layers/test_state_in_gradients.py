@@ -57,21 +57,6 @@ class Stack(nn.Module):
         return jfp8.Dense(4, name="head", state_collection=self.where)(x)
 
 
-class Stock(nn.Module):
-    """What users have: layers of Flax, of which they lift nothing but parameters."""
-
-    axis: int = 0
-
-    @nn.compact
-    def __call__(self, x):
-        block = lambda layer, x, _: (jnp.tanh(layer(x)), None)
-        layers = nn.scan(
-            block, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=3
-        )
-        x, _ = layers(nn.Dense(16, name="layers"), x, None)
-        return nn.Dense(4, name="head")(x)
-
-
 def squared_error(model, variables, scale):
     """The batch of a step is `scale` times `X`, so that amaxes grow and shrink."""
     return jnp.mean((model.apply(variables, scale * X) - Y) ** 2)
@@ -124,14 +109,6 @@ def test_histories_are_those_of_our_train_state_to_the_bit(axis):
     shapes = flatten_dict(jax.eval_shape(model.init, KEY, X)[OWG])
     assert shapes[("layers", "twice", "DotGeneral_0", "state")].shape[axis] == 3
     assert_same_runs(stock_losses_and_histories(model), losses_and_histories(Stack()))
-
-
-@pytest.mark.slow
-def test_converted_models():
-    """Their state travels with the parameters, along their axis."""
-    kept = jfp8.convert(Stock(), exempt=())
-    converted = jfp8.convert(Stock(axis=1), exempt=(), state_collection=OWG)
-    assert_same_runs(stock_losses_and_histories(converted), losses_and_histories(kept))
 
 
 def test_every_layer_takes_the_collection():

@@ -138,52 +138,12 @@ def test_the_backward_pass_keeps_the_input_only(function, x):
     assert [(a.shape, a.dtype) for a in kept if a.size > 64] == [(x.shape, x.dtype)]
 
 
-def attention_of_heads(query, key, value, mask=None, bias=None) -> np.ndarray:
-    """Head by head and query by query, in float64. ``[batch, length, heads, depth]``."""
-    query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
-    y = np.zeros(query.shape)
-    shared_by = query.shape[2] // key.shape[2]
-    for b, q, h in np.ndindex(query.shape[:3]):
-        scores = key[b, :, h // shared_by] @ query[b, q, h] / math.sqrt(query.shape[3])
-        if bias is not None:
-            scores = scores + bias[b, h, q]
-        weights = np.exp(scores - scores.max())
-        if mask is not None:
-            weights = weights * mask[b, h, q]
-        y[b, q, h] = weights / weights.sum() @ value[b, :, h // shared_by]
-    return y
-
-
 def heads_of(groups, heads=4, depth=6, q=3, k=5):
     draw = lambda length, n, seed: normal((2, length, n, depth), seed)
     return draw(q, heads, 0), draw(k, groups, 1), draw(k, groups, 2)
 
 
 in_high_precision = partial(attend, recipe=None)
-
-
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_attention(groups, biased, masked, dtype):
-    heads = heads_of(groups)
-    bias = normal((2, 4, 3, 5), 3) if biased else None
-    mask = np.random.default_rng(4).random((2, 4, 3, 5)) > 0.4 if masked else None
-    if mask is not None:
-        mask[..., 0] = True
-    with jax.enable_x64(dtype == "float64"):
-        y = in_high_precision(*(jnp.asarray(x, dtype) for x in heads), bias, mask)
-        assert y.dtype == dtype
-        assert_close(y, attention_of_heads(*heads, mask, bias), ulps=16, dtype=dtype)
-
-
-def test_masks_and_biases_broadcast():
-    query, key, value = heads_of(4)
-    mask, bias = np.arange(5) < 4, normal((1, 4, 1, 1), 3)
-    y = in_high_precision(query, key, value, bias, mask)
-    full = np.broadcast_to(mask, (2, 4, 3, 5)), np.broadcast_to(bias, (2, 4, 3, 5))
-    assert_close(y, attention_of_heads(query, key, value, *full), ulps=16)
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0])

@@ -300,16 +300,6 @@ def test_mistakes_are_explained(how, x, error, words):
         save_in_fp8(jnp.tanh, **how)(x)
 
 
-def gradients(layer, params, x):
-    """By the parameters and by `x`."""
-
-    def loss(params, x):
-        rngs = {"dropout": jax.random.key(1)}  # the same for both
-        return jnp.sum(jnp.sin(layer.apply({"params": params}, x, rngs=rngs)))
-
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
-
-
 @pytest.mark.slow
 def test_attention_keeps_no_weights():
     """Of queries, keys and values there are fewer than of weights: H * T^2 of them."""

@@ -50,9 +50,10 @@ def linen(tx):
     Then the parameters before it, and gradients.
     """
     model = Model()
-    variables = model.init(jax.random.key(0), TOKENS)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
     state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
-    _, found = jfp8.value_and_grad(lambda v, t: jnp.mean(model.apply(v, t) ** 2))(state, TOKENS)
+    gradient = jfp8.value_and_grad(lambda v, t: jnp.mean(model.apply(v, t) ** 2))
+    _, found = jax.jit(gradient)(state, TOKENS)
 
     def step(params):
         new = state.apply_gradients(dataclasses.replace(found, params=params))
@@ -64,7 +65,8 @@ def linen(tx):
 def of_nnx(tx):
     model = NnxModel(nnx.Rngs(0))
     optimizer = jfp8.nnx.Optimizer(model, tx)
-    _, grads = jfp8.nnx.value_and_grad(lambda m, t: jnp.mean(m(t) ** 2))(model, TOKENS)
+    gradient = jfp8.nnx.value_and_grad(lambda m, t: jnp.mean(m(t) ** 2))
+    _, grads = nnx.jit(gradient)(model, TOKENS)
     graph, before = nnx.split((model, optimizer))
     params = lambda model: nnx.as_pure(nnx.state(model, nnx.Param))
 

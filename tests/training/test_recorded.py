@@ -48,7 +48,7 @@ class LinenModel(nn.Module):
 def of_linen(how):
     """Return the state, ``run(state, x)`` and ``gradient(state, x)``, which return new states."""
     model = LinenModel(how)
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
     params, fp8 = variables["params"], variables["fp8"]
 
     def loss(params, fp8, x):
@@ -151,14 +151,15 @@ def test_an_evaluation_reduces_no_activation_to_a_maximum(api, compiled_here):
     """The program knows histories and weights: XLA computes all scales ahead."""
     if api == "nnx":
         model = jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0))
-        nnx.grad(lambda model: mean_square(model(X)))(model)
+        nnx.jit(nnx.grad(lambda model: mean_square(model(X))))(model)
         evaluate = lambda x: (model(x), ())
     else:
         layer = jfp8.Dense(D)
-        variables = layer.init(jax.random.key(0), X)
+        variables = jax.jit(layer.init)(jax.random.key(0), X)
         loss = lambda v, x: mean_square(layer.apply(v, x))
         state = jfp8.TrainState.create(apply_fn=None, variables=variables, tx=optax.sgd(0.1))
-        state = state.apply_gradients(jfp8.value_and_grad(loss)(state, X)[1])
+        step = lambda state: state.apply_gradients(jfp8.value_and_grad(loss)(state, X)[1])
+        state = jax.jit(step)(state)
         variables = {"params": state.params, "fp8": state.fp8}
         evaluate = lambda x: layer.apply(variables, x, mutable=["fp8"])
     text = jax.jit(evaluate).lower(X).compile().as_text()

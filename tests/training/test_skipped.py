@@ -32,7 +32,7 @@ def loss_fn(apply, broken, variables, x):
 def run():
     """A state, and a compiled step that is skipped where its last argument is True."""
     model = NormOfBias()
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
     state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.adam(0.1))
 
     @partial(jax.jit, static_argnums=1)
@@ -137,7 +137,7 @@ def test_a_loss_that_is_not_finite_is_a_skipped_step(run, bad):
     """Its gradients are finite, and it counts in no norm of them."""
     state, _ = run
     loss_fn = lambda variables, x: (jnp.mean(state.apply_fn(variables, x)) + bad, {})
-    loss, grads = jfp8.value_and_grad(loss_fn)(state, X)
+    loss, grads = jax.jit(jfp8.value_and_grad(loss_fn))(state, X)
     assert not jnp.isfinite(loss)
     assert grads.not_finite() == ["loss"]
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads.params))
@@ -146,14 +146,15 @@ def test_a_loss_that_is_not_finite_is_a_skipped_step(run, bad):
     assert_same([skipped.params, skipped.fp8], [state.params, state.fp8])
 
     large = lambda variables, x: (jnp.mean(state.apply_fn(variables, x)) + 3e38, {})
-    grads = jfp8.value_and_grad(large)(state, X)[1]
+    grads = jax.jit(jfp8.value_and_grad(large))(state, X)[1]
     assert grads.not_finite() == []
     assert int(state.apply_gradients(grads).skipped_steps) == 0
 
     model = jfp8.nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     optimizer = jfp8.nnx.Optimizer(model, optax.sgd(0.1))
     before = jax.tree.map(jnp.copy, nnx.state(model))
-    _, grads = jfp8.nnx.value_and_grad(lambda model: jnp.mean(model(X)) + bad)(model)
+    gradient = jfp8.nnx.value_and_grad(lambda model: jnp.mean(model(X)) + bad)
+    _, grads = nnx.jit(gradient)(model)
     optimizer.update(model, grads)
     assert int(optimizer.skipped_steps[...]) == 1
     assert_same(nnx.state(model), before)
