@@ -94,13 +94,14 @@ def test_training_with_evaluation_between_steps():
     """Histories move where a gradient is taken, and the model draws the same random numbers."""
     plain, ours = Net(nnx.Rngs(0)), jfp8.convert(Net(nnx.Rngs(0)), "delayed")
     optimizer = jfp8.nnx.Optimizer(ours, optax.sgd(0.1))
+    step = nnx.jit(jfp8.nnx.value_and_grad(loss_of))
     for _ in range(2):
         before = jax.tree.map(jnp.copy, nnx.state(ours, Fp8State))
         ours.eval()
         ours(100 * X)
         jax.tree.map(np.testing.assert_array_equal, before, nnx.state(ours, Fp8State))
         ours.train()
-        loss, grads = jfp8.nnx.value_and_grad(loss_of)(ours, X)
+        loss, grads = step(ours, X)
         optimizer.update(ours, grads)
     history = ours.up.dot_general.fp8["lhs"][...]
     np.testing.assert_array_equal(history[:3], [jnp.abs(X).max()] * 2 + [0])
@@ -172,8 +173,9 @@ def test_a_stack_is_scanned_inside_or_outside_of_a_call():
     for call in (lambda model, x: model(x), lambda model, x: over_blocks(model.blocks, x)):
         model = jfp8.convert(Stacked(nnx.Rngs(0)), "delayed", exempt=())
         loss = lambda model, x, call=call: jnp.mean(call(model, x) ** 2)
+        step = nnx.jit(jfp8.nnx.value_and_grad(loss))
         for _ in range(2):
-            value, grads = jfp8.nnx.value_and_grad(loss)(model, X)
+            value, grads = step(model, X)
         found.append((value, grads, nnx.state(model, Fp8State)))
     assert found[0][2]["blocks"]["up"]["dot_general"]["fp8"]["grad"].shape == (3, 16)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)

@@ -320,7 +320,7 @@ def test_packed_sequences_are_those_apart(options):
     """Three sequences in one row of 21 tokens, with a window, sinks and rotary embeddings."""
     layer, variables = packed_layer(**options)
     x = jax.random.normal(jax.random.key(1), (1, 21, 16))
-    lengths = (8, 5, 8)
+    lengths = (7, 7, 7)
     ids = jnp.repeat(jnp.array([4, 0, 2]), jnp.array(lengths))[None]
     y = apply(layer, variables, x, segment_ids=ids)
     parts = jnp.split(x, np.cumsum(lengths)[:-1], axis=1)

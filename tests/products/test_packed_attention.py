@@ -155,13 +155,19 @@ def test_nothing_leaks_from_another_segment(recipe, by):
 
 @pytest.mark.parametrize("recipe", ["delayed", None])
 def test_rows_that_a_finite_bias_hides_count_as_a_mean(recipe):
-    """Rows of padding, for example: f32 has no room for a sum of weights next to -1e9."""
+    """Rows of padding, for example: f32 has no room for a sum of weights next to -1e9.
+
+    Beside a mask, which hides keys from that mean.
+    """
     q, k, v, grad, _ = operands(tokens=8)
     bias = np.zeros((1, 1, 8, 8), "f4")
     bias[:, :, 3] = -1e9
-    run = lambda q, k, v: ATTENTION(q, k, v, jnp.asarray(bias), recipe=recipe)
+    seen = np.random.default_rng(1).random((2, 8, 8)) < 0.7
+    seen |= np.eye(8, dtype=bool)
+    how = {"mask": jnp.asarray(seen[:, None]), "recipe": recipe}
+    run = lambda q, k, v: ATTENTION(q, k, v, jnp.asarray(bias), **how)
     found = jax.jit(gradients_of(run))(*map(jnp.asarray, (q, k, v, grad)))
-    expected = in_f64(q, k, v, grad, np.full(4, -np.inf), visible(tokens=8), bias)[:4]
+    expected = in_f64(q, k, v, grad, np.full(4, -np.inf), seen, bias)[:4]
     for a, b in zip(found, expected, strict=True):
         assert np.linalg.norm(a - b) < (1e-5 if recipe is None else 0.08) * np.linalg.norm(b)
 
