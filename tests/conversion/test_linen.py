@@ -1,6 +1,5 @@
 """Converted Linen models: parameters, collections and calls are the same as in the original."""
 
-import functools
 import pickle
 import warnings
 from collections import Counter
@@ -181,16 +180,6 @@ class MappedBlock(Mapped):
         return super().__call__(x), None
 
 
-class MappedMethod(nn.Module):
-    @functools.partial(
-        nn.map_variables, mapped_collections="params", trans_in_fn=seen_tanh, init=True
-    )
-    @nn.compact
-    def __call__(self, x, _=None):
-        see_all(self)
-        return nn.Dense(16)(x), None
-
-
 class LiftOfLift(nn.Module):
     """Two lifts with no module between them, whose scopes nobody's method is called in."""
 
@@ -279,15 +268,6 @@ def quartered(module, x):
     return nn.map_variables(nn.Dense, trans_in_fn=quarter, init=init)(16)(x)
 
 
-def spectral(module, x):
-    """Normalizes every array of a layer."""
-    return nn.SpectralNorm(nn.Dense(16))(x, update_stats=False)
-
-
-def mapped_in(lift: Any) -> nn.Module:
-    return Model(lambda module, x: lift(Mapped)()(x))
-
-
 def scanned_in(block) -> nn.Module:
     return LiftOfLift(lambda _: scanned(block))
 
@@ -301,8 +281,6 @@ MODELS = {
     "scan of a mapped class": (LiftOfLift(lambda init: scanned(mapped(Block, init))), 2),
     "stacked remat": (lifted(scanned(nn.remat(Block))), 3),
     "own, vmap": (lifted(nn.vmap(Own, in_axes=(0, None), **STACK)), 2, SEQUENCES),
-    "map_variables": (Mapped(), 1),
-    "map_variables of a scanned class": (LiftOfLift(lambda init: mapped(scanned(Block), init)), 2),
     "mutable map_variables of scan and remat": (
         LiftOfLift(
             lambda _: nn.map_variables(
@@ -311,28 +289,17 @@ MODELS = {
         ),
         2,
     ),
-    "map_variables of a method": (Model(lambda module, x: MappedMethod()(x)[0]), 1),
-    "map_variables of a method in scan": (scanned_in(MappedMethod), 1),
     "map_variables of all collections": (Model(quartered), 1),
-    "map_variables in remat": (mapped_in(nn.remat), 1),
-    "map_variables in vmap": (mapped_in(partial(nn.vmap, in_axes=None, axis_size=2, **STACK)), 1),
-    "conv": (of_a_sequence(lambda: nn.Conv(16, (3,))), 1),
-    "optimized lstm": (of_a_sequence(lambda: nn.RNN(nn.OptimizedLSTMCell(16))), 2),
-    "scan of a function": (ScannedFunction(), 1),
     "weight norm": (Layers(lambda: nn.WeightNorm(nn.Dense(16))), 1),
     "share_scope": (Layers(Lora), 3),
-    "compact": (Compact(), 3),
     "setup": (Setup(), 3),
-    "stacked": (lifted(scanned(Block)), 3),
     "shared": (lifted(nn.scan(Block, **BROADCAST)), 3),
-    "vmap": (lifted(nn.vmap(Block, in_axes=(0, None), **STACK)), 3, SEQUENCES),
     "vmap shared": (lifted(nn.vmap(Block, **MAPPED)), 3, SEQUENCES),
     "nested": (lifted(nn.jit(nn.remat(Block))), 3),
     "other axis": (
         lifted(nn.scan(Block, length=3, **{**STACK, "variable_axes": {"params": 1}})),
         3,
     ),
-    "spectral norm": (Model(spectral), 1),
     "norms": (Model(norms), 4, IMAGES),
     "kinds": (Model(kinds), 12, SEQUENCES),
 }

@@ -235,12 +235,6 @@ class TestPromise2CollectionsDecideWhatIsDelayed:
         with pytest.warns(UserWarning, match="trained without its 'fp8' collection"):
             self.check(collections, delayed=())
 
-    @pytest.mark.slow
-    def test_recipe_fields_reach_the_layer(self):
-        recipe = DelayedScaling(margin=1, fp8_format="E5M2", amax_compute_algo="most_recent")
-        # "most_recent" sees an eighth of the maximum, the margin doubles it.
-        self.check(["params", "fp8", "fp8_sink"], ROLES, recipe, (E5M2,) * 3, factor=2 / 8)
-
 
 @jax.jit
 def jitted_with_gradient(params, state, x):

@@ -10,7 +10,6 @@ from flax import nnx
 
 import jfp8
 import jfp8.nnx
-from jfp8.layers.linen.fused import LayerNormDense
 from jfp8.layers.linen.transformer import TransformerLayer
 from support.arrays import keyed_normal as normal
 
@@ -44,18 +43,6 @@ def assert_like_linen(ours, linen, *args, gradients=False, **how):
     jax.tree.map(close, found, expected)
     assert np.std(jax.tree.leaves(found)[0]) > 0.1
     return found[0]
-
-
-@pytest.mark.slow
-def test_layer_norm_linear():
-    x = normal(0, (3, 5, D)) * 3 + 1
-    options = {"layernorm_type": "rmsnorm", "zero_centered_gamma": True, "dtype": jnp.bfloat16}
-    ours = jfp8.nnx.LayerNormLinear(D, (3, 4), **options, rngs=nnx.Rngs(0))
-    y = assert_like_linen(ours, LayerNormDense((3, 4), **options), x, gradients=True)
-    assert y.dtype == jnp.bfloat16
-    how = {"axis": (1, -1), "return_layernorm_output": True}
-    ours = jfp8.nnx.LayerNormLinear((5, D), 4, **how, rngs=nnx.Rngs(0))
-    assert_like_linen(ours, LayerNormDense(4, **how), x, gradients=True)
 
 
 def test_a_decoder_computes_what_that_of_linen_does():

@@ -164,6 +164,17 @@ def test_weights_are_dropped_as_flax_does(rate, groups):
     assert rate == 1 or 0.1 < np.mean(np.asarray(y == 0)) < 0.6
 
 
+def test_masks_and_biases_of_several_batch_dimensions():
+    """What one of them shares is that of each; a bias of all is broadcast."""
+    heads = [np.stack([x, -x[::-1]]) for x in heads_of(2)]
+    bias, mask = normal((4, 3, 5), 3), normal((2, 1, 1, 3, 5), 4) > -1
+    together = in_high_precision(*heads, bias, mask)
+    for i in range(2):
+        np.testing.assert_array_equal(
+            together[i], in_high_precision(*(x[i] for x in heads), bias, mask[i])
+        )
+
+
 def test_heads_that_cannot_be_shared_are_refused():
     with pytest.raises(ValueError, match="N a multiple of K"):
         attend(*map(jnp.asarray, heads_of(3)), None, None, recipe=None)

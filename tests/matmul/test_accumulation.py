@@ -1,14 +1,12 @@
 """`scaled_matmul(accumulation=...)`: sums of integers in chunks, against f32 in numpy."""
 
 import functools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, recipes, scaled_dot_general
@@ -161,23 +159,6 @@ def test_non_finite_scales_and_data_show(accumulation):
     expected[2] = True
     expected[:, 7] = True
     np.testing.assert_array_equal(np.isnan(y), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper_every_128"])
-def test_transformations(accumulation):
-    """Eager, under vmap and shard_map; by powers of two, so that no fused multiply-add shows."""
-    lhs, rhs = pair(LAYOUTS["E8M0 1x128"], 8, 256, 3)
-    f = partial(jfp8.scaled_matmul, dimension_numbers=PLAIN, accumulation=accumulation)
-    expected = matmul(lhs, rhs, PLAIN, accumulation=accumulation)
-    if accumulation == "f32_every_128":  # hopper's takes long without compilation
-        np.testing.assert_array_equal(f(lhs, rhs), expected)
-    rows = jax.tree.map(lambda x: x[:, None], lhs)
-    batched = jax.jit(jax.vmap(f, in_axes=(0, None)))(rows, rhs)
-    np.testing.assert_array_equal(batched[:, 0], expected)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
-    np.testing.assert_array_equal(jax.jit(sharded)(lhs, rhs), expected)
 
 
 def random_f8(shape, seed, dtype=E4M3):

@@ -9,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+from jfp8 import E4M3FN
 from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw, scale_by_adam
 from jfp8.optim.block_storage import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16
 from support.arrays import assert_same
+from support.coat import coat
 from support.scripts import imported
 
 SHAPE = (16, 512)  # rows of whole blocks, so that flattened ones are the same
@@ -53,24 +55,13 @@ class Torchao:
     v = m
 
 
-def to_bf16(x, *, up: bool):
-    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64) + (0xFFFF if up else 0)
-    return (bits & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
-
-
 class Coat:
-    """``(|x| / c)^k`` of 128 elements; the extremes are rounded outwards to bf16, as jfp8's are."""
+    """The expansion of 128 elements."""
 
     def m(self, x):
-        flat = x.reshape(-1, 128).astype(np.float64)
-        a = np.abs(flat)
-        largest = to_bf16(a.max(1, keepdims=True), up=True)
-        smallest = to_bf16(a.min(1, keepdims=True), up=False)
-        c = np.sqrt(largest) * np.sqrt(smallest)
-        k = np.floor(16 * np.log2(448**2 / 2) / np.log2(largest / smallest)) / 16
-        s = (largest / c) ** k / 448
-        q = (np.minimum((a / c) ** k / s, 448)).astype(E4M3).astype(np.float64)
-        return (np.sign(flat) * (q * s) ** (1 / k) * c).reshape(x.shape)
+        return np.concatenate([coat(part, E4M3FN)[1] for part in x.reshape(-1, 128)]).reshape(
+            x.shape
+        )
 
     v = m
 

@@ -132,29 +132,6 @@ def test_a_step_on_shards_gathers_no_moments(mesh):
         assert f" {name}-start(" not in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tx: optax.masked(tx, {"in": True, "out": {"kernel": True, "bias": False}}),
-        lambda tx: optax.multi_transform({"in": tx, "a": optax.sgd(1.0)}, {"in": "in", "out": "a"}),
-        lambda tx: optax.MultiSteps(tx, 2),
-        lambda tx: optax.inject_hyperparams(lambda lr: optax.chain(tx, optax.scale(lr)))(lr=1.0),
-    ],
-    ids=["masked", "multi", "steps", "inject"],
-)
-def test_in_any_state(mesh, wrap):
-    """The structure is that of the state, and arrays are split as often as their parameters."""
-    tx = wrap(adam(1e-3))
-    found = state_shardings(tx, parameters(), shardings_on(mesh))
-    state = jax.jit(tx.init, out_shardings=found)(parameters())
-    split = {
-        (leaf.shape, tuple(leaf.sharding.spec)) for leaf in jax.tree.leaves(state) if leaf.ndim == 2
-    }
-    assert ((64, 512), ("data", "model")) in split
-    assert {spec for shape, spec in split if shape == (64, 512)} == {("data", "model")}
-
-
 def test_the_last_and_longest_path_counts(mesh):
     """A parameter may be called like a label, or like a part of another one's path."""
     params = {"a": jnp.zeros((8, 8)), "b": {"a": jnp.zeros((8, 8))}}

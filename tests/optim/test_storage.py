@@ -13,6 +13,7 @@ from jfp8.optim.block_storage import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
 from jfp8.scaling.random_bits import fold_in
 from support.arrays import codes
+from support.coat import coat
 
 SEED = jnp.asarray([3, 7], jnp.uint32)
 FORMATS = (E4M3FN, E5M2)
@@ -61,31 +62,6 @@ def blocks_of(x: np.ndarray, block: int | None):
     for row in np.ndindex(x.shape[:-1]):
         for b, start in enumerate(range(0, x.shape[-1], block)):
             yield (*row, b), x[row][start : start + block]
-
-
-def cast(x, fmt) -> np.ndarray:
-    return np.clip(x, -fmt.max, fmt.max).astype(fmt.dtype)
-
-
-def coat(part: np.ndarray, fmt):
-    """COAT's expansion of a block in float64: codes, values and k, which is bounded; zeros stay."""
-    a = np.abs(part.astype(np.float64))
-    # The two that jfp8 keeps: outwards to bf16.
-    largest = round_bf16(a.max(), up=True)
-    smallest = round_bf16(a[a > 0].min(), up=False)
-    c = np.sqrt(largest) * np.sqrt(smallest)
-    binades = np.clip(np.log2(largest / smallest), 1e-9, 48)
-    k = min(np.floor(16 * np.log2(fmt.max**2 / 2) / binades) / 16, 16)
-    y, s = (a / c) ** k, (largest / c) ** k / fmt.max
-    # Floats of 8 bits in np.where and np.maximum crash NumPy 2.0, so the bound comes first.
-    q = cast(np.where(a > 0, np.maximum(y / s, fmt.smallest_subnormal), 0), fmt)
-    return q, np.sign(part) * (q.astype(np.float64) * s) ** (1 / k) * c, k
-
-
-def round_bf16(value: float, *, up: bool) -> float:
-    bits = int(np.float32(value).view(np.uint32))
-    bits = (bits + 0xFFFF if up else bits) & 0xFFFF0000
-    return float(np.uint32(bits).view(np.float32))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

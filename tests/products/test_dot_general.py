@@ -62,10 +62,6 @@ def oracle(operands, formats, scales):
     return product(lhs, rhs), product(dy, turned(rhs)), product(turned(lhs), dy)
 
 
-def current_scales(operands, formats, **options):
-    return [scale_for(amax_of(x), fmt, **options) for x, fmt in zip(operands, formats, strict=True)]
-
-
 def assert_matches(results, expected):
     """Each result lies within its bound; NaN where it should."""
     for name, result, (exact, bound) in zip(
@@ -90,16 +86,12 @@ def value_and_grads(lhs, rhs, dy, *, recipe, state=None, sink=None):
     return (y, d_lhs, d_rhs) if sink is None else (y, d_lhs, d_rhs, d_sink)
 
 
-# Other recipes, and other dimension numbers, are drawn in tests/properties.
+# Recipes without a history, and other dimension numbers, are drawn in tests/properties.
 RECIPES = [
-    recipes.Float8CurrentScaling(),
     recipes.DelayedScaling(amax_history_len=3),
-    recipes.Float8CurrentScaling(fp8_format="E4M3", scale_rounding="power_of_two"),
-    recipes.Unscaled(fp8_format="E5M2"),
     recipes.DelayedScaling(
         amax_history_len=2, amax_compute_algo="most_recent", margin=2, fp8_format="E4M3"
     ),
-    recipes.Unscaled(),
     recipes.DelayedScaling(amax_history_len=4, fp8_format="E5M2", scale_rounding="power_of_two"),
 ]
 
@@ -124,35 +116,26 @@ def random_state(recipe, operands, seed=0):
     return state
 
 
-def expected_scales(recipe, operands, state):
-    formats = FORMATS[recipe.fp8_format]
-    if isinstance(recipe, recipes.Unscaled):
-        return [np.float32(1)] * 3
-    if state is None:
-        return current_scales(operands, formats, scale_rounding=recipe.scale_rounding)
+def expected_scales(recipe, state):
     newest = recipe.amax_compute_algo == "most_recent"
     amaxes = [np.asarray(state[role]["amax_history"]) for role in ROLES]
     return [
         scale_for(a[0] if newest else a.max(), fmt, recipe.margin, recipe.scale_rounding)
-        for a, fmt in zip(amaxes, formats, strict=True)
+        for a, fmt in zip(amaxes, FORMATS[recipe.fp8_format], strict=True)
     ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_fake_quantization_oracle(recipe):
-    small = isinstance(recipe, recipes.Unscaled)
-    operands = random_operands(9, 33, 17, sizes=(3.0, 0.02, 1.0 if small else 1e-6))
-    delayed = isinstance(recipe, recipes.DelayedScaling)
-    state = random_state(recipe, operands) if delayed else None
-    sink = init_sink() if delayed else None
-    results = value_and_grads(*operands, recipe=recipe, state=state, sink=sink)
-    scales = expected_scales(recipe, operands, state)
-    assert_matches(results[:3], oracle(operands, FORMATS[recipe.fp8_format], scales))
-    assert all(abs(result).max() > 0 for result in results[:3])
-    if delayed:
-        amaxes, overflow = decode_amax(results[3])
-        np.testing.assert_array_equal(amaxes, [amax_of(x) for x in operands])
-        assert not overflow.any()
+def test_delayed_scaling_is_fake_quantization_by_histories(recipe):
+    operands = random_operands(9, 33, 17)
+    state = random_state(recipe, operands)
+    *results, d_sink = value_and_grads(*operands, recipe=recipe, state=state, sink=init_sink())
+    scales = expected_scales(recipe, state)
+    assert_matches(results, oracle(operands, FORMATS[recipe.fp8_format], scales))
+    assert all(abs(result).max() > 0 for result in results)
+    amaxes, overflow = decode_amax(d_sink)
+    np.testing.assert_array_equal(amaxes, [amax_of(x) for x in operands])
+    assert not overflow.any()
 
 
 def test_state_without_sink_uses_current_scaling_for_gradients():
@@ -166,7 +149,7 @@ def test_state_without_sink_uses_current_scaling_for_gradients():
     state["grad"]["amax_history"] = jnp.full((3,), 1e30)
     state["rhs"] = {"amax_history": jnp.zeros((3,)), "amax": jnp.float32(8)}
     results = value_and_grads(*operands, recipe=recipe, state=state)
-    scales = expected_scales(recipe, operands, state)[0], scale_for(8.0, E4M3)
+    scales = expected_scales(recipe, state)[0], scale_for(8.0, E4M3)
     scales = *scales, scale_for(amax_of(operands[2]), E5M2)
     assert_matches(results, oracle(operands, FORMATS["HYBRID"], scales))
 

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,19 +63,6 @@ def test_products_of_every_layout(name, x_spec, w_spec, y_spec):
         assert relative(ours, theirs) < bound
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_arrays_that_nobody_has_laid_out(wrap):
-    """jax.make_mesh makes explicit axes unless it is told otherwise."""
-    x, w = normal(0, (32, 64)), normal(1, (64, 16))
-    loss = lambda x, w: jnp.sum(jfp8.scaled_dot_general(x, w, MATRICES) ** 2)
-    expected = jax.grad(loss, argnums=(0, 1))(x, w)
-    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
-        found = wrap(jax.grad(loss, argnums=(0, 1)))(x, w)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert relative(ours, theirs) < 1e-3
-
-
 def test_a_mesh_that_only_arrays_name():
     """jax.jit compiles without jax.set_mesh, and Flax's layers have gradients there."""
     mesh = jax.make_mesh((8,), ("data",))
@@ -86,19 +72,6 @@ def test_a_mesh_that_only_arrays_name():
     found = gradient(spread(kernel, P()), spread(x, P("data")))
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P()), 2)
     assert relative(found, gradient(kernel, x)) < 1e-3
-
-
-@pytest.mark.slow
-def test_other_axes_may_be_divided_by_the_compiler():
-    types = (AxisType.Explicit, AxisType.Auto)
-    x, w = normal(0, (32, 64)), normal(1, (64, 16))
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jfp8.scaled_dot_general(x, w, MATRICES) ** 2)))
-    expected = gradient(x)
-    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=types)):
-        x = spread(x, P("data", None))
-        y = jfp8.scaled_dot_general(x, w, MATRICES)
-        assert jax.typeof(y) == jax.typeof(lax.dot_general(x, w, MATRICES))
-        assert relative(gradient(x), expected) < 1e-3
 
 
 def test_an_ambiguous_layout_is_an_error_of_jax():
@@ -118,54 +91,6 @@ def test_a_convolution_is_laid_out_as_asked():
         y = convolve(spread(x, P("data")), w, (1, 1), **how, out_sharding=spec)
         assert jax.typeof(y).sharding.spec == spec
     assert relative(y, expected) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        (lambda: jfp8.Dense(16), (32, 8)),
-        (lambda: jfp8.Conv(16, (3, 3)), (8, 6, 6, 3)),
-        (lambda: jfp8.LayerNormMLP(32), (8, 4, 8)),
-    ],
-    ids=["Dense", "Conv", "LayerNormMLP"],
-)
-def test_linen_layers_with_histories(make, shape):
-    model, x = make(), normal(0, shape)
-    state = jfp8.TrainState.create(
-        apply_fn=model.apply, variables=model.init(jax.random.key(1), x), tx=jfp8.loss_scale()
-    )
-
-    def loss_fn(variables, x):
-        return (model.apply(variables, x) ** 2).mean(), {}
-
-    step = jax.jit(jfp8.value_and_grad(loss_fn))
-    loss_1, grads_1 = step(state, x)
-    with explicit():
-        loss, grads = jax.jit(jfp8.value_and_grad(loss_fn))(state, spread(x, P("data")))
-        loss, grads = jax.device_get((loss, grads))
-    assert abs(loss - loss_1) < 1e-6 * abs(loss_1)
-    chex.assert_trees_all_close(grads.fp8_sink, jax.device_get(grads_1.fp8_sink), rtol=1e-5)
-    for a, b in zip(*map(jax.tree.leaves, (grads.params, grads_1.params)), strict=True):
-        assert relative(a, b) < 1e-2
-
-
-@pytest.mark.slow
-def test_attention_is_laid_out_like_its_queries():
-    arrays = [normal(i, (4, 6, 2, 8)) for i in range(3)]
-    attend = functools.partial(jfp8.scaled_dot_product_attention, is_causal=True)
-
-    @jax.jit
-    def run(*arrays):
-        y, vjp = jax.vjp(attend, *arrays)
-        return y, *vjp(y)
-
-    expected = run(*arrays)
-    with explicit():
-        found = run(*(spread(x, P("data", None, "model")) for x in arrays))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.sharding.spec[:3] == ("data", None, "model")
-        assert relative(ours, theirs) < 1e-6
 
 
 CONV = ((1, 1), "SAME", (1, 1), (1, 1), ("NHWC", "HWIO", "NHWC"))

@@ -149,27 +149,6 @@ def test_sharded_jit_equals_unsharded(recipe):
             assert_agree(found, expected, recipe)
 
 
-@pytest.mark.slow
-@every_recipe
-def test_shard_map_is_a_product_per_device(recipe):
-    """Replicated weights get the sum of the gradients of all devices."""
-    lhs, rhs, dy = layer_operands(8)
-
-    def device(lhs, rhs, dy):
-        y, d_lhs, d_rhs = value_and_grads.__wrapped__(lhs[0], rhs, dy[0], recipe=recipe)
-        return y[None], d_lhs[None], d_rhs
-
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    specs = P("data"), P(), P("data")
-    sharded = jax.shard_map(
-        device, mesh=mesh, in_specs=specs, out_specs=(P("data"), P("data"), P())
-    )
-    results = jax.jit(sharded)(lhs, rhs[0], dy)
-    parts = [value_and_grads(lhs[i], rhs[0], dy[i], recipe=recipe) for i in range(8)]
-    y, d_lhs, d_rhs = (jnp.stack(part) for part in zip(*parts))
-    assert_agree(results, (y, d_lhs, d_rhs.sum(axis=0)), recipe)
-
-
 def block_of_weights(variant, index, size):
     """Which rows or columns of rhs share their scales."""
     free = {"mxfp8, 2d, hybrid": 32, "nvfp4, nearest": 16}.get(variant, 1)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
@@ -167,29 +167,6 @@ def test_fsdp_is_the_step_of_one_device(kind, mesh_of):
     assert [shard.data.shape for shard in shards] == [(WIDTH // 8, WIDTH)] * 8
 
 
-@pytest.mark.slow
-def test_gathered_weights():
-    def gathered(model, batch):
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-        whole = jfp8.gather_weights(params, "fsdp", P("fsdp"), recipe="current")
-        return loss_fn(nnx.merge(graphdef, whole, rest), batch)
-
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    single, sharded = InNnx(), InNnx()
-    by_bytes = stepped(gathered)
-    with jax.set_mesh(mesh):
-        params = nnx.state(sharded.model, nnx.Param)
-        nnx.update(sharded.model, jax.device_put(params, NamedSharding(mesh, P("fsdp"))))
-        arguments = sharded.model, sharded.optimizer, spread(BATCH, mesh)
-        text = by_bytes.lower(*arguments).compile().as_text()
-        losses = [float(by_bytes(*arguments)) for _ in range(3)]
-    np.testing.assert_allclose(losses, [single.step(BATCH) for _ in range(3)], rtol=0.02)
-    assert losses[-1] < 0.9 * losses[0]
-    assert re.search(rf"u8\[{WIDTH},{WIDTH}\]\S* all-gather", text)
-    history = sharded.model.first.dot_general.fp8["grad"][...]
-    assert np.count_nonzero(history) == 3
-
-
 @each_kind
 @pytest.mark.representative(1)
 def test_resumed_on_another_number_of_devices(kind, tmp_path):
@@ -248,17 +225,3 @@ def test_gradients_by_parameters_in_fp8_are_those_by_their_values():
     assert relative_error(nnx.as_pure(grads), nnx.as_pure(expected)) < 1e-6
     assert_same(stored.first.kernel[...], params["first"]["kernel"][...])
     assert isinstance(stored.first.kernel[...], jfp8.ScaledArray)
-
-
-@pytest.mark.slow
-def test_a_function_that_saves_in_fp8_inside_a_module():
-    def backward_of(activation):
-        model = made("mxfp8", activation=activation)
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-        _, backward = jax.vjp(lambda params: nnx.merge(graphdef, params, rest)(X), params)
-        return backward(jnp.ones_like(X))[0], backward
-
-    (found, kept), (expected, wide) = map(backward_of, (jfp8.save_in_fp8(nnx.gelu), nnx.gelu))
-    assert 0 < relative_error(nnx.as_pure(found), nnx.as_pure(expected)) < 0.05
-    bytes_of = lambda backward: sum(x.nbytes for x in jax.tree.leaves(backward) if x.ndim > 1)
-    assert bytes_of(kept) < bytes_of(wide) - 2 * X.size
