@@ -17,7 +17,8 @@ from jfp8 import checkpoint
 from jfp8.checkpoint.fp8_style import styles
 from jfp8.checkpoint.torch_layout import Place
 from jfp8.products import dot_general
-from support.checkpoints import assert_same, published, raw
+from support.arrays import assert_same
+from support.checkpoints import published, raw
 
 FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -8,7 +8,8 @@ import jfp8
 from jfp8 import ScaledArray, checkpoint
 from jfp8.checkpoint import Place
 from jfp8.checkpoint.name_maps import tables
-from support.checkpoints import assert_same, dequantized, quantized
+from support.arrays import assert_same
+from support.checkpoints import dequantized, quantized
 
 QWEN3 = {
     "num_hidden_layers": 2,

@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jfp8
 from jfp8 import checkpoint
 from jfp8.optim.masters import master_weights
-from support.checkpoints import assert_same, in_two_processes, told
+from support.arrays import assert_same
+from support.checkpoints import in_two_processes, told
 
 WIDTH = 64
 

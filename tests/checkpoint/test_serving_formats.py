@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jfp8
 from jfp8 import ScaledArray, checkpoint
 from jfp8.checkpoint.torch_layout import Tensors
+from support.arrays import assert_same
 from support.checkpoints import (
-    assert_same,
     dequantized,
     in_two_processes,
     published,

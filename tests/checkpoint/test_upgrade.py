@@ -18,7 +18,8 @@ import jfp8
 from jfp8.checkpoint.upgrade import downgrade, upgrade
 from jfp8.optim.masters import master_weights
 from jfp8.recipes.per_tensor import DelayedScaling
-from support.checkpoints import assert_same, told
+from support.arrays import assert_same
+from support.checkpoints import told
 
 WIDTH = 64
 RNG = np.random.default_rng(0)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jfp8
 
@@ -63,23 +62,6 @@ def test_no_step_waits_for_the_host():
     with jax.transfer_guard_device_to_host("disallow_explicit"):
         record(state, jnp.asarray(batches[0]))
     assert {row.step for row in record.rows} == {0}
-
-
-@pytest.mark.slow
-def test_nnx_steps():
-    model = jfp8.nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(1e-1), wrt=nnx.Param)
-
-    def step(model, optimizer, x):
-        loss, grads = jfp8.nnx.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))(model, x)
-        optimizer.update(model, grads)
-        return loss
-
-    record = jfp8.debug.Recorder(step, every=2)
-    x = setup()[2][0]
-    losses = [float(record(model, optimizer, x)) for _ in range(4)]
-    assert losses[-1] < losses[0] * 0.99
-    assert [row.step for row in record.rows if row.tensor == "rhs"] == [0, 2]
 
 
 def test_mistakes_are_explained():

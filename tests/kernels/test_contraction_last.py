@@ -14,7 +14,7 @@ from jfp8 import recipes
 from jfp8.quantizers.quantizer import Current
 from jfp8.recipes.product import Product
 from jfp8.scaling.sink import decode_amax, init_sink
-from support.devices import needs_mosaic
+from support.devices import lowered_for, needs_mosaic
 
 PLAIN = (((1,), (0,)), ((), ()))
 LARGE = (2048, 1024, 1536)  # m, k, n: enough for FP8 to pay
@@ -26,12 +26,6 @@ def mesh_of(kind, *sizes):
     return AbstractMesh(
         sizes, names, axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
     )
-
-
-def lowered_for(kind, f, *args):
-    """StableHLO of `f` for a GPU."""
-    with use_abstract_mesh(mesh_of(kind)):
-        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def f8_products(text):

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
 from jfp8 import recipes
 from jfp8.kernels import grouped_kernels as by_kernels
 from jfp8.quantizers.quantizer import Current
 from jfp8.recipes.product import Product
-from support.devices import needs_mosaic
+from support.devices import lowered_for, needs_mosaic
 
 
 def value_and_gradients(recipe, implementation=None, state=None, sink=None):
@@ -37,12 +36,6 @@ def operands(m, groups, k, n, dtype=jnp.bfloat16):
     return [jnp.asarray(a, dtype) for a in (x, w, dy)]
 
 
-def lowered(f, *args):
-    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @needs_mosaic
 @pytest.mark.representative(2)
 @pytest.mark.parametrize(
@@ -54,14 +47,13 @@ def test_on_hopper_nothing_is_multiplied_outside_of_kernels(recipe):
     shapes = ((2048, 512), (4, 512, 384), (2048, 384))
     args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
-    text = lowered(value_and_gradients(recipe), *args, sizes)
+    text = lowered_for("NVIDIA H200", value_and_gradients(recipe), *args, sizes)
     assert "mosaic_gpu_v2" in text
     assert "dot_general" not in text
     assert "ragged_dot" not in text
-    text = (
-        lowered(value_and_gradients(recipe, "xla"), *args, sizes) if recipe.name != "block" else ""
-    )
-    assert "mosaic_gpu_v2" not in text
+    if recipe.name != "block":
+        by_xla = value_and_gradients(recipe, "xla")
+        assert "mosaic_gpu_v2" not in lowered_for("NVIDIA H200", by_xla, *args, sizes)
 
 
 @needs_mosaic

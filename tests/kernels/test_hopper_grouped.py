@@ -10,7 +10,7 @@ if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
 
 from jfp8.kernels.hopper import grouped
 from jfp8.kernels.hopper.tiles import Tiles
-from support.arrays import along, f64, scales
+from support.arrays import along, assert_product, f64, scales
 from support.arrays import standard_normal as normal
 from support.interpreter import interpreted
 
@@ -23,18 +23,6 @@ TILE = 128
 def two_blocks(monkeypatch):
     """So few that each of them computes several parts of the output."""
     monkeypatch.setattr(grouped, "multiprocessors", lambda: 2)
-
-
-def assert_sums(y, a, b, out_dtype):
-    """``y = a @ b.T`` but for the rounding of f32 sums, in any order, and of the result."""
-    assert y.dtype == out_dtype
-    expected, magnitude = a @ b.T, np.abs(a) @ np.abs(b).T
-    assert y.shape == expected.shape
-    # One rounding for each addition, two for the scales and one for their product.
-    bound = (a.shape[1] + 4) * 2.0**-24 * magnitude
-    bound += float(jnp.finfo(out_dtype).eps) / 2 * (np.abs(expected) + bound)
-    error = np.abs(f64(y) - expected)
-    assert np.all(error <= bound + np.where(magnitude > 0, 1e-40, 0)), (error / bound).max()
 
 
 def grouped_matmul_in_f64(a, b, group, a_scale, b_scale):
@@ -65,7 +53,7 @@ def test_grouped_matmul(dtypes, out_dtype, k, n, with_scales, tiles):
     b_scale = scales(3, (3, -(-k // TILE), -(-n // TILE)))
     y = interpreted(grouped.grouped_matmul, a, b, group, a_scale, b_scale, out_dtype, tiles=tiles)
     for t, (rows, matrix) in enumerate(grouped_matmul_in_f64(a, b, group, a_scale, b_scale)):
-        assert_sums(y[t * TILE : (t + 1) * TILE], rows, matrix, out_dtype)
+        assert_product(y[t * TILE : (t + 1) * TILE], rows, matrix, out_dtype)
 
 
 def test_grouped_matmul_keeps_what_is_not_finite_where_it_belongs():
@@ -89,7 +77,7 @@ def test_grouped_matmul_skips_tiles_of_no_group():
     a = a.at[TILE : 2 * TILE].set(normal(0, (TILE, 200)))
     group = jnp.array([-1, 1, -1], jnp.int32)
     y = interpreted(grouped.grouped_matmul, a, b, group, None, jnp.ones((2, 2, 1)), F32)
-    assert_sums(y[TILE : 2 * TILE], f64(a[TILE : 2 * TILE]), f64(b[1]), F32)
+    assert_product(y[TILE : 2 * TILE], f64(a[TILE : 2 * TILE]), f64(b[1]), F32)
     np.testing.assert_array_equal(y[:TILE], np.zeros((TILE, 64)))
     np.testing.assert_array_equal(y[2 * TILE :], np.zeros((TILE, 64)))
 
@@ -131,7 +119,7 @@ def test_grouped_outer(dtypes, out_dtype, m, n, with_scales, tiles):
     b = f64(b) * (1 if b_scale is None else along(b_scale, 0, k).T)
     for g, (begin, steps) in enumerate(zip(first, count, strict=True)):
         of_group = slice(begin * TILE, (begin + steps) * TILE)
-        assert_sums(y[g], a[:, of_group], b[:, of_group], out_dtype)
+        assert_product(y[g], a[:, of_group], b[:, of_group], out_dtype)
 
 
 def test_grouped_outer_keeps_what_is_not_finite_where_it_belongs():

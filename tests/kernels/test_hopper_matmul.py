@@ -10,9 +10,9 @@ if jax.__version_info__ < (0, 11, 2):
 
 from jfp8.kernels.hopper import matmul
 from jfp8.kernels.hopper.tiles import SHARED_MEMORY, Tiles, candidates, ranked
-from support.arrays import along, f64, scales
+from support.arrays import along, assert_product, f64, scales
 from support.arrays import standard_normal as normal
-from support.interpreter import no_races
+from support.interpreter import interpreted
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -24,22 +24,6 @@ def two_blocks(monkeypatch):
     """A device so small that each block takes several tiles of the output."""
     clusters = property(lambda grid: min(2 // grid.tiles.cluster, grid.size))
     monkeypatch.setattr(matmul.Grid, "clusters", clusters)
-
-
-def interpreted(kernel, *operands, **options):
-    """The result of a kernel, in float64, after a check that none of its threads raced another."""
-    with no_races():
-        return f64(kernel(*operands, **options))
-
-
-def assert_product(y, a, b, out_dtype):
-    """``a @ b.T`` but for K f32 additions, two scales, and one rounding to the output's dtype."""
-    expected, magnitude = a @ b.T, np.abs(a) @ np.abs(b).T
-    assert y.shape == expected.shape
-    bound = (a.shape[1] + 3) * 2.0**-24 * magnitude
-    out = jnp.finfo(out_dtype)
-    bound += float(out.eps) / 2 * (np.abs(expected) + bound) + float(out.smallest_subnormal) / 2
-    assert np.all(np.abs(y - expected) <= bound)
 
 
 @pytest.mark.representative(3)
@@ -118,10 +102,11 @@ def test_nan_and_infinity_stay_where_they_belong():
         expected = a @ b.T
     a, b, one = jnp.asarray(a, E4M3), jnp.asarray(b, E5M2), jnp.ones((), F32)
     ones = jnp.ones((2, 128), F32), jnp.ones((2, 2), F32)
-    for y in (
+    for found in (
         interpreted(matmul.matmul, a, b, one, one, BF16, promote=True, tiles=SMALL),
         interpreted(matmul.block_matmul, a, b, *ones, BF16, tiles=SMALL),
     ):
+        y = f64(found)
         np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
         np.testing.assert_array_equal(np.isposinf(y), np.isposinf(expected))
         np.testing.assert_array_equal(np.isneginf(y), np.isneginf(expected))

@@ -20,7 +20,7 @@ from jfp8.kernels.hopper.quantize import (
 )
 from jfp8.kernels.hopper.sweep import Sweep, largest_of
 from jfp8.kernels.scales_in_kernels import nearest_quotient, scale_and_inverse
-from jfp8.scaling.codes import codes_of, decode
+from support.arrays import assert_same_codes
 from support.interpreter import no_races
 
 SMALL = Sweep(rows=64, columns=64, blocks=4)
@@ -42,14 +42,6 @@ def numbers(shape, dtype, special=(), seed=0):
     for value in special:
         x[rng.integers(shape[0]), rng.integers(shape[1])] = value
     return jnp.asarray(x, dtype)
-
-
-def assert_same_codes(got, want, poisoned=False):
-    """Equal to the bit, or both NaN; where `poisoned` the whole of `got` is NaN."""
-    assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    nan = np.isnan(np.asarray(decode(want))) | poisoned
-    np.testing.assert_array_equal(np.isnan(np.asarray(decode(got))), nan)
-    np.testing.assert_array_equal(np.where(nan, 0, codes_of(got)), np.where(nan, 0, codes_of(want)))
 
 
 def largest(amaxes):

@@ -14,6 +14,7 @@ from jfp8.kernels.tpu.quantize_kernels import (
     quantize_tiles,
 )
 from jfp8.scaling.formats import E4M3FN, E5M2
+from support.arrays import assert_same_codes
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, F8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -33,15 +34,6 @@ def cast(x, dtype):
     limit = float(ml_dtypes.finfo(dtype).max)
     x = np.asarray(x, np.float32)
     return np.where(np.isfinite(x), np.clip(x, -limit, limit), np.nan).astype(dtype)
-
-
-def assert_same_codes(found, expected):
-    """Equal bytes; a NaN may have any sign."""
-    found, expected = (np.asarray(x) for x in (found, expected))
-    assert found.dtype == expected.dtype
-    nan = np.isnan(expected.astype(np.float32))
-    np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), nan)
-    np.testing.assert_array_equal(found.view(np.uint8)[~nan], expected.view(np.uint8)[~nan])
 
 
 def block_amaxes(x, rows, columns):

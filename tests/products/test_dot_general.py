@@ -12,7 +12,7 @@ import jfp8
 from jfp8 import recipes, scaled_dot_general
 from jfp8.scaling.sink import decode_amax, init_sink
 from support import fake_quantization
-from support.fake_quantization import E4M3, E5M2, MAX, UNIT_ROUNDOFF
+from support.fake_quantization import E4M3, E5M2
 
 PLAIN = (((1,), (0,)), ((), ()))
 FORMATS = {"HYBRID": (E4M3, E4M3, E5M2), "E4M3": (E4M3,) * 3, "E5M2": (E5M2,) * 3}  # lhs, rhs, grad
@@ -32,34 +32,16 @@ def amax_of(x):
     return np.max(np.abs(np.asarray(x, np.float32)), initial=0)
 
 
-def fake_quantize(x, fmt, scale):
-    """``(data, scale)``: multiplied by 1/scale in f32, rounded once, saturated; Inf becomes NaN."""
-    x = np.asarray(x, np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        scaled = np.clip(x * (np.float32(1) / scale), -MAX[fmt], MAX[fmt])
-    data = scaled.astype(fmt).astype(np.float64)
-    return np.where(np.isfinite(x), data, np.nan), scale
-
-
-def product(a, b):
-    """Exact product of two quantized matrices, and how far f32 may be from it.
-
-    |error| <= (K + 2) u sum|a b|: K - 1 additions, the product of the scales, the multiplication by
-    it, and one for the terms of higher order. Below the normal numbers XLA:CPU flushes.
-    """
-    (x, x_scale), (y, y_scale) = a, b
-    scale = np.float64(x_scale) * np.float64(y_scale)
-    bound = (x.shape[1] + 2) * UNIT_ROUNDOFF * (abs(x) @ abs(y)) * scale
-    return x @ y * scale, bound + np.finfo(np.float32).tiny
-
-
 def oracle(operands, formats, scales):
     """y, d_lhs and d_rhs, each with its bound, from `scales` of lhs, rhs and dy."""
-    lhs, rhs, dy = (
-        fake_quantize(x, fmt, s) for x, fmt, s in zip(operands, formats, scales, strict=True)
-    )
-    turned = lambda q: (q[0].T, q[1])
-    return product(lhs, rhs), product(dy, turned(rhs)), product(turned(lhs), dy)
+
+    def rule(fmt, scale):
+        rounded = lambda x: fake_quantization.fake_quantized(x, scale, fmt)
+        return lambda x, axis: np.where(np.isfinite(x), rounded(x), np.nan)
+
+    rules = fake_quantization.uniform(*map(rule, formats, scales))
+    found = fake_quantization.oracle(rules, *(np.asarray(x)[None] for x in operands))
+    return [(exact[0], bound[0]) for exact, bound in found.values()]
 
 
 def assert_matches(results, expected):

@@ -47,6 +47,28 @@ def f64(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
+def assert_product(y, a, b, out_dtype) -> None:
+    """Assert ``y = a @ b.T`` but for K f32 additions, two scales, and one rounding."""
+    assert y.dtype == out_dtype
+    expected, magnitude = a @ b.T, np.abs(a) @ np.abs(b).T
+    assert y.shape == expected.shape
+    out = jnp.finfo(out_dtype)
+    bound = (a.shape[1] + 4) * 2.0**-24 * magnitude
+    bound += float(out.eps) / 2 * (np.abs(expected) + bound)
+    bound += np.where(magnitude > 0, float(out.smallest_subnormal) / 2, 0)
+    error = np.abs(f64(y) - expected)
+    assert np.all(error <= bound), (error / bound).max()
+
+
+def assert_same_codes(got, want, poisoned=False) -> None:
+    """Assert equal bytes, or that both are NaN; where `poisoned`, the whole of `got` is NaN."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    nan = np.isnan(want.astype(np.float32)) | poisoned
+    np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan)
+    np.testing.assert_array_equal(np.where(nan, 0, codes(got)), np.where(nan, 0, codes(want)))
+
+
 def assert_same(a, b) -> None:
     """Assert the same structure, dtypes, shapes and bits; a NaN equals any other."""
     assert jax.tree.structure(a) == jax.tree.structure(b)

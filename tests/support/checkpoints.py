@@ -52,16 +52,6 @@ def dequantized(q: jfp8.ScaledArray) -> jax.Array:
     return q.dequantize()
 
 
-def assert_same(a: Any, b: Any) -> None:
-    """Check that two trees have the same structure, dtypes, shapes and bytes."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    leaves = jax.tree_util.tree_leaves_with_path(a)
-    for (path, x), y in zip(leaves, jax.tree.leaves(b), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert (x.dtype, x.shape) == (y.dtype, y.shape), path
-        assert x.tobytes() == y.tobytes(), path
-
-
 def raw(folder: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a folder, read by a few lines of this file."""
     found = {}

@@ -22,6 +22,12 @@ def traced_for(kind="NVIDIA H200", multiprocessors=132):
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
 
 
+def lowered_for(kind, f, *args):
+    """Return the StableHLO of `f` for a GPU of this kind."""
+    with traced_for(kind):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def pretend(monkeypatch, device):
     """Trace for `device` from now on; kernels are imported first, so that it is true of all."""
     for module in pkgutil.walk_packages(jfp8.kernels.__path__, "jfp8.kernels."):

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jfp8
 from support.arrays import keyed_normal as normal
+from support.arrays import relative_error
 
 D = 48
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -97,10 +98,6 @@ class Function:
         return self.multiply(self.kernel, self.state, x)
 
 
-def error(found, exact):
-    return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
-
-
 def current(x, w):
     return jfp8.scaled_dot_general(x, w, NUMBERS, recipe="current")
 
@@ -108,9 +105,9 @@ def current(x, w):
 def times_current(found, of_product, x, w):
     """The error of what was `found`, divided by the error of current scaling."""
     exact = of_product(jnp.matmul, x, w)
-    least = error(of_product(current, x, w), exact)
+    least = relative_error(of_product(current, x, w), exact)
     assert 0.01 < least < 0.1
-    return error(found, exact) / least
+    return relative_error(found, exact) / least
 
 
 def result(product, x, w):
