@@ -229,7 +229,7 @@ LINES_OF_ROOMS = {
     "optim": 2695,
     "training": 3072,
     "checkpoint": 3167,
-    "conversion": 4939,
+    "conversion": 4943,
     "debug": 3424,
     "plot": 906,
     "command_line": 1060,

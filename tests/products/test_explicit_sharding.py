@@ -63,6 +63,19 @@ def test_products_of_every_layout(name, x_spec, w_spec, y_spec):
         assert relative(ours, theirs) < bound
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_arrays_that_nobody_has_laid_out(wrap):
+    """jax.make_mesh makes explicit axes unless it is told otherwise."""
+    x, w = normal(0, (32, 64)), normal(1, (64, 16))
+    loss = lambda x, w: jnp.sum(jfp8.scaled_dot_general(x, w, MATRICES) ** 2)
+    expected = jax.grad(loss, argnums=(0, 1))(x, w)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        found = wrap(jax.grad(loss, argnums=(0, 1)))(x, w)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative(ours, theirs) < 1e-3
+
+
 def test_a_mesh_that_only_arrays_name():
     """jax.jit compiles without jax.set_mesh, and Flax's layers have gradients there."""
     mesh = jax.make_mesh((8,), ("data",))

@@ -17,6 +17,7 @@ import jfp8
 from jfp8 import collectives
 from jfp8.scaling.sink import decode_amax, encode_amax
 from jfp8.training.data_parallel import _max_of_sinks, data_parallel
+from jfp8.training.end_of_step import rescale_grad_histories
 from support.arrays import decibels
 from support.compiled import collective_bytes
 
@@ -115,6 +116,39 @@ def test_loss_gradients_and_histories_are_those_of_one_device(micro_batches, mes
     assert_close(histories, expected, rtol=1e-6)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), histories, state.fp8)
     assert all(moved["Dense_0"]["DotGeneral_0"][role]["amax_history"] for role in ("lhs", "grad"))
+
+
+@pytest.mark.slow
+def test_only_bytes_are_sent():
+    state = trained()
+    batch = placed(make_batch(), MESH, P("data"))
+    in_bytes = parallel(gradients()).lower(state, batch).compile()
+    in_floats = parallel(gradients(), mean=in_f32).lower(state, batch).compile()
+    sent = collective_bytes(in_bytes).collectives
+    assert {c.dtype for c in sent if c.bytes > 700} == {"u8"}
+    records = 128 * 64 // 128 + 64 * 32 // 128 + 1  # the bias of 32 goes in f32
+    records += -records % N
+    assert collective_bytes(in_bytes).by_dtype()["u8"] == 2 * 7 / 8 * records * 132
+    assert collective_bytes(in_floats).total > 3.4 * collective_bytes(in_bytes).total
+
+
+@pytest.mark.slow
+def test_overflow_on_one_device_skips_the_step_on_all():
+    state = trained()
+    batch = make_batch(seed=7)
+    batch["x"][11, 5] = np.inf
+    _, grads = parallel(gradients())(state, placed(batch, MESH, P("data")))
+    after = applied(state, grads)
+    # Only the histories of gradients follow the loss scale.
+    fp8 = rescale_grad_histories(state.fp8, jnp.float32(0.5))
+    expected = (state.params, fp8, state.collections)
+    kept = (after.params, after.fp8, after.collections)
+    jax.tree.map(np.testing.assert_array_equal, kept, expected)
+    assert after.opt_state.loss_scale == state.opt_state.loss_scale / 2
+    assert after.step == state.step + 1
+    batch["x"][11, 5] = 0.0
+    _, grads = parallel(gradients())(state, batch)
+    assert applied(state, grads).opt_state.loss_scale == state.opt_state.loss_scale
 
 
 def test_trap_an_overflow_that_only_a_sink_saw_reaches_all():

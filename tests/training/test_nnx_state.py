@@ -123,6 +123,29 @@ def test_trap_vmap_over_a_batch_takes_the_maximum():
     assert amax(x) <= newest(layer.dot_general)["lhs"][0] <= 9 / 8 * amax(x)
 
 
+@pytest.mark.slow
+def test_functional_training_with_split_and_merge():
+    x = normal(1, (4, D))
+    graphdef, param, rest = nnx.split(Block(nnx.Rngs(0)), nnx.Param, ...)
+
+    @jax.jit
+    def train_step(param, rest, x):
+        def f(param):
+            model = nnx.merge(graphdef, param, rest, copy=True)
+            return loss_of(model, x), nnx.state(model, nnx.Not(nnx.Param))
+
+        (loss, rest), grads = jax.value_and_grad(f, has_aux=True)(param)
+        return loss, grads, rest
+
+    reference = Block(nnx.Rngs(0))
+    for _ in range(2):
+        loss, grads, rest = train_step(param, rest, x)
+        wanted_loss, wanted = flax_step(reference, x)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(wanted)
+    assert_same(histories(nnx.merge(graphdef, param, rest)), histories(reference))
+
+
 def test_copies_have_histories_of_their_own():
     layer, x = linear(), normal(1, (4, D))
     flax_step(layer, x)
@@ -136,6 +159,26 @@ def gradient_of_kernel(x, dy, grad_amax):
     """By fake quantization, with a scale of the gradient for `grad_amax`."""
 
     return fake_quantize(x, E4M3).T @ fake_quantize(dy, E5M2, grad_amax)
+
+
+@pytest.mark.slow
+def test_trap_stale_scales_in_a_default_loop():
+    """``nnx.grad`` knows no sinks, so a history of gradients must not count there: it is stale."""
+    layer, x, dy = linear(), normal(1, (16, D)), normal(2, (16, D))
+    f = lambda layer, x, dy: (layer(x) * dy).sum()
+    nnx.jit(jfp8.nnx.value_and_grad(f))(layer, x, dy)
+    assert newest(layer.dot_general)["grad"][0] == pytest.approx(amax(dy), rel=1e-6)
+
+    default = nnx.jit(nnx.grad(f))
+    for i in range(20):
+        shrinking = dy * 10.0**-i
+        grads = default(layer, x, shrinking)
+        wanted = gradient_of_kernel(x, shrinking, amax(shrinking))
+        error = np.linalg.norm(grads["kernel"].get_value() - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-5, i
+    # Histories of lhs and rhs record at every gradient.
+    assert newest(layer.dot_general)["lhs"] == [amax(x)] * 3
+    assert np.all(layer.dot_general.histories()["lhs"] > 0)
 
 
 @pytest.mark.parametrize("where", ["input", "gradient", "loss"])
@@ -286,3 +329,13 @@ def test_trap_stacked_state_that_is_not_lifted():
     blocks = stacked(nnx.Rngs(0).split(3))
     nnx.jit(jfp8.nnx.value_and_grad(lambda blocks, x: f(x, blocks).sum()))(blocks, x)
     assert np.all(histories(blocks)["up", "dot_general", "grad"][:, 0] > 0)
+
+
+@pytest.mark.slow
+def test_trap_a_history_of_another_length():
+    layer = linear()
+    with jfp8.autocast(jfp8.recipes.DelayedScaling(amax_history_len=4)):
+        with pytest.raises(ValueError, match="another recipe"):
+            layer(jnp.ones((1, D)))
+        short = linear()
+    assert short.dot_general.histories()["lhs"].shape == (4,)

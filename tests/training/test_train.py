@@ -481,6 +481,30 @@ class TestPromise7OptimizersNeverSeeState:
 class TestAdvance:
     """The explicit form of the same step."""
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mutable", [False, True])
+    def test_a_hand_written_loop_is_the_train_state(self, mutable):
+        tx, model = optax.adam(1e-2), Mlp()
+        loss_fn = squared_error(model)
+        state, sinks = create(model, tx), initial(model)["fp8_sink"]
+        params, fp8, opt_state = state.params, state.fp8, state.opt_state
+
+        def loss(params, sinks, fp8, batch):
+            variables = {"params": params, "fp8": fp8, "fp8_sink": sinks}
+            if not mutable:
+                return loss_fn(variables, batch)[0], fp8
+            y, updates = model.apply(variables, batch["x"], mutable=["fp8"])
+            return jnp.mean((y - batch["y"]) ** 2), updates["fp8"]
+
+        for i in range(3):
+            gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
+            (grads, cotangent), fp8 = gradient(params, sinks, fp8, batch_of(i))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params, fp8 = optax.apply_updates(params, updates), jfp8.advance(fp8, cotangent)
+            state, _ = step_with(loss_fn)(state, batch_of(i))
+            assert_same((params, fp8, opt_state), (state.params, state.fp8, state.opt_state))
+        assert np.count_nonzero(history(fp8, "grad", 1)) == 3
+
     def cotangent(self, model=DENSE):
         variables = dict(initial(model))
         loss = lambda sink: jnp.sum(model.apply({**variables, "fp8_sink": sink}, normal((8, 16))))

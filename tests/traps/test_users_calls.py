@@ -292,6 +292,56 @@ def test_nnx_layers_with_x64_enabled(recipe):
     assert_same(found, wanted)
 
 
+def histories_of(layer) -> dict:
+    return layer.dot_general.histories()
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.slow
+def test_gradients_of_each_example_by_nnx_vmap(jit):
+    """The histories of the shared model get the largest amax of all examples."""
+    models = [jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0)) for _ in range(9)]
+    loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
+    differentiate = jfp8.nnx.value_and_grad(loss_fn)
+    each, alone = nnx.vmap(differentiate, in_axes=(None, 0, 0)), nnx.jit(differentiate)
+    shared, *singles = models
+    for _ in range(2):  # the second time with histories
+        losses, grads = (nnx.jit(each) if jit else each)(shared, X[:, None], Y[:, None])
+        wanted = [alone(single, X[i : i + 1], Y[i : i + 1]) for i, single in enumerate(singles)]
+        np.testing.assert_allclose(losses, [loss for loss, _ in wanted], rtol=1e-5)
+        kernels = np.stack([np.asarray(grad["kernel"][...]) for _, grad in wanted])
+        np.testing.assert_allclose(grads["kernel"][...], kernels, rtol=1e-4, atol=1e-6)
+        largest = jax.tree.map(lambda *h: np.max(h, axis=0), *map(histories_of, singles))
+        for found, expected in zip(
+            jax.tree.leaves(histories_of(shared)), jax.tree.leaves(largest), strict=True
+        ):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        for single in singles:
+            single.dot_general.set_histories(histories_of(shared))
+
+
+@pytest.mark.slow
+def test_an_example_that_is_not_finite_leaves_histories_alone():
+    model = jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=nnx.Rngs(0))
+    each = nnx.vmap(
+        jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)), in_axes=(None, 0)
+    )
+    each(model, X[:, None])
+    before = histories_of(model)
+    each(model, np.where(np.arange(8) == 3, np.nan, X.T).T[:, None])
+    assert_same(histories_of(model), before)
+
+
+@pytest.mark.slow
+def test_models_of_their_own_under_nnx_vmap_keep_histories_of_their_own():
+    make = nnx.vmap(lambda rngs: jfp8.nnx.Linear(16, 4, recipe="delayed", rngs=rngs))
+    models = make(nnx.Rngs(0).split(8))
+    each = nnx.vmap(jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)))
+    each(models, X[:, None])
+    found = histories_of(models)["lhs"][:, 0]
+    np.testing.assert_allclose(found, np.max(np.abs(X), axis=1), rtol=1e-6)
+
+
 LINEN = jfp8.Dense(4, recipe="delayed")
 
 

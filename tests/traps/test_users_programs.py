@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
 
 import jfp8
@@ -176,3 +177,42 @@ def test_gradients_that_are_changed_one_by_one_in_the_state_of_flax(change):
     np.testing.assert_allclose(losses, exact_losses(tx=tx), rtol=0.1)
     found = history(jfp8.linen.histories_in(state.params[where]), "first", "lhs")
     np.testing.assert_allclose(found[:5], AMAX, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_layers_that_nnx_vmap_makes_and_nnx_scan_runs():
+    """Each layer has histories of its own; those of weights are known to NumPy."""
+
+    class Stack(nnx.Module):
+        def __init__(self, linear, rngs):
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap(in_axes=0, out_axes=0)
+            def make(rngs):
+                return linear(16, 16, rngs=rngs)
+
+            self.layers = make(rngs)
+
+        def __call__(self, x):
+            run = lambda x, layer: x + nnx.tanh(layer(x))
+            return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    def losses(model, value_and_grad):
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+        @nnx.jit
+        def train(model, optimizer):
+            loss = lambda model: jnp.mean((model(X)[:, :8] - Y) ** 2)
+            value, grads = value_and_grad(loss)(model)
+            optimizer.update(model, grads)
+            return value
+
+        return [float(train(model, optimizer)) for _ in range(4)]
+
+    model, stock = (Stack(linear, nnx.Rngs(0)) for linear in (jfp8.nnx.Linear, nnx.Linear))
+    weights = np.asarray(model.layers.kernel[...])
+    found = losses(model, jfp8.nnx.value_and_grad)
+    np.testing.assert_allclose(found, losses(stock, nnx.value_and_grad), rtol=0.1)
+    histories = model.layers.dot_general.histories()
+    np.testing.assert_allclose(histories["rhs"][:, 3], np.abs(weights).max((1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(histories["lhs"][0, :4], AMAX, rtol=1e-6)
+    assert np.all(np.asarray(histories["grad"])[:, :4] > 0)
