@@ -28,6 +28,7 @@ from jfp8.conversion.linen_seen import Seen, shapes_of, watching
 from jfp8.conversion.linen_state import STATES, init_collections, read_states, write_states
 from jfp8.conversion.plan import Plan, plan_of
 from jfp8.conversion.program import Program
+from jfp8.conversion.report import report
 from jfp8.conversion.run import States, run_planned
 from jfp8.conversion.selection import Edge, Selection
 from jfp8.layers.linen import messages
@@ -38,21 +39,14 @@ from jfp8.recipes.recipe import Recipe
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # the method that Flax's `init` initializes
 
 
-def convert_module(
-    model: nn.Module, selection: Selection, on_init: Callable[..., None] | None = None
-) -> nn.Module:
-    """Return `model` as an instance of a subclass of its class, whose calls are converted.
-
-    ``model.init`` ends with ``on_init(model, variables, *args, **kwargs)``.
-    """
+def convert_module(model: nn.Module, selection: Selection) -> nn.Module:
+    """Return `model` as an instance of a subclass of its class, whose calls are converted."""
     original = getattr(type(model), "jfp8_original", type(model))
-    return as_class(model, _converted_class(original, selection, on_init))
+    return as_class(model, _converted_class(original, selection))
 
 
 @functools.cache
-def _converted_class(
-    cls: type[nn.Module], selection: Selection, on_init: Callable[..., None] | None
-) -> type[nn.Module]:
+def _converted_class(cls: type[nn.Module], selection: Selection) -> type[nn.Module]:
     namespace: dict[str, Any] = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
@@ -61,7 +55,6 @@ def _converted_class(
         "__init__": cls.__init__,  # Flax would write a new one, without what decorators added
         "jfp8_selection": selection,
         "jfp8_original": cls,
-        "jfp8_on_init": staticmethod(on_init) if on_init else None,
     }
     for name in _methods(cls):
         namespace[name] = _entering(cls, name)
@@ -73,7 +66,6 @@ class _Converted:
 
     jfp8_selection: ClassVar[Selection]
     jfp8_original: ClassVar[type[nn.Module]]
-    jfp8_on_init: ClassVar[Callable[..., None] | None]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the model that was converted, with what it was converted by."""
@@ -81,7 +73,7 @@ class _Converted:
         if model.scope is not None:  # pyrefly: ignore
             return super().__reduce_ex__(protocol)
         original = as_class(model, cls.jfp8_original)  # pyrefly: ignore
-        return convert_module, (original, cls.jfp8_selection, cls.jfp8_on_init)
+        return convert_module, (original, cls.jfp8_selection)
 
     def apply(
         self, variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any
@@ -100,16 +92,15 @@ class _Converted:
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """Run ``nn.Module.init_with_output``, and add the states of FP8 matmuls."""
-        cls = type(self)
-        call = Call.of(self, cls.jfp8_selection)
+        call = Call.of(self, type(self).jfp8_selection)
         original = functools.partial(call.model.init_with_output, mutable=mutable)
         create = lambda: original(rngs, *args, **kwargs)
         if region.why_disabled():
             y, variables = create()
         else:
             y, variables = call.init(create, args, rngs, mutable, kwargs)
-        if cls.jfp8_on_init is not None:
-            cls.jfp8_on_init(self, variables, *args, **kwargs)
+        if call.selection.verbose:
+            print(report(self, *jax.eval_shape(lambda: (variables, *args)), **kwargs))
         return y, variables
 
 

@@ -150,23 +150,18 @@ def convert(
         raise ValueError(
             f"weights={weights!r} is for functions; a model of Flax has parameters. Leave it out."
         )
-    return convert_selected(cast(Any, model), selection, example=example)
+    return convert_selected(cast(Any, model), selection, example)
 
 
-def convert_selected(
-    model: Model,
-    selection: Selection,
-    on_init: Callable[..., None] | None = None,
-    example: tuple[Any, ...] = (),
-) -> Model:
-    """Convert by a `Selection`; Linen models call ``on_init`` at the end of ``init``."""
+def convert_selected(model: Model, selection: Selection, example: tuple[Any, ...] = ()) -> Model:
+    """Convert by a `Selection`."""
     if isinstance(model, nn.Module):
         if model.scope is not None:
             raise TypeError(
                 "convert got a model that is bound to variables. Convert the model first, then "
                 "call .bind or .apply of the result."
             )
-        return cast(Model, linen.convert_module(model, selection, on_init))
+        return cast(Model, linen.convert_module(model, selection))
     if isinstance(model, nnx.Module):
         if selection.state_collection != "fp8":
             raise ValueError(

@@ -15,6 +15,7 @@ from jfp8.conversion.linen_attention import check_caching_layers
 from jfp8.conversion.nnx import TAG, TracedCall, enter
 from jfp8.conversion.nnx_layers import (
     Converted,
+    Keys,
     Weight,
     converted_of,
     has_own_product,
@@ -26,7 +27,7 @@ from jfp8.conversion.nnx_layers import (
     weights_of,
     why_not,
 )
-from jfp8.conversion.selection import Decision, Selection
+from jfp8.conversion.selection import Decision, Edge, Selection
 from jfp8.layers.nnx.attention import (
     has_stock_attention,
     install_attention,
@@ -61,27 +62,36 @@ def convert_model(model: Module, selection: Selection, example: tuple[Any, ...] 
         recipe = selection.decide(path, layer, None).recipe
         if recipe != DelayedScaling():  # the default of a layer: it keeps its histories
             product.recipe = recipe or PerLayer(())  # none: high precision
-    planned = _planned(converted, example) if example else None
-    for node, weight, leading in found:
-        decision = selection.decide(weight.path, node, None)
-        if planned is not None:
-            decision, leading = planned.get((id(node), weight.keys), (Decision(None), ()))
+    decided = _planned(converted, example) if example else _decided(found, selection)
+    for node, weight, _ in found:
+        decision, leading = decided.get((id(node), weight.keys), (Decision(None), ()))
         if decision.recipe is not None:
             _hold(node, weight, decision.recipe, leading)
-        elif planned is not None and decision.reason:
+        elif example and decision.reason:
             _stay(node, weight, decision.reason)
     return converted
 
 
-def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
-    """Decide on each layer and each of a user's own parameters, as far as that precedes a call."""
-    found = _convertible(model, selection)
-    return {weight.path: selection.decide(weight.path, node, None) for node, weight, _ in found}
+Found = list[tuple[nnx.Module, Weight, tuple[int, ...]]]
+Decided = dict[tuple[int, Keys], tuple[Decision, tuple[int, ...]]]
+"""The decision on each weight, by the id of its module and its keys, and stacked axes."""
 
 
-def _convertible(
-    model: nnx.Module, selection: Selection
-) -> list[tuple[nnx.Module, Weight, tuple[int, ...]]]:
+def _decided(found: Found, selection: Selection) -> Decided:
+    """Decide on each weight, and print that if asked for, as far as it is known before a call."""
+    decided: Decided = {}
+    for node, weight, leading in found:
+        decision = selection.decide(weight.path, node, None)
+        decided[id(node), weight.keys] = decision, leading
+        if selection.verbose:
+            print(f"{weight.path}: {repr(decision.recipe) if decision.recipe else decision.reason}")
+    edges = [choice.value for choice in selection.exempt if isinstance(choice, Edge)]
+    if edges and selection.verbose:
+        print(f"Exempt, as jfp8.report(model, x) sees in a call: {'; '.join(edges)}")
+    return decided
+
+
+def _convertible(model: nnx.Module, selection: Selection) -> Found:
     """List the weights whose matmuls may become FP8, their modules, and the axes of stacks."""
     nodes = nodes_of(model)
     stacks = stacks_of(nodes)
@@ -148,9 +158,9 @@ def _stay(node: Any, weight: Weight, reason: str) -> None:
     set_converted(node, replace(here, weights=tuple(map(stays, here.weights))))
 
 
-def _planned(converted: Any, example: tuple[Any, ...]) -> dict[Any, tuple[Decision, Any]]:
-    """Plan a call: the decision on each weight, by its module and keys, and stacked axes."""
-    found: dict[Any, tuple[Decision, Any]] = {}
+def _planned(converted: Any, example: tuple[Any, ...]) -> Decided:
+    """Decide on each weight by the plan of a call."""
+    found: Decided = {}
 
     def look(*args: Any) -> None:
         function = type(converted).jfp8_original.__call__

@@ -67,6 +67,7 @@ class Selection:
     state_collection: StateCollection = "fp8"
     cache_dtype: np.dtype | Format | None = None
     unless_slower_on: Gpu | None = None
+    verbose: bool = False  # print the decisions; see `jfp8.initialize`
 
     def for_gpu(self) -> Selection:
         """Take ``"slower"``, or ``"slower on NVIDIA H100"``, out of `exempt`, and hold the GPU."""

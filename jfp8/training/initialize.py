@@ -10,12 +10,9 @@ from typing import Any, Literal
 
 import jax
 import optax
-from flax import nnx
 
 from jfp8.conversion.models import Model, convert_selected
-from jfp8.conversion.nnx_copy import decisions
-from jfp8.conversion.report import report
-from jfp8.conversion.selection import Choice, Edge, Selection, select
+from jfp8.conversion.selection import Choice, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.optim import Blocks, ScaledFloat16, fp8_gradients, loss_scale, skip_on_overflow
 from jfp8.optim.stored_state import StoredState, store_state
@@ -114,9 +111,7 @@ def initialize(
         )
     chosen = _with_fused(_recipes(recipe), output_fused)
     selection = select(chosen, exempt, only, state_collection=state_collection).for_gpu()
-    converted = convert_selected(model, selection, _print_report if verbose else None)
-    if verbose and isinstance(model, nnx.Module):
-        _print_decisions(model, selection)
+    converted = convert_selected(model, dataclasses.replace(selection, verbose=verbose))
     if opt_level == "O2":
         tx = _with_stored_moments(tx)
     if chosen.needs_loss_scale:
@@ -126,15 +121,6 @@ def initialize(
         # same steps. It is a power of two, so the codes are the same as of unscaled gradients.
         tx = optax.chain(fp8_gradients(axis_name=axis_name), tx)
     return converted, tx
-
-
-def _print_decisions(model: nnx.Module, selection: Selection) -> None:
-    """Print what becomes of each layer, as far as that is known before a call."""
-    for path, decision in decisions(model, selection).items():
-        print(f"{path}: {repr(decision.recipe) if decision.recipe else decision.reason}")
-    edges = [choice.value for choice in selection.exempt if isinstance(choice, Edge)]
-    if edges:
-        print(f"Exempt, as jfp8.report(model, x) sees in a call: {'; '.join(edges)}")
 
 
 def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -236,8 +222,3 @@ def _with_fused(recipe: Recipe | PerLayer, fused: str | Sequence[str]) -> Recipe
         )
     fields: dict[str, Any] = {**vars(recipe), "fused": patterns}
     return type(recipe)(**fields)
-
-
-def _print_report(model: Any, variables: Any, *inputs: Any, **kwargs: Any) -> None:
-    variables, inputs = jax.eval_shape(lambda: (variables, inputs))
-    print(report(model, variables, *inputs, **kwargs))
