@@ -16,28 +16,18 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jfp8.layers import transformer_math
-from jfp8.layers.site import Multiplies, mlp_at
+from jfp8.layers.site import Multiplies
 from jfp8.matmul.spec import Implementation
-from jfp8.products.mlp import hidden_like
 from jfp8.products.ragged.dot import observed_ragged_dot
-from jfp8.products.ragged.exchange import Exchange, plan_exchange
-from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.expert_rows import ExpertRows, FromExperts, ToExperts
-from jfp8.products.ragged.experts import (
-    can_be_divided,
-    height_for,
-    observed_expert_dot,
-    plain_expert_dot,
-)
+from jfp8.products.ragged.expert_rows import ExpertRows
+from jfp8.products.ragged.experts import observed_expert_dot, plain_expert_dot
 from jfp8.products.ragged.routing import Routing, largest, route
-from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
 from jfp8.tracing.caller import user_level
 from jfp8.tracing.shardings import sharded_like
 
-Layer = Any  # an ``ExpertDense`` of Linen or NNX
 Route = Callable[..., Routing]  # takes logits and k, and maybe a bias
 
 
@@ -211,76 +201,7 @@ def _warned(message: str, primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[0]
 
 
-def through_experts(
-    tokens: jax.Array,
-    routed: Routing,
-    wi: Layer,
-    wo: Layer,
-    *,
-    intermediate_dim: int,
-    mesh: ExpertMesh,
-    recipes: Sequence[Recipe],
-    implementation: Implementation,
-    activation: str | transformer_math.ClampedSwiglu,
-    saved_activations: Format | None,
-    capacity_factor: float | None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """For each token, the weighted sum of what its experts make of it. ::
-
-        y = sum over the chosen e of  weight_e * activation(x . wi_e) . wo_e
-
-    Args:
-      tokens: ``[t, in]``.
-      wi, wo: the matmuls with the matrices of all experts.
-      intermediate_dim: features between both.
-      mesh: the mesh over which tokens and experts are sharded.
-      recipes: the recipes of both matmuls. For the others see `MoE`.
-
-    Returns:
-      The sums, ``[t, in]``; and with a capacity the share of choices that found no room, by name.
-    """
-    (count, k), groups = routed.experts.shape, routed.probabilities.shape[1]
-    more = [(0, -count % mesh.parts), (0, 0)]  # rows without an expert: tokens divide evenly
-    height = height_for(recipes, implementation)
-
-    def pad(tokens: jax.Array, experts: jax.Array) -> tuple[jax.Array, Exchange]:
-        experts = jnp.pad(experts, more, constant_values=groups)
-        planned = plan_exchange(experts, groups, mesh, height, capacity_factor)
-        return jnp.pad(tokens, more), planned
-
-    def activated(hidden: jax.Array) -> jax.Array:
-        hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
-        hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
-        return hidden.reshape(*hidden.shape[:2], intermediate_dim)
-
-    def weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
-        each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
-        return jnp.sum(each * weights[:, :, None], axis=1).astype(y.dtype)
-
-    padded, exchange = sharded_like(mesh.rows, pad, tokens, routed.experts)
-    n = transformer_math.projections_of(activation)
-    divided = can_be_divided(intermediate_dim, mesh, recipes)
-    rows, back = ToExperts(exchange, divided, n), FromExperts(exchange, divided)
-    parts = (mesh.tensor,) if divided else ()
-    apart = divided or saved_activations is not None
-    if apart or not transformer_math.may_be_one_operation(recipes, tokens):
-        # By name, for Flax's `nnx.tabulate`, which shows a dataclass only so.
-        hidden = wi(padded, group_sizes=rows)
-        y = wo(sharded_like(hidden, activated, hidden), group_sizes=back)
-    else:
-        shape = (exchange.group.size, exchange.height, n, intermediate_dim)
-        first = wi._begin(padded, rows)
-        second = wo._begin(hidden_like(first.planned, shape), back)
-        y = mlp_at(first, second, transformer_math.Activation(activation), shape)
-    y = sharded_like(mesh.rows, weighted, y, routed.weights)
-    if capacity_factor is None:
-        return y, {}
-    dropped = 1 - jnp.sum(exchange.sizes) / max(count * k, 1)
-    _warn_if_many(dropped, capacity_factor)
-    return y, {"dropped": dropped}
-
-
-def _warn_if_many(dropped: jax.Array, capacity_factor: float) -> None:
+def warn_if_many(dropped: jax.Array, capacity_factor: float) -> None:
     """Warn if more than 1 % of all choices are dropped, where the share is known: outside `jit`."""
     if not isinstance(dropped, jax.core.Tracer) and float(dropped) > 0.01:
         warnings.warn(
@@ -291,20 +212,3 @@ def _warn_if_many(dropped: jax.Array, capacity_factor: float) -> None:
             UserWarning,
             stacklevel=user_level(),
         )
-
-
-def through_shared_expert(
-    tokens: jax.Array,
-    wi: Callable[[jax.Array], jax.Array],
-    wo: Callable[[jax.Array], jax.Array],
-    activation: str | transformer_math.ClampedSwiglu,
-    saved_activations: Format | None,
-) -> jax.Array:
-    """Return ``activation(x . wi) . wo`` of all tokens, ``[t, in]``; see `through_experts`."""
-
-    def activated(hidden: jax.Array) -> jax.Array:
-        hidden = hidden.reshape(len(hidden), transformer_math.projections_of(activation), -1)
-        return transformer_math.activate(hidden, activation, saved_activations=saved_activations)
-
-    hidden = wi(tokens)
-    return wo(sharded_like(hidden, activated, hidden))

@@ -19,13 +19,15 @@ from jfp8.layers.nnx.parts import Parts
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.signatures import ExplicitModule, SignatureOfClass
 from jfp8.layers.options import options_of, promoted
-from jfp8.layers.site import Begun, begin_at
+from jfp8.layers.site import Begun, begin_at, mlp_at
 from jfp8.layers.transformer_options import InFeatures
 from jfp8.matmul.spec import Implementation
+from jfp8.products.mlp import hidden_like
 from jfp8.products.ragged import routing
-from jfp8.products.ragged.expert_mesh import expert_mesh
-from jfp8.products.ragged.expert_rows import ExpertRows
-from jfp8.products.ragged.experts import planned_expert_dot
+from jfp8.products.ragged.exchange import Exchange, plan_exchange
+from jfp8.products.ragged.expert_mesh import ExpertMesh, expert_mesh
+from jfp8.products.ragged.expert_rows import ExpertRows, FromExperts, ToExperts
+from jfp8.products.ragged.experts import can_be_divided, height_for, planned_expert_dot
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RecipeLike
@@ -233,20 +235,65 @@ class MoE(moe_math.MoEOptions, InFeatures, ExplicitModule):
         mesh, shape = expert_mesh(*axes, self.num_experts), inputs.shape
         tokens = sharded_like(mesh.rows, partial(jnp.reshape, shape=(-1, shape[-1])), inputs)
         routed = self.router(tokens)
-        losses = moe_math.losses_of(routed, shape)
-        names = "intermediate_dim", "implementation", "activation", "saved_activations"
-        y, dropped = moe_math.through_experts(
-            tokens,
-            routed,
-            self.wi,
-            self.wo,
-            mesh=mesh,
-            recipes=recipes,
-            **options_of(self, (*names, "capacity_factor")),
-        )
+        sown = moe_math.losses_of(routed, shape)
+        y, exchange = self._through_experts(tokens, routed, mesh, recipes)
+        if self.capacity_factor is not None:
+            sown["dropped"] = 1 - jnp.sum(exchange.sizes) / max(routed.experts.size, 1)
+            moe_math.warn_if_many(sown["dropped"], self.capacity_factor)
         if self.shared_wi is not None and self.shared_wo is not None:
-            how = self.activation, self.saved_activations
-            y += moe_math.through_shared_expert(tokens, self.shared_wi, self.shared_wo, *how)
+            hidden = self.shared_wi(tokens)
+            y += self.shared_wo(sharded_like(hidden, self._activated, hidden))
         y = sharded_like(inputs, partial(jnp.reshape, shape=shape), y)
-        result = (y, losses["load_balancing_loss"]) if self.return_load_balancing_loss else y
-        return result, losses | dropped
+        result = (y, sown["load_balancing_loss"]) if self.return_load_balancing_loss else y
+        return result, sown
+
+    def _activated(self, hidden: jax.Array, *parts: int) -> jax.Array:
+        """Return the activation of ``[..., features]``, of as many `parts` of these, if given."""
+        apart = hidden.reshape(*hidden.shape[:-1], *parts, self.projections, -1)
+        how = {"saved_activations": self.saved_activations}
+        made = transformer_math.activate(apart, self.activation, **how)
+        return made.reshape(*hidden.shape[:-1], -1)
+
+    def _through_experts(
+        self,
+        tokens: jax.Array,
+        routed: routing.Routing,
+        mesh: ExpertMesh,
+        recipes: Sequence[Recipe],
+    ) -> tuple[jax.Array, Exchange]:
+        """Return for each token the weighted sum of what its experts make of it, ``[t, in]``. ::
+
+            y = sum over the chosen e of  weight_e * activation(x . wi_e) . wo_e
+
+        Also the exchange of tokens over the `mesh`, over which they and experts are sharded.
+        """
+        (count, k), groups = routed.experts.shape, routed.probabilities.shape[1]
+        more = [(0, -count % mesh.parts), (0, 0)]  # rows without an expert: tokens divide evenly
+        height = height_for(recipes, self.implementation)
+
+        def pad(tokens: jax.Array, experts: jax.Array) -> tuple[jax.Array, Exchange]:
+            experts = jnp.pad(experts, more, constant_values=groups)
+            planned = plan_exchange(experts, groups, mesh, height, self.capacity_factor)
+            return jnp.pad(tokens, more), planned
+
+        def weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
+            each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
+            return jnp.sum(each * weights[:, :, None], axis=1).astype(y.dtype)
+
+        padded, exchange = sharded_like(mesh.rows, pad, tokens, routed.experts)
+        divided = can_be_divided(self.intermediate_dim, mesh, recipes)
+        rows, back = ToExperts(exchange, divided, self.projections), FromExperts(exchange, divided)
+        apart = divided or self.saved_activations is not None
+        if apart or not transformer_math.may_be_one_operation(recipes, tokens):
+            # By name, for Flax's `nnx.tabulate`, which shows a dataclass only so.
+            hidden = self.wi(padded, group_sizes=rows)
+            parts = (mesh.tensor,) if divided else ()
+            activated = lambda hidden: self._activated(hidden, *parts)
+            y = self.wo(sharded_like(hidden, activated, hidden), group_sizes=back)
+        else:
+            width = self.intermediate_dim
+            shape = (exchange.group.size, exchange.height, self.projections, width)
+            first = self.wi._begin(padded, rows)
+            second = self.wo._begin(hidden_like(first.planned, shape), back)
+            y = mlp_at(first, second, transformer_math.Activation(self.activation), shape)
+        return sharded_like(mesh.rows, weighted, y, routed.weights), exchange
