@@ -6,6 +6,7 @@ if one scale does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -83,76 +84,64 @@ class DotOnTpu(Dot):
         return quantized_for_both(x, first, second, state, dtype, kernels=kernels, axes=axes)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        y = self._multiply(kind, first, second, spec)
-        return self.given[("dgrad", "wgrad", "fprop").index(kind)].array(y)
-
-    def _multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         bias = self.bias if kind == "fprop" else None
-        spec = replace(spec, device=self.tpu)
+        numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
+        how = {"dimension_numbers": numbers, "dtype": self.dtype_of(kind), "device": self.tpu}
+        spec, of_result = replace(spec, **how), ("dgrad", "wgrad", "fprop").index(kind)
+
+        def product(first, second, bias, spec):
+            if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
+                y = multiply_on_tpu(first, second, spec, bias)
+            else:
+                y = plus_bias(multiply(first, second, spec, dtype_of_partial_sums(spec)), bias)
+            return y if order is None else y.transpose(order)
+
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
             if self.shardings is not None:
-                numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
                 ((a,), (b,)), _ = numbers
                 division = sharded.division_of(self.shardings, kind, (a, b), order)
                 if _has_parts(first, division.first) and _has_parts(second, division.second):
-                    return self._multiply_on_each(division, kind, first, second, spec, bias)
-        return self._multiply_here(kind, first, second, spec, bias)
+                    spec = replace(spec, device=replace(self.tpu, divides=False))
+                    product = partial(_on_each, product, division)
+        return self.given[of_result].array(product(first, second, bias, spec))
 
-    def _multiply_here(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        spec: MatmulSpec,
-        bias: jax.Array | None = None,
-    ) -> jax.Array:
-        numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
-        spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
-        if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
-            y = multiply_on_tpu(first, second, spec, bias)
-        else:
-            y = multiply(first, second, spec, dtype_of_partial_sums(spec))
-            y = plus_bias(y, bias)
-        return y if order is None else y.transpose(order)
 
-    def _multiply_on_each(
-        self,
-        division: Division,
-        kind: Kind,
-        first: ScaledArray,
-        second: ScaledArray,
-        spec: MatmulSpec,
-        bias: jax.Array | None,
-    ) -> jax.Array:
-        """Multiply on TPUs that have a shard of each operand, and add partial sums."""
-        spec = replace(spec, device=replace(self.tpu, divides=False))
+def _on_each(
+    product: Callable[..., jax.Array],
+    division: Division,
+    first: ScaledArray,
+    second: ScaledArray,
+    bias: jax.Array | None,
+    spec: MatmulSpec,
+) -> jax.Array:
+    """Multiply on TPUs that have a shard of each operand, and add partial sums."""
 
-        def part(data, scale, data_2, scale_2, bias):
-            operands = ScaledArray(data, scale), ScaledArray(data_2, scale_2)
-            if not division.summed:
-                return self._multiply_here(kind, *operands, spec, bias)
-            y = self._multiply_here(kind, *operands, spec)
-            sent = jnp.dtype(spec.partial_dtype or y.dtype)
-            y = y.astype(sent) if sent == jnp.bfloat16 else y
-            for dim, axes in enumerate(division.result):
-                scattered = tuple(axis for axis in axes if axis in division.summed)
-                if scattered:
-                    y = lax.psum_scatter(y, scattered, scatter_dimension=dim, tiled=True)
-            others = {axis for axes in division.result for axis in axes}
-            if rest := tuple(axis for axis in division.summed if axis not in others):
-                y = lax.psum(y, rest)
-            return plus_bias(y.astype(self.dtype_of(kind)), bias)
+    def part(data, scale, data_2, scale_2, bias):
+        operands = ScaledArray(data, scale), ScaledArray(data_2, scale_2)
+        if not division.summed:
+            return product(*operands, bias, spec)
+        y = product(*operands, None, spec)
+        sent = jnp.dtype(spec.partial_dtype or y.dtype)
+        y = y.astype(sent) if sent == jnp.bfloat16 else y
+        for dim, axes in enumerate(division.result):
+            scattered = tuple(axis for axis in axes if axis in division.summed)
+            if scattered:
+                y = lax.psum_scatter(y, scattered, scatter_dimension=dim, tiled=True)
+        others = {axis for axes in division.result for axis in axes}
+        if rest := tuple(axis for axis in division.summed if axis not in others):
+            y = lax.psum(y, rest)
+        return plus_bias(y.astype(spec.dtype), bias)
 
-        specs = (
-            sharded.spec_of(division.first),
-            sharded.spec_of_scale(first.scale.shape, division.first),
-            sharded.spec_of(division.second),
-            sharded.spec_of_scale(second.scale.shape, division.second),
-            sharded.spec_of(division.result[1:]),
-        )
-        result = sharded.spec_of(division.result)
-        divided = jax.shard_map(part, in_specs=specs, out_specs=result, check_vma=False)
-        return divided(first.data, first.scale, second.data, second.scale, bias)
+    specs = (
+        sharded.spec_of(division.first),
+        sharded.spec_of_scale(first.scale.shape, division.first),
+        sharded.spec_of(division.second),
+        sharded.spec_of_scale(second.scale.shape, division.second),
+        sharded.spec_of(division.result[1:]),
+    )
+    result = sharded.spec_of(division.result)
+    divided = jax.shard_map(part, in_specs=specs, out_specs=result, check_vma=False)
+    return divided(first.data, first.scale, second.data, second.scale, bias)
 
 
 def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
