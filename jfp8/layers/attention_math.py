@@ -23,27 +23,20 @@ def attend(
     bias: jax.Array | None,
     mask: jax.Array | None,
     *,
-    recipe: Recipe | None,
-    implementation: str | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
     tokens: tuple[jax.Array | None, ...] = (None,) * 4,
     sinks: jax.Array | None = None,
-    dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    **options: Any,
 ) -> jax.Array:
     """Compute `scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
 
     Args:
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
-      recipe: None quantizes nothing.
       tokens, dropout_key: see `jfp8.products.flash.dot_product.attention`.
-      dropout_rate: share of the weights that are dropped, in high precision.
+      options: see `AttentionOptions`.
     """
     for x in (query, key, value):
         check_operand(x)
-    how = scale, is_causal, local_window_size, recipe, implementation, dropout_rate
     shape, batch = query.shape, query.shape[:-3]
     mask = None if mask is None else jnp.asarray(mask, bool)
     if len(batch) > 1:
@@ -51,7 +44,7 @@ def attend(
         each = lambda x: x.reshape(-1, *x.shape[len(batch) :])
         query, key, value, tokens = jax.tree.map(each, (query, key, value, tokens))
     arrays = query, key, value, bias, mask, sinks
-    y = attention(AttentionOptions(*how), arrays, tokens, dropout_key=dropout_key)
+    y = attention(AttentionOptions(**options), arrays, tokens, dropout_key=dropout_key)
     return y.reshape(shape)
 
 

@@ -123,12 +123,12 @@ OF_TOKENS = tuple(
 class AttentionOptions(NamedTuple):
     """Hold the arguments of `scaled_dot_product_attention` that are no arrays."""
 
-    scale: float | None
-    is_causal: bool
-    window: int | tuple[int, int] | None
-    recipe: Recipe | None  # None: nothing is quantized
-    implementation: str | None
-    dropout_rate: float = 0.0
+    scale: float | None = None
+    is_causal: bool = False
+    local_window_size: int | tuple[int, int] | None = None
+    recipe: Recipe | None = None  # None: nothing is quantized
+    implementation: str | None = None
+    dropout_rate: float = 0.0  # of the weights, in high precision
 
 
 @in_mesh_of_arguments
@@ -167,7 +167,7 @@ def attention(
     visible = Visible(
         (queries, keys),
         options.is_causal,
-        masks.window_of(options.window),
+        masks.window_of(options.local_window_size),
         (
             masks.integers_of(tokens[0], OF_TOKENS[0], (batch,)),
             masks.integers_of(tokens[1], OF_TOKENS[1], (batch,)),
