@@ -19,24 +19,21 @@ def over_parts_of_arguments(
     loss_fn: Callable[..., Any],
     micro_batches: int,
     batch_axes: Mapping[str, None],
-    differentiated: Any,
-    sinks: Any,
-    fp8: Any,
-    collections: Any,
-    batch: tuple[tuple[Any, ...], dict[str, Any]],
+    *given: Any,
 ) -> Any:
     """Average the results of `gradient` over micro-batches of the arguments of `loss_fn`."""
-    bound = inspect.signature(loss_fn).bind(None, *batch[0], **batch[1])
+    *known, collections, (args, named) = given  # `known` begins with parameters and sinks
+    bound = inspect.signature(loss_fn).bind(None, *args, **named)
 
-    def gradient_of_part(*known_and_part: Any) -> Any:
-        *known, part = known_and_part
+    def gradient_of_part(*given: Any) -> Any:
+        *others, part = given
         bound.arguments.update(part)
-        return gradient(*known, (bound.args[1:], bound.kwargs))
+        return gradient(*others, (bound.args[1:], bound.kwargs))
 
-    call, like = "jfp8.value_and_grad(loss_fn", (differentiated, sinks)
+    how = micro_batches, batch_axes, "jfp8.value_and_grad(loss_fn"
     by_name = dict(list(bound.arguments.items())[1:])
-    varying = (like, (differentiated, sinks, fp8), collections, by_name)
-    return over_micro_batches(gradient_of_part, micro_batches, batch_axes, call, *varying)
+    varying = tuple(known[:2]), tuple(known), collections, by_name
+    return over_micro_batches(gradient_of_part, *how, *varying)
 
 
 def over_micro_batches(

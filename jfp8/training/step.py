@@ -20,7 +20,7 @@ from jfp8.scaling.history import as_dicts
 from jfp8.scaling.sink import SMALL
 from jfp8.tracing.loss import LOSS, Loss
 from jfp8.training.micro_batches import over_parts_of_arguments
-from jfp8.training.model_histories import Collections, add_recorded, init_sinks, read_by_step
+from jfp8.training.model_histories import add_recorded, init_sinks, read_by_step
 from jfp8.training.other_model import instead_of_state
 from jfp8.training.state import Gradients, TrainState
 
@@ -86,7 +86,7 @@ def value_and_grad(
             by_values, stored = has_master_weights(state.opt_state), state.params
             differentiated = (carriers if by_values else without_stored)(stored)
         known = (differentiated, init_sinks(state.fp8), read_by_step(state.fp8))
-        gradient = _gradient(partial(_scaled_loss, loss_fn, has_aux, loss_scale, stored))
+        gradient = _gradient(loss_fn, has_aux, loss_scale, stored)
         if micro_batches > 1:
             options = (loss_fn, micro_batches, batch_axes or {})
             gradient = partial(over_parts_of_arguments, gradient, *options)
@@ -107,57 +107,40 @@ def check_micro_batches(n: Any) -> None:
         raise ValueError(f"micro_batches must be an int of at least 1, got {n!r}.")
 
 
-def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Differentiate a `_scaled_loss` with respect to parameters and sinks."""
-    gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
+def _gradient(
+    loss_fn: Callable[..., Any], has_aux: bool, loss_scale: jax.Array | None, stored: Any
+) -> Callable[..., Any]:
+    """Return a function to the gradients of the scaled loss, and ``(loss, collections, aux)``.
+
+    If parameters are `stored` in FP8, not all of them are differentiated.
+    """
+
+    def scaled_loss(differentiated: Any, sinks: Any, fp8: Any, collections: Any, batch: Any) -> Any:
+        args, named = batch
+        params = differentiated if stored is None else with_carriers(stored, differentiated)
+        variables = {"params": params}
+        if fp8:
+            variables |= {"fp8": fp8, "fp8_sink": sinks}
+        try:
+            returned = loss_fn({**variables, **collections}, *args, **named)
+        except ApplyScopeInvalidVariablesStructureError as error:
+            error.add_note(
+                "jfp8.value_and_grad passes loss_fn all variables, not params alone. Pass them on "
+                "as they are: model.apply(variables, x)."
+            )
+            raise
+        loss, mutated, aux = _unpacked(returned, has_aux)
+        _check_names(mutated, None if has_aux else {*variables, *collections, *FLAX_COLLECTIONS})
+        new = {name: mutated.get(name, value) for name, value in collections.items()}
+        loss = jnp.asarray(loss)
+        return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
 
     def compute(*arguments: Any) -> Any:
         (grads, sinks), (aux, recorded) = gradient(*arguments)
         return (grads, add_recorded(sinks, recorded)), aux
 
+    gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
     return compute
-
-
-def _scaled_loss(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    loss_scale: jax.Array | None,
-    stored: Any,
-    differentiated: Any,
-    sinks: Collections,
-    fp8: Collections,
-    collections: Collections,
-    batch: Any,
-) -> tuple[jax.Array, tuple[tuple[jax.Array, Collections, Any], Collections]]:
-    """Return the scaled loss, ``(loss, collections, aux)``, and the records of ``fp8``.
-
-    If parameters are `stored` in FP8, not all of them are `differentiated`.
-    """
-    args, named = batch
-    params = differentiated if stored is None else with_carriers(stored, differentiated)
-    variables = {"params": params}
-    if fp8:
-        variables |= {"fp8": fp8, "fp8_sink": sinks}
-    try:
-        returned = loss_fn({**variables, **collections}, *args, **named)
-    except ApplyScopeInvalidVariablesStructureError as error:
-        error.add_note(
-            "jfp8.value_and_grad passes loss_fn all variables, not params alone. Pass them on as "
-            "they are: model.apply(variables, x)."
-        )
-        raise
-    loss, mutated, aux = _unpacked(returned, has_aux)
-    if not has_aux:
-        _check_names(mutated, {*variables, *collections, *FLAX_COLLECTIONS})
-    if "fp8_sink" in mutated:
-        raise ValueError(
-            "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the gradient, "
-            "so no history would be updated. Name the collections that are updated, e.g. "
-            "model.apply(..., mutable=['batch_stats']), not mutable=True."
-        )
-    new = {name: mutated.get(name, value) for name, value in collections.items()}
-    loss = jnp.asarray(loss)
-    return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
 
 
 def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any]:
@@ -183,9 +166,15 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
     return loss, mutated, aux
 
 
-def _check_names(mutated: Mapping[str, Any], known: set[str]) -> None:
-    """Raise an error if `mutated` has an entry that is not a collection, such as metrics."""
-    if unknown := sorted(map(str, set(mutated) - known)):
+def _check_names(mutated: Mapping[str, Any], known: set[str] | None) -> None:
+    """Raise an error if `mutated` has sinks, or an entry that is not `known`, such as metrics."""
+    if "fp8_sink" in mutated:
+        raise ValueError(
+            "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the gradient, "
+            "so no history would be updated. Name the collections that are updated, e.g. "
+            "model.apply(..., mutable=['batch_stats']), not mutable=True."
+        )
+    if known is not None and (unknown := sorted(map(str, set(mutated) - known))):
         raise ValueError(
             f"loss_fn returned (loss, mutated) with {unknown} in mutated, which the state has no "
             "collections for, so they would be lost. To return metrics or other values, use "
