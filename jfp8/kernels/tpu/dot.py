@@ -89,20 +89,21 @@ class DotOnTpu(Dot):
         how = {"dimension_numbers": numbers, "dtype": self.dtype_of(kind), "device": self.tpu}
         spec, of_result = replace(spec, **how), ("dgrad", "wgrad", "fprop").index(kind)
 
-        def product(first, second, bias, spec):
+        def whole(first, second, bias, spec):
             if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
                 y = multiply_on_tpu(first, second, spec, bias)
             else:
                 y = plus_bias(multiply(first, second, spec, dtype_of_partial_sums(spec)), bias)
             return y if order is None else y.transpose(order)
 
+        product: Any = whole
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
             if self.shardings is not None:
                 ((a,), (b,)), _ = numbers
                 division = sharded.division_of(self.shardings, kind, (a, b), order)
                 if _has_parts(first, division.first) and _has_parts(second, division.second):
                     spec = replace(spec, device=replace(self.tpu, divides=False))
-                    product = partial(_on_each, product, division)
+                    product = partial(_on_each, whole, division)
         return self.given[of_result].array(product(first, second, bias, spec))
 
 
