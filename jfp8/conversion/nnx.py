@@ -25,7 +25,6 @@ from jfp8.conversion.nnx_layers import (
     Converted,
     Weight,
     as_plain,
-    check_can_change,
     converted_of,
     graph_of,
     inside_of_attention,
@@ -173,7 +172,7 @@ def call(function: Any, module: Any, args: Any, kwargs: Any, is_call: bool) -> A
         out, amaxes = run_planned(traced.program, plan, states, if_lost=lost)
         result, changed, whole = out
         if whole is not None:
-            check_can_change(module)
+            set_converted(module, converted_of(module))  # raises where nothing can be set
             with nnx.merge_context(TAG, inner=False) as context:
                 _, result = context.merge(*whole)
     traced.update(amaxes, changed or {})

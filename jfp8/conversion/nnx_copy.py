@@ -33,7 +33,7 @@ from jfp8.layers.nnx.attention import (
     install_attention,
     install_cache,
 )
-from jfp8.layers.nnx.hooks import hook_of, product_for
+from jfp8.layers.nnx.hooks import hook_of
 from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.layers.nnx.signatures import PrintsRecipe
 from jfp8.layers.nnx.transformer import TransformerLayer
@@ -119,7 +119,8 @@ def _without_recipe(model: nnx.Module) -> list[tuple[str, Any, PrintsRecipe]]:
 def _enter(node: Any, path: str, selection: Selection) -> None:
     """Make calls of a module enter the conversion, which has no state for it yet."""
     kind, reason = None, ""
-    if selection.attention and _is_attention(node):
+    is_attention = isinstance(node, nnx.MultiHeadAttention) and has_stock_attention(node)
+    if selection.attention and is_attention:
         decision = selection.decide_on_attention(path, node)
         reason = decision.reason
         if decision.recipe is not None:
@@ -143,8 +144,8 @@ def _hold(node: Any, weight: Weight, recipe: Recipe, leading: tuple[int, ...]) -
     """Give a module what holds the state of matmuls with one of its weights."""
     if weight.product(node) is not None:
         return  # it was converted before
-    if hook_of(node):
-        product = product_for(node, recipe, path=weight.path)
+    if (hook := hook_of(node)) is not None:
+        product = hook.product_for(node, recipe, path=weight.path)
     else:
         product = DotGeneral(recipe=recipe, path=place_of(node), leading=leading)
     setattr(node, weight.holder, nnx.data(product))
@@ -206,10 +207,6 @@ def _converted_products(model: nnx.Module) -> Iterator[tuple[str, Any, Product]]
             own = () if weight.path == place_of(node) else weight.keys
             if (product := weight.product(node)) is not None:
                 yield spelled((*keys, *own)), node, product
-
-
-def _is_attention(node: Any) -> bool:
-    return isinstance(node, nnx.MultiHeadAttention) and has_stock_attention(node)
 
 
 def _class_with_cache(node: Any, dtype: np.dtype | Format, path: str) -> type | None:

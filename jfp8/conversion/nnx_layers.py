@@ -15,7 +15,7 @@ from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS, NO
 from jfp8.conversion.selection import Selection
 from jfp8.conversion.unconverted_warning import is_known
 from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention
-from jfp8.layers.nnx.hooks import has_stock_product, hook_of, stacked_axes
+from jfp8.layers.nnx.hooks import hook_of
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention
 
@@ -85,14 +85,9 @@ def place_of(module: Any) -> str:
     return "" if converted is None else converted.path
 
 
-def set_converted(module: Any, converted: Converted) -> None:
-    """Tell a module of its conversion."""
+def set_converted(module: Any, converted: Converted | None) -> None:
+    """Tell a module of its conversion; Flax raises if the module is of another trace."""
     setattr(module, _ATTRIBUTE, converted)
-
-
-def check_can_change(module: Any) -> None:
-    """Raise Flax's error if no attribute of `module` can be set, because it is of another trace."""
-    setattr(module, _ATTRIBUTE, converted_of(module))
 
 
 def graph_of(tree: Any) -> tuple[list[nnx.Module], list[nnx.Variable]]:
@@ -152,7 +147,7 @@ def why_not(module: Any) -> str:
     hook = hook_of(module)
     if hook is None:
         return NO_LAYER if is_known(type(module)) else ""
-    return "" if has_stock_product(module) else f"the layer was given its own {hook.name}"
+    return "" if hook.is_stock_in(module) else f"the layer was given its own {hook.name}"
 
 
 def has_own_product(module: Any) -> bool:
@@ -181,10 +176,11 @@ def stacks_of(nodes: Sequence[tuple[Keys, Any]]) -> dict[Keys, tuple[int, ...]]:
     around = lambda keys: [keys[:n] for n in range(len(keys), -1, -1)]
     starts: dict[Keys, list[Any]] = {p: [] for k, x in nodes if hook_of(x) for p in around(k)}
     for keys, module in nodes:
+        hook = hook_of(module)
         values = [variable.get_raw_value() for _, variable in params_of(module)]
         shapes = [value.shape for value in values if hasattr(value, "shape")]
         for place in starts.keys() & set(around(keys)):
-            starts[place] += [*shapes, stacked_axes(module)] if hook_of(module) else shapes
+            starts[place] += [*shapes, hook.stacked_axes(module)] if hook else shapes
     found = {place: os.path.commonprefix(shapes) for place, shapes in starts.items()}
     return {keys: next((found[p] for p in around(keys) if p in found), ()) for keys, _ in nodes}
 

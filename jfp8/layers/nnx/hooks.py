@@ -37,6 +37,35 @@ class Hook:
     stock: tuple[Any, ...]
     kernel_shape: Callable[[Any], tuple[int, ...]] = _own_kernel_shape
 
+    def is_stock_in(self, layer: Any) -> bool:
+        """Return True if `layer` still computes its matmul in Flax."""
+        as_flax = any(getattr(layer, self.name, None) is stock for stock in self.stock)
+        return as_flax and getattr(layer, f"{self.name}_cls", None) is None
+
+    def stacked_axes(self, layer: Any) -> tuple[int, ...]:
+        """Return the sizes of the leading axes that ``nnx.vmap`` has added to `layer`."""
+        shape = tuple(layer.kernel.get_value().shape)
+        return shape[: len(shape) - len(self.kernel_shape(layer))]
+
+    def product_for(
+        self,
+        layer: Any,
+        recipe: RecipeLike | None,
+        implementation: Implementation = None,
+        path: str = "",
+    ) -> Product:
+        """Return an FP8 matmul for `layer`, with state for each in a stack."""
+        shape, single = tuple(layer.kernel.get_value().shape), self.kernel_shape(layer)
+        leading = self.stacked_axes(layer)
+        if shape != (*leading, *single):
+            raise ValueError(
+                f"The kernel of {type(layer).__name__} at {path!r} has shape {shape}, but a single "
+                f"layer's is {single}. Layers must be stacked along leading axes, as "
+                "nnx.vmap(make, out_axes=0) does, for their amax histories to be stacked like them."
+            )
+        how: Any = {"implementation": implementation, "path": path, "leading": leading}
+        return self.product(recipe=recipe, **how)
+
 
 # nnx.ConvTranspose has no hook, so None.
 _CONV = Hook("conv_general_dilated", ConvGeneralDilated, (None, lax.conv_general_dilated))
@@ -65,49 +94,11 @@ def hook_of(layer: Any) -> Hook | None:
     return next((hook for kind, hook in HOOKS.items() if isinstance(layer, kind)), None)
 
 
-def has_stock_product(layer: Any) -> bool:
-    """Return True if `layer` is of a kind with a hook, and still computes its matmul in Flax."""
-    hook = hook_of(layer)
-    if hook is None:
-        return False
-    given = getattr(layer, hook.name, None)
-    as_flax = any(given is stock for stock in hook.stock)
-    return as_flax and getattr(layer, f"{hook.name}_cls", None) is None
-
-
-def stacked_axes(layer: Any) -> tuple[int, ...]:
-    """Return the sizes of the leading axes that ``nnx.vmap`` has added to `layer`."""
-    hook = hook_of(layer)
-    assert hook is not None
-    shape = tuple(layer.kernel.get_value().shape)
-    return shape[: len(shape) - len(hook.kernel_shape(layer))]
-
-
-def product_for(
-    layer: Any,
-    recipe: RecipeLike | None,
-    implementation: Implementation = None,
-    path: str = "",
-) -> Product:
-    """Return an FP8 matmul for `layer`, of a kind with a hook, with state for each in a stack."""
-    hook = hook_of(layer)
-    assert hook is not None
-    shape, single = tuple(layer.kernel.get_value().shape), hook.kernel_shape(layer)
-    leading = stacked_axes(layer)
-    if shape != (*leading, *single):
-        raise ValueError(
-            f"The kernel of {type(layer).__name__} at {path!r} has shape {shape}, but a single "
-            f"layer's is {single}. Layers must be stacked along leading axes, as "
-            "nnx.vmap(make, out_axes=0) does, for their amax histories to be stacked like them."
-        )
-    return hook.product(recipe=recipe, implementation=implementation, path=path, leading=leading)
-
-
 def install(layer: Any, *, recipe: RecipeLike | None, implementation: Implementation) -> None:
     """Make `layer`, of a kind with a hook, compute its matmul in FP8 from now on."""
     hook = hook_of(layer)
     assert hook is not None
-    product = product_for(layer, recipe, implementation)
+    product = hook.product_for(layer, recipe, implementation)
     product.casts_kernel = layer.promote_dtype is dtypes.promote_dtype
     # The attribute held a function, and was static.
     setattr(layer, hook.name, nnx.data(product))
