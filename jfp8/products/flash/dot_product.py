@@ -128,7 +128,7 @@ class AttentionOptions(NamedTuple):
     local_window_size: int | tuple[int, int] | None = None
     recipe: Recipe | None = None  # None: nothing is quantized
     implementation: str | None = None
-    dropout_rate: float = 0.0  # of the weights, in high precision
+    dropout_rate: float = 0.0  # drops weights, only in high precision
 
 
 @in_mesh_of_arguments
