@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mes
 from jax.sharding import PartitionSpec as P
 
 import jfp8
+import jfp8.linen
 from jfp8 import recipes
 from jfp8.kernels.backend import facts_of
 from jfp8.kernels.tpu.backend import choose_on_tpu
@@ -23,6 +24,7 @@ from jfp8.quantizers.quantizer import Context, Current
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.tracing.device import current_tpu
 from jfp8.tracing.devices import Tpu
+from support.arrays import relative_error
 from support.devices import pretend
 
 BF16 = jnp.bfloat16
@@ -356,8 +358,8 @@ def test_parts_that_kernels_do_not_take(changed):
 
 
 SEVERAL = [
+    *((name, "fsdp and columns") for name in ("rowwise", "current", "block", "mxfp8")),
     *((name, "rows") for name in ("rowwise", "current", "block", "mxfp8")),
-    *((name, "fsdp and columns") for name in ("current", "rowwise", "block", "mxfp8")),
     *(("delayed", layout) for layout in LAYOUTS),
 ]
 
@@ -390,24 +392,30 @@ def test_each_of_several_tpus_runs_the_kernels(interpreted, monkeypatch, name, l
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
 
 
-@pytest.mark.slow
-def test_each_of_several_tpus_adds_its_part_of_the_bias(interpreted, monkeypatch):
-    x, _, _ = operands(128, 256)
-    dense = partial(jfp8.Dense, 256, dtype=BF16, recipe="rowwise")
-    layer, plain = dense(implementation="mosaic_tpu"), dense(implementation="emulate")
-    variables = plain.init(jax.random.key(0), x)
-    variables["params"]["bias"] = jnp.linspace(-3, 3, 256)
-    run = lambda layer, variables, x: jax.grad(
-        lambda p: jnp.sum(layer.apply({**variables, "params": p}, x).astype(jnp.float32) ** 2)
-    )(variables["params"])
-    expected = run(plain, variables, x)
+@pytest.mark.representative(1)
+@pytest.mark.parametrize(
+    ("of_x", "of_kernel", "of_bias"),
+    [(P(None, "a"), P("a"), P()), (P(), P(None, "a"), P("a"))],
+    ids=["rows", "columns"],
+)
+def test_the_bias_is_added_once(interpreted, monkeypatch, of_x, of_kernel, of_bias):
+    """Each of several TPUs adds its part of it, after the sum over them if there is one."""
+    x, kernel, _ = operands(128, 256, 256)
+    bias = jnp.linspace(-90, 90, 256, dtype=BF16)
+
+    def run(implementation, x, *params, **how):
+        product = jfp8.linen.DotGeneral(recipe="rowwise", implementation=implementation)
+        call = lambda kernel, bias: product.apply({}, x, kernel, ROWS, bias=bias, **how)
+        y, back = jax.vjp(call, *params)
+        return y, *back(jnp.ones_like(y))
+
+    expected = run("emulate", x, kernel, bias)
     pretend(monkeypatch, Tpu("TPU7x", divides=True))
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2])
-    on = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        params = variables["params"]
-        params = {"kernel": on(params["kernel"], P(None, "a")), "bias": on(params["bias"], P("a"))}
-        found = jax.jit(partial(run, layer))({**variables, "params": params}, on(x, P()))
-    for name, gradient in expected.items():
-        scale = float(jnp.abs(gradient).max())
-        np.testing.assert_allclose(found[name], gradient, rtol=2**-7, atol=2**-9 * scale)
+        on = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+        found = jax.jit(partial(run, "mosaic_tpu", out_sharding=P(None, *of_bias)))(
+            on(x, of_x), on(kernel, of_kernel), on(bias, of_bias)
+        )
+    for a, b in zip(found, expected, strict=True):  # sums are rounded to bf16 before the bias
+        assert relative_error(a, b) < 2**-7
