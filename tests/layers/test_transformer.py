@@ -334,11 +334,13 @@ def test_packed_sequences_are_those_apart(options):
 
 
 def test_decoding_sees_the_window():
-    """Token by token, and all at once: the same layer."""
+    """Token by token, and all at once: the same layer, in which a token is seen by five others."""
     layer, variables = packed_layer(decode=True)
     x = jax.random.normal(jax.random.key(1), (1, 12, 16))
     cache = init(layer, x)["cache"]
     whole = apply(packed_layer()[0], variables, x)
+    other = apply(packed_layer()[0], variables, changed_at(x, slice(None), 0))
+    assert jnp.any(other != whole, axis=(0, 2)).tolist() == [True] * 6 + [False] * 6
     found = []
     for t in range(12):
         now = variables | {"cache": cache}
