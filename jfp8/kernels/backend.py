@@ -209,12 +209,10 @@ def first_that_can(
     )
 
 
-def check_not_refused(
-    implementation: str | None, reason: str | None, error: type[Exception] = NotImplementedError
-) -> None:
-    """Raise the `error` if there is a `reason` why the implementation cannot compute this."""
+def check_not_refused(implementation: str | None, reason: str | None) -> None:
+    """Raise if there is a `reason` why the implementation cannot compute this."""
     if reason is not None:
-        raise error(
+        raise NotImplementedError(
             f"implementation={implementation!r} does not support {reason}. "
             "Use implementation=None or 'emulate'."
         )
