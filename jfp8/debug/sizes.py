@@ -15,7 +15,6 @@ from flax import nnx
 from jfp8.conversion.tables import Printed, Table, ruled_lines
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
-from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.training.state import TrainState
 
@@ -173,7 +172,7 @@ def summary(model: Any, variables: Any = None, *, depth: int = 2) -> Summary:
         found = _of_nnx(model)
     elif isinstance(model, nn.Module):
         if isinstance(variables, TrainState):
-            optimizer = _amount_of_tree(variables.opt_state)
+            optimizer = _amount(variables.opt_state)
             variables = variables.variables
         if not isinstance(variables, Mapping) or "params" not in variables:
             given = sorted(variables) if isinstance(variables, Mapping) else variables
@@ -231,15 +230,9 @@ def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
     return tuple(sorted(rows.values(), key=natural))
 
 
-def _amount(value: Any) -> Amount:
-    if isinstance(value, ScaledArray):
-        return Amount(math.prod(value.shape), _amount_of_tree((value.data, value.scale)).bytes)
-    return _amount_of_tree(value)
-
-
-def _amount_of_tree(tree: Any) -> Amount:
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if printing.is_arraylike(leaf)]
-    return Amount(sum(math.prod(x.shape) for x in arrays), sum(map(printing.n_bytes, arrays)))
+def _amount(tree: Any) -> Amount:
+    whole = filter(printing.is_arraylike, jax.tree.leaves(tree, is_leaf=is_scaled_array))
+    return Amount(sum(math.prod(x.shape) for x in whole), sum(map(printing.n_bytes, jax.tree.leaves(tree))))
 
 
 def _size(amount: Amount) -> str:
