@@ -69,42 +69,24 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
     """
     leaves = dict(walk(target, path))
     new = {place: np.zeros(leaf.shape, np.float32) for place, leaf in leaves.items()}
-    shapes = {role: _history(target[role]).shape for role in ROLES}
-    if not is_product(saved) or any(
-        _history(saved[role]).shape[:-1] != shapes[role][:-1] for role in ROLES
-    ):
+    stack = lambda node: [_history(node[role]).shape[:-1] for role in ROLES]
+    form = lambda node: {place: (leaf.shape, leaf.dtype) for place, leaf in walk(node)}
+    if not is_product(saved) or stack(saved) != stack(target):
         log.change(MISSING if saved is None else RESTARTED, path)
-        saved = {}
-    is_linen = isinstance(target[ROLES[0]], dict)
-    states: dict[str, Any] = {}
-    for role in ROLES if saved else ():
-        place, tensor = (*path, role), saved[role]
-        states[role] = _with_length(shapes[role][-1], _history(tensor), place, log)
-        if is_linen:
-            running = tensor[RUNNING] if isinstance(tensor, dict) else np.zeros(shapes[role][:-1])
-            states[role] = {HISTORY: states[role], RUNNING: _possible(running)}
-    if states and CHECK in target:
-        states[CHECK] = _check(states, saved, target[CHECK].shape)
-    new |= dict(walk(states, path)) if states else {}
+    elif form(saved) == form(target) and all(_is_clean(_history(saved[role])) for role in ROLES):
+        new = dict(walk(saved, path))  # The check too, right or not.
+    else:
+        states = {role: _state(target[role], saved[role], (*path, role), log) for role in ROLES}
+        new |= dict(walk(states, path))
+        if CHECK in target:
+            new[*path, CHECK] = np.reshape(fingerprint(states), target[CHECK].shape)
     return {place: placed(array, leaves[place]) for place, array in new.items()}
 
 
-def _check(states: dict[str, Any], saved: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the check of `states`: the saved one, right or not, if these are unchanged."""
-    check = saved.get(CHECK)
-    kept = {role: saved[role] for role in ROLES}
-    same = jax.tree.structure(kept) == jax.tree.structure(states) and all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(states))
-    )
-    if same and check is not None and check.shape == shape:
-        return np.asarray(check)
-    return np.reshape(fingerprint(states), shape)
-
-
-def _with_length(length: int, history: Any, place: Path, log: Log) -> np.ndarray:
-    """Clean a history and keep its newest entries, with empty slots after them if it is shorter."""
-    history = np.asarray(history, np.float32)
-    if not np.all(np.isfinite(history) & (history >= 0)):
+def _state(target: Any, saved: Any, place: Path, log: Log) -> Any:
+    """Return the history of one tensor: the newest entries, and empty slots in a longer one."""
+    history, length = np.asarray(_history(saved), np.float32), _history(target).shape[-1]
+    if not _is_clean(history):
         log.change(CLEANED, place)
         history = newest_first(history)
     given = history.shape[-1]
@@ -113,7 +95,15 @@ def _with_length(length: int, history: Any, place: Path, log: Log) -> np.ndarray
     elif given < length:
         log.change(f"Amax histories of {given} entries get room for {length}", place)
     padding = [(0, 0)] * (history.ndim - 1) + [(0, max(length - given, 0))]
-    return np.pad(history[..., :length], padding)
+    history = np.pad(history[..., :length], padding)
+    if not isinstance(target, dict):
+        return history
+    running = saved[RUNNING] if isinstance(saved, dict) else np.zeros(history.shape[:-1])
+    return {HISTORY: history, RUNNING: _possible(running)}
+
+
+def _is_clean(history: Any) -> bool:
+    return bool(np.all(np.isfinite(history) & (np.asarray(history) >= 0)))
 
 
 def without_gradients(state: Any, log: Log) -> Any:
