@@ -137,11 +137,11 @@ then leave loss_scale() out. Ignore this if a function multiplies the loss by S 
 for another optimizer of the same structure, which cannot be detected here."""
 
 
-def warn_if_misplaced(opt_state: optax.OptState, stacklevel: int) -> None:
+def warn_if_misplaced(opt_state: optax.OptState) -> None:
     """Warn if something in front of the loss scale may depend on the size of gradients."""
     if find_loss_scale(opt_state) is not None:
         for message in _misplaced(opt_state):
-            warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+            warnings.warn(message, UserWarning, stacklevel=user_level())
 
 
 def _misplaced(node: Any, rest_is_frozen: bool = False) -> list[str]:

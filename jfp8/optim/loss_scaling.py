@@ -288,7 +288,7 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
     >>> jfp8.scale_loss(0.5, tx.init({"w": jnp.zeros(2)}))
     Array(4., dtype=float32)
     """
-    warn_if_misplaced(opt_state, stacklevel=2)
+    warn_if_misplaced(opt_state)
     factor = loss_scale_in(opt_state)
     if factor is None:
         raise ValueError(

@@ -88,7 +88,7 @@ def amax_history(
     ax.minorticks_off()
     _label_magnitudes(ax, np.concatenate([positive, least, most]))
     tidy(ax, "step", "magnitude")
-    legend_above(ax, columns=3, title=heading)
+    legend_above(ax, heading)
     return ax
 
 

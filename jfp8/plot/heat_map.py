@@ -135,7 +135,7 @@ def heat_map(
     for how, where in marks.items():
         _hatch(ax, where, *how)
     if len(ax.collections) > 1:
-        legend_above(ax, columns=3)
+        legend_above(ax)
     _label_columns(ax, steps, merged)
     every = math.ceil(len(labels) / MAX_LABELS)
     size = 8 if len(labels) <= 32 else 6.5

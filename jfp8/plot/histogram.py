@@ -107,7 +107,7 @@ def histogram(
     ax.minorticks_off()
     tidy(ax, "magnitude, one bar for each power of two", drawn.unit)
     if ax.get_legend_handles_labels()[0]:
-        legend_above(ax, columns=3)
+        legend_above(ax)
     return ax
 
 

@@ -64,14 +64,14 @@ def tidy(ax: Axes, x: str, y: str = "") -> None:
     ax.grid(axis="y", alpha=0.3)
 
 
-def legend_above(ax: Axes, columns: int, title: str = "") -> None:
+def legend_above(ax: Axes, title: str = "") -> None:
     """Draw the legend above the axes, where it hides no data."""
     ax.legend(
         title=title or None,
         alignment="left",
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=columns,
+        ncols=3,
         frameon=False,
         fontsize="small",
         borderaxespad=0.2,

@@ -144,7 +144,7 @@ class TrainState(flax.struct.PyTreeNode):
         opt_state = tx.init(without_stored(params) if states_of(ScaledArray, params) else params)
         if has_master_weights(opt_state):
             opt_state = tx.init(params)
-        warn_if_misplaced(opt_state, stacklevel=2)
+        warn_if_misplaced(opt_state)
         return cls(
             step=jnp.zeros((), jnp.int32),
             skipped_steps=jnp.zeros((), jnp.int32),
