@@ -14,22 +14,30 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jfp8 import recipes
 from jfp8.checkpoint.atomic import replace_file
 from jfp8.command_line.child import ask
 from jfp8.command_line.exactness import rehearsed
-from jfp8.command_line.layer_times import BF16, layer, microseconds
 from jfp8.conversion.tables import table_lines
 from jfp8.kernels.verdicts import RECIPES, verdict_file, versions
+from jfp8.layers.linen.layers import Dense
 
 HERE = "jfp8.command_line"
+BF16 = "bf16"  # in place of a recipe: Flax's layer
 # Layers that are timed: recipes, and numbers of tokens and features; the last one is narrow.
 LAYERS = (BF16, *itertools.chain(*RECIPES.values()))
 SIZES = ((1024, 1024), (8192, 8192), (32768, 1024))
+CALLS, RUNS = (4, 12), 11
 Result = dict[str, Any]
 
 
@@ -136,8 +144,43 @@ def checked(argument: Result) -> Result:
 
 def timed(argument: Result) -> Result:
     """Time layers of one recipe, of several sizes."""
-    time = lambda m, n: microseconds(*layer(argument["recipe"], m, n))
-    return {"us": {f"{m}x{n}": time(m, n) for m, n in argument["sizes"]}}
+    took = lambda m, n: microseconds(*layer(argument["recipe"], m, n))
+    return {"us": {f"{m}x{n}": took(m, n) for m, n in argument["sizes"]}}
+
+
+def layer(recipe: str, m: int, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the forward and backward pass of a layer of ``n x n``, and arguments of `m` tokens."""
+    options: dict[str, Any] = {"use_bias": False, "dtype": jnp.bfloat16}
+    model = nn.Dense(n, **options)
+    if recipe != BF16:
+        model = Dense(n, recipe=recipes.get(recipe), **options)
+    # Not zeros, on which tensor cores run faster.
+    x = jax.random.normal(jax.random.key(0), (m, n), jnp.bfloat16)
+    both = lambda variables, x, dy: jax.vjp(model.apply, variables, x)[1](dy)
+    return both, (model.init(jax.random.key(0), x), x, x)
+
+
+def microseconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    """Return the time of a call, the median of several runs.
+
+    It is the difference between a long and a short program, since the host needs the same time to
+    start either.
+    """
+    # Each call has parameters of its own, so that XLA does not merge them.
+    program = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
+    few, many = (
+        partial(program.lower(sets).compile(), sets)
+        for sets in ([arguments] * count for count in CALLS)
+    )
+    times = [seconds(many) - seconds(few) for _ in range(RUNS)][1:]
+    return max(1e6 * float(np.median(times)) / (CALLS[1] - CALLS[0]), 1e-3)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Return the time of one run."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
 
 
 def lines(result: Result, why_not_stored: str | None) -> Iterator[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.command_line import cases, check, layer_times
+from jfp8.command_line import cases, check
 from jfp8.command_line.child import ask
 from jfp8.command_line.exactness import check_sums, rehearsed
 from jfp8.command_line.parser import main
@@ -90,13 +90,13 @@ def test_layers_are_timed_with_the_verdicts(monkeypatch):
 
 def test_the_slope_is_the_time_of_one_call(monkeypatch):
     """Though each program takes a second more, by a clock that is made up here."""
-    monkeypatch.setattr(layer_times, "seconds", lambda run: 1 + 2e-3 * len(run.args[0]))
-    assert layer_times.microseconds(lambda x: x, (jnp.ones(3),)) == pytest.approx(2000)
+    monkeypatch.setattr(check, "seconds", lambda run: 1 + 2e-3 * len(run.args[0]))
+    assert check.microseconds(lambda x: x, (jnp.ones(3),)) == pytest.approx(2000)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "block"])
 def test_a_layer_is_the_product_and_both_gradients(recipe):
-    function, (variables, x, dy) = layer_times.layer(recipe, 32, 64)
+    function, (variables, x, dy) = check.layer(recipe, 32, 64)
     w = variables["params"]["kernel"]
     grads, dx = function(variables, x, dy)
     for found, expected in ((dx, dy @ w.T), (grads["params"]["kernel"], x.T @ dy)):
