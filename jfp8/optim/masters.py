@@ -21,7 +21,6 @@ from jfp8.optim.stored_state import outside_variables
 from jfp8.optim.wrapping import MasterWeightsState, seed_words, states_of, transformation, widened
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.random_bits import fold_in, hash_bits
 from jfp8.scaling.trees import is_scaled_array
 
@@ -313,8 +312,6 @@ def _values(p: Any) -> Any:
             f"has {kind} scales. Quantize it with another recipe: jfp8.quantize_params(params, "
             "jfp8.recipes.DelayedScaling())."
         )
-    if p.data.dtype == jnp.float32:  # jfp8.loss_scale initializes with parameters widened to f32
-        return apply_scale(p.data, p.scale, p.block)
     return scaled_values(p)
 
 
