@@ -27,9 +27,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jfp8.checkpoint.histories import COLLECTION
 from jfp8.checkpoint.tree import described
 from jfp8.checkpoint.upgrade import upgrade
+from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
 
 
 def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
     >>> sorted(imported), imported["fp8"]["DotGeneral_0"]["lhs"]["amax_history"].shape
     (['fp8', 'fp8_sink', 'params'], (16,))
     """
-    if not isinstance(variables, Mapping) or COLLECTION not in variables:
+    if not isinstance(variables, Mapping) or OVERWRITTEN not in variables:
         raise ValueError(
-            f"variables has no collection {COLLECTION!r}, in which Flax's FP8 layers store their "
+            f"variables has no collection {OVERWRITTEN!r}, in which Flax's FP8 layers store their "
             f"state; it is {described(variables)}. Pass all collections, {{'params': ..., "
-            f"{COLLECTION!r}: ...}}; those of a Flax TrainState are state.params."
+            f"{OVERWRITTEN!r}: ...}}; those of a Flax TrainState are state.params."
         )
     return upgrade(variables, target)

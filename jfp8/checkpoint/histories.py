@@ -31,7 +31,6 @@ Tensors: TypeAlias = dict[str, np.ndarray]
 
 HISTORY, RUNNING = "amax_history", "amax"
 
-COLLECTION = "_overwrite_with_gradient"  # Flax's, see `from_flax_fp8_ops`
 _FLAX_ROLES = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}
 _FLAX_NAMES = {f"{x}_{y}" for x in _FLAX_ROLES.values() for y in (HISTORY, "scale")}
 

@@ -12,10 +12,9 @@ from flax.training.train_state import TrainState as FlaxTrainState
 
 from jfp8.checkpoint import histories, tree, values
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.histories import COLLECTION
 from jfp8.checkpoint.state_dict import Path, walk
 from jfp8.checkpoint.tree import Nested
-from jfp8.layers.linen.state_in_gradients import NAME
+from jfp8.layers.linen.state_in_gradients import NAME, OVERWRITTEN
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.optim.loss_scale_state import LossScaleState
 from jfp8.optim.masters import init_masters
@@ -114,14 +113,14 @@ def _model(target: Nested, saved: Nested, afresh: bool, path: Path, log: Log) ->
     """
     places, sources = _collections(target), _collections(saved)
     given = {name: tree.at(saved, place) for name, place in sources.items()}
-    if not set(given) & {"params", COLLECTION, *places}:
+    if not set(given) & {"params", OVERWRITTEN, *places}:
         given = {"params": given}
     # A model is taken out of a training state by leaving the rest where it is.
     if not {"step", "opt_state"} & set(places):
         given = {k: v for k, v in given.items() if k not in (*COUNTERS, "opt_state")}
-    if COLLECTION in given and COLLECTION not in places:
+    if OVERWRITTEN in given and OVERWRITTEN not in places:
         wanted = {name: tree.at(target, place) for name, place in places.items()}
-        given["fp8"] = histories.as_fp8(given.pop(COLLECTION), wanted, (*path, COLLECTION), log)
+        given["fp8"] = histories.as_fp8(given.pop(OVERWRITTEN), wanted, (*path, OVERWRITTEN), log)
     new: Nested = {"step": 0} if afresh else {}
     for name, value in given.items():
         new = tree.put(new, (sources | places).get(name, (name,)), value)
@@ -145,7 +144,7 @@ def _fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
         return histories.fitted(target, saved, path, log)
     if histories.is_sink(target):
         return _zeros(target, path)
-    if saved is None and COLLECTION in path and path[-1] == NAME:
+    if saved is None and OVERWRITTEN in path and path[-1] == NAME:
         log.change(histories.MISSING, path)
         return _zeros(target, path)
     if not isinstance(target, dict):
@@ -262,7 +261,7 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
             f"{type(state).__name__}. Of an NNX model pass nnx.state(model)."
         )
     state = dict(state)
-    left_out = {"fp8", "fp8_sink", COLLECTION}
+    left_out = {"fp8", "fp8_sink", OVERWRITTEN}
     if "opt_state" in state:
         left_out |= {"opt_state", *COUNTERS}
     collections = {

@@ -13,15 +13,11 @@ import jax
 from flax import nnx
 
 from jfp8.conversion.tables import Printed, Table, ruled_lines
+from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
 from jfp8.scaling.trees import is_scaled_array
 from jfp8.training.state import TrainState
-
-# Sinks are not counted: they are zeros that nobody keeps, and differentiation can make new ones.
-_SINKS = "fp8_sink"
-# flax.linen.fp8_ops has the second collection, too.
-_FP8_COLLECTIONS = ("fp8", "_overwrite_with_gradient")
 
 
 @dataclass(frozen=True)
@@ -195,9 +191,10 @@ _Variable = tuple[tuple[str, ...], str, Any]
 
 
 def _of_linen(variables: Mapping[str, Any]) -> Iterator[_Variable]:
-    kinds = {"params": "params"} | dict.fromkeys(_FP8_COLLECTIONS, "fp8_state")
+    kinds = {"params": "params", "fp8": "fp8_state", OVERWRITTEN: "fp8_state"}
     for collection, tree in variables.items():
-        tree = {} if collection == _SINKS else tree
+        # Sinks are zeros that nobody keeps, and differentiation can make new ones.
+        tree = {} if collection == "fp8_sink" else tree
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array):
             # Boxes around arrays (nn.Partitioned) add keys that are not names of modules.
             names = [str(key.key) for key in path if hasattr(key, "key")]
