@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,11 +117,11 @@ def heat_map(
     labels, steps, table = _table(rows, tensor)
     merged = math.ceil(len(steps) / MAX_COLUMNS)
     steps = steps[::merged]
-    column = lambda of_row, high: _merge_columns(_numbers(table, of_row), merged, high)
-    numbers = column(lambda row: getattr(row, value) * shown.factor, shown.dark_is_high)
+    columns = partial(_columns, table, merged)
+    numbers = columns(lambda row: getattr(row, value) * shown.factor, shown.dark_is_high)
     marks = {
-        _DEAD: column(lambda row: row.amax == 0 and row.nonfinite == 0, True) > 0,
-        _NONFINITE: column(lambda row: row.nonfinite > 0 and value != "nonfinite", True) > 0,
+        _DEAD: columns(lambda row: row.amax == 0 and row.nonfinite == 0, True) > 0,
+        _NONFINITE: columns(lambda row: row.nonfinite > 0 and value != "nonfinite", True) > 0,
         _NOTHING: np.isnan(numbers),
     }
 
@@ -146,37 +147,29 @@ def heat_map(
     return ax
 
 
-def _table(rows: list[TensorStats], tensor: str | None) -> tuple[list[str], list[int], np.ndarray]:
-    """Return labels of the layers, steps, and the rows [layers, steps], or None."""
+def _table(
+    rows: list[TensorStats], tensor: str | None
+) -> tuple[list[str], list[int], list[list[TensorStats | None]]]:
+    """Return labels of the layers, steps, and for each layer its row at each step, or None."""
     steps = steps_of(rows)
-    order: dict[str, int] = {}
-    for row in rows:
-        order.setdefault(row.name, row.order)
-    names = sorted(order, key=lambda name: order[name])  # stable: equal ones as they came
-    line, column = ({key: i for i, key in enumerate(keys)} for keys in (names, steps))
-    table = np.full((len(names), len(steps)), None)
-    for row in rows:
-        table[line[row.name], column[row.step or 0]] = row
-    labels = names
+    order = {row.name: row.order for row in reversed(rows)}
+    labels = {row.name: row.name for row in rows}
     if tensor is not None:
         # "Dense_0 grad (dgrad)" -> "Dense_0 (dgrad)"
-        by_name = {row.name: row.layer + row.name[len(f"{row.layer} {tensor}") :] for row in rows}
-        labels = [by_name[name] for name in names]
-    return shorten(labels), steps, table
+        labels = {row.name: row.layer + row.name[len(f"{row.layer} {tensor}") :] for row in rows}
+    names = sorted(labels, key=lambda name: order[name])  # stable: equal ones as they came
+    latest = {(row.name, row.step or 0): row for row in rows}
+    table = [[latest.get((name, step)) for step in steps] for name in names]
+    return shorten([labels[name] for name in names]), steps, table
 
 
-def _numbers(table: np.ndarray, of_row: Callable[[TensorStats], float]) -> np.ndarray:
-    """Return f64 of the shape of `table`, NaN where there is no row."""
-    found = [math.nan if row is None else of_row(row) for row in table.flat]
-    return np.array(found, np.float64).reshape(table.shape)
-
-
-def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.ndarray:
-    """Return the worst of every `merged` successive columns."""
-    missing = -numbers.shape[1] % merged
-    padded = np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)
-    parts = padded.reshape(len(numbers), -1, merged)
-    return (np.fmax if high_is_bad else np.fmin).reduce(parts, axis=2)
+def _columns(
+    table: Any, merged: int, of_row: Callable[[TensorStats], float], high_is_bad: bool
+) -> np.ndarray:
+    """Return f64[layers, columns], the worst of every `merged` steps; NaN without rows."""
+    numbers = [[math.nan if row is None else of_row(row) for row in line] for line in table]
+    starts = np.arange(0, len(table[0]), merged)
+    return (np.fmax if high_is_bad else np.fmin).reduceat(np.array(numbers, float), starts, axis=1)
 
 
 def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
