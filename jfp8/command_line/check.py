@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import itertools
 import json
+import pkgutil
 import sys
 import tempfile
 import time
@@ -120,14 +120,9 @@ def _store(result: Result) -> str | None:
 # In separate processes.
 
 
-def _table(cases: str) -> Any:
-    module, name = cases.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def this_card(cases: str) -> Result:
     """Return the first device, and its kernels with their tasks; on a CPU all that it rehearses."""
-    table, device = _table(cases), jax.devices()[0]
+    table, device = pkgutil.resolve_name(cases), jax.devices()[0]
     is_gpu = device.platform == "gpu"
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     capability = (int(major), int(minor)) if is_gpu else None
@@ -137,7 +132,8 @@ def this_card(cases: str) -> Result:
 
 def checked(argument: Result) -> Result:
     """Check one kernel, interpreted on a CPU; raises if it is wrong."""
-    (case,) = (c for c in _table(argument["cases"]) if c.kernel == argument["kernel"])
+    table = pkgutil.resolve_name(argument["cases"])
+    (case,) = (case for case in table if case.kernel == argument["kernel"])
     with rehearsed():
         return {"measured": case.check(*case.arguments)}
 

@@ -6,9 +6,9 @@ The parent never touches the GPU itself: JAX would take most of its memory from 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -75,9 +75,8 @@ def _answer(output: str, complaints: str, code: int) -> dict[str, Any]:
 
 def answer(function: str, argument: str) -> None:
     """Call the function that `ask` named, and print its result or its error."""
-    module, name = function.split(":")
     try:
-        said = {"result": getattr(importlib.import_module(module), name)(json.loads(argument))}
+        said = {"result": pkgutil.resolve_name(function)(json.loads(argument))}
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         said = {"failure": text[:1000], "kind": "error"}

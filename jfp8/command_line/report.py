@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import inspect
 import json
+import pkgutil
 from typing import Any
 
 from jfp8.command_line.doctor import ELSEWHERE, described, known
@@ -18,15 +18,13 @@ from jfp8.conversion.report import report
 
 def named(text: str) -> Any:
     """Return the function that ``module:function`` names, which takes no arguments."""
-    module, _, name = text.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = pkgutil.resolve_name(text)
         inspect.signature(function).bind()
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        why = f"{error}" if name else "it names no function"
         raise argparse.ArgumentTypeError(
             f"{text!r} is not module:function of something that can be imported here, and called "
-            f"without arguments: {why}"
+            f"without arguments: {error}"
         ) from error
     return function
 
