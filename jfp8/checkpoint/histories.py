@@ -11,7 +11,6 @@ checkpoints lack it. They are recognized by this structure, whatever the layers 
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeAlias
 
 import jax
@@ -24,6 +23,7 @@ from jfp8.checkpoint.tree import Nested, at, described, put
 from jfp8.checkpoint.values import placed
 from jfp8.layers.linen.state_in_gradients import NAME, histories_in
 from jfp8.scaling.history import CHECK, fingerprint
+from jfp8.scaling.printing import natural
 from jfp8.scaling.sink import ROLES, WIDTH
 
 Tensors: TypeAlias = dict[str, np.ndarray]
@@ -145,9 +145,10 @@ def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Ne
     with the matmuls of the same module in the target, or else of its submodules. `found` maps
     the path of their module in the other library, and a name, to the histories.
     """
-    ours = sorted(product_paths(target), key=_natural)
+    order = lambda path: tuple(map(natural, path))
+    ours = sorted(product_paths(target), key=order)
     theirs: dict[Path, list[Path]] = {}
-    for place in sorted(found, key=_natural):
+    for place in sorted(found, key=order):
         theirs.setdefault(place[:-1], []).append(place)
     fp8: Nested = {}
     for module, products in theirs.items():
@@ -187,11 +188,6 @@ def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
 def product_paths(fp8: Any) -> list[Path]:
     """Return the paths of the histories of each matmul in nested dicts."""
     return [path for path, node in walk(fp8, until=is_product) if is_product(node)]
-
-
-def _natural(path: Path) -> list[list[int | str]]:
-    """Return a key to sort by: "DotGeneral_10" comes after "DotGeneral_2"."""
-    return [[int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)] for name in path]
 
 
 def _possible(amaxes: Any) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention
 from jfp8.layers.nnx.hooks import hook_of
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention
+from jfp8.scaling.printing import natural
 
 Keys = tuple[Any, ...]
 
@@ -105,8 +105,7 @@ def graph_of(tree: Any) -> tuple[list[nnx.Module], list[nnx.Variable]]:
 def nodes_of(module: nnx.Module) -> list[tuple[Keys, Any]]:
     """List the modules in `module` and their keys, outer ones first, in the order of names."""
     found = [(keys, x) for keys, x in nnx.iter_graph(module, graph=True) if _is_module(x)]
-    padded = lambda key: re.sub(r"\d+", lambda n: n[0].zfill(9), str(key))  # 9 before 10
-    return sorted(found, key=lambda item: list(map(padded, item[0])))
+    return sorted(found, key=lambda item: list(map(natural, item[0])))
 
 
 def _is_module(x: Any) -> bool:

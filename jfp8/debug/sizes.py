@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -223,8 +222,7 @@ def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
         if kind == "params" and is_scaled_array(value):
             amounts["params_in_fp8"] = amounts["params"]
         rows[owner] = rows.get(owner, SummaryRow("/".join(owner))) + SummaryRow("", **amounts)
-    natural = lambda row: re.sub(r"\d+", lambda n: n[0].zfill(9), row.path)  # Block_2, Block_10
-    return tuple(sorted(rows.values(), key=natural))
+    return tuple(sorted(rows.values(), key=lambda row: printing.natural(row.path)))
 
 
 def _amount(tree: Any) -> Amount:

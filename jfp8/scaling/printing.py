@@ -102,6 +102,11 @@ def n_bytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize if is_arraylike(x) else 0
 
 
+def natural(name: Any) -> str:
+    """Return a key to sort by: "Block_10" comes after "Block_2"."""
+    return re.sub(r"\d+", lambda n: n[0].zfill(9), str(name))
+
+
 def si(n: float) -> str:
     """Return a number with a prefix of units, in powers of 1000: ``"1.02 k"``, ``"14 "``."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
