@@ -9,9 +9,12 @@ the names of several models. The others import amax histories of other libraries
 from jfp8.checkpoint.changes import CheckpointChange
 from jfp8.checkpoint.files import load, restore, save
 from jfp8.checkpoint.flax_fp8_ops import from_flax_fp8_ops
-from jfp8.checkpoint.fp8_safetensors import load_fp8_safetensors, save_fp8_safetensors
+from jfp8.checkpoint.fp8_safetensors import (
+    load_fp8_safetensors,
+    save_fp8_safetensors,
+    serving_tensors,
+)
 from jfp8.checkpoint.name_maps import names_for
-from jfp8.checkpoint.serving import serving_tensors
 from jfp8.checkpoint.torch_layout import Place, from_flax_params, to_flax_params
 from jfp8.checkpoint.transformer_engine import from_transformer_engine
 from jfp8.checkpoint.upgrade import downgrade, upgrade
