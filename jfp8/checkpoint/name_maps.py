@@ -61,22 +61,16 @@ def names_for(table: str | Mapping[str, Any], config: Mapping[str, Any]) -> dict
     for name, row in (tables()[table] if isinstance(table, str) else table).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
-        place = _place(row, factors)
+        if isinstance(row, str):
+            for factor, value in factors.items():
+                row = row.replace(factor, repr(value))
+        place = places({"": row})[""]
         for i in range(given["num_hidden_layers"] if "{i}" in name else 1):
             for j in range(given["num_experts"] if "{j}" in name else 1):
                 axes = place.axes and _with_sizes(place.axes.format(i=i, j=j), sizes)
                 path = place.path.format(i=i, j=j)
                 found[name.format(i=i, j=j)] = replace(place, path=path, axes=axes)
     return found
-
-
-def _place(row: Any, factors: Mapping[str, float]) -> Place:
-    if isinstance(row, Place):
-        return row
-    row, _, plus = row.partition(" + ")
-    row, _, factor = row.partition(" * ")
-    times = factors[factor] if factor in factors else float(factor or 1)
-    return replace(places({"": row})[""], times=times, plus=float(plus or 0))
 
 
 def _with_sizes(axes: str, sizes: Mapping[str, int]) -> str:

@@ -146,8 +146,11 @@ def places(names: Names) -> dict[str, Place]:
     found = {}
     for name, place in names.items():
         if isinstance(place, str):
-            path, _, axes = place.partition(":")
+            text, _, plus = place.partition(" + ")
+            text, _, times = text.partition(" * ")
+            path, _, axes = text.partition(":")
             place = Place(path.strip(), axes=axes.strip() or None)
+            place = replace(place, times=float(times or 1), plus=float(plus or 0))
         if place is not None:
             found[name] = place
     return found
