@@ -155,9 +155,12 @@ def test_another_length_of_histories(length, message):
         trained(changed, 1)
 
 
-def test_the_step_under_way_is_kept():
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_step_under_way_is_kept(sign):
+    """Also if its maxima, negative then, are entries already."""
     variables = variables_of(DELAYED)
-    fp8 = jax.tree.map(lambda x: x + 1, variables["fp8"])
+    one = lambda path, x: x + (sign if path[-1].key == "amax" else 1)
+    fp8 = jax.tree_util.tree_map_with_path(one, variables["fp8"])
     restored, _ = told(upgrade, {**variables, "fp8": fp8}, variables)
     assert_same(restored["fp8"], fp8)
     assert_same(restored["fp8_sink"], variables["fp8_sink"])
