@@ -10,7 +10,7 @@ from jfp8.conversion.tables import Printed
 from jfp8.debug.faults import FAULTS, NAMES
 from jfp8.debug.faults.evidence import Finding, Run
 from jfp8.debug.faults.values import non_finite
-from jfp8.debug.records import TensorStats, check_report, check_rows
+from jfp8.debug.records import TensorStats, check_report, check_rows, steps_of
 from jfp8.scaling.printing import counted
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -106,9 +106,9 @@ def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
     run = Run.of(rows, products)
     finite = run.without_non_finite_steps()
     found = [*non_finite(run), *(finding for fault in FAULTS for finding in fault(finite))]
-    steps = [row.step for row in rows if row.step is not None]
+    steps = steps_of(rows)
     return Advice(
         tuple(sorted(found, key=lambda finding: _ORDER[finding.severity])),
         len(run.tensors),
-        (min(steps), max(steps)) if steps else None,
+        (steps[0], steps[-1]) if steps else None,
     )

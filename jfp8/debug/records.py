@@ -164,6 +164,27 @@ def check_rows(rows: Any, function: str) -> list[TensorStats]:
     return found
 
 
+def steps_of(rows: Iterable[TensorStats]) -> tuple[int, ...]:
+    """Return the steps of these rows, in order, each once."""
+    return tuple(sorted({row.step for row in rows if row.step is not None}))
+
+
+def some_rows(rows: Iterable[TensorStats], function: str) -> list[TensorStats]:
+    """Return `rows` to draw; raise ``ValueError`` for none, or if only some have a step."""
+    found = check_rows(rows, f"jfp8.plot.{function}")
+    if not found:
+        raise ValueError(
+            f"jfp8.plot.{function} got no rows. Recorder.rows is empty until a sampled step is "
+            "over and the next one has begun; Stats.rows(), if nothing was computed in FP8."
+        )
+    if len({row.step is None for row in found}) > 1:
+        raise ValueError(
+            "Only some rows have a step, so their order is unknown. Give all of them one: "
+            "Stats.rows(step=...)."
+        )
+    return found
+
+
 def check_report(products: Any) -> Report:
     """Return `products`, or raise ``TypeError``."""
     if not isinstance(products, Report):

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jfp8.debug.records import TensorStats
-from jfp8.plot.rows import some_rows, steps_of
+from jfp8.debug.records import TensorStats, some_rows, steps_of
 from jfp8.plot.style import AMBER, BLACK, BLUE, VERMILION, axes_for, legend_above, tidy
 from jfp8.scaling.formats import format_called
 
@@ -53,7 +52,7 @@ def amax_history(
     """
     rows = _of_tensor(name, some_rows(rows, "amax_history"))
     latest = {row.step or 0: row for row in rows}
-    x = np.array(steps_of(rows))
+    x = np.array(steps_of(rows) or [0])
     rows, n = [latest[step] for step in x.tolist()], len(x)
     title, fmt = rows[0].name, format_called(rows[0].format)
     amax = np.array([row.amax for row in rows])

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jfp8.debug.records import NUMBERS, TensorStats
-from jfp8.plot.rows import some_rows, steps_of
+from jfp8.debug.records import NUMBERS, TensorStats, some_rows, steps_of
 from jfp8.plot.style import BLACK, GRAY, VERMILION, axes_for, legend_above, shorten
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def heat_map(
       ImportError: matplotlib is missing.
 
     >>> import jfp8
-    >>> from jfp8.debug.records import NUMBERS, TensorStats
+    >>> from jfp8.debug.records import NUMBERS, TensorStats, some_rows, steps_of
     >>> def row(step, path, underflow):
     ...     numbers = dict.fromkeys(("amax", "scale_min", "scale_max", "rms", "sqnr"), 1.0)
     ...     numbers |= dict.fromkeys(("overflow", "nonfinite", "mse", "headroom"), 0.0)
@@ -151,7 +150,7 @@ def _table(
     rows: list[TensorStats], tensor: str | None
 ) -> tuple[list[str], list[int], list[list[TensorStats | None]]]:
     """Return labels of the layers, steps, and for each layer its row at each step, or None."""
-    steps = steps_of(rows)
+    steps = list(steps_of(rows)) or [0]
     order = {row.name: row.order for row in reversed(rows)}
     labels = {row.name: row.name for row in rows}
     if tensor is not None:

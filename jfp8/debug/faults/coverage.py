@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from jfp8.conversion.product_rows import ProductRow
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge
-from jfp8.debug.faults.evidence import Finding, Run, percent, steps_of
+from jfp8.debug.faults.evidence import Finding, Run, percent
+from jfp8.debug.records import steps_of
 
 
 def edges_in_fp8(run: Run) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jfp8.conversion.product_report import Report
-from jfp8.debug.records import TensorStats
+from jfp8.debug.records import TensorStats, steps_of
 from jfp8.scaling.formats import Format, format_called
 
 Severity = Literal["error", "warning", "note"]
@@ -69,11 +69,6 @@ def found_in(
 ) -> Finding:
     """Return a finding about samples of one tensor."""
     return Finding(severity, fault, rows[0].name, steps_of(rows), evidence, remedy)
-
-
-def steps_of(rows: Iterable[TensorStats]) -> tuple[int, ...]:
-    """Return the steps of these samples, in order, each once."""
-    return tuple(sorted({row.step for row in rows if row.step is not None}))
 
 
 def step_of(row: TensorStats) -> int:

@@ -16,12 +16,11 @@ from jfp8.debug.faults.evidence import (
     saturated_samples,
     severity_of,
     step_of,
-    steps_of,
     vanishing_samples,
     what_saturated,
     what_vanished,
 )
-from jfp8.debug.records import TensorStats
+from jfp8.debug.records import TensorStats, steps_of
 
 # A history that predicts up to 3 bits (a factor of 8) too much does no harm: E4M3's 17.8 binades,
 # and the more of E5M2, leave enough.

@@ -24,12 +24,11 @@ from jfp8.debug.faults.evidence import (
     saturated_samples,
     severity_of,
     step_of,
-    steps_of,
     vanishing_samples,
     what_saturated,
     what_vanished,
 )
-from jfp8.debug.records import TensorStats
+from jfp8.debug.records import TensorStats, steps_of
 from jfp8.scaling.formats import E5M2, format_called
 from jfp8.scaling.printing import counted
 
