@@ -53,10 +53,10 @@ def run(
 ) -> tuple[Result, list[str], bool]:
     """Return verdicts and times, the lines to print, and whether nothing is wrong."""
     card = ask(f"{HERE}.check:this_card", cases, limit=120)
-    if card.failure:
-        text = f"JAX does not start: {card.failure}. Run `python -m jfp8 doctor`."
+    if card["failure"]:
+        text = f"JAX does not start: {card['failure']}. Run `python -m jfp8 doctor`."
         return {"failure": text}, [text], False
-    result: Result = {**card.result, "versions": versions()}
+    result: Result = {**card["result"], "versions": versions()}
     result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     tasks = _chosen(result.pop("kernels"), options.kernels)
     with tempfile.TemporaryDirectory() as empty:  # without verdicts, which they would obey
@@ -95,9 +95,9 @@ def _answer(
     environment = {} if cache is None else {"XDG_CACHE_HOME": cache}
     function = f"{HERE}.check:{function}"
     found = ask(function, argument, limit=options.seconds, environment=environment)
-    print(f"{found.seconds:.1f} s", file=sys.stderr, flush=True)
-    how = {"failure": found.failure, "kind": found.kind, "seconds": found.seconds}
-    return {**how, **(found.result or {})}
+    print(f"{found['seconds']:.1f} s", file=sys.stderr, flush=True)
+    result = found.pop("result") or {}
+    return found | result
 
 
 def _store(result: Result) -> str | None:

@@ -13,20 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from typing import Any
 
 MARK = "@@jfp8 "  # begins the line with the answer; libraries print other lines
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Hold the result of a function from a separate process, or the reason for its failure."""
-
-    result: Any = None
-    failure: str = ""  # empty if it did not fail
-    kind: str = ""  # "error" if the function raised, "hang", "crash", or empty
-    seconds: float = 0.0  # from the start of the process to its end
 
 
 def ask(
@@ -35,10 +24,11 @@ def ask(
     *,
     limit: float = 300.0,
     environment: dict[str, str] | None = None,
-) -> Answer:
+) -> dict[str, Any]:
     """Call a function, ``"module:function"``, in another process, for at most `limit` seconds.
 
-    JSON must hold the argument and the result.
+    JSON must hold the argument and the result. Returns the ``"result"``; the ``"failure"``, empty
+    without one; its ``"kind"``: an "error" of the function, "hang" or "crash"; and ``"seconds"``.
     """
     start = time.monotonic()
     command = [sys.executable, "-m", "jfp8.command_line.child", function, json.dumps(argument)]
@@ -56,7 +46,8 @@ def ask(
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)  # and no longer, if the driver does not release it
-    return Answer(**said, seconds=round(time.monotonic() - start, 2))
+    seconds = round(time.monotonic() - start, 2)
+    return {"result": None, "failure": "", "kind": "", **said, "seconds": seconds}
 
 
 def _text(file: Any) -> str:

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> tuple[Facts, list[str], bool]:
         "ptxas": ptxas(),
         "driver": driver(),
         "platforms": os.environ.get("JAX_PLATFORMS", ""),
-        "jax": answer.result or {"failure": answer.failure},
+        "jax": answer["result"] or {"failure": answer["failure"]},
     }
     facts["advice"] = [{"wrong": wrong, "text": text} for wrong, text in advice(facts)]
     return facts, list(lines(facts)), not any(said["wrong"] for said in facts["advice"])

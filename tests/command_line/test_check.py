@@ -66,8 +66,8 @@ def test_what_is_wrong_or_crashes_is_left_out_afterwards():
 
 def test_what_hangs_is_ended():
     answer = ask("time:sleep", 1000, limit=1)
-    assert (answer.kind, answer.failure) == ("hang", "no answer within 1 s")
-    assert answer.seconds < 60
+    assert (answer["kind"], answer["failure"]) == ("hang", "no answer within 1 s")
+    assert answer["seconds"] < 60
 
 
 @pytest.mark.slow
