@@ -27,14 +27,13 @@ _NOTHING = ("no number", GRAY, "xxxx")
 
 @dataclass(frozen=True)
 class _Shown:
-    """Colors of a value. If one end is bad, it is dark."""
+    """Colors of a value: from light to dark, and logarithmic, unless a low one is bad."""
 
     label: str
     unit: str = ""
     factor: float = 1.0
     ends: tuple[float, float] | None = None  # ends of the colors; None means the range of the data
-    log: bool = True
-    dark_is_high: bool = True
+    low_is_bad: bool = False
 
 
 _PERCENT = {"unit": "% of the elements", "factor": 100.0, "ends": (1e-3, 100.0)}
@@ -42,8 +41,8 @@ _SHOWN = {
     "underflow": _Shown("underflow", **_PERCENT),
     "overflow": _Shown("overflow", **_PERCENT),
     "nonfinite": _Shown("NaN or Inf", **_PERCENT),
-    "sqnr": _Shown("SQNR", "dB", ends=(0.0, 40.0), log=False, dark_is_high=False),
-    "headroom": _Shown("headroom", "bits", ends=(-2.0, 14.0), log=False, dark_is_high=False),
+    "sqnr": _Shown("SQNR", "dB", ends=(0.0, 40.0), low_is_bad=True),
+    "headroom": _Shown("headroom", "bits", ends=(-2.0, 14.0), low_is_bad=True),
 }
 
 
@@ -117,10 +116,10 @@ def heat_map(
     merged = math.ceil(len(steps) / MAX_COLUMNS)
     steps = steps[::merged]
     columns = partial(_columns, table, merged)
-    numbers = columns(lambda row: getattr(row, value) * shown.factor, shown.dark_is_high)
+    numbers = columns(lambda row: getattr(row, value) * shown.factor, shown.low_is_bad)
     marks = {
-        _DEAD: columns(lambda row: row.amax == 0 and row.nonfinite == 0, True) > 0,
-        _NONFINITE: columns(lambda row: row.nonfinite > 0 and value != "nonfinite", True) > 0,
+        _DEAD: columns(lambda row: row.amax == 0 and row.nonfinite == 0) > 0,
+        _NONFINITE: columns(lambda row: row.nonfinite > 0 and value != "nonfinite") > 0,
         _NOTHING: np.isnan(numbers),
     }
 
@@ -163,12 +162,12 @@ def _table(
 
 
 def _columns(
-    table: Any, merged: int, of_row: Callable[[TensorStats], float], high_is_bad: bool
+    table: Any, merged: int, of_row: Callable[[TensorStats], float], low_is_bad: bool = False
 ) -> np.ndarray:
     """Return f64[layers, columns], the worst of every `merged` steps; NaN without rows."""
     numbers = [[math.nan if row is None else of_row(row) for row in line] for line in table]
     starts = np.arange(0, len(table[0]), merged)
-    return (np.fmax if high_is_bad else np.fmin).reduceat(np.array(numbers, float), starts, axis=1)
+    return (np.fmin if low_is_bad else np.fmax).reduceat(np.array(numbers, float), starts, axis=1)
 
 
 def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
@@ -176,21 +175,20 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     from matplotlib.colors import ListedColormap, Normalize, SymLogNorm
 
     blues = matplotlib.colormaps["Blues"](np.linspace(0.15, 1.0, 256))  # none as light as white
-    colors: Any = ListedColormap(blues if shown.dark_is_high else blues[::-1])
-    unit = shown.unit
-    if shown.log:
-        low, high = shown.ends or _decades(numbers)
+    colors: Any = ListedColormap(blues[::-1] if shown.low_is_bad else blues)
+    low, high = shown.ends or _decades(numbers)
+    if shown.low_is_bad:
+        unit, norm, ticks = shown.unit, Normalize(low, high), np.linspace(low, high, 5).tolist()
+        below, above = bool((numbers < low).any()), bool((numbers > high).any())
+        extend = {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[below, above]
+    else:
+        unit, extend = ", ".join(filter(None, [shown.unit, "white: 0"])), "neither"
         # Not LogNorm, to which zero is what no row says. What is not zero has a color.
         norm = SymLogNorm(low, vmin=low, vmax=high, base=10)
         numbers = np.where((numbers > 0) & (numbers < low), low, numbers)
         colors = colors.with_extremes(under="white")
-        unit = ", ".join(filter(None, [unit, "white: 0"]))
-        extend = "neither"
-    else:
-        low, high = shown.ends or (0.0, 1.0)
-        norm = Normalize(low, high)
-        below, above = bool((numbers < low).any()), bool((numbers > high).any())
-        extend = {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[below, above]
+        first, last = round(math.log10(low)), round(math.log10(high))
+        ticks = [10.0**e for e in range(first, last + 1, math.ceil((last - first) / 8))]
 
     # pcolormesh leaves out what is not finite, which only NaN shall be.
     numbers = np.where(np.isinf(numbers), np.where(numbers > 0, high, low), numbers)
@@ -202,11 +200,6 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_linewidth(0.5)
     bar.minorticks_off()
-    if shown.log:
-        first, last = round(math.log10(low)), round(math.log10(high))
-        ticks = [10.0**e for e in range(first, last + 1, math.ceil((last - first) / 8))]
-    else:
-        ticks = np.linspace(low, high, 5).tolist()
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
 
 
