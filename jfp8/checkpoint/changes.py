@@ -30,8 +30,7 @@ class Log:
 
     optimizers: frozenset[tuple[str, ...]] = frozenset()
     changes: dict[str, list[str]] = field(default_factory=dict)  # the paths by kind of change
-    problems: dict[str, str] = field(default_factory=dict)  # mismatches by path
-    hints: set[str] = field(default_factory=set)  # remedies for the problems
+    problems: dict[tuple[str, ...], str] = field(default_factory=dict)  # mismatches by path
 
     def change(self, what: str, path: tuple[str, ...]) -> None:
         """Note that `what` happened to the entry at `path`."""
@@ -39,8 +38,7 @@ class Log:
 
     def problem(self, path: tuple[str, ...], what: str) -> None:
         """Note that `path`, which holds `what`, does not fit."""
-        self.problems.setdefault(spelled(path), what)
-        self.hints.add(_OPTIMIZER if self.in_optimizer(path) else _MODEL)
+        self.problems.setdefault(path, what)
 
     def in_optimizer(self, path: tuple[str, ...]) -> bool:
         """Return True if `path` belongs to an optimizer state."""
@@ -49,11 +47,11 @@ class Log:
     def close(self, strict: bool) -> None:
         """Raise ``ValueError`` of problems, or else warn of changes, which raise if `strict`."""
         if self.problems:
-            found = [f"  {path}: {what}" for path, what in self.problems.items()]
+            found = [f"  {spelled(path)}: {what}" for path, what in self.problems.items()]
             shown = found[: _MOST_NAMED - 1]
             if len(found) > len(shown):
                 shown.append(f"  and {len(found) - len(shown)} more")
-            hints = sorted(self.hints)
+            hints = sorted({_OPTIMIZER if self.in_optimizer(p) else _MODEL for p in self.problems})
             raise ValueError("\n".join(["The checkpoint does not fit the target.", *shown, *hints]))
         changes = [f"{what}{_listed(paths)}." for what, paths in self.changes.items()]
         if strict and changes:
