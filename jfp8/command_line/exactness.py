@@ -127,12 +127,6 @@ def powers_of_two(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.exp2(np.random.default_rng(seed).integers(-3, 4, shape)).astype(np.float32)
 
 
-def check_bits(ours: Callable[..., Any], reference: Callable[..., Any], *operands: Any) -> Record:
-    """Compare ``ours(*operands)`` with the reference on the CPU, bit for bit."""
-    same(run(ours, *operands), on_cpu(reference, *operands))
-    return {}
-
-
 def check_sums(
     ours: Callable[..., Any],
     reference: Callable[..., Any],

@@ -29,14 +29,7 @@ from jfp8.scaling.scales import (
     scale_from_amax,
 )
 
-Transform = Literal[None, "expand"]
-ROUNDINGS = ("nearest_even", "stochastic")
-TRANSFORMS: tuple[str | None, ...] = (None, "expand")
-
-# Limits of "expand". Squares of gradients that span more than 48 binades come from gradients that
-# f32 could not even add. To represent them would cost the other elements of the block their
-# precision.
-LARGEST_POWER, MOST_BINADES = np.float32(16), np.float32(48)
+LARGEST_POWER = np.float32(16)
 
 
 class ExpandedArray(NamedTuple):
@@ -120,7 +113,7 @@ class Blocks(Storage):
     fmt: Format = E4M3FN
     block: int | None = 128
     rounding: Literal["nearest_even", "stochastic"] = "nearest_even"
-    transform: Transform = None
+    transform: Literal[None, "expand"] = None
     scale_rounding: ScaleRounding = None
 
     def __post_init__(self) -> None:
@@ -139,8 +132,8 @@ class Blocks(Storage):
                 "for example 128, or None for one scale for the whole array."
             )
         for name, allowed in (
-            ("rounding", ROUNDINGS),
-            ("transform", TRANSFORMS),
+            ("rounding", ("nearest_even", "stochastic")),
+            ("transform", (None, "expand")),
             ("scale_rounding", SCALE_ROUNDINGS),
         ):
             value = getattr(self, name)
@@ -213,7 +206,7 @@ class Blocks(Storage):
             largest = jnp.where(largest < SMALLEST_SCALE, 1.0, jnp.minimum(largest, LARGEST_SCALE))
             binades = jnp.log2(largest) - jnp.log2(smallest)  # the quotient could overflow
             spanned = np.float32(16 * np.log2(self.fmt.max**2 / 2))
-            power = jnp.floor(spanned / jnp.clip(binades, 0.1, MOST_BINADES)) / 16
+            power = jnp.floor(spanned / jnp.clip(binades, 0.1, levels.MOST_BINADES)) / 16
             power = jnp.minimum(power, LARGEST_POWER)
         amax = jnp.where(finite, largest, jnp.nan)
         return Grid(amax, power, np.float32(1) / largest, np.float32(1) / power)

@@ -22,7 +22,10 @@ from jax import lax
 from jfp8.scaling.parts import apply_scale
 
 TOP_CODE = 254
-MOST_LEVELS, MOST_BINADES = 128, 48  # in a binade; in a block
+MOST_LEVELS = 128  # in a binade
+# In a block. Squares of gradients that span more come from gradients that f32 could not even add.
+# To represent them would cost the other elements of the block their precision.
+MOST_BINADES = 48
 
 
 def grid(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ is lost; it has to be kept in a wider master, or rounded stochastically.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def master_weights(
     [0.75, 1.75, 448.0]
     """
     if master not in _STORAGES:
-        allowed = ", ".join(map(repr, get_args(Master)))
+        allowed = ", ".join(map(repr, _STORAGES))
         raise ValueError(f"master_weights(master={master!r}) is unknown. Allowed: {allowed}.")
     tx = Rounded("master_weights", transformation("master_weights", inner), _STORAGES[master], seed)
     return optax.GradientTransformationExtraArgs(tx.init, cast(Any, tx.update))
