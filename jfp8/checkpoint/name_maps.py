@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from collections.abc import Mapping
@@ -65,11 +66,12 @@ def names_for(table: str | Mapping[str, Any], config: Mapping[str, Any]) -> dict
             for factor, value in factors.items():
                 row = row.replace(factor, repr(value))
         place = places({"": row})[""]
-        for i in range(given["num_hidden_layers"] if "{i}" in name else 1):
-            for j in range(given["num_experts"] if "{j}" in name else 1):
-                axes = place.axes and _with_sizes(place.axes.format(i=i, j=j), sizes)
-                path = place.path.format(i=i, j=j)
-                found[name.format(i=i, j=j)] = replace(place, path=path, axes=axes)
+        layers = range(given["num_hidden_layers"] if "{i}" in name else 1)
+        experts = range(given["num_experts"] if "{j}" in name else 1)
+        for i, j in itertools.product(layers, experts):
+            axes = place.axes and _with_sizes(place.axes.format(i=i, j=j), sizes)
+            path = place.path.format(i=i, j=j)
+            found[name.format(i=i, j=j)] = replace(place, path=path, axes=axes)
     return found
 
 
