@@ -46,7 +46,7 @@ def moved_axes(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Ax
     return axes if fits else None
 
 
-def together(ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
+def _elementwise(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
     """Return the axes of an elementwise result; None if an operand has another shape."""
     whole = [axes for axes in ins if axes is not None and len(axes) == len(shape)]
     if any(axes is None or len(axes) not in (0, len(shape)) for axes in ins):
@@ -61,22 +61,24 @@ def together(ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
     return tuple(dims)
 
 
-def _elementwise(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
-    return together(ins, shape)
+def _without(axes: Axes, gone: Sequence[int]) -> Axes:
+    return tuple(dim for i, dim in enumerate(axes) if i not in gone)
 
 
 def _reduced(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
-    return tuple(dim for i, dim in enumerate(ins[0]) if i not in eqn.params["axes"])
+    return _without(ins[0], eqn.params["axes"])
 
 
 def _resized(_: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
-    """Return the axes of parts of an array: a dimension of another size keeps its role."""
-    dims = []
-    for dim, n in zip(ins[0], shape, strict=True):
-        roles = [role for role, _ in dim]
-        same = math.prod(m for _, m in dim) == n
-        dims.append(dim if same else ((roles[0] if roles else None, n),) if n > 1 else ())
-    return tuple(dims)
+    """Return the axes of parts of an array."""
+    return tuple(map(_of_size, ins[0], shape))
+
+
+def _of_size(dim: tuple[Factor, ...], n: int) -> tuple[Factor, ...]:
+    """Return a dimension cut or padded to `n`, which keeps its role."""
+    if math.prod(m for _, m in dim) == n:
+        return dim
+    return ((dim[0][0] if dim else None, n),) if n > 1 else ()
 
 
 def _reshape(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
@@ -116,15 +118,10 @@ def _dot(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     if ins[1] is None:
         return None
     summed, batch = eqn.params["dimension_numbers"]
-    n = len(batch[0])
-    shared = together([_take(ins[0], batch[0]), _take(ins[1], batch[1])], shape[:n])
-    free = [
-        dim
-        for axes, gone, kept in zip(ins[:2], summed, batch, strict=True)
-        for i, dim in enumerate(axes)
-        if i not in (*gone, *kept)
-    ]
-    return None if shared is None else (*shared, *free)
+    both = [_take(axes, kept) for axes, kept in zip(ins, batch)]
+    shared = _elementwise(eqn, both, shape[: len(batch[0])])
+    free = map(_without, ins, [(*gone, *kept) for gone, kept in zip(summed, batch)])
+    return None if shared is None else sum(free, shared)
 
 
 def _take(axes: Axes, places: Sequence[int]) -> Axes:
@@ -136,8 +133,7 @@ def _conv(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
     dims = list(plain_axes(shape))
     for into, out in zip(numbers.lhs_spec, numbers.out_spec, strict=True):
         if into != numbers.lhs_spec[1]:
-            roles = [role for role, _ in ins[0][into]]
-            dims[out] = ((roles[0], shape[out]),) if roles and shape[out] > 1 else ()
+            dims[out] = _of_size(ins[0][into], shape[out])
     return tuple(dims)
 
 
@@ -153,15 +149,9 @@ def _gather(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     return tuple(dims)
 
 
-def _unstack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
-    del shape
-    place = eqn.params["axis"]
-    return (*ins[0][:place], *ins[0][place + 1 :])
-
-
 def _stack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     place = eqn.params["axis"]
-    inner = together(ins, (*shape[:place], *shape[place + 1 :]))
+    inner = _elementwise(eqn, ins, (*shape[:place], *shape[place + 1 :]))
     new = ((None, shape[place]),) if shape[place] > 1 else ()
     return None if inner is None else (*inner[:place], new, *inner[place:])
 
@@ -177,5 +167,5 @@ _RULES: dict[str, Any] = {
     "squeeze": _reshape,
     "stack": _stack,
     "transpose": _transpose,
-    "unstack": _unstack,
+    "unstack": lambda eqn, ins, _: _without(ins[0], [eqn.params["axis"]]),
 }
