@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +137,7 @@ def check_program(
     of_inputs = [i == inputs for i, arg in enumerate(args) for _ in arrays_apart(arg)[0]]
     n_axes = 1 + (sequence_axis or 0)
     is_input = [mine and np.ndim(x) >= n_axes for mine, x in zip(of_inputs, arrays, strict=True)]
-    if not any(is_input):
+    if not any(is_input) or (sequence_axis is not None and sequence_axis < 1):
         shapes = [np.shape(x) for x, mine in zip(arrays, of_inputs, strict=True) if mine]
         raise ValueError(
             f"No array of argument {inputs}, which has {shapes}, has an axis {sequence_axis} of "
@@ -151,8 +151,9 @@ def check_program(
         gradient = jax.value_and_grad(total, weights) if weights else total
         report = report_of(jax.make_jaxpr(gradient)(*arrays), args)
     reading = _Reading()
-    axes = [sequence_axis if mine else -1 for mine in is_input]
-    notes = without_arrays(map(_note_of_argument, arrays, axes))
+    roles: dict[int | None, Role] = {0: "sequences", sequence_axis: "positions"}
+    given = [roles if mine else {} for mine in is_input]
+    notes = without_arrays(map(_note_of_argument, arrays, given))
     interpreter.run(reading, forward.jaxpr, forward.consts, notes)
     once = lambda paths: tuple(dict.fromkeys(paths))
     later, sequences = (once(reading.shared[role]) for role in _ROLES)
@@ -172,16 +173,10 @@ class _Note:
     over: tuple[Factor, ...] = ()  # the first dimension of the array that a loop takes slices of
 
 
-def _note_of_argument(x: Any, sequence_axis: int | None) -> _Note:
-    """Return the note of an argument; with an axis of -1 it has no batch."""
-    axes, casts = list(plain_axes(np.shape(x))), (dtype_name(x),)
-    if sequence_axis == -1:
-        return _Note(tuple(axes), casts=casts)
-    places: dict[Role, int | None] = {"sequences": 0, "positions": sequence_axis}
-    for role, place in places.items():
-        if place is not None:
-            axes[place] = ((role, x.shape[place]),) if x.shape[place] > 1 else ()
-    return _Note(tuple(axes), depends=True, casts=casts)
+def _note_of_argument(x: Any, roles: Mapping[int | None, Role]) -> _Note:
+    """Return the note of an argument whose dimensions have these roles."""
+    axes = [((roles.get(i), n),) if n > 1 else () for i, n in enumerate(np.shape(x))]
+    return _Note(tuple(axes), depends=bool(roles), casts=(dtype_name(x),))
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,9 @@ def test_planted_mistakes_are_found_by_name():
 def test_a_wrong_axis_is_told():
     with pytest.raises(ValueError, match=r"argument 1, which has \[\(32,\)\], has an axis 1"):
         jfp8.debug.check_program(lambda w, x: x @ w, jnp.ones((32, 4)), jnp.ones(32))
+    for axis in (0, -1):  # the batch, or counted from the end
+        with pytest.raises(ValueError, match=f"has an axis {axis} of positions. Set inputs= or"):
+            jfp8.debug.check_program(lambda x: x @ x.mT, X, sequence_axis=axis)
 
 
 def test_inputs_may_be_another_argument_and_have_no_positions():
