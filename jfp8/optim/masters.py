@@ -268,17 +268,11 @@ def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptSt
         plain = isinstance(stored, jax.Array | np.ndarray)
         return _first(Float(stored.dtype) if plain else ScaledFloat16(), _values(value))
 
+    leaves, structure = _flatten(params)
+    started = map(start, leaves, structure.flatten_up_to(found[0].masters))
+    new = found[0]._replace(masters=structure.unflatten(started))
     is_state = lambda node: isinstance(node, MasterWeightsState)
-
-    def restart(node: Any) -> Any:
-        if not is_state(node):
-            return node
-        leaves, structure = _flatten(params)
-        masters = structure.flatten_up_to(node.masters)
-        started = [start(p, m) for p, m in zip(leaves, masters, strict=True)]
-        return node._replace(masters=structure.unflatten(started))
-
-    return jax.tree.map(restart, opt_state, is_leaf=is_state)
+    return jax.tree.map(lambda node: new if is_state(node) else node, opt_state, is_leaf=is_state)
 
 
 def _flatten(params: Any) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
