@@ -226,13 +226,13 @@ LINES_OF_ROOMS = {
     "kernels": 6123,
     "layers": 4816,
     "collectives": 530,
-    "optim": 2695,
+    "optim": 2682,
     "training": 3039,
-    "checkpoint": 3167,
-    "conversion": 4943,
-    "debug": 3424,
-    "plot": 906,
-    "command_line": 1060,
+    "checkpoint": 3138,
+    "conversion": 4931,
+    "debug": 3412,
+    "plot": 858,
+    "command_line": 1030,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The arguments of `optax.contrib.muon`, 19, and of `jax.nn.dot_product_attention`, 12, and more.
