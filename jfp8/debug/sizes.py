@@ -227,7 +227,9 @@ def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
 
 def _amount(tree: Any) -> Amount:
     whole = filter(printing.is_arraylike, jax.tree.leaves(tree, is_leaf=is_scaled_array))
-    return Amount(sum(math.prod(x.shape) for x in whole), sum(map(printing.n_bytes, jax.tree.leaves(tree))))
+    return Amount(
+        sum(math.prod(x.shape) for x in whole), sum(map(printing.n_bytes, jax.tree.leaves(tree)))
+    )
 
 
 def _size(amount: Amount) -> str:
