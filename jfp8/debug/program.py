@@ -135,9 +135,10 @@ def check_program(
     arrays, together = arrays_apart(args)
     inputs %= len(args)
     of_inputs = [i == inputs for i, arg in enumerate(args) for _ in arrays_apart(arg)[0]]
-    n_axes = 1 + (sequence_axis or 0)
-    is_input = [mine and np.ndim(x) >= n_axes for mine, x in zip(of_inputs, arrays, strict=True)]
-    if not any(is_input) or (sequence_axis is not None and sequence_axis < 1):
+    is_input = [
+        mine and _has_axis(x, sequence_axis) for mine, x in zip(of_inputs, arrays, strict=True)
+    ]
+    if not any(is_input):
         shapes = [np.shape(x) for x, mine in zip(arrays, of_inputs, strict=True) if mine]
         raise ValueError(
             f"No array of argument {inputs}, which has {shapes}, has an axis {sequence_axis} of "
@@ -171,6 +172,11 @@ class _Note:
     casts: tuple[str, ...] = ()  # the dtypes that it had since it was computed
     was_fp8: bool = False  # it was rounded to FP8
     over: tuple[Factor, ...] = ()  # the first dimension of the array that a loop takes slices of
+
+
+def _has_axis(x: Any, sequence_axis: int | None) -> bool:
+    """Return whether `x` has a batch, and after it the axis of positions, if there are any."""
+    return np.ndim(x) > 0 if sequence_axis is None else 0 < sequence_axis < np.ndim(x)
 
 
 def _note_of_argument(x: Any, roles: Mapping[int | None, Role]) -> _Note:
