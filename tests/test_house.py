@@ -229,8 +229,8 @@ LINES_OF_ROOMS = {
     "optim": 2682,
     "training": 3039,
     "checkpoint": 3138,
-    "conversion": 4931,
-    "debug": 3412,
+    "conversion": 4929,
+    "debug": 3420,
     "plot": 858,
     "command_line": 1030,
 }
