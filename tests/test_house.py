@@ -227,7 +227,7 @@ LINES_OF_ROOMS = {
     "layers": 4816,
     "collectives": 530,
     "optim": 2682,
-    "training": 3039,
+    "training": 3047,
     "checkpoint": 3138,
     "conversion": 4929,
     "debug": 3420,

@@ -19,13 +19,14 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
 from jfp8.layers.nnx.products import Fp8State
 from jfp8.products.explicit_sharding import check_divided
 from jfp8.scaling.sink import BINS, ROLES, SMALL, WIDTH, decode_amax, encode_amax
+from jfp8.tracing.shardings import explicit_sharding
 from jfp8.training.end_of_step import rescale_grad_histories, rescaled
 from jfp8.training.micro_batches import without_batch_axis
 from jfp8.training.model_histories import Collections
@@ -141,7 +142,7 @@ def data_parallel(
             out_specs=PartitionSpec(),
             axis_names=set(names),
             check_vma=False,
-        )(state, batch)
+        )(jax.tree.map(partial(_whole, names), state), batch)
         return value, grads if model is None else _put_into(model, grads)
 
     return compute
@@ -229,6 +230,13 @@ def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
 
     stripped = jax.tree.map(strip, specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     return stripped, left
+
+
+def _whole(names: tuple[Any, ...], x: Any) -> Any:
+    """Gather `x` along those of the axes in `names` that are explicit, which shard_map leaves."""
+    if (sharding := explicit_sharding(x)) is None:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, _without(sharding.spec, names)[0]))
 
 
 def _mean_of_value(axis_name: AxisName, x: Any) -> jax.Array:
