@@ -37,6 +37,8 @@ COLUMNS = 64  # n is padded to this: each such slice of a tile has one scale of 
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
 
+# Traced and lowered once for all matmuls of some shapes, forward and backward.
+@functools.partial(jax.jit, static_argnames=("out_dtype", "promote", "tiles"))
 def matmul(
     a: jax.Array,
     b: jax.Array,
@@ -64,6 +66,7 @@ def matmul(
     return _product(a, b, scales, out_dtype, promote, tiles)
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def block_matmul(
     a: jax.Array,
     b: jax.Array,
