@@ -286,9 +286,8 @@ def _largest_of_examples(
 @jax.jit
 def ended(state: AmaxState) -> AmaxState:
     """End the step under way, if there is one: its maximum becomes the newest entry."""
-    largest = running_amax(state)
-    history = push_amax(state["amax_history"], largest)
-    return {"amax_history": history, "amax": jnp.zeros_like(largest)}
+    history = push_amax(state["amax_history"], state["amax"])
+    return {"amax_history": history, "amax": jnp.zeros_like(state["amax"])}
 
 
 @functools.cache

@@ -127,22 +127,22 @@ def scale_from_amax(
         code = jnp.where(code == 255, code, jnp.clip(code + margin, 0, 254))
         return codes_to_format(code.astype(jnp.uint8), E8M0FNU)
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    # True for what is not finite, and for 0, of which the difference is the largest pattern.
+    has_none = bits - np.uint32(1) >= np.uint32(0x7F7FFFFF)
     if scale_rounding == "power_of_two":
         # The exponent that "rceil" finds, kept where f32 and its reciprocal are normal.
         exponent = jnp.clip(e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
+        scale = replaced_where(has_none, scale, np.float32(1.0))
     else:
-        # XLA multiplies by the rounded reciprocal of a constant divisor. It cannot see that this
-        # one is constant (amax is never negative), so the quotient is correctly rounded. Nor may
-        # the division come last: of 1 / (a / b), the reciprocal of the scale, XLA makes b / a.
-        divisor = replaced_where(
-            bits >= np.uint32(1 << 31), jnp.full_like(amax, fmt.max), np.float32(1.0)
-        )
-        scale = amax / divisor
+        # XLA multiplies by the rounded reciprocal of a constant divisor. It does not know this one,
+        # so the quotient is correctly rounded. Little comes after the division, since XLA:CPU
+        # repeats that in each kernel that reads the scale. But the division may not come last: of
+        # 1 / (a / b), the reciprocal of the scale, XLA makes b / a.
+        divisor = replaced_where(has_none, jnp.full_like(amax, fmt.max), np.float32(1.0))
+        scale = replaced_where(has_none, amax, np.float32(2.0**-margin)) / divisor
         scale = scale * np.float32(2.0**margin) if margin else scale
         scale = lax.clamp(SMALLEST_SCALE, scale, LARGEST_SCALE)
-    # True for what is not finite, and for 0, of which the difference is the largest pattern.
-    scale = replaced_where(bits - np.uint32(1) >= np.uint32(0x7F7FFFFF), scale, np.float32(1.0))
     if poison or not fmt.has_nan:
         scale = replaced_where(bits >= np.uint32(0x7F800000), scale, np.float32(np.nan))
     return scale
