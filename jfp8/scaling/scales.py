@@ -135,10 +135,10 @@ def scale_from_amax(
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
         scale = replaced_where(has_none, scale, np.float32(1.0))
     else:
-        # XLA multiplies by the rounded reciprocal of a constant divisor. It does not know this one,
-        # so the quotient is correctly rounded. Little comes after the division, since XLA:CPU
-        # repeats that in each kernel that reads the scale. But the division may not come last: of
-        # 1 / (a / b), the reciprocal of the scale, XLA makes b / a.
+        # XLA multiplies by the rounded reciprocal of a constant divisor, but cannot know this one.
+        # XLA:CPU repeats what follows a division in each kernel that reads the scale, so that is
+        # little. But the division may not come last: of 1 / (a / b), the reciprocal of the scale,
+        # XLA makes b / a.
         divisor = replaced_where(has_none, jnp.full_like(amax, fmt.max), np.float32(1.0))
         scale = replaced_where(has_none, amax, np.float32(2.0**-margin)) / divisor
         scale = scale * np.float32(2.0**margin) if margin else scale

@@ -188,6 +188,7 @@ def test_margin_is_a_power_of_two(fmt, margin):
     a = np.geomspace(1e-25, 1e25, 100).astype(np.float32)
     exact = a / np.float32(fmt.max) * np.float32(2.0**margin)
     assert_same(scale_from_amax(a, fmt, margin=margin), exact)
+    assert scale_from_amax(jnp.float32(0), fmt, margin=margin) == 1
     plain, wider = (
         scale_from_amax(a, fmt, margin=m, scale_rounding="power_of_two") for m in (0, margin)
     )
