@@ -33,6 +33,7 @@ from jfp8.scaling.history import AmaxState
 from jfp8.tracing.backends import first_allowed
 from jfp8.tracing.device import explicit_mesh
 from jfp8.tracing.devices import Gpu
+from jfp8.tracing.few_kernels import mergeable
 from jfp8.tracing.notes import note
 
 # States that are stacked at once. XLA's time to compile kernels of many parameters is quadratic in
@@ -117,6 +118,9 @@ class Cuda(Planner):
                 rows = zip(*map(jnp.unstack, found), strict=True)
                 results |= zip(places, map(structure.unflatten, rows), strict=True)
         return [results[i] for i in range(len(arguments))]
+
+    def merged(self, tree: Any) -> Any:
+        return mergeable(tree)
 
     def quantizes_by_kernels(self) -> bool:
         return hopper.why_no_quantizing(self.device) is None

@@ -18,6 +18,7 @@ from jfp8.matmul.as_matrices import as_matrices, matrix_groups
 from jfp8.matmul.spec import MatmulSpec, Numbers, factors_of, layout_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.devices import Tpu
+from jfp8.tracing.few_kernels import mergeable
 
 TILE = 128  # size of the kernels' tiles; others are padded with zeros, once, before quantization
 
@@ -81,7 +82,7 @@ def factors_by_kernels(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> 
     for operand in (lhs, rhs):
         if isinstance(operand, Paired) and operand.factor is not None:
             return [operand.factor]
-    return factors_of(lhs, rhs, spec)
+    return [factor if factor.ndim else mergeable(factor) for factor in factors_of(lhs, rhs, spec)]
 
 
 def dtype_of_partial_sums(spec: MatmulSpec) -> np.dtype:

@@ -48,6 +48,7 @@ from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import SINK_UNIT, check_sink, encode_amax
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import current_device
+from jfp8.tracing.few_kernels import mergeable
 
 # The names of products and rotations in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
@@ -293,7 +294,7 @@ def _largest(*amaxes: jax.Array) -> jax.Array:
     parts = max(each.size for each in amaxes)
     # Zeros change no amax. Tensors on several TPUs may be in different numbers of parts.
     by_tensor = jnp.stack([jnp.pad(each.reshape(-1), (0, parts - each.size)) for each in amaxes])
-    return amax(by_tensor, PerAxis(0))[:, 0]
+    return amax(mergeable(by_tensor), PerAxis(0))[:, 0]
 
 
 def _saved(

@@ -7,9 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 
 from jfp8.optim.finite import all_of
 from jfp8.optim.loss_scale_state import find_loss_scale
@@ -25,7 +23,7 @@ from jfp8.scaling.history import (
     sealed,
 )
 from jfp8.scaling.sink import ROLES, decode_amax
-from jfp8.training.model_histories import Collections, map_products, over_products
+from jfp8.training.model_histories import Collections, map_products, merged, over_products
 
 
 def advance(
@@ -136,14 +134,11 @@ def end_step(
         amaxes = amaxes.get("amax") if isinstance(amaxes, Mapping) else amaxes
         new = end_together({role: product[role] for role in ROLES}, amaxes, ends)
         new = sealed(new) if CHECK in product else new
-        if finite is not None:
-            # One flag for each matmul: XLA merges kernels that share an array, not those that share
-            # a scalar, and would start one for each of the amaxes here.
-            flags = jnp.broadcast_to(finite, product[ROLES[0]]["amax"].shape)
-            new = choose(lax.optimization_barrier(flags), new, product)
         return new if growth is None else _with_rescaled_grads(new, growth)
 
-    return map_products(end, states, amaxes)
+    new = map_products(end, states, amaxes)
+    old = states if growth is None else rescale_grad_histories(states, growth)
+    return new if finite is None else merged(choose(finite, new, as_dicts(old)))
 
 
 @jax.jit
@@ -189,5 +184,5 @@ def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Arra
     """Multiply `amaxes` by `factor`, if any; they stay finite."""
     if factor is None:
         return amaxes
-    largest = np.float32(np.finfo(np.float32).max)
+    largest = jnp.finfo(jnp.float32).max
     return jnp.minimum(only_amaxes(amaxes) * factor, largest).astype(amaxes.dtype)

@@ -23,6 +23,11 @@ def over_products(function: Callable[..., Any], arguments: Sequence[tuple[Any, .
     return planner.over_stacked(function, arguments)
 
 
+def merged(tree: Any) -> Any:
+    """Return `tree`, numbers and histories after a step, so that few kernels compute them."""
+    return planner_of(current_device(*jax.tree.leaves(tree)[:1])).merged(tree)
+
+
 def is_product(node: Any) -> bool:
     """Return True for the state of one matmul, not for a module that contains some."""
     is_one = isinstance(node, Mapping) and set(node) - {CHECK} == set(ROLES)

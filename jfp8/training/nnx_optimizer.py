@@ -14,6 +14,7 @@ from jfp8.optim.finite import all_squares_finite, if_finite, nan_unless, unscale
 from jfp8.optim.fp8_params import apply_updates
 from jfp8.optim.loss_scale_state import find_loss_scale
 from jfp8.training.metrics import metrics_of
+from jfp8.training.model_histories import merged
 from jfp8.training.nnx_step import training_products
 from jfp8.training.other_model import note_other_optimizer
 from jfp8.training.skipped import tell
@@ -102,9 +103,9 @@ class Optimizer(nnx.Optimizer[M], Generic[M]):
             raise
         nnx.update(model, if_finite(finite, apply_updates(params, updates), params))
         nnx.update(self.opt_state, nnx.state(if_finite(finite, new, opt_state)))
-        self.step[...] += 1
-        self.skipped_steps[...] += jnp.where(finite, 0, 1)
-        self.skipped_in_a_row[...] = jnp.where(finite, 0, self.skipped_in_a_row[...] + 1)
+        skipped, in_a_row = jnp.where(finite, 0, 1), self.skipped_in_a_row[...]
+        counted = self.step[...] + 1, self.skipped_steps[...] + skipped, (in_a_row + 1) * skipped
+        self.step[...], self.skipped_steps[...], self.skipped_in_a_row[...] = merged(counted)
         tell(self.skipped_in_a_row[...], new)
         return nan_unless(finite, updates)
 

@@ -39,7 +39,7 @@ from jfp8.tracing.caller import user_level
 from jfp8.tracing.loss import LOSS, Loss
 from jfp8.training.end_of_step import decode_all, end_together, rescaled
 from jfp8.training.micro_batches import over_micro_batches
-from jfp8.training.model_histories import over_products, zero_sink
+from jfp8.training.model_histories import merged, over_products, zero_sink
 from jfp8.training.state import TrainState
 from jfp8.training.step import check_examples, check_micro_batches
 
@@ -110,7 +110,8 @@ def value_and_grad(
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         args = _checked(_positional(f, args, kwargs), wanted)
         products = training_products(args)
-        before = _intact_histories(products)
+        stored = [(product.histories(), product._check()) for product in products.values()]
+        before = dict(zip(products, over_products(intact, stored), strict=True))
         kept = [(x, x.get_value()) for x in _statistics(args, wanted)]
         trained = {path[:end] for path in _trained(args, wanted) for end in range(1, len(path))}
         with_sink = [path for path in products if path[:-1] in trained]
@@ -138,13 +139,13 @@ def value_and_grad(
         with LOSS(Loss(loss_scale is not None, _SCALED)):
             (loss, aux), rows, grads = gradient(sinks, *args)
         decoded, overflow = decode_all(rows)
-        of_loss = unscaled(grads, None if loss_scale is None else jnp.asarray(loss_scale))
-        hidden = overflow | ~jnp.all(jnp.isfinite(loss))
-        failed = hidden | ~all_squares_finite(of_loss)
-        _end_step(products, before, dict(zip(with_sink, decoded)), failed, loss_scale)
-        _put_back(kept, failed)
         # A loss, and a saturating cast, may hide an Inf from the gradients that optimizers see.
-        grads = nan_unless(~hidden, grads)
+        sound = jnp.all(jnp.isfinite(loss)) & ~overflow
+        grads = nan_unless(sound, grads)
+        of_loss = unscaled(grads, None if loss_scale is None else jnp.asarray(loss_scale))
+        failed = ~(sound & all_squares_finite(of_loss))  # merged with the optimizer's check
+        _end_step(products, before, stored, dict(zip(with_sink, decoded)), failed, loss_scale)
+        _put_back(kept, failed)
         return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
 
     return compute
@@ -156,12 +157,6 @@ def _differentiated(entries: Any) -> tuple[tuple[nnx.DiffState, ...], tuple[nnx.
     wanted = tuple(map(filtered, entries))
     no_state = nnx.Not((Fp8State, Fp8Sink))  # filters by path would take it for parameters
     return wanted, tuple(nnx.DiffState(w.argnum + 1, nnx.All(w.filter, no_state)) for w in wanted)
-
-
-def _intact_histories(products: Mapping[Path, Product]) -> dict[Path, Any]:
-    """Return the histories of `products`, empty ones of those that were changed otherwise."""
-    states = [(product.histories(), product._check()) for product in products.values()]
-    return dict(zip(products, over_products(intact, states), strict=True))
 
 
 def _overwrite(products: Iterable[Product], states: Sequence[tuple[Any, jax.Array]]) -> None:
@@ -261,24 +256,27 @@ def _statistics(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> list[
     return [node for node in nodes if isinstance(node, nnx.BatchStat | RouterBias)]
 
 
-def _end_step(products: Any, before: Any, seen: Any, failed: jax.Array, loss_scale: Any) -> None:
-    """Give `products` their histories after a step, or those `before` one that failed."""
-    ends = [_end_of(p, before[path], seen.get(path), failed) for path, p in products.items()]
-    found = over_products(partial(_ended, loss_scale), ends)
-    # Once more, so that what takes the histories apart is elementwise: one kernel, not one each.
-    kept = [(choose(end[-1], new, end[0]), check) for end, (new, check) in zip(ends, found)]
+def _end_step(
+    products: Any, before: Any, stored: Any, seen: Any, failed: jax.Array, loss_scale: Any
+) -> None:
+    """Give `products` their histories after a step, or those `stored` before one that failed."""
+    ends = [_end_of(p, before[path], seen.get(path)) for path, p in products.items()]
+    kept = []
+    for new, old in zip(over_products(partial(_ended, loss_scale), ends), stored):
+        like = old[0]["lhs"]
+        anywhere = _on_any_device(largest_of_examples(failed, like), like)
+        # Outside of the stacks, so that XLA may overwrite the histories of a donated state.
+        kept.append(merged(choose(~anywhere, new, old)))
     _overwrite(products.values(), kept)
 
 
-def _end_of(product: Product, before: Any, amaxes: Any, failed: jax.Array) -> tuple[Any, ...]:
-    like = before["lhs"]
-    failed = _on_any_device(largest_of_examples(failed, like), like)
+def _end_of(product: Product, before: Any, amaxes: Any) -> tuple[Any, ...]:
     if amaxes is None:
-        return before, product.histories(), None, ~failed
-    return before, None, largest_of_examples(amaxes, like), ~failed
+        return before, product.histories(), None
+    return before, None, largest_of_examples(amaxes, before["lhs"])
 
 
-def _ended(loss_scale: Any, before: Any, after: Any, amaxes: Any, finite: jax.Array) -> Any:
+def _ended(loss_scale: Any, before: Any, after: Any, amaxes: Any) -> Any:
     """Return histories after a step, and the `fingerprint` of what is kept.
 
     Without amaxes f32[..., 3], of the scaled loss, calls recorded themselves what is in `after`.
@@ -291,7 +289,7 @@ def _ended(loss_scale: Any, before: Any, after: Any, amaxes: Any, finite: jax.Ar
         states = {role: {"amax_history": before[role], "amax": none} for role in ROLES}
         ended = end_together(states, amaxes / jnp.broadcast_to(units, amaxes.shape))
         new = {role: state["amax_history"] for role, state in ended.items()}
-    return new, fingerprint(choose(finite, new, before))
+    return new, fingerprint(new)
 
 
 def _on_any_device(flag: jax.Array, like: jax.Array) -> jax.Array:

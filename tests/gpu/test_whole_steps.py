@@ -58,14 +58,15 @@ class Bounds:
 
 
 BOUNDS = {
-    ("one GPU", "delayed"): Bounds(36, kernels=16),
-    ("one GPU", "current"): Bounds(32, kernels=9),  # one looks at the loss
+    ("one GPU", "delayed"): Bounds(29, kernels=16),
+    ("one GPU, AdamW", "delayed"): Bounds(35, kernels=16),
+    ("one GPU", "current"): Bounds(29, kernels=9),  # one looks at the loss
     ("4 micro-batches", "delayed"): Bounds(334, kernels=21),
     ("8 GPUs, FSDP", "delayed"): Bounds(
-        74, transposes=7, exchanges=10, kernels=17, sent=0.76, compiling=6.0
+        64, transposes=7, exchanges=10, kernels=17, sent=0.76, compiling=6.0
     ),
     ("8 GPUs, FSDP×TP 2×4", "delayed"): Bounds(
-        72, transposes=9, exchanges=10, kernels=22, sent=0.96, compiling=5.5
+        62, transposes=9, exchanges=10, kernels=22, sent=0.96, compiling=5.5
     ),
     # Activations are gathered as bytes, once for all layers; these are laid side by side.
     ("8 GPUs, FSDP×TP 2×4, parts of sequences", "delayed"): Bounds(
@@ -100,7 +101,7 @@ def test_step(name, recipe, recorded):
     assert audit.f8_transposes <= most.transposes
     assert audit.small_collectives <= most.exchanges
     assert 0 < len(program.hlo.mosaic_kernels) <= most.kernels
-    assert audit.rounded_scales == 0
+    assert audit.rounded_scales == step.trains  # AdamW rounds one of its own factors to bf16
     assert seconds <= most.compiling * plain_seconds
     assert audit.quantized_again == ()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -18,6 +19,7 @@ from gpu_programs import Program, compile_divided, device_of, forward_and_backwa
 from support.interpreter import cudnn_known
 
 BF16 = jnp.bfloat16
+ADAMW = optax.adamw(1e-4)
 TOKENS = 2048  # in a sequence; a device has four sequences, or parts of them
 
 
@@ -92,6 +94,7 @@ class Step:
     width: int = 4096
     model: type[nnx.Module] = Block
     exempt: tuple[str, ...] = ()
+    trains: bool = False  # with AdamW, in the buffers of the state
 
     def spec(self, path: Any, leaf: Any) -> P:
         """Return the layout of an array of the state, of the batch, or of a result."""
@@ -106,11 +109,17 @@ class Step:
         return P("data") if is_batch and "data" in self.axes else P()
 
     def compile(self, recipe: str | None) -> Program:
-        """Compile loss, gradients and states of a model, converted unless `recipe` is None."""
-        create = lambda: self.model(self.width, self.width * 7 // 2, nnx.Rngs(0))
-        whole = create
-        if recipe is not None:
-            whole = lambda: jfp8.convert(create(), recipe, exempt=self.exempt)
+        """Compile loss, gradients and states of a model, converted unless `recipe` is None.
+
+        Or the new model and optimizer, if it `trains`.
+        """
+
+        def whole():
+            model = self.model(self.width, self.width * 7 // 2, nnx.Rngs(0))
+            if recipe is not None:
+                model = jfp8.convert(model, recipe, exempt=self.exempt)
+            return (model, jfp8.nnx.Optimizer(model, ADAMW)) if self.trains else model
+
         gpu = AbstractMesh((), (), abstract_device=device_of("h200"))
         with jax.sharding.use_abstract_mesh(gpu):
             graphdef, state = nnx.split(nnx.eval_shape(whole))
@@ -127,9 +136,13 @@ class Step:
             return -jnp.mean(jnp.take_along_axis(logits, dy[..., None], axis=-1))
 
         def run(state, x, dy):
-            model = nnx.merge(graphdef, state)
+            merged = nnx.merge(graphdef, state)
+            model = merged[0] if self.trains else merged
             parts = {"micro_batches": self.micro_batches}
             found = jfp8.nnx.value_and_grad(loss, **parts)(model, x, dy)
+            if self.trains:
+                merged[1].update(model, found[1])
+                return nnx.state(merged), found[0]
             return found, nnx.state(model, nnx.Not(nnx.Param))
 
         args = state, x, x
@@ -137,7 +150,8 @@ class Step:
         with cudnn_known():
             out = jax.tree.map_with_path(self.spec, jax.eval_shape(run, *args))
             where = self.axes, run, args, specs, out
-            return compile_divided("h200", *where, dumped=False)  # because benchmarks time it
+            how = {"donated": (0,) * self.trains, "dumped": False}  # because benchmarks time it
+            return compile_divided("h200", *where, **how)
 
 
 @dataclass(frozen=True)
@@ -161,6 +175,7 @@ FSDP = {"data": 8}, P("data"), P("data")
 BOTH = {"data": 2, "tp": 4}, P("data", "tp"), P("tp", "data")
 PROGRAMS: dict[str, Step | FusedLayer] = {
     "one GPU": Step({"x": 1}),
+    "one GPU, AdamW": Step({"x": 1}, trains=True),
     "8 GPUs, FSDP": Step(*FSDP),
     "8 GPUs, FSDP×TP 2×4": Step(*BOTH),
     "8 GPUs, FSDP×TP 2×4, parts of sequences": Step(*BOTH, model=SequenceParallelBlock),

@@ -59,6 +59,13 @@ def test_steps_have_the_same_bits(trained, monkeypatch):
     assert all((x > 0).sum() == 3 for x in filled)
 
 
+def test_merged_arrays_keep_their_bits():
+    bits = np.array([0, 1 << 31, 0x7FC00001, 0xFFFFFFFF, 0x7F800000, 0x3F800000], np.uint32)
+    given = bits.view(np.float32), bits.view(np.int32), bits, bits > 7, bits.view(jnp.bfloat16)
+    for x, merged in zip(given, jax.jit(Cuda().merged)(given), strict=True):
+        assert (merged.dtype, np.asarray(merged).tobytes()) == (x.dtype, x.tobytes())
+
+
 def test_what_differs_is_not_stacked_and_at_most_eight_are():
     seen = []
 
