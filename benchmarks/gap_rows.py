@@ -67,4 +67,4 @@ def gap_rows(
     ax.set_ylim(len(runs) - 0.5, -0.5)
     tidy(ax, f"gap: every pair, the mean, and its {100 * confidence:g} % interval")
     ax.grid(visible=False)
-    legend_above(ax, columns=3)
+    legend_above(ax)

@@ -233,7 +233,7 @@ def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
 
 
 def _whole(names: tuple[Any, ...], x: Any) -> Any:
-    """Gather `x` along those of the axes in `names` that are explicit, which shard_map leaves."""
+    """Gather `x` along the explicit axes in `names`, which shard_map leaves as they are."""
     if (sharding := explicit_sharding(x)) is None:
         return x
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, _without(sharding.spec, names)[0]))

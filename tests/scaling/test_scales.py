@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
 from jfp8.quantizers.quantizer import Delayed
@@ -74,6 +76,22 @@ def test_trap_maximum_drops_nan_along_an_axis():
     assert np.isnan(expected).tolist() == [[False], [True], [False]]
     blocks = np.asarray(amax(x, Block((1, 4096))))
     assert np.isnan(blocks).tolist() == [[False, False], [False, True], [False, False]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", [None, PerAxis(0), PerAxis(1), Block((2, 64))], ids=str)
+def test_amax_of_a_sharded_array_is_global(granularity, mesh_of):
+    mesh = mesh_of((8,), ("x",))
+    x = normals(np.float32, 16, 8192)
+    x[5, 100], x[3, 8000], x[15, 17] = 50.0, -np.inf, -77.0
+    for bad in (3.0, np.nan):
+        x[13, 7000] = bad  # lives on one of the devices only
+        expected = amax(x, granularity)
+        for spec in (P("x"), P(None, "x")):
+            sharded = jax.device_put(x, NamedSharding(mesh, spec))
+            np.testing.assert_array_equal(jit_amax(sharded, granularity), expected)
+        assert np.any(np.isnan(expected)) == np.isnan(bad)
+        assert not np.all(np.isfinite(expected))
 
 
 @pytest.mark.slow
