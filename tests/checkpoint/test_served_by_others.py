@@ -20,13 +20,27 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8 import checkpoint
+from jfp8 import ScaledArray, checkpoint
 from support import other_libraries as others
 from support.checkpoints import quantized
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # theirs
 # A weight with a zero block, blocks far apart, and a NaN.
 EXTREMES = "model.layers.1.mlp.up_proj.weight"
+F32_SCALES = jfp8.recipes.Float8BlockScaling(scale_rounding=None)
+MIXED = {"*/attn": "rowwise", "layers/0/mlp/*": "mxfp4", "*/down_proj": "nvfp4", "*": "mxfp8"}
+RECIPES: dict[str, tuple[str, Any]] = {
+    "deepseek": ("deepseek", F32_SCALES),
+    "deepseek, powers of two": ("deepseek", "block"),
+    "one scale": ("compressed-tensors", "current"),
+    "channels": ("compressed-tensors", "rowwise"),
+    "blocks": ("compressed-tensors", F32_SCALES),
+    "MXFP8, rceil": ("compressed-tensors", "mxfp8"),
+    "MXFP8, floor": ("compressed-tensors", jfp8.recipes.MXFP8BlockScaling(scale_rounding="floor")),
+    "MXFP4": ("compressed-tensors", "mxfp4"),
+    "NVFP4": ("compressed-tensors", "nvfp4"),
+    "mixed": ("compressed-tensors", MIXED),
+}
 
 
 def weights_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
@@ -37,6 +51,46 @@ def weights_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     w[128:] = 0
     w[3, 5] = np.nan
     return tensors
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> Any:
+    """The names of tunix's Qwen3, its parameters, and that model of transformers."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    plain = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**others.CONFIG))
+    tensors = weights_of({name: tuple(x.shape) for name, x in plain.state_dict().items()})
+    names = checkpoint.names_for("tunix/qwen3", others.CONFIG)
+    return names, checkpoint.to_flax_params(tensors, names), plain
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_model_that_others_open_has_our_values(case, qwen3, tmp_path):
+    names, params, plain = qwen3
+    style, recipe = RECIPES[case]
+    recipe = {"lm_head": None, **(recipe if isinstance(recipe, dict) else {"*": recipe})}
+    (tmp_path / "config.json").write_text(json.dumps(others.CONFIG | {"dtype": "float32"}))
+    checkpoint.save_fp8_safetensors(
+        tmp_path, params, style, names=names, recipe=recipe, max_shard_size=200_000
+    )
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours, _ = checkpoint.load_fp8_safetensors(tmp_path)
+    quantized = {name for name, x in ours.items() if isinstance(x, ScaledArray)}
+    assert quantized == {name for name in names if "_proj" in name}
+    opened = (
+        others.dequantized_by_compressed_tensors
+        if case == "mixed"
+        else others.opened_by_transformers
+    )
+    theirs = opened(tmp_path, plain)
+    assert names.keys() <= theirs.keys()
+    for name in names:
+        x = ours[name]
+        if name in quantized and isinstance(x.scale, ScaledArray):  # it gives bf16
+            x = x.dequantize(jnp.bfloat16)
+        assert others.different(x, theirs[name]) == 0, name
+        assert np.count_nonzero(theirs[name]) > (1000 if name == EXTREMES else np.size(x) / 2)
 
 
 def test_deepseek_v4(tmp_path):

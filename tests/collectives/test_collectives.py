@@ -87,17 +87,25 @@ def gaussian(size: int, seed: int = 0) -> np.ndarray:
     ],
 )
 def test_the_mean_is_rounded_twice_and_summed_in_f32(fmt, dtype, largest, check_vma):
-    sizes = (130, 1024, 5000)  # blocks that are cut short, and as many as devices
-    tree = {size: integers(size, seed=size, largest=largest) for size in sizes}
-    mean = functools.partial(pmean, fmt=fmt)
-    result = on_devices(mean, check_vma=check_vma, out_specs=P() if check_vma else None)(tree)
+    x = integers(5000, largest=largest)
+    once = rounded(x, dtype)
+    assert (once != x).any()
+    expected = rounded(once.sum(0) / np.float32(N), dtype)
+    out_specs = P() if check_vma else None
+    mean = on_devices(functools.partial(pmean, fmt=fmt), check_vma=check_vma, out_specs=out_specs)
+    result = np.asarray(mean(x))
+    np.testing.assert_array_equal(result, expected if check_vma else np.tile(expected, (N, 1)))
+
+
+@pytest.mark.slow
+def test_every_size_is_padded_and_cut_right():
+    sizes = (34, 127, 128, 129, 1023, 1024, 1025, 8 * 128 * 3 + 5)
+    tree = {size: integers(size, seed=size) for size in sizes}
+    tree[0] = np.zeros((N, 8192), np.float32)
+    result = on_devices(pmean)(tree)
     for size, x in tree.items():
-        once = rounded(x, dtype)
-        assert (once != x).any()
-        expected = rounded(once.sum(0) / np.float32(N), dtype)
-        np.testing.assert_array_equal(
-            result[size], expected if check_vma else np.tile(expected, (N, 1))
-        )
+        expected = rounded(rounded(x).sum(0) / np.float32(N))
+        np.testing.assert_array_equal(result[size], np.tile(expected, (N, 1)))
 
 
 def test_trap_a_sink_is_not_rounded():
@@ -109,6 +117,15 @@ def test_trap_a_sink_is_not_rounded():
     found, overflow = jax.jit(decode_amax)(mean(sinks))
     assert np.all((found >= np.float32(1.9)) & (found <= 9 / 8 * np.float32(1.9)))
     assert not overflow.any()
+
+
+@pytest.mark.slow
+def test_all_devices_get_the_same_bits():
+    x = gaussian(20000)
+    for options in ({}, {"rounding": "stochastic", "key": jax.random.key(0)}):
+        result = np.asarray(on_devices(functools.partial(pmean, **options))(x))
+        assert (result == result[:1]).all()
+        assert np.abs(result).max() > 1
 
 
 def normal_in_blocks(rng):
@@ -186,6 +203,25 @@ def test_trap_what_is_not_finite_on_one_device_reaches_all(bad, fmt, check_vma):
     assert not np.isfinite(result[:, 1000]).any()
     elsewhere = np.delete(np.arange(20000), np.s_[1000 // 128 * 128 : 1000 // 128 * 128 + 128])
     np.testing.assert_array_equal(result[:, elsewhere], np.tile(clean[elsewhere], (len(result), 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", [jfp8.E4M3FN, collectives.FINEST])
+def test_stochastic_rounding_is_unbiased_over_draws(fmt):
+    x = gaussian(2048)
+    mean = functools.partial(pmean, rounding="stochastic", fmt=fmt)
+    draw = lambda x: lax.map(lambda seed: mean(x, key=jax.random.key(seed)), jnp.arange(400))
+    draws = np.asarray(on_devices(draw)(x), np.float64)[0]
+    exact = x.astype(np.float64).mean(0)
+    error = draws - exact
+    spread = error.std(0)
+    assert (spread > 0).mean() > 0.98  # all but the largest of some blocks
+    # The mean of 400 draws is off by a twentieth of the spread of one; five times that is too rare
+    # to be seen among 2048 elements. To nearest, the error would be the same in every draw.
+    moving = spread > 0
+    assert np.abs(error.mean(0)[moving] / spread[moving]).max() < 5 / 20
+    nearest = np.asarray(on_devices(functools.partial(pmean, fmt=fmt))(x), np.float64)[0] - exact
+    assert np.abs(nearest[moving] / spread[moving]).max() > 5 / 20
 
 
 def test_stochastic_rounding_draws_other_bits_on_every_device():
@@ -420,6 +456,17 @@ def test_all_gather_sends_bytes_and_keeps_the_dtype():
     assert found.by_dtype() == {"u8": 7 / 8 * N * 128 * 132}
     whole = on_devices(lambda x: all_gather(x, "d"))(np.arange(N * 4).reshape(N, 4))
     np.testing.assert_array_equal(whole[3], np.arange(N * 4).reshape(N, 4))
+
+
+@pytest.mark.slow
+def test_explicit_axes():
+    mesh = jax.make_mesh((N,), ("d",), axis_types=(AxisType.Explicit,))
+    x = integers(6000)
+    expected = rounded(rounded(x).sum(0) / np.float32(N))
+    mean = jax.shard_map(lambda x: pmean(x[0]), mesh=mesh, in_specs=P("d"), out_specs=P())
+    with jax.set_mesh(mesh):
+        result = jax.jit(mean)(jax.device_put(x, jax.NamedSharding(mesh, P("d"))))
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize(

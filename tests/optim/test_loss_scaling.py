@@ -236,6 +236,22 @@ def test_all_finite_looks_past_integers_and_empty_trees():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("exponent", [0, 1, 15, 24, -20, 100, 126, -126])
+@pytest.mark.parametrize("jit", [False, True])
+def test_unscaling_is_exact(exponent, jit):
+    """Every bit of an f32 gradient survives; 1 / S must be normal, since XLA may multiply by it."""
+    scale = 2.0**exponent
+    tx = jfp8.loss_scale(init_scale=scale, min_scale=min(scale, 1.0), max_scale=max(scale, 2.0**24))
+    rng = np.random.default_rng(0)
+    low, high = -126 + max(exponent, 0), 127 + min(exponent, 0)
+    mantissas = 1 + rng.integers(0, 2**23, 4000) * 2.0**-23
+    scaled = np.ldexp(mantissas * rng.choice([-1, 1], 4000), rng.integers(low, high, 4000))
+    update = jax.jit(tx.update) if jit else tx.update
+    updates, _ = update(jnp.asarray(scaled, jnp.float32), begin(tx, jnp.zeros(())))
+    np.testing.assert_array_equal(updates, (scaled / scale).astype(np.float32))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("on_overflow", ["zero", "pass"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_updates_are_f32(dtype, on_overflow):

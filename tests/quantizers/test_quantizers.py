@@ -1,6 +1,7 @@
 """quantize: its bytes and scales held to numpy and ml_dtypes, its error to half a step."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ GRANULARITIES = (
     Block((2, 8)),
 )
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+granularities = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 STATIC = ("granularity", "scale_rounding", "rounding")
 jit_quantize = jax.jit(quantize, static_argnums=1, static_argnames=STATIC)
 
@@ -222,6 +224,16 @@ def test_vmap_quantizes_each_as_if_it_were_alone(granularity, scale_rounding):
 
 
 @pytest.mark.slow
+@granularities
+def test_eager_agrees_with_jit(granularity):
+    x = sample()
+    eager, jitted = quantize(x, granularity=granularity), jit_quantize(x, granularity=granularity)
+    assert_bitwise(eager.data, jitted.data)
+    assert_bitwise(eager.scale, jitted.scale)
+    assert_bitwise(eager.dequantize(), jitted.dequantize())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(1), Block((1, 16))], ids=str)
 def test_sharding_changes_nothing(granularity, mesh_of):
     """The amax is that of the whole array, and only amaxes travel."""
@@ -318,6 +330,40 @@ def test_blockwise_turns_its_blocks_along_the_contraction(size, scale_rounding):
             *(np.asarray(scale).astype(np.float32) for scale in (q.scale, expected.scale))
         )
         assert_bitwise(q.data, expected.data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [
+        ((1, 32), (3, 40)),
+        ((1, 32), (3, 0)),
+        ((32, 1), (40, 3)),
+        ((128, 128), (5, 300)),
+        ((128, 128), (1, 1)),
+        ((1, 128), (2, 127)),
+        ((16, 16), (17, 33)),
+        ((1, 16), (4, 0)),
+    ],
+    ids=str,
+)
+def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
+    """Data, scales and values are those of the array with zeros up to whole blocks, cut off."""
+    x = sample(shape=shape)
+    scale_rounding = "rceil" if 32 in block else None
+    options = {"granularity": Block(block), "scale_rounding": scale_rounding}
+    (q, values), (whole, whole_values) = (
+        there_and_back(a, E4M3FN, **options) for a in (x, padded(x, block))
+    )
+    cut = tuple(map(slice, shape))
+    assert q.block == (block if any(n % b for n, b in zip(shape, block)) else None)
+    assert whole.block is None
+    assert q.scale.shape == tuple(math.ceil(n / b) for n, b in zip(shape, block))
+    scales = [np.asarray(a.scale).astype(np.float32) for a in (q, whole)]
+    assert_bitwise(*scales)
+    assert_bitwise(q.data, whole.data[cut])
+    assert_bitwise(values, whole_values[cut])
+    assert np.all(np.asarray(values)[x != 0] != 0) or x.size > 10
 
 
 def nvfp4(x, block):
