@@ -90,7 +90,19 @@ MIXED = {
         "`RowwiseScaling()`, attention too", "--recipe rowwise", "--attention-recipe rowwise"
     ),
     "delayed+wgrad": _mixed(
-        "`DelayedScaling(wgrad_dtype='bfloat16')`", "--recipe delayed", "--wgrad-dtype bfloat16"
+        "`DelayedScaling(wgrad_dtype='bfloat16')`",
+        "--recipe delayed",
+        "--recipe-fields wgrad_dtype=bfloat16",
+    ),
+    "block+tiles": _mixed(
+        "`Float8BlockScaling(wgrad_tiles=True)`",
+        "--recipe block",
+        "--recipe-fields wgrad_tiles=True",
+    ),
+    "block+f32": _mixed(
+        "`Float8BlockScaling(scale_rounding=None)`",
+        "--recipe block",
+        "--recipe-fields scale_rounding=None",
     ),
     "nvfp4_between": _mixed(
         "`nvfp4`, both ends in float32",

@@ -31,7 +31,7 @@ import jfp8
 
 def make_model(args: argparse.Namespace, run: str) -> Transformer:
     """Create the `"fp8"` model or its `"f32"` twin."""
-    more = {"wgrad_dtype": args.wgrad_dtype}
+    more = dict(args.recipe_fields)
     in_fp8 = lambda n: None if run == "f32" or n == "none" else jfp8.recipes.get(n, **more)
     recipe = in_fp8(args.recipe)
     if recipe is not None and args.backward_recipe:

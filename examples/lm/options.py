@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ RECIPES = (*(recipe.name for recipe in jfp8.recipes.RECIPES), "none")
 # A checkpoint can only be resumed with the same values of these: each affects the results.
 CHANGES_NUMBERS = (
     "recipe", "backward_recipe", "recipe_of", "compare", "fp8_head", "attention_recipe",
-    "wgrad_dtype", "steps", "batch_size", "micro_batches", "seq_len", "width", "layers", "heads",
+    "recipe_fields", "steps", "batch_size", "micro_batches", "seq_len", "width", "layers", "heads",
     "lr", "seed", "loss_multiplier", "loss_scale",
 )  # fmt: skip
 
@@ -40,8 +41,9 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
     group.add_argument("--recipe-of", type=layers_and_recipe, nargs="+", default=[],
                        metavar="PATTERN=RECIPE",
                        help="of layers whose paths match, 'block_0/*=none'; the first match wins")
-    group.add_argument("--wgrad-dtype", choices=("bfloat16",),
-                       help="to which gradients of weights in FP8 layers are rounded")
+    group.add_argument("--recipe-fields", type=name_and_value, nargs="+", default=[],
+                       metavar="NAME=VALUE",
+                       help="of the recipes of layers, such as wgrad_dtype=bfloat16")
     group.add_argument("--fp8-head", action="store_true", help="the logits head in FP8 as well")
     group.add_argument("--attention-recipe", choices=RECIPES, default="none",
                        help="of attention itself, between its projections (%(default)s)")
@@ -178,13 +180,18 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         "--attention-recipe": o.attention_recipe != "none",
         "--backward-recipe": o.backward_recipe,
         "--recipe-of": o.recipe_of,
-        "--wgrad-dtype": o.wgrad_dtype,
+        "--recipe-fields": o.recipe_fields,
     }
     for flag in (flag for flag, given in asked.items() if given and o.recipe == "none"):
         parser.error(
             f"{flag} with --recipe none would add FP8 to a float32 model: omit "
             f"{flag}, or name an FP8 recipe, for example --recipe delayed"
         )
+    if o.recipe_fields:
+        try:
+            jfp8.recipes.get(o.recipe, **dict(o.recipe_fields))
+        except (TypeError, ValueError) as error:
+            parser.error(f"--recipe-fields: {error}")
     if o.recipe_of and o.attention_recipe != "none":
         parser.error(
             "--recipe-of converts a model whose attention is in high precision, so "
@@ -226,6 +233,14 @@ def layers_and_recipe(text: str) -> tuple[str, str]:
             f"block_0/*=none; recipes: {', '.join(RECIPES)}"
         )
     return pattern, recipe
+
+
+def name_and_value(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
 
 
 def positive_int(text: str) -> int:
