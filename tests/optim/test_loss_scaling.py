@@ -229,6 +229,11 @@ def test_trap_nan_in_a_large_array(size):
         assert check({"a": jnp.ones(3), "b": jnp.ones(size)})
 
 
+def test_a_loss_scale_that_is_not_called_says_so():
+    with pytest.raises(TypeError, match=r"Call it: jfp8\.loss_scale\(\)"):
+        optax.chain(jfp8.loss_scale, optax.sgd(1.0)).init({"w": jnp.ones(3)})
+
+
 def test_all_finite_looks_past_integers_and_empty_trees():
     assert all_finite({})
     assert all_finite({"count": jnp.arange(3), "none": None, "flag": jnp.array(True)})

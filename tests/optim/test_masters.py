@@ -190,7 +190,7 @@ class TestMasters:
         assert np.all(np.asarray(ours["w"]) == np.float16(np.float32(value)))
         assert np.all(ours["w"] != 0)
 
-    @pytest.mark.slow
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("master", ["bfloat16", "float16_scaled", "float32"])
     def test_masters_start_from_what_was_there_before_rounding(self, master):
         w = {"w": jnp.asarray(normal((32, 16))), "b": jnp.zeros(16)}

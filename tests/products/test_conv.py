@@ -115,6 +115,13 @@ def test_a_kernel_of_one_pixel_makes_a_matrix_product(shape, strides, padding, p
     assert ("dot_general" in jaxpr) is pointwise
 
 
+def test_the_implementation_is_the_one_that_is_asked_for():
+    lhs, rhs, _, plain, fp8 = operands(CASES["3x3"])
+    assert 0 < relative_error(fp8(lhs, rhs, implementation="emulate"), plain(lhs, rhs)) < 0.06
+    with pytest.raises(ValueError, match="implementation.*'cudnn'"):
+        fp8(lhs, rhs, implementation="cudnn")
+
+
 def test_errors():
     lhs, rhs, *_ = operands(CASES["3x3"])
     with pytest.raises(ValueError, match=r"padding='SAME' with lhs_dilation=\(2, 1\)"):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8.layers import transformer_math
-from jfp8.products.saved_activations import BLOCK, save_in_fp8
+from jfp8.products.saved_activations import BLOCK, keeping_inputs, save_in_fp8
 from jfp8.products.vjp import SAVED
 from support.arrays import device_normal as normal
 
@@ -101,6 +101,16 @@ def test_gradients_are_those_at_what_was_kept(shape, fmt):
         np.testing.assert_allclose(grad, expected, rtol=2e-5, atol=1e-5)
     exact = rmsnorm_vjp(x, scale, dy)[0]
     assert not np.allclose(ours(x, scale, dy)[0], exact, rtol=1e-4, atol=1e-4), "the oracle tells"
+
+
+def test_a_layer_keeps_the_codes_of_the_format_that_it_names():
+    x = normal((4, 64))
+    e4m3, e5m2 = (kept_by(keeping_inputs(jnp.sin, fmt), x) for fmt in (jfp8.E4M3FN, jfp8.E5M2))
+    assert [a.tobytes() for a in map(np.asarray, e4m3)] != [
+        a.tobytes() for a in map(np.asarray, e5m2)
+    ]
+    for a, b in zip(e5m2, kept_by(save_in_fp8(jnp.sin, fmt=jfp8.E5M2), x), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.representative(1)
