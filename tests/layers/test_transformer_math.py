@@ -165,7 +165,7 @@ def test_weights_are_dropped_as_flax_does(rate, groups):
 
 
 def test_masks_and_biases_of_several_batch_dimensions():
-    """What one of them shares is that of each; a bias of all is broadcast."""
+    """Each part of the first dimension has a mask of its own; all share one bias."""
     heads = [np.stack([x, -x[::-1]]) for x in heads_of(2)]
     bias, mask = normal((4, 3, 5), 3), normal((2, 1, 1, 3, 5), 4) > -1
     together = in_high_precision(*heads, bias, mask)
