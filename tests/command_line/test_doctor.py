@@ -84,6 +84,7 @@ def test_the_command_shows_what_a_described_card_computes(capsys):
     text = "\n".join(doctor.lines(found))
     assert "nvfp4         bf16 tensor cores" in text
     assert "nvfp4, nvfp4_4over6" in text
+    assert "\npackages flax " in text
     assert " ".join(text.split()).count("no tensor cores for E2M1FN x E2M1FN") == 1
     assert f"JAX      {len(found['jax']['devices'])} x cpu" in text
 

@@ -102,11 +102,13 @@ def test_stacked_layers_of_linen():
 
 
 def test_embedded_tokens_keep_sequences_and_positions_apart():
-    f = lambda w, tokens: w[tokens] @ w
+    """Gradients are with respect to the weights, not to counters beside them."""
+    f = lambda params, tokens: params["w"][tokens] @ params["w"]
+    params = {"step": jnp.int32(0), "w": jnp.eye(32)}
     for recipe in ("rowwise", "current"):
         converted = jfp8.convert(f, recipe, exempt=())
-        check = jfp8.debug.check_program(converted, jnp.eye(32), jnp.ones((2, 8), jnp.int32))
-        assert check.report.fp8_fraction > 0
+        check = jfp8.debug.check_program(converted, params, jnp.ones((2, 8), jnp.int32))
+        assert {row.kind for row in check.report.rows} == {"fprop", "dgrad", "wgrad"}
         assert not check.unknown
         assert check.is_causal == check.is_batch_invariant == (recipe == "rowwise")
 
@@ -116,6 +118,26 @@ def test_rounded_values_keep_their_axes():
     check = jfp8.debug.check_program(jfp8.convert(rounded, "rowwise", exempt=()), jnp.eye(32), X)
     assert check.is_causal
     assert check.is_batch_invariant
+
+
+def test_normalizing_by_the_largest_element_looks_at_all():
+    normalized = lambda w, x: (x / jnp.max(jnp.abs(x))) @ w
+    check = jfp8.debug.check_program(jfp8.convert(normalized, "rowwise", exempt=()), jnp.eye(32), X)
+    assert check.later == check.others == ("w",)
+
+
+def test_a_convolution_keeps_sequences_and_positions_apart():
+    def f(params, x):
+        numbers = ("NWC", "WIO", "NWC")
+        y = jax.lax.conv_general_dilated(x, params["k"], (1,), "SAME", dimension_numbers=numbers)
+        return y @ params["w"]
+
+    params = {"k": jnp.ones((3, 32, 16)), "w": jnp.eye(16)}
+    for recipe, shared in (("rowwise", ()), ("current", ("w",))):
+        converted = jfp8.convert(f, {"w": recipe, "k": None}, exempt=())
+        check = jfp8.debug.check_program(converted, params, X)
+        assert check.report.fp8_fraction > 0
+        assert check.later == check.others == shared
 
 
 def qkv(params, x):

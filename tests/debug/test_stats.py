@@ -286,6 +286,24 @@ def test_a_loop_over_time_is_no_loop_over_layers():
     assert only(rows, "lhs").count == 12 * 4 * 8
 
 
+def test_attention_shows_the_operands_of_two_products():
+    """Their largest elements are those of attention in f32; `dS` is shown times scales."""
+    q, k, v, dy = (normal((1, 8, 1, 16), seed) for seed in range(4))
+    attend = partial(jfp8.scaled_dot_product_attention, recipe="current")
+    run = jax.jit(jfp8.debug.stats(lambda *x: jax.vjp(attend, *x)[1](dy)))
+    rows = run(q, k, v)[1].rows()
+    tensors = {
+        ("scores", "lhs"): q,
+        ("scores", "rhs"): k,
+        ("context", "lhs"): jnp.ones(1),  # exp(S - max S)
+        ("context", "rhs"): v,
+        ("context", "grad"): dy,
+    }
+    found = {(row.path, row.tensor): row.amax for row in rows}
+    assert found.pop(("scores", "grad")) > 0
+    assert found == pytest.approx({key: float(abs(x).max()) for key, x in tensors.items()})
+
+
 def test_uses_of_a_layer_are_one_and_those_of_no_layer_are_not():
     layer = jfp8.Dense(8, recipe="current", name="layer")
     params, x = layer.init(jax.random.key(0), normal((4, 8))), normal((4, 8))

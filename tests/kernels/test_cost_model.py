@@ -196,6 +196,11 @@ def test_a_product_of_arithmetic_alone(scales, costs, us):
     assert times.gain == pytest.approx(times.bf16 / min(times.fp8, times.rounded))
 
 
+def test_a_product_without_a_rate_takes_as_long_as_in_bf16():
+    times = expected(LARGE, ROUND._replace(rows=None), "rows", ON_HOPPER)
+    assert times.fp8 == pytest.approx(1e-6 * (104 + (ON_HOPPER["rows"].launches - 3) * 2 / 3))
+
+
 def test_a_product_of_bytes_alone():
     """3e9 elements: 2 + 2 + 2 bytes for three of them in bf16, 1 + 1 + 2 in FP8."""
     times = expected(Work(0.0, 3e9), ROUND, "blocks", ON_HOPPER)

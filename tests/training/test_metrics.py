@@ -160,12 +160,13 @@ def test_metrics_of_an_nnx_optimizer_are_its_method():
 @pytest.mark.parametrize("door", ["Linen", "NNX"])
 def test_inside_jit_skipped_steps_are_said_at_once_if_asked_for(door):
     """From the tenth on; a program that does not ask has no callback."""
+    options = lambda warn: {"warn": True} if warn else {}
     if door == "Linen":
         values = [linen_state()]
 
         def step(warn, state, x):
             new, _ = linen_step(state, x)
-            return new, jfp8.metrics(new, warn=warn)
+            return new, jfp8.metrics(new, **options(warn))
 
         run = jax.jit(step, static_argnums=0)
     else:
@@ -177,7 +178,7 @@ def test_inside_jit_skipped_steps_are_said_at_once_if_asked_for(door):
             model, optimizer = nnx.merge(graphdef, state)
             grads = jfp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x)))(model, x)[1]
             optimizer.update(model, grads)
-            return nnx.state((model, optimizer)), optimizer.metrics(warn=warn)
+            return nnx.state((model, optimizer)), optimizer.metrics(**options(warn))
 
         run = jax.jit(step, static_argnums=0)
     state, bad = values[-1], jnp.nan * X
