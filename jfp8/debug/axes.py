@@ -54,11 +54,15 @@ def _elementwise(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Ax
     dims = []
     for i, n in enumerate(shape):
         found = [axes[i] for axes in whole if math.prod(m for _, m in axes[i]) == n]
-        named = [dim for dim in found if any(role for role, _ in dim)]
+        named = [dim for dim in found if _has_role(dim)]
         if not found:
             return None
         dims.append((named or found)[0])
     return tuple(dims)
+
+
+def _has_role(dim: Sequence[Factor]) -> bool:
+    return any(role for role, _ in dim)
 
 
 def _without(axes: Axes, gone: Sequence[int]) -> Axes:
@@ -67,11 +71,6 @@ def _without(axes: Axes, gone: Sequence[int]) -> Axes:
 
 def _reduced(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
     return _without(ins[0], eqn.params["axes"])
-
-
-def _resized(_: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
-    """Return the axes of parts of an array."""
-    return tuple(map(_of_size, ins[0], shape))
 
 
 def _of_size(dim: tuple[Factor, ...], n: int) -> tuple[Factor, ...]:
@@ -102,10 +101,6 @@ def _reshape(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes |
     return tuple(dims)
 
 
-def _transpose(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
-    return tuple(ins[0][i] for i in eqn.params["permutation"])
-
-
 def _broadcast(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
     dims = list(plain_axes(shape))
     for i, place in enumerate(eqn.params["broadcast_dimensions"]):
@@ -118,14 +113,10 @@ def _dot(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     if ins[1] is None:
         return None
     summed, batch = eqn.params["dimension_numbers"]
-    both = [_take(axes, kept) for axes, kept in zip(ins, batch)]
+    both = [tuple(axes[i] for i in kept) for axes, kept in zip(ins, batch)]
     shared = _elementwise(eqn, both, shape[: len(batch[0])])
     free = map(_without, ins, [(*gone, *kept) for gone, kept in zip(summed, batch)])
     return None if shared is None else sum(free, shared)
-
-
-def _take(axes: Axes, places: Sequence[int]) -> Axes:
-    return tuple(axes[i] for i in places)
 
 
 def _conv(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
@@ -138,14 +129,23 @@ def _conv(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
 
 
 def _gather(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
-    """Give rows of a table, and elements of batches, the axes of their indices."""
-    if ins[1] is None:
+    """Give rows of a table the axes of their indices, and rows of a batch its own."""
+    numbers: lax.GatherDimensionNumbers = eqn.params["dimension_numbers"]
+    picked = numbers.collapsed_slice_dims
+    named = [ins[0][i] for i in picked if _has_role(ins[0][i])]
+    if ins[1] is None or len(named) > 1:
         return None
-    numbers = eqn.params["dimension_numbers"]
-    dims = list(plain_axes(shape))
-    places = [i for i in range(len(shape)) if i not in numbers.offset_dims]
-    for place, dim in zip(places, ins[1][:-1]):
-        dims[place] = dim
+    kept = iter(_without(ins[0], (*picked, *numbers.operand_batching_dims)))
+    batch = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims))
+    indices = enumerate(ins[1][:-1])
+    dims = []
+    for place, n in enumerate(shape):
+        if place in numbers.offset_dims:
+            dims.append(_of_size(next(kept), n))
+            continue
+        i, dim = next(indices)
+        source = [ins[0][batch[i]]] if i in batch else named
+        dims.append(_of_size(source[0], n) if source and not _has_role(dim) else dim)
     return tuple(dims)
 
 
@@ -157,7 +157,7 @@ def _stack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
 
 
 _RULES: dict[str, Any] = {
-    **dict.fromkeys(_RESIZED, _resized),
+    **dict.fromkeys(_RESIZED, lambda _, ins, shape: tuple(map(_of_size, ins[0], shape))),
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _conv,
     "dot_general": _dot,
@@ -166,6 +166,6 @@ _RULES: dict[str, Any] = {
     "reshape": _reshape,
     "squeeze": _reshape,
     "stack": _stack,
-    "transpose": _transpose,
+    "transpose": lambda eqn, ins, _: tuple(ins[0][i] for i in eqn.params["permutation"]),
     "unstack": lambda eqn, ins, _: _without(ins[0], [eqn.params["axis"]]),
 }

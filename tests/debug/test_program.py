@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import jfp8
+from jfp8.quantizers import Blockwise
+from jfp8.recipes import Product
 from support.recorded import recorded
 
 X = jax.random.normal(jax.random.key(0), (2, 8, 32))
@@ -118,6 +120,35 @@ def test_rounded_values_keep_their_axes():
     check = jfp8.debug.check_program(jfp8.convert(rounded, "rowwise", exempt=()), jnp.eye(32), X)
     assert check.is_causal
     assert check.is_batch_invariant
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x: x[jnp.array([1, 0, 1])],
+        lambda x: x[:, jnp.array([[3, 1], [2, 2]])].reshape(2, 4, 32),
+        lambda x: jnp.take_along_axis(x, jnp.array([[[3]], [[1]]]), axis=1),
+        lambda x: x[jnp.argsort(x[:, 0, 0])],
+    ],
+)
+def test_picked_rows_are_those_of_a_batch(pick):
+    f = lambda w, x: pick(x) @ w
+    for recipe in ("rowwise", "current"):
+        converted = jfp8.convert(f, recipe, exempt=())
+        check = jfp8.debug.check_program(converted, jnp.eye(32), X)
+        assert not check.unknown
+        assert check.others == (() if recipe == "rowwise" else ("w",))
+
+
+def test_elements_of_two_axes_are_not_followed():
+    """Rows have scales of their own all the same, and blocks of rows may not."""
+    f = lambda w, x: x[jnp.arange(4) % 2, jnp.arange(4)] @ w
+    blocks, rows = (Blockwise(jfp8.E4M3FN, (32, n)) for n in (2, 1))
+    for quantizer, unknown in ((blocks, ("w",)), (rows, ())):
+        recipe = jfp8.recipes.PerOperand(Product(quantizer, rows), "mxfp8", "mxfp8")
+        check = jfp8.debug.check_program(jfp8.convert(f, recipe, exempt=()), jnp.eye(32), X)
+        assert check.report.fp8_fraction > 0
+        assert (check.unknown, check.others) == (unknown, ())
 
 
 def test_normalizing_by_the_largest_element_looks_at_all():
