@@ -476,6 +476,18 @@ def test_mutable_is_obeyed(setup_model, mutable):
         assert (found["grad"]["amax_history"] == 20).all()  # The backward pass returns none.
 
 
+def test_initial_variables_hold_nothing_sown():
+    """Neither do those of Flax."""
+
+    def sowing(module, x):
+        module.sow("intermediates", "x", x)
+        return nn.Dense(2)(x)
+
+    model = jfp8.convert(Model(sowing), "current", exempt=())
+    _, variables = model.init_with_output(KEY, X)
+    assert set(variables) == {"params"}
+
+
 @pytest.mark.slow
 def test_frozen_dicts_and_intermediates(setup_model):
     model, variables = setup_model

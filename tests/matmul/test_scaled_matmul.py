@@ -139,7 +139,7 @@ def test_error_sizes_name_both(kind):
         (None, "must be.*lhs_contracting.*got None"),
         (((1,), (0,)), "must be.*four sequences of ints"),
         (((("a",), (0,)), ((), ())), "must be.*four sequences of ints"),
-        ((((-1,), (0,)), ((), ())), r"lhs dimensions \(-1,\).*from 0 to 1"),
+        ((((0, -1), (0, 1)), ((), ())), r"lhs dimensions \(0, -1\).*from 0 to 1"),
         ((((1,), (2,)), ((), ())), r"rhs dimensions \(2,\).*from 0 to 1"),
         ((((1, 1), (0, 1)), ((), ())), r"lhs dimensions \(1, 1\).*distinct"),
         ((((1,), (0,)), ((0,), (0,))), r"rhs dimensions \(0, 0\).*distinct"),

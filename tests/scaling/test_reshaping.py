@@ -19,22 +19,28 @@ def quantized(shape, block):
     return quantize(x.astype(np.float32), granularity=jfp8.Block(block))
 
 
-@pytest.mark.representative(3)
-@pytest.mark.parametrize(
-    ("shape", "block", "new", "scale", "sizes"),
-    [
-        ((8, 256), (4, 128), (8, 4, 64), (2, 2, 1), (4, 2, 64)),  # two heads share a scale
-        ((8, 256), (4, 128), (8, 2, 128), (2, 2, 1), (4, 1, 128)),
-        ((4, 2, 64), (1, 2, 64), (8, 64), (4, 1), (2, 64)),
-        ((8, 4, 64), (4, 2, 64), (8, 256), (2, 2), (4, 128)),
-        ((8, 6), (1, 6), (2, 4, 2, 3), (2, 4, 1, 1), (1, 1, 2, 3)),  # a scale for each row
-        ((8, 6), (8, 1), (8, 2, 3), (1, 2, 3), (8, 1, 1)),
-        ((5, 300), (2, 128), (5, 1, 300), (3, 1, 3), (2, 1, 128)),  # blocks that are cut short
-        ((3, 4), (2, 4), (12,), (2,), (8,)),
-    ],
-)
-def test_whole_blocks_stay_together(shape, block, new, scale, sizes):
+CASES = [
+    ((8, 256), (4, 128), (8, 4, 64), (2, 2, 1), (4, 2, 64)),  # two heads share a scale
+    ((8, 256), (4, 128), (8, 2, 128), (2, 2, 1), (4, 1, 128)),
+    ((4, 2, 64), (1, 2, 64), (8, 64), (4, 1), (2, 64)),
+    ((8, 4, 64), (4, 2, 64), (8, 256), (2, 2), (4, 128)),
+    ((8, 6), (1, 6), (2, 4, 2, 3), (2, 4, 1, 1), (1, 1, 2, 3)),  # a scale for each row
+    ((8, 6), (8, 1), (8, 2, 3), (1, 2, 3), (8, 1, 1)),
+    ((5, 300), (2, 128), (5, 1, 300), (3, 1, 3), (2, 1, 128)),  # blocks that are cut short
+    ((3, 4), (2, 4), (12,), (2,), (8,)),
+]
+cases = pytest.mark.parametrize(("shape", "block", "new", "scale", "sizes"), CASES)
+
+
+@cases
+def test_scales_of_whole_blocks(shape, block, new, scale, sizes):
     assert reshaped_scales(shape, block, new) == Reshaped(scale, sizes)
+
+
+@cases
+@pytest.mark.representative(3)
+def test_whole_blocks_stay_together(shape, block, new, scale, sizes):
+    del sizes
     q = quantized(shape, block)
     r = q.reshape(*new)
     assert r.scale.shape == scale

@@ -20,6 +20,7 @@ from jfp8.scaling.history import (
     init_amax_state,
     observe,
     push_amax,
+    record,
 )
 from jfp8.scaling.scales import (
     SCALE_ROUNDINGS,
@@ -374,6 +375,21 @@ def test_trap_bad_amax_stays_out_of_the_history(bad):
     seen = observe(observe(seen, jnp.float32(4)), jnp.float32(bad))
     assert values(seen) == ([3, 2, 1], 4)
     assert values(ended(seen)) == ([4, 3, 2], 0)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_use_that_sees_nothing_changes_nothing(at_once):
+    state = lambda history, amax: {"amax_history": jnp.float32(history), "amax": jnp.float32(amax)}
+    product = {"lhs": state([4, 2], 0), "rhs": state([1, 1], 0), "grad": state([3, 3], 5)}
+
+    def after(*amaxes):
+        found = dict(zip(("lhs", "rhs"), jnp.float32(amaxes)))
+        return record(product, product, found, at_once=at_once)
+
+    assert_same(after(0, 0), product)
+    recorded = state([8, 4], -8), state([2, 1], -2)
+    lhs, rhs = recorded if at_once else (state([4, 2], 8), state([1, 1], 2))
+    assert_same(after(8, 2), {**product, "lhs": lhs, "rhs": rhs})
 
 
 def test_history_amax():
