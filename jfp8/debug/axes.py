@@ -20,9 +20,8 @@ Factor: TypeAlias = tuple[Role | None, int]
 Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
 """The factors of each dimension, outermost first; sizes of 1 are left out."""
 
-_REDUCTIONS = ("reduce_", "argmax", "argmin")
-_RESIZED = {"rev", "pad", "sort", "cumsum", "cummax", "cumprod", "cumlogsumexp"}
-_RESIZED |= {"slice", "split", "dynamic_slice", "concatenate"}
+_RESIZED = {"rev", "pad", "sort", "cumsum", "cummax", "cumprod", "cumlogsumexp", "concatenate"}
+_CUTS = {"slice", "split", "dynamic_slice", "gather", "unstack"}
 
 
 def plain_axes(shape: Sequence[int]) -> Axes:
@@ -39,14 +38,24 @@ def moved_axes(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Ax
     """Return the axes of a result of `eqn` from its operands' axes, or None if unknown."""
     if not ins or ins[0] is None:
         return None
-    name = primitive_name(eqn)
-    rule = _RULES.get(name) or (_reduced if name.startswith(_REDUCTIONS) else _elementwise)
-    axes = rule(eqn, ins, shape)
-    fits = axes is not None and [math.prod(n for _, n in dim) for dim in axes] == list(shape)
-    return axes if fits else None
+    name, sums = primitive_name(eqn), "axes" in eqn.params
+    default = _reduced if sums else _resized if name.startswith("reduce_window") else _elementwise
+    axes = _RULES.get(name, default)(eqn, ins, shape)
+    if axes is None or [math.prod(n for _, n in dim) for dim in axes] != list(shape):
+        return None
+    may_end = sums or name in _CUTS or name.startswith(("dot_general", "conv_", "reduce_window"))
+    return axes if may_end or _roles(ins) <= _roles([axes]) else None
+
+
+def _roles(all_axes: Sequence[Axes | None]) -> set[Role]:
+    return {role for axes in all_axes for dim in axes or () for role, _ in dim if role}
 
 
 def _elementwise(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
+    return joined_axes(ins, shape)
+
+
+def joined_axes(ins: Sequence[Axes | None], shape: Sequence[int]) -> Axes | None:
     """Return the axes of an elementwise result; None if an operand has another shape."""
     whole = [axes for axes in ins if axes is not None and len(axes) == len(shape)]
     if any(axes is None or len(axes) not in (0, len(shape)) for axes in ins):
@@ -61,7 +70,7 @@ def _elementwise(_: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Ax
     return tuple(dims)
 
 
-def _has_role(dim: Sequence[Factor]) -> bool:
+def _has_role(dim: tuple[Factor, ...]) -> bool:
     return any(role for role, _ in dim)
 
 
@@ -71,6 +80,15 @@ def _without(axes: Axes, gone: Sequence[int]) -> Axes:
 
 def _reduced(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
     return _without(ins[0], eqn.params["axes"])
+
+
+def _resized(_: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
+    """Return the axes of parts of arrays, next to each other."""
+    if None in ins:
+        return None
+    dims = zip(*(axes for axes in ins if len(axes) == len(shape)))
+    found = [next(filter(_has_role, each), each[0]) for each in dims]
+    return tuple(map(_of_size, found, shape))
 
 
 def _of_size(dim: tuple[Factor, ...], n: int) -> tuple[Factor, ...]:
@@ -116,7 +134,9 @@ def _dot(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     both = [tuple(axes[i] for i in kept) for axes, kept in zip(ins, batch)]
     shared = _elementwise(eqn, both, shape[: len(batch[0])])
     free = map(_without, ins, [(*gone, *kept) for gone, kept in zip(summed, batch)])
-    return None if shared is None else sum(free, shared)
+    axes = None if shared is None else sum(free, shared)
+    # Rows that both operands choose, as experts' are by a one-hot matrix, are of any sequence.
+    return axes if _roles([axes]) or not all(_roles([each]) for each in ins) else None
 
 
 def _conv(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
@@ -157,7 +177,7 @@ def _stack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
 
 
 _RULES: dict[str, Any] = {
-    **dict.fromkeys(_RESIZED, lambda _, ins, shape: tuple(map(_of_size, ins[0], shape))),
+    **dict.fromkeys(_RESIZED | _CUTS, _resized),
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _conv,
     "dot_general": _dot,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.program import arrays_apart
 from jfp8.conversion.report import F8_NAMES, dtype_name, report_of, total_of, without_copy
-from jfp8.debug.axes import Axes, Factor, Role, moved_axes, plain_axes, size_of
+from jfp8.debug.axes import Axes, Factor, Role, joined_axes, moved_axes, plain_axes, size_of
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import primitive_name, scan_sizes
@@ -243,13 +244,26 @@ class _Reading(Reader):
         return without_arrays(dataclasses.replace(note, root=object()) for _ in eqn.outvars)
 
     def in_loop(self, eqn: Any, notes: list[Any], at: Place, n_fixed: int, n: int) -> list[_Note]:
-        """Take the first dimension off slices."""
-        return [*notes[:n], *map(_slice_of, notes[n:])]
+        """Take the first dimension off slices, and note what later iterations carry."""
+        inside = [*notes[:n], *map(_slice_of, notes[n:])]
+        closed = eqn.params["jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"]
+        while True:
+            values = without_arrays(inside)
+            made = notes_in(interpreter.run(_Reading(), closed.jaxpr, closed.consts, values, at)[0])
+            triples = zip(inside[n_fixed:n], made, closed.out_avals)
+            carried = [_also(first, later, aval.shape) for first, later, aval in triples]
+            if carried == inside[n_fixed:n]:
+                return inside
+            inside[n_fixed:n] = carried
 
     def after(self, eqn: Any, inside: list[Any], results: list[list[Any]]) -> Sequence[_Note]:
         """Join the results of branches, and stack the results of iterations."""
         if eqn.primitive.name == "cond":
-            return [_joined(notes, notes[0].axes) for notes in zip(*results, strict=True)]
+            pairs = zip(zip(*results, strict=True), eqn.outvars, strict=True)
+            return [
+                functools.reduce(lambda a, b: _also(a, b, v.aval.shape), notes)
+                for notes, v in pairs
+            ]
         if eqn.primitive.name != "scan":
             return super().after(eqn, inside, results)
         n_fixed, n_carry = scan_sizes(eqn)
@@ -321,6 +335,12 @@ def _joined(values: Sequence[_Note], axes: Axes | None) -> _Note:
     mixed = frozenset(role for value in values for role in value.mixed)
     was_fp8 = any(value.was_fp8 for value in values)
     return _Note(axes, any(value.depends for value in values), mixed, was_fp8=was_fp8)
+
+
+def _also(first: _Note, other: _Note, shape: Sequence[int]) -> _Note:
+    """Return the note of an array that may be either."""
+    both = _joined([first, other], joined_axes([first.axes, other.axes], shape))
+    return dataclasses.replace(both, root=first.root, casts=first.casts)
 
 
 def _lost(before: Axes | None, after: Axes | None, v: Any) -> frozenset[Role]:

@@ -140,6 +140,40 @@ def test_picked_rows_are_those_of_a_batch(pick):
         assert check.others == (() if recipe == "rowwise" else ("w",))
 
 
+def carried(w, x):
+    """Multiply what a recurrent layer carries, which begins as zeros."""
+    return jax.lax.scan(lambda h, x: (h + x, h @ w), jnp.zeros((2, 32)), x.swapaxes(0, 1))[1]
+
+
+def dispatched(w, x):
+    """Give rows to experts by a one-hot matrix."""
+    rows = x.reshape(16, 32)
+    return jnp.einsum("ne,nd->ed", jax.nn.one_hot(jnp.argmax(rows[:, :4], -1), 4), rows) @ w
+
+
+ZEROS = jnp.zeros_like(X)
+JOINED = [
+    lambda w, x: jnp.concatenate([ZEROS[:, :1], x], axis=1) @ w,  # a class token
+    lambda w, x: jnp.roll(x, 1, axis=1) @ w,
+    lambda w, x: jax.lax.dynamic_update_slice(jnp.zeros((2, 16, 32)), x, (0, 3, 0)) @ w,
+    lambda w, x: jax.lax.sort((ZEROS, x))[1] @ w,
+    lambda w, x: jax.lax.cond(w[0, 0] > 0, lambda x: x, lambda x: ZEROS, x) @ w,
+    lambda w, x: jax.lax.fori_loop(0, 3, lambda i, h: h @ w + x, ZEROS),
+    lambda w, x: nn.avg_pool(x, (2,), (2,)) @ w,
+    dispatched,
+    carried,
+]
+
+
+@pytest.mark.parametrize("f", JOINED)
+def test_what_is_joined_with_an_input_has_its_batch(f):
+    check = jfp8.debug.check_program(jfp8.convert(f, "current", exempt=()), jnp.eye(32), X)
+    assert not check.unknown
+    assert check.others == ("w",)
+    assert check.later == (() if f is carried else ("w",))
+    assert jfp8.debug.check_program(jfp8.convert(f, "rowwise", exempt=()), jnp.eye(32), X).is_causal
+
+
 def test_elements_of_two_axes_are_not_followed():
     """Rows have scales of their own all the same, and blocks of rows may not."""
     f = lambda w, x: x[jnp.arange(4) % 2, jnp.arange(4)] @ w
