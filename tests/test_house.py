@@ -230,7 +230,7 @@ LINES_OF_ROOMS = {
     "training": 3046,
     "checkpoint": 3138,
     "conversion": 4929,
-    "debug": 3460,
+    "debug": 3476,
     "plot": 858,
     "command_line": 1030,
 }

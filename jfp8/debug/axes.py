@@ -21,7 +21,7 @@ Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
 """The factors of each dimension, outermost first; sizes of 1 are left out."""
 
 _RESIZED = {"rev", "pad", "sort", "cumsum", "cummax", "cumprod", "cumlogsumexp", "concatenate"}
-_CUTS = {"slice", "split", "dynamic_slice", "gather", "unstack"}
+CUTS = {"slice", "split", "dynamic_slice", "gather", "unstack"}
 
 
 def plain_axes(shape: Sequence[int]) -> Axes:
@@ -43,11 +43,12 @@ def moved_axes(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Ax
     axes = _RULES.get(name, default)(eqn, ins, shape)
     if axes is None or [math.prod(n for _, n in dim) for dim in axes] != list(shape):
         return None
-    may_end = sums or name in _CUTS or name.startswith(("dot_general", "conv_", "reduce_window"))
-    return axes if may_end or _roles(ins) <= _roles([axes]) else None
+    may_end = sums or name in CUTS or name.startswith(("dot_general", "conv_", "reduce_window"))
+    return axes if may_end or roles_of(ins) <= roles_of([axes]) else None
 
 
-def _roles(all_axes: Sequence[Axes | None]) -> set[Role]:
+def roles_of(all_axes: Sequence[Axes | None]) -> set[Role]:
+    """Return the roles of which arrays tell several apart."""
     return {role for axes in all_axes for dim in axes or () for role, _ in dim if role}
 
 
@@ -136,7 +137,7 @@ def _dot(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     free = map(_without, ins, [(*gone, *kept) for gone, kept in zip(summed, batch)])
     axes = None if shared is None else sum(free, shared)
     # Rows that both operands choose, as experts' are by a one-hot matrix, are of any sequence.
-    return axes if _roles([axes]) or not all(_roles([each]) for each in ins) else None
+    return axes if roles_of([axes]) or not all(roles_of([each]) for each in ins) else None
 
 
 def _conv(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:
@@ -177,7 +178,7 @@ def _stack(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
 
 
 _RULES: dict[str, Any] = {
-    **dict.fromkeys(_RESIZED | _CUTS, _resized),
+    **dict.fromkeys(_RESIZED | CUTS, _resized),
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _conv,
     "dot_general": _dot,

@@ -15,7 +15,17 @@ import numpy as np
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.program import arrays_apart
 from jfp8.conversion.report import F8_NAMES, dtype_name, report_of, total_of, without_copy
-from jfp8.debug.axes import Axes, Factor, Role, joined_axes, moved_axes, plain_axes, size_of
+from jfp8.debug.axes import (
+    CUTS,
+    Axes,
+    Factor,
+    Role,
+    joined_axes,
+    moved_axes,
+    plain_axes,
+    roles_of,
+    size_of,
+)
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.tracing import interpreter
 from jfp8.tracing.compat import primitive_name, scan_sizes
@@ -169,6 +179,7 @@ class _Note:
     axes: Axes | None  # None: not known
     depends: bool = False  # on the inputs
     mixed: frozenset[Role] = frozenset()  # roles that an amax of the inputs no longer tells apart
+    cut: frozenset[Role] = frozenset()  # roles of which it has one of several
     root: Any = field(default_factory=object)  # the tensor of which this is a cast or another form
     casts: tuple[str, ...] = ()  # the dtypes that it had since it was computed
     was_fp8: bool = False  # it was rounded to FP8
@@ -283,6 +294,10 @@ class _Reading(Reader):
             known["axes"] = plain_axes(v.aval.shape)
         elif name == "reduce_max":
             known["mixed"] = note.mixed | _lost(ins[0].axes, axes, v)
+        elif name in CUTS:
+            known["cut"] = note.cut | roles_of([ins[0].axes]) - roles_of([axes])
+        elif name in ("concatenate", "stack") and sum(bool(x.cut) for x in ins) > 1:
+            known["axes"] = None
         if name in _SAME | {"convert_element_type"} and ins:
             cast = () if name in _SAME else (dtype_name(v.aval),)
             known |= {"root": ins[0].root, "casts": (*ins[0].casts, *cast)}
@@ -332,9 +347,9 @@ def _slice_of(note: _Note) -> _Note:
 
 
 def _joined(values: Sequence[_Note], axes: Axes | None) -> _Note:
-    mixed = frozenset(role for value in values for role in value.mixed)
-    was_fp8 = any(value.was_fp8 for value in values)
-    return _Note(axes, any(value.depends for value in values), mixed, was_fp8=was_fp8)
+    both = lambda name: frozenset().union(*(getattr(value, name) for value in values))
+    some = lambda name: any(getattr(value, name) for value in values)
+    return _Note(axes, some("depends"), both("mixed"), both("cut"), was_fp8=some("was_fp8"))
 
 
 def _also(first: _Note, other: _Note, shape: Sequence[int]) -> _Note:

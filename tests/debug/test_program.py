@@ -156,6 +156,8 @@ JOINED = [
     lambda w, x: jnp.concatenate([ZEROS[:, :1], x], axis=1) @ w,  # a class token
     lambda w, x: jnp.roll(x, 1, axis=1) @ w,
     lambda w, x: jax.lax.dynamic_update_slice(jnp.zeros((2, 16, 32)), x, (0, 3, 0)) @ w,
+    lambda w, x: jnp.stack([x[:, t] for t in range(8)], axis=1) @ w,  # an unrolled loop
+    lambda w, x: jnp.concatenate([x[:1], x[1:]]) @ w,
     lambda w, x: jax.lax.sort((ZEROS, x))[1] @ w,
     lambda w, x: jax.lax.cond(w[0, 0] > 0, lambda x: x, lambda x: ZEROS, x) @ w,
     lambda w, x: jax.lax.fori_loop(0, 3, lambda i, h: h @ w + x, ZEROS),
