@@ -38,19 +38,34 @@ def masks_later_positions(closed: ClosedJaxpr, inputs: Any = ()) -> bool:
 
 
 def _is_triangular(x: Any) -> bool:
-    """Tell whether `x` is a mask, or masks, each row of which allows one column more."""
-    if not isinstance(x, (jax.Array, np.ndarray)) or isinstance(x, jax.core.Tracer):
-        return False
-    there = not isinstance(x, jax.Array) or x.is_fully_addressable
-    if not there or x.ndim < 2 or not 1 < x.shape[-2] <= x.shape[-1] or not x.size:
+    """Tell whether `x` is a mask, or masks, each row of which allows one column more.
+
+    In a window it may leave out the first ones, but neither of the last two that it allows.
+    """
+    if not _is_here(x) or x.ndim < 2 or not 1 < x.shape[-2] <= x.shape[-1] or not x.size:
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or math.prod(x.shape[-2:]) > _LARGEST:
         return False
     with jax.ensure_compile_time_eval():  # under a trace a part of an array would be traced
         one = np.asarray(x[(0,) * (x.ndim - 2)])
     rows, columns = one.shape
-    triangle = np.tri(rows, columns, columns - rows, dtype=bool)
-    return len(np.unique(one)) == 2 and bool(np.array_equal(one == one.max(), triangle))
+    allowed, last = one == one.max(), columns - rows
+    triangle, before = (np.tri(rows, columns, k, dtype=bool) for k in (last, last - 2))
+    is_mask = len(np.unique(one)) == 2 and not allowed[~triangle].any()
+    return bool(is_mask and allowed[triangle & ~before].all())
+
+
+def _counts(x: Any) -> bool | None:
+    """Return True for an array that counts along its only axis, as ``np.arange`` does."""
+    if not _is_here(x) or not jnp.issubdtype(x.dtype, jnp.number):
+        return None
+    return 1 < x.size == max(x.shape) and bool((np.diff(np.ravel(x)) == 1).all()) or None
+
+
+def _is_here(x: Any) -> bool:
+    if not isinstance(x, (jax.Array, np.ndarray)) or isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 class _Positions(Reader):
@@ -66,7 +81,7 @@ class _Positions(Reader):
         self.found: list[bool] = []  # for each comparison and attention whether it is causal
 
     def constant(self, x: Any) -> bool | None:
-        return None if np.ndim(x) else False  # arrays are looked at above
+        return _counts(x) if np.ndim(x) else False  # other arrays are looked at above
 
     def equation(self, eqn: Any, ins: list[Value], at: Any) -> Computed:
         if not is_attention(eqn):  # its own comparisons, in loops, do not count

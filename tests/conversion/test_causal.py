@@ -15,6 +15,7 @@ from jfp8.conversion.causal import masks_later_positions
 N = 6
 TOKENS = jnp.arange(2 * N).reshape(2, N) % 5
 QKV = [jnp.ones((2, N, 2, 4))] * 3
+KEYS = jax.random.split(jax.random.key(0), 3)
 LOWEST = np.full((N, N), -1e9, np.float32)
 
 CAUSAL = {
@@ -24,6 +25,8 @@ CAUSAL = {
     ),
     "jnp.tril": lambda t: jnp.where(jnp.tril(jnp.ones((N, N))), t[0, 0], -1e9),
     "np.tril": lambda t: jnp.where(np.tril(np.ones((N, N), bool)), t[0, 0], -1e9),
+    "a window before": lambda t: jnp.where(np.tri(N, N) - np.tri(N, N, -3), t[0, 0], -1e9),
+    "np.arange": lambda t: jnp.asarray(np.arange(N))[:, None] >= np.arange(N)[None],
     "added to scores": lambda t: t[0, 0] + np.triu(LOWEST, 1),
     "jnp.arange": lambda t: jnp.arange(N)[:, None] >= jnp.arange(N)[None],
     "jax.nn": lambda t: jax.nn.dot_product_attention(QKV[0] * t[0, 0], *QKV[1:], is_causal=True),
@@ -40,6 +43,9 @@ OTHERS = {
     "lengths": lambda t: jnp.arange(N)[None] < t[:, :1],
     "the first few": lambda t: (jnp.arange(N) < 3) & (t[0] > 0),
     "a window": lambda t: jnp.abs(jnp.arange(N)[:, None] - jnp.arange(N)[None]) < 3,
+    "a window on both sides": lambda t: t[0, 0] * (np.tri(N, N, 2) - np.tri(N, N, -3)),
+    "keys": lambda t: jax.random.uniform(KEYS[t[0, 0]]) >= jnp.arange(N),
+    "itself": lambda t: t[0, 0] * np.eye(N),
     "all may be seen": lambda t: t[0, 0] * np.ones((N, N)),
 }
 
