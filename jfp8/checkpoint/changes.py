@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 
 from jfp8.checkpoint.state_dict import spelled
+from jfp8.scaling.printing import listed
 from jfp8.tracing.caller import user_level
 
 _MOST_NAMED = 4  # paths in a message
@@ -80,8 +81,4 @@ _MODEL = (
 
 
 def _listed(paths: list[str]) -> str:
-    if paths == [spelled(())]:
-        return ""
-    named = ", ".join(paths[:_MOST_NAMED])
-    rest = len(paths) - _MOST_NAMED
-    return f": {named}" if rest <= 0 else f": {named} and {rest:,} more"
+    return "" if paths == [spelled(())] else f": {listed(paths)}"

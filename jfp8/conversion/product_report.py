@@ -17,13 +17,12 @@ from jfp8.conversion.product_rows import (
     ProductRow,
     blind_message,
     gain_of,
-    listed,
     looks_ahead_message,
     product_table,
     slower_message,
 )
 from jfp8.conversion.tables import Printed, Table, preformatted, ruled_lines, table_lines
-from jfp8.scaling.printing import si
+from jfp8.scaling.printing import listed, si
 
 _WIDTH = 100  # columns of text
 _NAMED = 8  # layers listed under one reason

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jfp8.conversion.tables import Table
-from jfp8.scaling.printing import si
+from jfp8.scaling.printing import listed, si
 
 NO_LAYER = "computed by no layer that can be converted"
 INSIDE_OF_ATTENTION = "inside of attention (convert with attention=True)"
@@ -79,7 +79,7 @@ def looks_ahead_message(recipes: Mapping[str, str]) -> str:
     names = ", ".join(sorted({f'"{name}"' for name in recipes.values()}))
     return (
         f"The model masks later positions, but under the recipe {names} the scales of "
-        f"{listed(list(recipes), 4)} "
+        f"{listed(list(recipes))} "
         "depend on them: a later token changes the results of earlier ones, in training and not in "
         'decoding. Recipes that keep them apart: "rowwise", "block", "mxfp8"; "delayed" with its '
         "state (recipe.is_causal() says it of any). jfp8.debug.looks_ahead measures it."
@@ -90,7 +90,7 @@ def slower_message(gains: Mapping[str, float], gpu: str) -> str:
     """Warn about layers, by path, that FP8 is expected to slow down."""
     named = [f"{path} ({gain:.2f} of its speed in bf16)" for path, gain in gains.items()]
     return (
-        f"On {gpu}, FP8 is expected to slow down {listed(named, 4)}. "
+        f"On {gpu}, FP8 is expected to slow down {listed(named)}. "
         'jfp8.convert(..., exempt=(*jfp8.EDGES, "slower")) leaves out slower layers. '
         f'"slower on {gpu}" leaves them out on any machine.'
     )
@@ -103,12 +103,6 @@ def blind_message(policy: str) -> str:
         "computes them again in the backward pass, and a CPU saves float32 results. Pass "
         f"policy=jfp8.checkpoint_policies.{policy}."
     )
-
-
-def listed(items: Sequence[str], most: int) -> str:
-    """List up to `most` items, and count the others."""
-    more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def product_table(rows: Sequence[ProductRow]) -> Table:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jfp8.conversion.selection import Decision
+from jfp8.scaling.printing import listed
 from jfp8.tracing.caller import user_level
-
-_LISTED = 4  # layers or parameters
 
 
 def warn_of_nothing(
@@ -32,9 +31,9 @@ def warn_of_nothing(
         layers = [f"{path or 'the model itself'}: {x.reason}" for path, x in stayed.items()]
         edges = any(x.reason.startswith("exempt: ") for x in stayed.values())
         cure = " exempt=() exempts none." if edges else ""
-        said = [f"Layers that it left as they are, and why: {_listed(layers)}.{cure}"]
+        said = [f"Layers that it left as they are, and why: {listed(layers, between='; ')}.{cure}"]
     if unused:
-        parameters = _listed([f"{path} {shape}" for path, shape in unused.items()])
+        parameters = listed([f"{path} {shape}" for path, shape in unused.items()], between="; ")
         said.append(
             f"Parameters of which it saw no product: {parameters}. Inside functions with "
             "derivatives of their own (jax.custom_vjp) it sees none: use jfp8.linen.DotGeneral or "
@@ -56,7 +55,7 @@ def bridged_message(bridged: Mapping[str, type]) -> str:
     named = [f"{kind.__name__} at {path!r}" for path, kind in bridged.items()]
     return (
         "jfp8.convert does not reach NNX modules in a Linen model, whose products stay in high "
-        f"precision: {_listed(named)}. Convert them where "
+        f"precision: {listed(named, between='; ')}. Convert them where "
         "they are made, in the bridge that makes their parameters those of the model: "
         f"nnx.bridge.to_linen(lambda *args, **kwargs: jfp8.convert({kind}(*args, **kwargs)), ...)."
     )
@@ -65,8 +64,3 @@ def bridged_message(bridged: Mapping[str, type]) -> str:
 def is_known(kind: type) -> bool:
     """Tell whether this class of modules is one of Flax or jfp8."""
     return kind.__module__.split(".")[0] in ("flax", "jfp8")
-
-
-def _listed(items: Sequence[str]) -> str:
-    more = len(items) - _LISTED
-    return "; ".join(items[:_LISTED]) + (f"; and {more} more" if more > 0 else "")

@@ -11,7 +11,7 @@ from jfp8.debug.faults import FAULTS, NAMES
 from jfp8.debug.faults.evidence import Finding, Run
 from jfp8.debug.faults.values import non_finite
 from jfp8.debug.records import TensorStats, check_report, check_rows, steps_of
-from jfp8.scaling.printing import counted
+from jfp8.scaling.printing import counted, listed
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 _PRINTED = 3  # findings of one fault that are printed in full
@@ -53,9 +53,8 @@ class Advice(Printed):
                 if following is None or following.remedy != finding.remedy:
                     lines.append(f"  -> {finding.remedy}")
             if rest := group[_PRINTED:]:
-                more = ", ".join(f.tensor for f in rest[:_PRINTED])
-                more += f" and {len(rest) - _PRINTED} more" if len(rest) > _PRINTED else ""
-                lines += ["", f"  The same ({fault}): {more}."]
+                named = listed([finding.tensor for finding in rest], _PRINTED)
+                lines += ["", f"  The same ({fault}): {named}."]
         return "\n".join(lines)
 
     def _headline(self) -> str:

@@ -98,7 +98,7 @@ class ProgramCheck:
         return tuple(each for each in self.tensors if each.times > 1 or each.was_fp8)
 
     def __str__(self) -> str:
-        listed = lambda paths: ", ".join(dict.fromkeys(paths)) or "none"
+        listed = lambda paths: ", ".join(paths) or "none"
         lines = [
             str(self.report),
             f"Later positions reach results through a scale in: {listed(self.later)}.",

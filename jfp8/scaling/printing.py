@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,6 +52,12 @@ def _default(field: dataclasses.Field) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
+
+
+def listed(items: Sequence[str], most: int = 4, between: str = ", ") -> str:
+    """List up to `most` items, and count the others."""
+    more = f"{between.rstrip(', ')} and {len(items) - most:,} more" if len(items) > most else ""
+    return between.join(items[:most]) + more
 
 
 def is_arraylike(x: Any) -> bool:

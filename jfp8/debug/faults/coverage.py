@@ -9,6 +9,7 @@ from jfp8.conversion.product_rows import ProductRow
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge
 from jfp8.debug.faults.evidence import Finding, Run, percent
 from jfp8.debug.records import steps_of
+from jfp8.scaling.printing import listed
 
 
 def edges_in_fp8(run: Run) -> Iterator[Finding]:
@@ -53,14 +54,13 @@ def little_in_fp8(run: Run) -> Iterator[Finding]:
         layers = list(dict.fromkeys(row.path for row in rows))
         choice = reason.removeprefix("exempt: ")
         chosen = f"exempt={choice}" if reason != choice else reason.removeprefix("not among ")
-        named = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
         how = "exempts" if reason != choice else "leaves out"
         yield Finding(
             "warning",
             "little_in_fp8",
             layers[0],
             (),
-            f"{chosen} {how} {percent(share)} of the FLOPs: {named}. "
+            f"{chosen} {how} {percent(share)} of the FLOPs: {listed(layers, 3)}. "
             f"{percent(run.products.fp8_fraction)} are FP8.",
             "Narrow it to the layers that need it: jfp8.report shows what each costs, and without "
             "exempt= only the edges of the model stay in high precision.",
