@@ -32,6 +32,7 @@ os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -102,7 +103,7 @@ def add_row(request: pytest.FixtureRequest) -> Callable[[dict[str, str]], None]:
     return lambda row: request.node.user_properties.append(("row", (order, row)))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what tests counted of compiled programs, as a table in Markdown."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
     found = [value for r in reports for name, value in r.user_properties if name == "row"]
