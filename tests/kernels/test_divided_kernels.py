@@ -133,10 +133,10 @@ def product_of_two(x0, x1):
     ids=repr,
 )
 def test_quantizing_what_is_made(quantizer, kernels, make, divided_by_hand):
-    """Each device makes its part, of all projections."""
-    x, dy = numbers(256, 256).reshape(256, 2, 128), numbers(256, 128, seed=1)
+    """Each device makes its part, of all projections; no device has a part of one block."""
+    x, dy = numbers(256, 512).reshape(256, 2, 256), numbers(256, 256, seed=1)
     gradient = isinstance(make, Gradient)
-    shape = (256, 256) if gradient else (256, 128)
+    shape = (256, 512) if gradient else (256, 256)
     made = Made(jnp.zeros(shape, x.dtype), [x, dy] if gradient else [x], make)
     state = recipes.DelayedScaling(amax_history_len=2).init_state()["grad"]
     kernel = both_ways._KERNELS[type(quantizer)]
