@@ -422,11 +422,11 @@ def test_reduce_scatter(shape, dimension, mean, check_vma):
 
 
 def test_two_devices_round_what_they_send():
-    x = np.random.default_rng(0).normal(size=(2, 1024)).astype(np.float32)
-    result = jax.vmap(functools.partial(reduce_scatter, axis_name="d", min_size=0), axis_name="d")(
-        x
-    )
-    np.testing.assert_array_equal(result.ravel(), rounded(x).sum(0))
+    """A row each, which is no whole number of blocks."""
+    x = np.random.default_rng(0).normal(size=(2, 2, 500)).astype(np.float32)
+    scatter = functools.partial(reduce_scatter, axis_name="d", min_size=0)
+    found = jax.vmap(scatter, axis_name="d")(x)
+    np.testing.assert_array_equal(found[:, 0], rounded(x).sum(0))
 
 
 def test_reduce_scatter_keeps_the_dtype_and_sums_16_bits_in_f32():

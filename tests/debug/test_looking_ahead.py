@@ -21,7 +21,7 @@ def test_each_position_by_itself():
 
 
 def test_sums_of_what_came_before_are_causal():
-    assert looks_ahead(lambda x: jnp.cumsum(x, axis=1), X).is_causal
+    assert looks_ahead(lambda x: jnp.cumsum(x[..., :2], axis=1), X).is_causal
     assert not looks_ahead(lambda x: jnp.cumsum(x[:, ::-1], axis=1)[:, ::-1], X).is_causal
 
 

@@ -59,6 +59,7 @@ def test_an_unknown_padding():
 
 
 LAYERS = {
+    "bf16": {"kernel_size": (3, 3), "dtype": jnp.bfloat16},
     "same": {"kernel_size": (3, 3), "strides": (2, 2)},
     "valid, no bias": {"kernel_size": (3, 2), "strides": 2, "padding": "VALID", "use_bias": False},
     "circular": {"kernel_size": (3, 3), "strides": (2, 2), "padding": "CIRCULAR"},
@@ -70,7 +71,6 @@ LAYERS = {
     },
     "dilated": {"kernel_size": (2, 2), "kernel_dilation": (2, 1), "padding": 1},
     "transposed": {"kernel_size": (3, 3), "transpose_kernel": True},
-    "bf16": {"kernel_size": (3, 3), "dtype": jnp.bfloat16},
     "masked": {"kernel_size": (3, 3), "mask": np.tri(3)[:, :, None, None] * np.ones((1, 1, 3, 4))},
 }
 

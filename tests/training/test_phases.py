@@ -106,3 +106,22 @@ def test_another_model_is_refused():
         state.with_model(wider, X)
     with pytest.raises(ValueError, match=r"params/layers_2/bias is missing in it"):
         state.with_model(nn.Sequential([nn.Dense(32)]), X)
+    with pytest.raises(TypeError) as told:
+        state.with_model(model_with(DELAYED))
+    assert told.value.__notes__[-1].startswith("The inputs of model.init come next: ")
+
+
+def test_histories_of_another_length_keep_the_newest_entries():
+    state = begun().with_model(model_with(DELAYED), X)
+    for _ in range(3):
+        state, _ = train_step(state)
+
+    def histories(length):
+        model = model_with(jfp8.recipes.DelayedScaling(amax_history_len=length))
+        leaves = jax.tree.leaves_with_path(state.with_model(model, X).fp8)
+        return [np.asarray(x) for path, x in leaves if path[-1].key == "amax_history"]
+
+    for two, four, six in zip(*map(histories, (2, 4, 6)), strict=True):
+        np.testing.assert_array_equal(two, four[..., :2])
+        np.testing.assert_array_equal(six, np.pad(four, (0, 2)))
+        assert (four[..., :3] > 0).all()
