@@ -229,8 +229,8 @@ LINES_OF_ROOMS = {
     "optim": 2682,
     "training": 3046,
     "checkpoint": 3135,
-    "conversion": 4931,
-    "debug": 3475,
+    "conversion": 4932,
+    "debug": 3482,
     "plot": 858,
     "command_line": 1030,
 }

@@ -40,7 +40,7 @@ def masks_later_positions(closed: ClosedJaxpr, inputs: Any = ()) -> bool:
 def _is_triangular(x: Any) -> bool:
     """Tell whether `x` is a mask, or masks, each row of which allows one column more.
 
-    In a window it may leave out the first ones, but neither of the last two that it allows.
+    A window may leave out the first columns, but not the last two before the mask begins.
     """
     if not _is_here(x) or x.ndim < 2 or not 1 < x.shape[-2] <= x.shape[-1] or not x.size:
         return False
@@ -59,7 +59,8 @@ def _counts(x: Any) -> bool | None:
     """Return True for an array that counts along its only axis, as ``np.arange`` does."""
     if not _is_here(x) or not jnp.issubdtype(x.dtype, jnp.number):
         return None
-    return 1 < x.size == max(x.shape) and bool((np.diff(np.ravel(x)) == 1).all()) or None
+    has_one_axis = 1 < x.size == max(x.shape)
+    return True if has_one_axis and (np.diff(np.ravel(x)) == 1).all() else None
 
 
 def _is_here(x: Any) -> bool:

@@ -21,6 +21,7 @@ Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
 """The factors of each dimension, outermost first; sizes of 1 are left out."""
 
 _RESIZED = {"rev", "pad", "sort", "cumsum", "cummax", "cumprod", "cumlogsumexp", "concatenate"}
+# These may take one row of several.
 CUTS = {"slice", "split", "dynamic_slice", "gather", "unstack"}
 
 
@@ -48,7 +49,7 @@ def moved_axes(eqn: Any, ins: Sequence[Axes | None], shape: Sequence[int]) -> Ax
 
 
 def roles_of(all_axes: Sequence[Axes | None]) -> set[Role]:
-    """Return the roles of which arrays tell several apart."""
+    """Return the roles that the axes of any of these arrays have."""
     return {role for axes in all_axes for dim in axes or () for role, _ in dim if role}
 
 
@@ -134,10 +135,16 @@ def _dot(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes | None:
     summed, batch = eqn.params["dimension_numbers"]
     both = [tuple(axes[i] for i in kept) for axes, kept in zip(ins, batch)]
     shared = _elementwise(eqn, both, shape[: len(batch[0])])
-    free = map(_without, ins, [(*gone, *kept) for gone, kept in zip(summed, batch)])
-    axes = None if shared is None else sum(free, shared)
-    # Rows that both operands choose, as experts' are by a one-hot matrix, are of any sequence.
-    return axes if roles_of([axes]) or not all(roles_of([each]) for each in ins) else None
+    free = [_without(x, (*gone, *kept)) for x, gone, kept in zip(ins, summed, batch)]
+    if shared is None:
+        return None
+    axes = sum(free, shared)
+    # Rows that a matrix mixes or picks, as for experts, may be of any sequence or position.
+    for each, other in zip(ins, reversed(free)):
+        ends = roles_of([each]) - roles_of([axes])
+        if ends and any(dim and not _has_role(dim) for dim in other):
+            return None
+    return axes
 
 
 def _conv(eqn: Any, ins: Sequence[Any], shape: Sequence[int]) -> Axes:

@@ -98,17 +98,17 @@ class ProgramCheck:
         return tuple(each for each in self.tensors if each.times > 1 or each.was_fp8)
 
     def __str__(self) -> str:
-        listed = lambda paths: ", ".join(paths) or "none"
+        joined = lambda paths: ", ".join(paths) or "none"
         lines = [
             str(self.report),
-            f"Later positions reach results through a scale in: {listed(self.later)}.",
-            f"Other sequences do in: {listed(self.others)}.",
+            f"Later positions reach results through a scale in: {joined(self.later)}.",
+            f"Other sequences do in: {joined(self.others)}.",
         ]
         if self.unknown:
-            lines.append(f"The program does not tell for: {listed(self.unknown)}.")
+            lines.append(f"The program does not tell for: {joined(self.unknown)}.")
         for each in self.quantized_twice:
             how = f"quantized {each.times} times" if each.times > 1 else "rounded to FP8 twice"
-            lines.append(f"{listed(each.paths)}: {' -> '.join(each.casts)}, {how}.")
+            lines.append(f"{joined(each.paths)}: {' -> '.join(each.casts)}, {how}.")
         return "\n".join(lines)
 
 

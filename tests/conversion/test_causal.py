@@ -45,6 +45,7 @@ OTHERS = {
     "a window": lambda t: jnp.abs(jnp.arange(N)[:, None] - jnp.arange(N)[None]) < 3,
     "a window on both sides": lambda t: t[0, 0] * (np.tri(N, N, 2) - np.tri(N, N, -3)),
     "keys": lambda t: jax.random.uniform(KEYS[t[0, 0]]) >= jnp.arange(N),
+    "pixels": lambda t: jnp.asarray(np.arange(N * N).reshape(N, N)) >= jnp.arange(N)[None],
     "itself": lambda t: t[0, 0] * np.eye(N),
     "all may be seen": lambda t: t[0, 0] * np.ones((N, N)),
 }

@@ -131,7 +131,7 @@ def test_rounded_values_keep_their_axes():
         lambda x: x[jnp.argsort(x[:, 0, 0])],
     ],
 )
-def test_picked_rows_are_those_of_a_batch(pick):
+def test_picked_rows_belong_to_their_batch(pick):
     f = lambda w, x: pick(x) @ w
     for recipe in ("rowwise", "current"):
         converted = jfp8.convert(f, recipe, exempt=())
@@ -162,6 +162,7 @@ JOINED = [
     lambda w, x: jax.lax.cond(w[0, 0] > 0, lambda x: x, lambda x: ZEROS, x) @ w,
     lambda w, x: jax.lax.fori_loop(0, 3, lambda i, h: h @ w + x, ZEROS),
     lambda w, x: nn.avg_pool(x, (2,), (2,)) @ w,
+    lambda w, x: jnp.eye(8)[::2] @ x @ w,  # every other position
     dispatched,
     carried,
 ]
@@ -185,6 +186,17 @@ def test_elements_of_two_axes_are_not_followed():
         check = jfp8.debug.check_program(jfp8.convert(f, recipe, exempt=()), jnp.eye(32), X)
         assert check.report.fp8_fraction > 0
         assert (check.unknown, check.others) == (unknown, ())
+
+
+def test_axes_of_class_tokens_and_pooled_rows_are_known():
+    token = lambda w, x: jnp.concatenate([ZEROS[:, :1], x[:, 1:]], axis=1) @ w
+    blocks, rows = (Blockwise(jfp8.E4M3FN, (32, n)) for n in (2, 1))
+    recipe = jfp8.recipes.PerOperand(Product(blocks, rows), "mxfp8", "mxfp8")
+    check = jfp8.debug.check_program(jfp8.convert(token, recipe, exempt=()), jnp.eye(32), X)
+    assert (check.unknown, check.later, check.others) == ((), ("w",), ())
+    pooled = lambda w, x: jnp.einsum("t,btd->bd", jnp.ones(8), x) @ w
+    check = jfp8.debug.check_program(jfp8.convert(pooled, "current", exempt=()), jnp.eye(32), X)
+    assert (check.unknown, check.later, check.others) == ((), (), ("w",))
 
 
 def test_normalizing_by_the_largest_element_looks_at_all():

@@ -19,7 +19,7 @@ from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.product import Product
 from jfp8.recipes.rowwise import RowwiseScaling
-from jfp8.scaling.printing import dtype, number
+from jfp8.scaling.printing import dtype, listed, number
 
 # 448 = 7 * 64 is the largest value of e4m3fn: the scale is exactly 1/64, and so are the values.
 X = jnp.array([[-3.5, 1.0], [0.5, 7.0]])
@@ -32,6 +32,11 @@ def test_a_scale_for_all_and_for_each_row():
         "ScaledArray(E4M3FN[2,2], scales f32[2,1] for [1,2] each, 0.007812 to 0.01562, "
         "values -3.5 to 7)"
     )
+
+
+def test_the_first_few_names_are_listed():
+    assert (listed("abcd"), listed("abcde")) == ("a, b, c, d", "a, b, c, d and 1 more")
+    assert listed("abc", 2, between="; ") == "a; b; and 1 more"
 
 
 def test_blocks_cut_short():
