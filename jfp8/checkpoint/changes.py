@@ -81,4 +81,4 @@ _MODEL = (
 
 
 def _listed(paths: list[str]) -> str:
-    return "" if paths == [spelled(())] else f": {listed(paths)}"
+    return "" if paths == [spelled(())] else f": {listed(paths, _MOST_NAMED)}"

@@ -477,7 +477,7 @@ def test_mutable_is_obeyed(setup_model, mutable):
 
 
 def test_initial_variables_hold_nothing_sown():
-    """Neither do those of Flax."""
+    """Flax's ``init_with_output`` leaves that out, too."""
 
     def sowing(module, x):
         module.sow("intermediates", "x", x)

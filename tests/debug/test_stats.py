@@ -287,7 +287,7 @@ def test_a_loop_over_time_is_no_loop_over_layers():
 
 
 def test_attention_shows_the_operands_of_two_products():
-    """Their largest elements are those of attention in f32; `dS` is shown times scales."""
+    """Each has the largest element that it has in f32; `dS` is shown times scales."""
     q, k, v, dy = (normal((1, 8, 1, 16), seed) for seed in range(4))
     attend = partial(jfp8.scaled_dot_product_attention, recipe="current")
     run = jax.jit(jfp8.debug.stats(lambda *x: jax.vjp(attend, *x)[1](dy)))

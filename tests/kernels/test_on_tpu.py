@@ -163,11 +163,11 @@ def test_products_that_are_divided_have_the_numbers_of_the_reference(monkeypatch
     expected = results(recipe, None, *arrays, state)
     pretend(monkeypatch, Tpu("TPU7x", divides=True))
     found = results(recipe, None, *arrays, state)
-    # With one scale, partial sums are in bf16 before they are scaled, where JAX has such a product.
-    others = 0.5 if name == "delayed" else 0.002
+    # From JAX 0.11 on, sums under one scale are rounded to bf16 before they are scaled, too.
+    most = 0.5 if name == "delayed" else 0.002
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
-        assert (a != b).mean() < others, name
+        assert (a != b).mean() < most, name
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-6 * np.abs(b).max())
 
 

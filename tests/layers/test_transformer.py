@@ -325,7 +325,7 @@ def test_packed_sequences_are_those_apart(options):
     y = apply(layer, variables, x, segment_ids=ids)
     parts = jnp.split(x, np.cumsum(lengths)[:-1], axis=1)
     apart = jnp.concatenate([apply(layer, variables, part) for part in parts], axis=1)
-    # Rotations by other angles round otherwise, and FP8 operands may move by a step, 2^-3.
+    # Rotations by other angles are rounded differently, which moves some FP8 operands by a step.
     assert relative_error(y, apart) < (2.0**-5 if "attention_products" in options else 1e-3)
     assert relative_error(apply(layer, variables, x), apart) > 5e-2
     zero = jax.tree.map(lambda w: w, variables)

@@ -348,7 +348,7 @@ def test_blockwise_turns_its_blocks_along_the_contraction(size, scale_rounding):
     ids=str,
 )
 def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
-    """Data, scales and values are those of the array with zeros up to whole blocks, cut off."""
+    """The array padded with zeros to whole blocks gives the same data, scales and values."""
     x = sample(shape=shape)
     scale_rounding = "rceil" if 32 in block else None
     options = {"granularity": Block(block), "scale_rounding": scale_rounding}
